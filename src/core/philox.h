@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Philox-4x32 with 7 rounds (Salmon et al., SC'11) and the dropout mask built on it. Host, device.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define TESSERA_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define TESSERA_HOST_DEVICE inline
+#endif
+
+namespace tessera {
+
+struct Philox4 {
+  uint32_t word[4];
+};
+
+TESSERA_HOST_DEVICE constexpr Philox4 philox4x32_7(uint32_t key0, uint32_t key1, uint32_t c0,
+                                                   uint32_t c1, uint32_t c2, uint32_t c3) {
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t p0 = uint64_t{0xD2511F53u} * c0;
+    const uint64_t p1 = uint64_t{0xCD9E8D57u} * c2;
+    const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
+    const uint32_t n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ key1;
+    c1 = static_cast<uint32_t>(p1);
+    c3 = static_cast<uint32_t>(p0);
+    c0 = n0;
+    c2 = n2;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The dropout mask of docs/semantics.md, a function of (seed, offset, sequence, head, i, j) alone.
+// One Philox call decides rows {r, r+8} x columns {c, c+1, c+8, c+9} of a 16x16 patch.
+struct Dropout {
+  uint32_t key0, key1, counter0;
+  uint32_t threshold;  // T = floor(p * 65536 + 0.5), in 1..65535; kept when the 16-bit field >= T
+
+  TESSERA_HOST_DEVICE static Dropout make(int64_t seed, int64_t offset, uint32_t threshold) {
+    const uint64_t s = static_cast<uint64_t>(seed), o = static_cast<uint64_t>(offset);
+    return {static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
+            static_cast<uint32_t>(o), threshold};
+  }
+
+  // head_index = (n * hq + h) modulo 2^32.
+  TESSERA_HOST_DEVICE bool keep(uint32_t head_index, int64_t i, int64_t j) const {
+    const uint32_t patch_row = static_cast<uint32_t>(i / 16 * 8 + i % 8);
+    const uint32_t patch_column = static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2);
+    const int field = 4 * (i % 16 >= 8) + 2 * (j % 16 >= 8) + static_cast<int>(j % 2);
+    const Philox4 random = philox4x32_7(key0, key1, counter0, head_index, patch_row, patch_column);
+    return ((random.word[field / 2] >> (field % 2 * 16)) & 0xFFFFu) >= threshold;
+  }
+
+  TESSERA_HOST_DEVICE double scale() const { return 65536.0 / (65536.0 - threshold); }
+};
+
+}  // namespace tessera

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// One sequence of the batch, resolved from lengths on the host: where its rows are, and its band.
+// Kernels on a GPU do the same on the device from the same rules (src/cuda/common).
+#pragma once
+
+#include "core/mask.h"
+#include "core/problem.h"
+
+namespace tessera {
+
+struct Sequence {
+  int64_t n;            // index in the batch
+  int64_t first_q;      // thd: row of the packed buffer where query 0 is stored; otherwise 0
+  int64_t first_k;      // thd likewise for keys (not with pages)
+  int64_t batch_q;      // index on the batch axis of q, o, ...: n, or 0 for thd
+  int64_t batch_k;      // index on the batch axis of k, v: n, or 0 for thd; unused with pages
+  Band band;            // len_q, len_k, shift, left, right
+
+  int64_t len_q() const { return band.len_q; }
+  int64_t len_k() const { return band.len_k; }
+};
+
+// Of a validated, normalised problem whose buffers are on the host.
+Sequence sequence_of(const Problem& problem, const Buffers& buffers, int64_t n);
+
+// Rows [lo, hi) of a side's storage that belong to sequence n when every byte of the tensor must be
+// written: its own rows, then padding or the gap up to the next sequence (the first sequence also
+// owns what is stored before it, the last one the tail).
+Interval owned_rows_q(const Problem& problem, const Buffers& buffers, int64_t n);
+Interval owned_rows_k(const Problem& problem, const Buffers& buffers, int64_t n);
+
+// Element i of a length array (int32 or int64, any stride).
+int64_t length_at(const Problem& problem, const Buffers& buffers, int index, int64_t i);
+
+}  // namespace tessera
