@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rooms include downwards only. Prints every include that breaks the rule; exit 1 if there is one.
+
+The rule is docs/conventions.md, "Rooms". A room that is not in the table below is an error too, so
+that a new room states what it may see.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+# room -> the rooms whose headers it may include, beside its own and <...> headers.
+MAY_INCLUDE = {
+    "core": set(),
+    "cpu": {"core"},
+    "cuda/common": {"core"},
+    "cuda/sm80": {"core", "cuda/common"},
+    "cuda/sm90": {"core", "cuda/common"},
+    "conformance": {"core", "cpu/reference"},
+    "door": {"core", "conformance", "cpu", "cuda/common", "cuda/sm80", "cuda/sm90"},
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+def room_of(path: str) -> str:
+    """"cuda/sm90/tiles.h" -> "cuda/sm90"; a file directly under src/ belongs to the front door."""
+    parts = path.split("/")
+    if len(parts) == 1:
+        return "door"
+    return "/".join(parts[:2]) if parts[0] == "cuda" and len(parts) > 2 else parts[0]
+
+
+def violations() -> list[str]:
+    found = []
+    for file in sorted(SOURCE.rglob("*")):
+        if file.suffix not in {".h", ".cc", ".cu", ".cuh", ".in"}:
+            continue
+        name = file.relative_to(SOURCE).as_posix()
+        room = room_of(name)
+        if room not in MAY_INCLUDE:
+            found.append(f"src/{name}: room {room} is not in tools/check_layers.py")
+            continue
+        for target in INCLUDE.findall(file.read_text()):
+            if target == "tessera.h" or room_of(target) == room:
+                continue
+            allowed = MAY_INCLUDE[room]
+            if room_of(target) not in allowed and Path(target).with_suffix("").as_posix() not in allowed:
+                found.append(f'src/{name} includes "{target}": room {room} may include only '
+                             f"{', '.join(sorted(allowed)) or 'itself'}")
+    return found
+
+
+def main() -> int:
+    found = violations()
+    print("\n".join(found) if found else f"layers are in order: {len(MAY_INCLUDE)} rooms")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
