@@ -27,7 +27,7 @@ cmake --install build/cpu --prefix "$work/prefix" >/dev/null
 export PKG_CONFIG_PATH=$work/prefix/lib/pkgconfig:$work/prefix/lib/$(cc -dumpmachine)/pkgconfig
 flags="-I$work/prefix/include -L$work/prefix/lib -ltessera"
 if command -v pkg-config >/dev/null; then flags=$(pkg-config --cflags --libs tessera); fi
-cc -std=c99 -Wall -Wextra -Werror -pedantic examples/c/attention.c -o "$work/attention" $flags
+cc -std=c11 -Wall -Wextra -Werror -pedantic examples/c/attention.c -o "$work/attention" $flags
 LD_LIBRARY_PATH=$work/prefix/lib:$work/prefix/lib/$(cc -dumpmachine) "$work/attention"
 check "examples/c through pkg-config"
 cmake -S examples/c -B "$work/cmake-example" -DCMAKE_PREFIX_PATH="$work/prefix" >/dev/null
