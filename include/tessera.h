@@ -204,6 +204,11 @@ TESSERA_API int32_t tessera_prepare(const tessera_problem* problem, const tesser
 TESSERA_API int32_t tessera_run(const tessera_problem* problem, const tessera_device* device,
                                 const tessera_buffers* buffers, tessera_error* error);
 
+/* What tessera_run checks before it computes, and no more: TESSERA_OK, or TESSERA_INVALID and why.
+ * Whether a backend can is not asked, a workspace is not needed, nothing is written. */
+TESSERA_API int32_t tessera_validate(const tessera_problem* problem, const tessera_device* device,
+                                     const tessera_buffers* buffers, tessera_error* error);
+
 /* Which backend would run, every other one with all of its reasons, the nearest change that would
  * help, and the workspace, as JSON. Give a problem or a case text ("fwd bf16 b=2 s=1024 h=16 d=128
  * causal"), the other NULL. Writes at most capacity bytes with a final NUL; returns the bytes that
