@@ -7,7 +7,9 @@
 #if defined(__CUDACC__)
 #define TESSERA_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define TESSERA_HOST_DEVICE inline
+// Always inlined: the CPU's kernels are compiled for several instruction sets, and a copy of one of
+// them must never be the one that the linker keeps for all.
+#define TESSERA_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 namespace tessera {
@@ -31,6 +33,12 @@ TESSERA_HOST_DEVICE constexpr Philox4 philox4x32_7(uint32_t key0, uint32_t key1,
     key1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
+}
+
+// T = floor(p * 65536 + 0.5); 0 when that leaves 1..65535, so also for NaN.
+inline uint32_t dropout_threshold(double p) {
+  const double steps = p * 65536.0 + 0.5;
+  return steps >= 1.0 && steps < 65536.0 ? static_cast<uint32_t>(steps) : 0;
 }
 
 // The dropout mask of docs/semantics.md, a function of (seed, offset, sequence, head, i, j) alone.

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// make_kernels<S>(): the table of one level, filled from the templates. Included by kernels_*.cc
+// alone, once in each.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/tiles.h"
+
+namespace tessera::cpu {
+namespace {
+
+template <typename S>
+constexpr Kernels make_kernels(const char* name) {
+  return {
+      .name = name,
+      .strip = Tile<S>::kStrip,
+      .block = Tile<S>::kBlock,
+      .has_bf16_dot = S::kHasBf16Dot,
+      .forward = nullptr,
+      .backward = nullptr,
+  };
+}
+
+}  // namespace
+}  // namespace tessera::cpu
