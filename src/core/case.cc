@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/case.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <set>
+
+namespace tessera {
+namespace {
+
+using View = std::string_view;
+
+// What a token's value must be, in words, and one that would work.
+struct Token {
+  View key;
+  bool takes_value;
+  View rule;
+  View example;
+  bool (*read)(Case& c, View value);  // false: the value breaks the rule
+};
+std::vector<Token> tokens();
+
+bool read_layout(CaseLayout& layout, View name);
+Status check(const Case& c);
+std::vector<View> split(View text, char separator);
+std::string_view format_name(int32_t format);
+
+}  // namespace
+
+Result<Case> parse_case(View text) {
+  text = text.substr(0, text.find('#'));
+  std::vector<View> words;
+  for (View word : split(text, ' ')) {
+    for (View part : split(word, '\t')) {
+      while (!part.empty() && (part.back() == '\r' || part.back() == '\n')) part.remove_suffix(1);
+      if (!part.empty()) words.push_back(part);
+    }
+  }
+  static const auto kTokens = tokens();
+  Case c;
+  const auto quoted = [](View word) {
+    return "case token '" + std::string(word.substr(0, 80)) + "'";
+  };
+  if (words.size() < 2) {
+    return invalid(
+        "case '%.80s': must begin with a pass and a dtype; for example 'fwd bf16 b=2 s=64 h=4 "
+        "d=64'",
+        std::string(text).c_str());
+  }
+  if (words[0] != "fwd" && words[0] != "bwd") {
+    return invalid("%s: a case begins with its pass; fwd or bwd", quoted(words[0]).c_str());
+  }
+  c.pass = words[0] == "fwd" ? TESSERA_FORWARD : TESSERA_BACKWARD;
+  c.dtype = parse_dtype(words[1]);
+  if (!is_float(c.dtype)) {
+    return invalid("%s: the second word is the dtype; fp32, bf16, fp16, fp64, e4m3 or e5m2",
+                   quoted(words[1]).c_str());
+  }
+  std::set<View> seen;
+  const auto once = [&](View key) { return seen.insert(key).second; };
+  for (size_t w = 2; w < words.size(); ++w) {
+    const View word = words[w], key = word.substr(0, word.find('='));
+    const bool has_value = key.size() < word.size();
+    const auto token =
+        std::find_if(kTokens.begin(), kTokens.end(), [&](const Token& t) { return t.key == key; });
+    if (token == kTokens.end()) {
+      std::string known;
+      for (const Token& t : kTokens) known += (known.empty() ? "" : " ") + std::string(t.key);
+      return invalid("%s: no such key; one of %s", quoted(word).c_str(), known.c_str());
+    }
+    // s, h, d and lens give two fields at once, keep and drop are one mask.
+    bool fresh = once(key);
+    if (key == "s") fresh = fresh && once("sq") && once("sk");
+    if (key == "h") fresh = fresh && once("hq") && once("hk");
+    if (key == "d") fresh = fresh && once("dqk") && once("dv");
+    if (key == "lens") fresh = fresh && once("lens_q") && once("lens_k");
+    if (key == "keep" || key == "drop") fresh = fresh && once("mask");
+    if (!fresh)
+      return invalid("%s: a key may be given once; remove one of them", quoted(word).c_str());
+    // alibi stands alone or with a value.
+    const bool value_fits = has_value == token->takes_value || (key == "alibi" && !has_value);
+    const View value = has_value ? word.substr(key.size() + 1) : View{};
+    if (!value_fits || !token->read(c, value)) {
+      return invalid("%s: must be %s; for example %s", quoted(word).c_str(),
+                     std::string(token->rule).c_str(), std::string(token->example).c_str());
+    }
+  }
+  if (Status status = check(c); !status.ok()) return status;
+  return c;
+}
+
+namespace {
+
+// ---- reading values ----
+
+bool integer(View text, int64_t lo, int64_t hi, int64_t& out) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (text.empty() || error != std::errc{} || end != text.data() + text.size()) return false;
+  if (value < lo || value > hi) return false;
+  out = value;
+  return true;
+}
+
+bool seed_of(View text, uint32_t& out) {
+  int64_t value;
+  if (!integer(text, 0, 0xFFFFFFFFll, value)) return false;
+  out = static_cast<uint32_t>(value);
+  return true;
+}
+
+bool number(View text, double& out) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out);
+  return !text.empty() && error == std::errc{} && end == text.data() + text.size() &&
+         std::isfinite(out);
+}
+
+bool after(View text, View prefix, View& rest) {
+  if (!text.starts_with(prefix)) return false;
+  rest = text.substr(prefix.size());
+  return true;
+}
+
+constexpr int64_t kMaxSize = int64_t{1} << 40;
+bool size(View text, int64_t lo, int64_t& out) { return integer(text, lo, kMaxSize, out); }
+
+bool lengths(View text, CaseLengths& out) {
+  View rest;
+  if (text == "full") {
+    out.kind = CaseLengths::Kind::kFull;
+    return true;
+  }
+  if (after(text, "random:", rest)) {
+    out.kind = CaseLengths::Kind::kRandom;
+    return seed_of(rest, out.seed);
+  }
+  out.kind = CaseLengths::Kind::kList;
+  for (View part : split(text, ',')) {
+    out.list.emplace_back();
+    if (!size(part, 0, out.list.back())) return false;
+  }
+  return true;
+}
+
+// A subset of the letters b, h, q, k, in this order; "1" says that every axis is broadcast.
+bool shape_letters(View text, std::string& out) {
+  if (text == "1") return out.clear(), true;
+  size_t at = 0;
+  for (char letter : View("bhqk")) at += at < text.size() && text[at] == letter;
+  out = text;
+  return at == text.size() && !text.empty();
+}
+
+bool mask(View text, bool drop, CaseMask& out) {
+  out.drop = drop;
+  const View what = text.substr(0, text.find('/'));
+  View rest;
+  out.shape = "qk";
+  if (after(what, "random:", rest))
+    out.what = CaseMask::What::kRandom;
+  else if (after(what, "blocks:", rest))
+    out.what = CaseMask::What::kBlocks;
+  else if (after(what, "keys:", rest))
+    out.what = CaseMask::What::kKeys, out.shape = "bk";
+  else
+    return false;
+  if (!number(rest, out.p) || out.p < 0 || out.p > 1) return false;
+  if (what.size() < text.size() && !shape_letters(text.substr(what.size() + 1), out.shape))
+    return false;
+  return out.what != CaseMask::What::kKeys || out.shape.find('q') == std::string::npos;
+}
+
+bool format(View name, int32_t& out) {
+  for (int32_t f : {TESSERA_BSHD, TESSERA_SBHD, TESSERA_BHSD, TESSERA_THD}) {
+    if (name == format_name(f)) return out = f, true;
+  }
+  return false;
+}
+
+bool read_layout(CaseLayout& layout, View name) {
+  using Packing = CaseLayout::Packing;
+  layout = {std::string(name)};
+  View te = name;
+  const bool paged = after(te, "paged_kv_", te);
+  struct Packed {
+    View name;
+    int32_t format;
+    Packing packing;
+  };
+  static constexpr Packed kPacked[] = {
+      {"sb3hd", TESSERA_SBHD, Packing::kQkvBeforeHeads},
+      {"sbh3d", TESSERA_SBHD, Packing::kQkvAfterHeads},
+      {"sbhd_sb2hd", TESSERA_SBHD, Packing::kKvBeforeHeads},
+      {"sbhd_sbh2d", TESSERA_SBHD, Packing::kKvAfterHeads},
+      {"bs3hd", TESSERA_BSHD, Packing::kQkvBeforeHeads},
+      {"bsh3d", TESSERA_BSHD, Packing::kQkvAfterHeads},
+      {"bshd_bs2hd", TESSERA_BSHD, Packing::kKvBeforeHeads},
+      {"bshd_bsh2d", TESSERA_BSHD, Packing::kKvAfterHeads},
+      {"t3hd", TESSERA_THD, Packing::kQkvBeforeHeads},
+      {"th3d", TESSERA_THD, Packing::kQkvAfterHeads},
+      {"thd_t2hd", TESSERA_THD, Packing::kKvBeforeHeads},
+      {"thd_th2d", TESSERA_THD, Packing::kKvAfterHeads},
+  };
+  for (const Packed& p : kPacked) {
+    if (!paged && name == p.name) {
+      layout.format_q = layout.format_kv = p.format;
+      layout.packing = p.packing;
+      return true;
+    }
+  }
+  if (format(name, layout.format_q)) return layout.format_kv = layout.format_q, true;
+  const auto pair = split(name, ',');
+  if (pair.size() == 2)
+    return format(pair[0], layout.format_q) && format(pair[1], layout.format_kv);
+  const auto parts = split(te, '_');
+  return parts.size() == 3 && parts[1] == parts[2] && format(parts[0], layout.format_q) &&
+         format(parts[1], layout.format_kv) && !(paged && layout.format_kv == TESSERA_THD);
+}
+
+// ---- the keys ----
+
+std::vector<Token> tokens() {
+  constexpr View kSize = "a size in 0..2^40", kPositive = "a size in 1..2^40";
+  constexpr View kList = "full, n,n,... or random:SEED";
+  constexpr View kMask =
+      "random:P, keys:P or blocks:P, P in [0, 1], with /SHAPE of letters of bhqk in this "
+      "order (keys without q)";
+  constexpr View kFlag = "without a value";
+#define FLAG(name, field)                                                        \
+  Token {                                                                        \
+    name, false, kFlag, name, [](Case& c, View) { return c.field = true, true; } \
+  }
+  return {
+      {"b", true, kSize, "b=2", [](Case& c, View v) { return size(v, 0, c.b); }},
+      {"s", true, kSize, "s=128",
+       [](Case& c, View v) { return size(v, 0, c.sq) && size(v, 0, c.sk); }},
+      {"sq", true, kSize, "sq=128", [](Case& c, View v) { return size(v, 0, c.sq); }},
+      {"sk", true, kSize, "sk=128", [](Case& c, View v) { return size(v, 0, c.sk); }},
+      {"h", true, kPositive, "h=4",
+       [](Case& c, View v) { return size(v, 1, c.hq) && size(v, 1, c.hk); }},
+      {"hq", true, kPositive, "hq=8", [](Case& c, View v) { return size(v, 1, c.hq); }},
+      {"hk", true, kPositive, "hk=2", [](Case& c, View v) { return size(v, 1, c.hk); }},
+      {"d", true, kPositive, "d=64",
+       [](Case& c, View v) { return size(v, 1, c.dqk) && size(v, 1, c.dv); }},
+      {"dqk", true, kPositive, "dqk=192", [](Case& c, View v) { return size(v, 1, c.dqk); }},
+      {"dv", true, kPositive, "dv=128", [](Case& c, View v) { return size(v, 1, c.dv); }},
+      {"kv", true, "a floating dtype", "kv=e4m3",
+       [](Case& c, View v) { return is_float(c.kv_dtype = parse_dtype(v)); }},
+      {"layout", true,
+       "a format (bshd, sbhd, bhsd, thd), two of them (q and k/v) or a layout of "
+       "TransformerEngine",
+       "layout=sbhd or layout=bshd,sbhd or layout=bs3hd",
+       [](Case& c, View v) { return read_layout(c.layout, v); }},
+      {"lens", true, kList, "lens=5,17", [](Case& c, View v) { return lengths(v, c.lens); }},
+      {"lens_q", true, kList, "lens_q=5,17", [](Case& c, View v) { return lengths(v, c.lens_q); }},
+      {"lens_k", true, kList, "lens_k=random:3",
+       [](Case& c, View v) { return lengths(v, c.lens_k); }},
+      {"gaps", true, "a number of tokens or random:SEED", "gaps=3",
+       [](Case& c, View v) {
+         View rest;
+         const bool random = after(v, "random:", rest);
+         c.gaps.kind = random ? CaseGaps::Kind::kRandom : CaseGaps::Kind::kFixed;
+         return integer(random ? rest : v, 0, 0xFFFFFFFFll, c.gaps.value);
+       }},
+      {"page", true, "a number of tokens of at least 1", "page=16",
+       [](Case& c, View v) { return size(v, 1, c.page); }},
+      {"tables", true, "1 or 2", "tables=2",
+       [](Case& c, View v) { return integer(v, 1, 2, c.tables); }},
+      FLAG("int64", int64_lengths),
+      FLAG("causal", causal),
+      {"window", true, "L,R, each -1 (unbounded) or more", "window=128,0",
+       [](Case& c, View v) {
+         const auto sides = split(v, ',');
+         c.window = true;
+         return sides.size() == 2 && integer(sides[0], -1, INT64_MAX, c.window_left) &&
+                integer(sides[1], -1, INT64_MAX, c.window_right);
+       }},
+      {"align", true, "top_left or bottom_right", "align=bottom_right",
+       [](Case& c, View v) {
+         c.align = v == "top_left" ? TESSERA_ALIGN_TOP_LEFT : TESSERA_ALIGN_BOTTOM_RIGHT;
+         return v == "top_left" || v == "bottom_right";
+       }},
+      {"keep", true, kMask, "keep=random:0.7/bqk",
+       [](Case& c, View v) { return mask(v, false, c.mask); }},
+      {"drop", true, kMask, "drop=keys:0.7", [](Case& c, View v) { return mask(v, true, c.mask); }},
+      {"ranges", true, "random:SEED, two:SEED or prefix:N", "ranges=prefix:16",
+       [](Case& c, View v) {
+         View rest;
+         if (after(v, "random:", rest))
+           c.ranges.kind = CaseRanges::Kind::kRandom;
+         else if (after(v, "two:", rest))
+           c.ranges.kind = CaseRanges::Kind::kTwo;
+         else if (after(v, "prefix:", rest))
+           c.ranges.kind = CaseRanges::Kind::kPrefix;
+         else
+           return false;
+         return integer(rest, 0, 0x7FFFFFFF, c.ranges.value);
+       }},
+      {"segments", true, "a number of at least 1", "segments=3",
+       [](Case& c, View v) { return integer(v, 1, 0x7FFFFFFF, c.segments); }},
+      {"scale", true, "a finite number of at least 0", "scale=0.125",
+       [](Case& c, View v) { return c.has_scale = number(v, c.scale) && c.scale >= 0; }},
+      {"softcap", true, "a finite number above 0", "softcap=30",
+       [](Case& c, View v) { return number(v, c.softcap) && c.softcap > 0; }},
+      {"bias", true, "post or pre, with /SHAPE of letters of bhqk in this order", "bias=post/hqk",
+       [](Case& c, View v) {
+         const View at = v.substr(0, v.find('/'));
+         c.bias = at == "pre" ? Case::BiasAt::kPre : Case::BiasAt::kPost;
+         c.bias_shape = "hqk";
+         return (at == "pre" || at == "post") &&
+                (at.size() == v.size() || shape_letters(v.substr(at.size() + 1), c.bias_shape));
+       }},
+      {"bias_dtype", true, "fp32, or left out for the dtype of q", "bias_dtype=fp32",
+       [](Case& c, View v) { return v == "fp32" && (c.bias_dtype = TESSERA_FP32); }},
+      {"alibi", true, "alone (a slope for each head) or bh (for each batch and head)", "alibi=bh",
+       [](Case& c, View v) {
+         c.alibi = v.empty() ? Case::Alibi::kPerHead : Case::Alibi::kPerBatchHead;
+         return v.empty() || v == "bh";
+       }},
+      {"sink", true, "off_by_one or learnable", "sink=learnable",
+       [](Case& c, View v) {
+         c.sink = v == "learnable" ? Case::Sink::kLearnable : Case::Sink::kOffByOne;
+         return v == "learnable" || v == "off_by_one";
+       }},
+      {"dropout", true, "a probability in (0, 1)", "dropout=0.1",
+       [](Case& c, View v) { return number(v, c.dropout) && c.dropout > 0 && c.dropout < 1; }},
+      FLAG("dlse", dlse),
+      {"grads", true, "a list of dbias, dsink and dalibi_slopes, each once", "grads=dbias,dsink",
+       [](Case& c, View v) {
+         for (View name : split(v, ',')) {
+           bool* field = name == "dbias"           ? &c.dbias
+                         : name == "dsink"         ? &c.dsink
+                         : name == "dalibi_slopes" ? &c.dalibi_slopes
+                                                   : nullptr;
+           if (field == nullptr || *field) return false;
+           *field = true;
+         }
+         return true;
+       }},
+      FLAG("max_logit", max_logit),
+      FLAG("deterministic", deterministic),
+      FLAG("batch_invariant", batch_invariant),
+      FLAG("strided", strided),
+      FLAG("interleaved", interleaved),
+      FLAG("out", out),
+      FLAG("poison", poison),
+      {"seed", true, "an integer in 0..2^32-1", "seed=7",
+       [](Case& c, View v) { return seed_of(v, c.seed); }},
+  };
+#undef FLAG
+}
+
+// ---- rules that join several keys ----
+
+// Sizes must be there, and what the data cannot be built from is refused here; the rest is
+// validate()'s to judge.
+Status check(const Case& c) {
+  using Kind = CaseLengths::Kind;
+  const std::pair<const char*, int64_t> sizes[] = {{"b", c.b},   {"sq", c.sq}, {"sk", c.sk},
+                                                   {"hq", c.hq}, {"hk", c.hk}, {"dqk", c.dqk},
+                                                   {"dv", c.dv}};
+  for (const auto& [name, value] : sizes) {
+    if (value < 0) {
+      return invalid(
+          "case: %s is missing; give b, s (or sq and sk), h (or hq and hk), d (or dqk and dv)",
+          name);
+    }
+  }
+  const double q_side = 8.0 * c.b * (c.sq + 17.0) * c.hq * (c.dqk + c.dv + 8.0);
+  const double k_side = 8.0 * c.b * (c.sk + 17.0 + c.page) * c.hk * (c.dqk + c.dv + 8.0);
+  const double scores = 8.0 * c.b * c.hq * (c.sq + 17.0) * (c.sk + 17.0 + c.page);
+  const bool dense = c.bias != Case::BiasAt::kNone || c.mask.what != CaseMask::What::kNone;
+  if (q_side + k_side > 9e18 || (dense && scores > 9e18)) {
+    return invalid(
+        "case: b=%lld sq=%lld sk=%lld: a tensor may have at most 2^63 bytes; smaller sizes",
+        static_cast<long long>(c.b), static_cast<long long>(c.sq), static_cast<long long>(c.sk));
+  }
+  const auto fits = [&](const char* name, const CaseLengths& lens, int64_t s) -> Status {
+    if (lens.kind != Kind::kList) return {};
+    if (static_cast<int64_t>(lens.list.size()) != c.b) {
+      return invalid("case token '%s': lists %zu lengths, b=%lld; one length for each sequence",
+                     name, lens.list.size(), static_cast<long long>(c.b));
+    }
+    for (int64_t n : lens.list) {
+      if (n > s)
+        return invalid("case token '%s': %lld exceeds the extent %lld; lengths in 0..%lld", name,
+                       static_cast<long long>(n), static_cast<long long>(s),
+                       static_cast<long long>(s));
+    }
+    return {};
+  };
+  TESSERA_RETURN_IF_ERROR(fits("lens", c.lens, std::min(c.sq, c.sk)));
+  TESSERA_RETURN_IF_ERROR(fits("lens_q", c.lens_q, c.sq));
+  TESSERA_RETURN_IF_ERROR(fits("lens_k", c.lens_k, c.sk));
+  const bool paged = c.page > 0, thd_q = c.layout.format_q == TESSERA_THD;
+  const bool thd_k = !paged && c.layout.format_kv == TESSERA_THD;
+  const bool te_paged = c.layout.name.starts_with("paged_kv_");
+  if (te_paged && !paged)
+    return invalid("case token 'layout=%s': needs pages; add page=N", c.layout.name.c_str());
+  if (c.tables == 2 && !paged) return invalid("case token 'tables=2': needs pages; add page=N");
+  if (c.gaps.kind != CaseGaps::Kind::kNone && !thd_q && !thd_k) {
+    return invalid("case token 'gaps': needs packed sequences; layout=thd");
+  }
+  if (c.gaps.kind == CaseGaps::Kind::kFixed && c.gaps.value > 1024 * 1024) {
+    return invalid("case token 'gaps=%lld': at most 2^20 tokens",
+                   static_cast<long long>(c.gaps.value));
+  }
+  const bool packed = c.layout.packing != CaseLayout::Packing::kSeparate;
+  const bool all = c.interleaved || c.layout.packing == CaseLayout::Packing::kQkvBeforeHeads ||
+                   c.layout.packing == CaseLayout::Packing::kQkvAfterHeads;
+  if (packed && c.interleaved) {
+    return invalid("case token 'interleaved': layout=%s already says it; remove one",
+                   c.layout.name.c_str());
+  }
+  if ((packed || c.interleaved) && (paged || (c.kv_dtype != TESSERA_NONE && all))) {
+    return invalid(
+        "case: q, k and v of one buffer have one dtype and no pages; remove page and kv, or use "
+        "separate buffers");
+  }
+  if (packed && (c.dqk != c.dv || (all && c.hq != c.hk))) {
+    return invalid(
+        "case token 'layout=%s': its parts have one number of heads and one head_dim; h=N d=N, or "
+        "interleaved",
+        c.layout.name.c_str());
+  }
+  if (all && (c.sq != c.sk || c.layout.format_q != c.layout.format_kv ||
+              (thd_q && (c.lens_q.kind != Kind::kAbsent || c.lens_k.kind != Kind::kAbsent)))) {
+    return invalid(
+        "case: q, k and v of one buffer share their tokens; one format, s=N and lens=LIST");
+  }
+  if (c.bias_dtype != TESSERA_NONE && c.bias == Case::BiasAt::kNone &&
+      c.alibi == Case::Alibi::kNone && c.sink != Case::Sink::kLearnable) {
+    return invalid("case token 'bias_dtype=fp32': needs a bias, alibi or sink=learnable");
+  }
+  if (c.pass == TESSERA_FORWARD && (c.dlse || c.dbias || c.dsink || c.dalibi_slopes)) {
+    return invalid("case token '%s': belongs to the backward pass; bwd", c.dlse ? "dlse" : "grads");
+  }
+  if (c.pass == TESSERA_BACKWARD && c.max_logit) {
+    return invalid("case token 'max_logit': belongs to the forward pass; fwd");
+  }
+  const std::pair<const char*, bool> orphans[] = {
+      {"dbias: add bias=post", c.dbias && c.bias == Case::BiasAt::kNone},
+      {"dsink: add sink=learnable", c.dsink && c.sink != Case::Sink::kLearnable},
+      {"dalibi_slopes: add alibi", c.dalibi_slopes && c.alibi == Case::Alibi::kNone}};
+  for (const auto& [text, broken] : orphans) {
+    if (broken) return invalid("case token 'grads': a gradient needs its input, %s", text);
+  }
+  return {};
+}
+
+std::vector<View> split(View text, char separator) {
+  std::vector<View> parts;
+  for (size_t at = 0;;) {
+    const size_t end = text.find(separator, at);
+    parts.push_back(text.substr(at, end == View::npos ? View::npos : end - at));
+    if (end == View::npos) return parts;
+    at = end + 1;
+  }
+}
+
+std::string_view format_name(int32_t format) {
+  constexpr View kNames[] = {"bshd", "sbhd", "bhsd", "thd"};
+  return kNames[format];
+}
+
+}  // namespace
+}  // namespace tessera
