@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elements of a tensor whose type is known at run time, and the few scalar functions that every
+// kernel needs spelled one way.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "cuda/common/params.h"
+
+namespace tessera::cuda {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+inline constexpr float kInfinity = __builtin_huge_valf();
+
+// Element i of an array of dtype, as float; int64 offsets are the caller's business.
+__device__ inline float load_float(const void* base, int64_t i, int dtype) {
+  switch (dtype) {
+    case TESSERA_FP32: return static_cast<const float*>(base)[i];
+    case TESSERA_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[i]);
+    case TESSERA_FP16: return __half2float(static_cast<const __half*>(base)[i]);
+    case TESSERA_E4M3: return float(static_cast<const __nv_fp8_e4m3*>(base)[i]);
+    case TESSERA_E5M2: return float(static_cast<const __nv_fp8_e5m2*>(base)[i]);
+  }
+  return 0;
+}
+
+// Rounds to nearest even.
+__device__ inline void store_float(void* base, int64_t i, int dtype, float value) {
+  switch (dtype) {
+    case TESSERA_FP32: static_cast<float*>(base)[i] = value; break;
+    case TESSERA_BF16: static_cast<__nv_bfloat16*>(base)[i] = __float2bfloat16_rn(value); break;
+    case TESSERA_FP16: static_cast<__half*>(base)[i] = __float2half_rn(value); break;
+  }
+}
+
+__device__ inline int64_t offset_of(const View& v, int64_t a, int64_t b = 0, int64_t c = 0,
+                                    int64_t d = 0) {
+  return a * v.stride[0] + b * v.stride[1] + c * v.stride[2] + d * v.stride[3];
+}
+
+// 2^x; -inf gives 0.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as one register of 16-bit elements, the first in the low half.
+template <typename T>
+__device__ uint32_t pack(float low, float high);
+template <>
+__device__ inline uint32_t pack<__nv_bfloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <>
+__device__ inline uint32_t pack<__half>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of a launch: kernel arguments from a problem, and CUDA's errors as Status.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "core/problem.h"
+#include "cuda/common/params.h"
+
+namespace tessera::cuda {
+
+// Of a validated, normalised problem. Touches no memory behind the pointers. With buffers that lack
+// pointers (shapes only) the views are null.
+Params params_of(const Problem& problem, const Buffers& buffers);
+
+// "cudaLaunchKernel (forward): invalid argument (cudaErrorInvalidValue)".
+Status cuda_status(cudaError_t error, const char* operation);
+
+// Makes the device current for the calls of one scope and puts back the one that was.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int ordinal);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  const Status& status() const { return status_; }
+
+ private:
+  int previous_ = -1;  // -1: nothing to put back
+  Status status_;
+};
+
+struct DeviceInfo {
+  int arch;                  // 90
+  int multiprocessors;
+  int shared_memory_per_cta;  // bytes, opt-in
+  int shared_memory_per_sm;
+};
+
+// Asked of the driver once for each device; fails where there is none.
+Result<DeviceInfo> device_info(int ordinal);
+
+// "" when a CUDA device can be used; otherwise why not. Asked once.
+const std::string& driver_unavailable();
+
+// Architecture that a problem will meet: device.arch, or what the device says, or 0 if nobody knows.
+int arch_of(const Device& device);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Params: what a kernel is told. Plain data, passed by value as a __grid_constant__ argument; built
+// on the host from the problem and its buffers, with every default resolved.
+#pragma once
+
+#include <cstdint>
+
+#include "tessera.h"
+
+namespace tessera::cuda {
+
+// A tensor as a kernel sees it. Axes of extent 1 have stride 0, so broadcasting is plain indexing.
+struct View {
+  void* data;            // device; null: not given
+  int64_t stride[4];     // elements, axes as tessera_index says
+  int32_t dtype;         // enum tessera_dtype
+  int32_t vector_bytes;  // 16, 8, 4, 2 or 1: divides the address of every row
+};
+
+// Positions and extents fit in 31 bits (the backends refuse longer sequences); offsets of elements
+// are 64-bit everywhere.
+struct Params {
+  View tensor[TESSERA_NUM_TENSORS];
+
+  int32_t batch;             // sequences; a packed problem of none counts as one of length 0
+  int32_t sq, sk;            // extents: padded length, tokens of a packed side, pages x page size
+  int32_t hq, hk, group;     // heads; group = hq / hk
+  int32_t dqk, dv;           // head dims
+  int32_t thd_q, thd_k;      // sides that are packed
+  int32_t page_size;         // 0: no pages
+  int32_t max_pages;         // of one sequence
+  int32_t pages_k, pages_v;  // in each pool
+
+  uint32_t flags;        // enum tessera_flags
+  int32_t bottom_right;  // the diagonal stands at len_k - len_q instead of 0
+  int32_t left, right;   // the band, -1 = unbounded; causal is right = 0
+  int32_t num_ranges;    // key ranges of a row: 0, 1 or 2
+
+  float softmax_scale;
+  float softcap;               // read with TESSERA_SOFTCAP
+  uint32_t dropout_threshold;  // read with TESSERA_DROPOUT; core/philox.h
+  float dropout_scale;         // 1 without dropout
+};
+static_assert(sizeof(Params) <= 2048, "kernel arguments are 4 KB, and kernels add their own");
+
+}  // namespace tessera::cuda

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// One sequence of the batch, resolved from lengths on the device: the mirror of core/sequence.h.
+// Lengths and offsets are clamped to the tensors' extents: wrong values give wrong results, never an
+// access outside.
+#pragma once
+
+#include "core/mask.h"
+#include "cuda/common/params.h"
+
+namespace tessera::cuda {
+
+// Where one side of a sequence is stored. Rows are counted from the sequence's row 0, so that what
+// lies before the first sequence of a packed buffer has negative numbers.
+struct Rows {
+  int batch;               // index on the batch axis of the side's tensors; 0 when packed
+  int first;               // row of the tensor where row 0 is stored; 0 unless packed
+  int length;              // rows of the sequence
+  int owned_lo, owned_hi;  // rows to be written: its own, then padding, gap or tail
+};
+
+struct Sequence {
+  int n;  // index in the batch
+  Rows q, k;
+  Band band;
+};
+
+// The tensors that describe a side.
+struct SideOfQueries {
+  static constexpr int kSeqlens = TESSERA_SEQLENS_Q, kCuSeqlens = TESSERA_CU_SEQLENS_Q,
+                       kPadded = TESSERA_CU_SEQLENS_Q_PADDED;
+  __device__ static bool packed(const Params& p) { return p.thd_q; }
+  __device__ static int extent(const Params& p) { return p.sq; }
+};
+struct SideOfKeys {
+  static constexpr int kSeqlens = TESSERA_SEQLENS_K, kCuSeqlens = TESSERA_CU_SEQLENS_K,
+                       kPadded = TESSERA_CU_SEQLENS_K_PADDED;
+  __device__ static bool packed(const Params& p) { return p.thd_k; }
+  __device__ static int extent(const Params& p) { return p.sk; }
+};
+
+__device__ inline int64_t integer_at(const View& view, int64_t i) {
+  const int64_t at = i * view.stride[0];
+  return view.dtype == TESSERA_INT32 ? static_cast<const int32_t*>(view.data)[at]
+                                     : static_cast<const int64_t*>(view.data)[at];
+}
+
+__device__ inline int clamped(int64_t value, int lo, int hi) {
+  return value < lo ? lo : value > hi ? hi : static_cast<int>(value);
+}
+
+// Row of the packed buffer where sequence n is stored; the extent past the last sequence.
+template <typename Side>
+__device__ int packed_start(const Params& p, int n) {
+  if (n >= p.batch) return Side::extent(p);
+  const View& padded = p.tensor[Side::kPadded];
+  return clamped(integer_at(padded.data ? padded : p.tensor[Side::kCuSeqlens], n), 0,
+                 Side::extent(p));
+}
+
+// A packed problem of no sequences has cu_seqlens of one element: one sequence of length 0.
+template <typename Side>
+__device__ int length_of(const Params& p, int n) {
+  const View& cu = p.tensor[Side::kCuSeqlens];
+  const View& seqlens = p.tensor[Side::kSeqlens];
+  const int extent = Side::extent(p);
+  if (Side::packed(p)) {
+    if (cu.stride[0] == 0) return 0;
+    return clamped(integer_at(cu, n + 1) - integer_at(cu, n), 0, extent - packed_start<Side>(p, n));
+  }
+  return seqlens.data ? clamped(integer_at(seqlens, n), 0, extent) : extent;
+}
+
+template <typename Side>
+__device__ Rows rows_of(const Params& p, int n) {
+  Rows rows{n, 0, length_of<Side>(p, n), 0, Side::extent(p)};
+  if (!Side::packed(p)) return rows;
+  rows.batch = 0;
+  rows.first = packed_start<Side>(p, n);
+  rows.owned_lo = n == 0 ? -rows.first : 0;
+  rows.owned_hi = packed_start<Side>(p, n + 1) - rows.first;
+  return rows;
+}
+
+__device__ inline Sequence sequence_of(const Params& p, int n) {
+  Sequence s{n, rows_of<SideOfQueries>(p, n), rows_of<SideOfKeys>(p, n), {}};
+  const int reach = s.q.length + s.k.length;  // beyond it a side hides nothing
+  s.band.len_q = s.q.length;
+  s.band.len_k = s.k.length;
+  s.band.shift = p.bottom_right ? s.k.length - s.q.length : 0;
+  s.band.left = p.left < reach ? p.left : reach;
+  s.band.right = p.right < reach ? p.right : reach;
+  return s;
+}
+
+// ---- tiles over a side ----
+//
+// A padded side has ceil(extent / tile) tiles a sequence. A packed side of unknown lengths gets
+// extent / tile + batch + 1 slots, and sequence n those from start(n) / tile + n (+ 1 for n > 0):
+// enough for its rows, the gap behind it and, for the first one, what is stored before it. Slots that
+// are left over are empty. Nobody on the host needs to know a length.
+
+struct TileOfRows {
+  int n;      // sequence
+  int begin;  // first row, a multiple of the tile; may lie past owned_hi (nothing to do)
+};
+
+TESSERA_HOST_DEVICE int num_tile_slots(bool packed, int extent, int batch, int tile) {
+  return packed ? extent / tile + batch + 1 : (extent + tile - 1) / tile * batch;
+}
+
+// Tiles of a sequence come last row first: under a causal mask the longest work starts earliest.
+template <typename Side>
+__device__ TileOfRows tile_of_slot(const Params& p, int slot, int tile) {
+  const int extent = Side::extent(p);
+  if (!Side::packed(p)) {
+    const int tiles = (extent + tile - 1) / tile;
+    return {slot / tiles, (tiles - 1 - slot % tiles) * tile};
+  }
+  const auto first_slot = [&](int n) {
+    return n == 0 ? 0 : packed_start<Side>(p, n) / tile + n + 1;
+  };
+  int lo = 0, hi = p.batch;  // first_slot(lo) <= slot < first_slot(hi)
+  while (hi - lo > 1) {
+    const int middle = (lo + hi) / 2;
+    (first_slot(middle) <= slot ? lo : hi) = middle;
+  }
+  const int end = lo + 1 < p.batch ? first_slot(lo + 1) : num_tile_slots(true, extent, p.batch, tile);
+  const int tiles_before = lo == 0 ? (packed_start<Side>(p, 0) + tile - 1) / tile : 0;
+  return {lo, (end - 1 - slot - tiles_before) * tile};
+}
+
+}  // namespace tessera::cuda
