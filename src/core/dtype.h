@@ -31,7 +31,7 @@ int32_t parse_dtype(std::string_view name);             // TESSERA_NONE if unkno
 double load_element(const void* base, int64_t index, int32_t dtype);
 void store_element(void* base, int64_t index, int32_t dtype, double value);
 
-// Half an ulp at 1.0: the u of the error rule. fp32 2^-24, bf16 2^-9, fp16 2^-12, e4m3 2^-5.
+// Half an ulp at 1.0: the u of the error rule. fp32 2^-24, fp16 2^-11, bf16 2^-8, e4m3 2^-4.
 double half_ulp(int32_t dtype);
 
 }  // namespace tessera

@@ -31,6 +31,9 @@ struct TensorRule {
 };
 const TensorRule& tensor_rule(int index);
 
+// The keyword a caller used: as the table, but "keep" or "drop" for the mask.
+const char* name_of(const tessera_problem& problem, int index);
+
 // ---- derived sizes ----
 
 struct Sizes {
@@ -56,6 +59,9 @@ inline bool has_band(const Problem& p) {  // causal, or a window with a bounded 
          (has(p, TESSERA_WINDOW) && (p.window_left >= 0 || p.window_right >= 0));
 }
 
+// Written by this problem's pass.
+bool is_output(const Problem& problem, int index);
+
 int64_t element_count(const Tensor& t, int rank);
 inline int64_t offset_of(const Tensor& t, int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
   return a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
@@ -66,6 +72,7 @@ inline int64_t broadcast(const Tensor& t, int axis, int64_t i) { return t.extent
 // ---- what the front door does with a caller's struct ----
 
 // Copies the caller's struct_size bytes over a zeroed struct; refuses unknown non-zero tail bytes.
+// import_buffers without a caller's struct answers the defaults.
 Result<Problem> import_problem(const tessera_problem* caller);
 Result<Buffers> import_buffers(const tessera_buffers* caller);
 
@@ -87,6 +94,14 @@ std::string to_case(const Problem& problem);
 
 // "[2, 5, 3, 64]" in the caller's order of axes (format decides), for messages.
 std::string shape_text(const Problem& problem, int index);
+
+// The caller's order of axes of a tensor, as indices of extent[]: {1, 0, 2, 3} for q in sbhd. Axes
+// that the caller does not have (the batch of thd) are left out.
+struct AxisOrder {
+  int count;
+  int axis[4];
+};
+AxisOrder caller_order(const Problem& problem, int index);
 
 size_t hash_of(const Problem& problem);
 bool same(const Problem& a, const Problem& b);

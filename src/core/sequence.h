@@ -25,7 +25,8 @@ Sequence sequence_of(const Problem& problem, const Buffers& buffers, int64_t n);
 
 // Rows [lo, hi) of a side's storage that belong to sequence n when every byte of the tensor must be
 // written: its own rows, then padding or the gap up to the next sequence (the first sequence also
-// owns what is stored before it, the last one the tail).
+// owns what is stored before it, the last one the tail). Without a sequence nobody owns a row: a
+// packed buffer with batch 0 is filled by whoever walks the batch.
 Interval owned_rows_q(const Problem& problem, const Buffers& buffers, int64_t n);
 Interval owned_rows_k(const Problem& problem, const Buffers& buffers, int64_t n);
 

@@ -4,6 +4,7 @@
 
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/problem.h"
@@ -23,6 +24,8 @@ enum class ReasonId : uint8_t {
   kSize,
   kQuadratic,      // would need O(sq*sk) memory without allow_quadratic
 };
+
+std::string_view reason_name(ReasonId id);  // "head_dim"
 
 // The nearest edit of the question that removes a reason; explain applies it and looks again.
 enum class Remedy : uint8_t {

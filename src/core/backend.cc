@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/backend.h"
+
+namespace tessera {
+
+Status Backend::merge(const MergeArgs&, const Buffers&, const Device&) const {
+  return Status(TESSERA_REFUSED, std::string(name()) + ": has no merge");
+}
+
+Status Backend::dropout_mask(const DropoutMaskArgs&, const Buffers&, const Device&) const {
+  return Status(TESSERA_REFUSED, std::string(name()) + ": has no dropout_mask");
+}
+
+}  // namespace tessera

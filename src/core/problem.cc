@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/problem.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+namespace tessera {
+namespace {
+
+constexpr TensorRule kRules[TESSERA_NUM_TENSORS] = {
+    {TESSERA_Q, "q", 4, Role::kInput},
+    {TESSERA_K, "k", 4, Role::kInput},
+    {TESSERA_V, "v", 4, Role::kInput},
+    {TESSERA_BIAS, "bias", 4, Role::kInput},
+    {TESSERA_MASK, "mask", 4, Role::kInput},
+    {TESSERA_KEY_RANGES, "key_ranges", 4, Role::kInput},
+    {TESSERA_SEGMENT_IDS_Q, "segment_ids_q", 2, Role::kInput},
+    {TESSERA_SEGMENT_IDS_K, "segment_ids_k", 2, Role::kInput},
+    {TESSERA_SINK, "sink", 1, Role::kInput},
+    {TESSERA_ALIBI_SLOPES, "alibi_slopes", 2, Role::kInput},
+    {TESSERA_SEQLENS_Q, "seqlens_q", 1, Role::kInput},
+    {TESSERA_SEQLENS_K, "seqlens_k", 1, Role::kInput},
+    {TESSERA_CU_SEQLENS_Q, "cu_seqlens_q", 1, Role::kInput},
+    {TESSERA_CU_SEQLENS_K, "cu_seqlens_k", 1, Role::kInput},
+    {TESSERA_CU_SEQLENS_Q_PADDED, "cu_seqlens_q_padded", 1, Role::kInput},
+    {TESSERA_CU_SEQLENS_K_PADDED, "cu_seqlens_k_padded", 1, Role::kInput},
+    {TESSERA_PAGE_TABLE_K, "page_table", 2, Role::kInput},
+    {TESSERA_PAGE_TABLE_V, "page_table_v", 2, Role::kInput},
+    {TESSERA_K_SCALE, "k_scale", 2, Role::kInput},
+    {TESSERA_V_SCALE, "v_scale", 2, Role::kInput},
+    {TESSERA_RNG_STATE, "rng_state", 1, Role::kInput},
+    {TESSERA_O, "o", 4, Role::kForwardOutput},
+    {TESSERA_LSE, "lse", 3, Role::kForwardOutput},
+    {TESSERA_MAX_LOGIT, "max_logit", 1, Role::kForwardOutput},
+    {TESSERA_DO, "do", 4, Role::kBackwardInput},
+    {TESSERA_DLSE, "dlse", 3, Role::kBackwardInput},
+    {TESSERA_DQ, "dq", 4, Role::kBackwardOutput},
+    {TESSERA_DK, "dk", 4, Role::kBackwardOutput},
+    {TESSERA_DV, "dv", 4, Role::kBackwardOutput},
+    {TESSERA_DBIAS, "dbias", 4, Role::kBackwardOutput},
+    {TESSERA_DSINK, "dsink", 1, Role::kBackwardOutput},
+    {TESSERA_DALIBI_SLOPES, "dalibi_slopes", 2, Role::kBackwardOutput},
+};
+
+// No caller's struct is larger; a size beyond it is an uninitialised field.
+constexpr uint32_t kLargestStruct = 1 << 16;
+
+template <typename Struct>
+Result<Struct> import_struct(const Struct* caller, size_t smallest, const char* name) {
+  Struct ours;
+  if (caller->struct_size == sizeof ours) {
+    std::memcpy(&ours, caller, sizeof ours);
+    return ours;
+  }
+  const uint32_t size = caller->struct_size;
+  if (size < smallest || size > kLargestStruct) {
+    return invalid("%s.struct_size=%u: must be the size of the caller's tessera_%s; this library's "
+                   "is %zu, set it to sizeof(tessera_%s)",
+                   name, size, name, sizeof ours, name);
+  }
+  const auto* bytes = reinterpret_cast<const unsigned char*>(caller);
+  for (size_t i = sizeof ours; i < size; ++i) {
+    if (bytes[i] != 0) {
+      return invalid("%s.struct_size=%u: byte %zu is not zero and this library knows %zu bytes "
+                     "only; update the library, or leave the newer fields zero",
+                     name, size, i, sizeof ours);
+    }
+  }
+  std::memset(&ours, 0, sizeof ours);
+  std::memcpy(&ours, caller, std::min<size_t>(size, sizeof ours));
+  ours.struct_size = sizeof ours;
+  return ours;
+}
+
+// 64-bit multiply-mix; the input is a multiple of 8 bytes.
+uint64_t mix(uint64_t hash, const void* data, size_t bytes) {
+  const auto* at = static_cast<const unsigned char*>(data);
+  for (; bytes != 0; bytes -= 8, at += 8) {
+    uint64_t word;
+    std::memcpy(&word, at, 8);
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+}  // namespace
+
+const TensorRule& tensor_rule(int index) { return kRules[index]; }
+
+const char* name_of(const Problem& problem, int index) {
+  if (index == TESSERA_MASK) return has(problem, TESSERA_MASK_DROP) ? "drop" : "keep";
+  return kRules[index].name;
+}
+
+bool is_output(const Problem& problem, int index) {
+  return kRules[index].role == (is_backward(problem) ? Role::kBackwardOutput
+                                                     : Role::kForwardOutput);
+}
+
+Sizes sizes_of(const Problem& p) {
+  const Tensor& q = p.tensor[TESSERA_Q];
+  const Tensor& k = p.tensor[TESSERA_K];
+  Sizes s{};
+  s.batch = is_thd_q(p) ? p.tensor[TESSERA_CU_SEQLENS_Q].extent[0] - 1 : q.extent[0];
+  s.sq = q.extent[1];
+  s.sk = is_paged(p) ? p.tensor[TESSERA_PAGE_TABLE_K].extent[1] * k.extent[1] : k.extent[1];
+  s.hq = q.extent[2];
+  s.hk = k.extent[2];
+  s.dqk = q.extent[3];
+  s.dv = p.tensor[TESSERA_V].extent[3];
+  return s;
+}
+
+int64_t element_count(const Tensor& t, int rank) {
+  int64_t count = 1;
+  for (int axis = 0; axis < rank; ++axis) count *= t.extent[axis];
+  return count;
+}
+
+Result<Problem> import_problem(const tessera_problem* caller) {
+  if (!caller) return invalid("problem=NULL: must point to a tessera_problem");
+  return import_struct(caller, offsetof(tessera_problem, tensor), "problem");
+}
+
+Result<Buffers> import_buffers(const tessera_buffers* caller) {
+  if (!caller) {
+    Buffers defaults{};
+    defaults.struct_size = sizeof defaults;
+    return defaults;
+  }
+  return import_struct(caller, offsetof(tessera_buffers, data), "buffers");
+}
+
+Problem normalised(const Problem& problem) {
+  Problem p = problem;
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    Tensor& t = p.tensor[i];
+    if (t.dtype == TESSERA_NONE) {
+      t = Tensor{};
+      continue;
+    }
+    const int rank = kRules[i].rank;
+    const bool empty = element_count(t, rank) == 0;
+    for (int axis = 0; axis < 4; ++axis) {
+      if (axis >= rank) t.extent[axis] = 0;
+      if (axis >= rank || empty || t.extent[axis] <= 1) t.stride[axis] = 0;
+    }
+  }
+  if (is_paged(p)) p.format_kv = TESSERA_BSHD;
+
+  const Sizes s = sizes_of(p);
+  const int64_t reach = std::max(s.sq, s.sk);  // a window side this wide hides nothing
+  int64_t left = has(p, TESSERA_WINDOW) ? p.window_left : -1;
+  int64_t right = has(p, TESSERA_CAUSAL) ? 0 : has(p, TESSERA_WINDOW) ? p.window_right : -1;
+  if (left >= reach) left = -1;
+  if (right > 0 && right >= reach) right = -1;
+  p.flags &= ~uint32_t{TESSERA_CAUSAL | TESSERA_WINDOW};
+  if (left >= 0 || right >= 0) p.flags |= TESSERA_WINDOW;
+  p.window_left = has(p, TESSERA_WINDOW) ? left : 0;
+  p.window_right = has(p, TESSERA_WINDOW) ? right : 0;
+
+  const bool full_length = !is_thd_q(p) && !is_thd_k(p) && !given(p, TESSERA_SEQLENS_Q) &&
+                           !given(p, TESSERA_SEQLENS_K);
+  const bool equal_lengths = has(p, TESSERA_SAME_LENGTHS) || (full_length && s.sq == s.sk);
+  if (!has_band(p) && !given(p, TESSERA_ALIBI_SLOPES)) {
+    p.align = TESSERA_ALIGN_NONE;
+  } else if (equal_lengths) {
+    p.align = TESSERA_ALIGN_TOP_LEFT;
+  }
+
+  if (!has(p, TESSERA_MAX_SEQLEN_Q)) p.max_seqlen_q = 0;
+  if (!has(p, TESSERA_MAX_SEQLEN_K)) p.max_seqlen_k = 0;
+  if (!given(p, TESSERA_BIAS)) p.flags &= ~uint32_t{TESSERA_BIAS_PRE_SCALE};
+  if (!has(p, TESSERA_DROPOUT)) p.tensor[TESSERA_RNG_STATE] = Tensor{};
+  char name[sizeof p.backend] = {};
+  std::memcpy(name, p.backend, strnlen(p.backend, sizeof p.backend));
+  std::memcpy(p.backend, name, sizeof name);
+  return p;
+}
+
+size_t hash_of(const Problem& p) {
+  uint64_t hash = mix(0x243F6A8885A308D3u, &p, offsetof(Problem, tensor));
+  for (const Tensor& t : p.tensor) {
+    if (t.dtype != TESSERA_NONE) hash = mix(hash + (&t - p.tensor), &t, sizeof t);
+  }
+  return hash;
+}
+
+bool same(const Problem& a, const Problem& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+
+}  // namespace tessera

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+// validate(problem), tensor by tensor: one table-driven rule each for dtype, shape, size, strides.
+#include <cinttypes>
+
+#include "core/overlap.h"
+#include "core/problem.h"
+#include "core/validate.h"
+
+namespace tessera {
+namespace {
+
+// ---- dtypes ----
+
+constexpr uint32_t bit(int32_t dtype) { return 1u << dtype; }
+
+constexpr uint32_t kAnyFloat = bit(TESSERA_FP32) | bit(TESSERA_BF16) | bit(TESSERA_FP16) |
+                               bit(TESSERA_FP64) | bit(TESSERA_E4M3) | bit(TESSERA_E5M2);
+constexpr uint32_t kAnyFp8 = bit(TESSERA_E4M3) | bit(TESSERA_E5M2);
+constexpr uint32_t kAnyLength = bit(TESSERA_INT32) | bit(TESSERA_INT64);
+
+// The tensor whose dtype a gradient (or do) shares.
+int like(int index) {
+  switch (index) {
+    case TESSERA_DQ: return TESSERA_Q;
+    case TESSERA_DK: return TESSERA_K;
+    case TESSERA_DV: return TESSERA_V;
+    case TESSERA_DO: return TESSERA_O;
+    case TESSERA_DBIAS: return TESSERA_BIAS;
+    case TESSERA_DSINK: return TESSERA_SINK;
+    case TESSERA_DALIBI_SLOPES: return TESSERA_ALIBI_SLOPES;
+  }
+  return index;
+}
+
+uint32_t allowed_dtypes(const Problem& p, int index) {
+  if (const int source = like(index); source != index) return bit(p.tensor[source].dtype);
+  const int32_t q = p.tensor[TESSERA_Q].dtype;
+  switch (index) {
+    case TESSERA_Q: return kAnyFloat;
+    case TESSERA_K: return bit(q) | (is_16bit(q) ? kAnyFp8 : 0);
+    case TESSERA_V: return bit(p.tensor[TESSERA_K].dtype);
+    case TESSERA_O:
+      return bit(q) | (is_fp8(q) ? bit(TESSERA_FP32) | bit(TESSERA_BF16) | bit(TESSERA_FP16) : 0);
+    case TESSERA_BIAS: case TESSERA_SINK: case TESSERA_ALIBI_SLOPES:
+      return bit(q) | bit(TESSERA_FP32);
+    case TESSERA_LSE: case TESSERA_DLSE: case TESSERA_MAX_LOGIT:
+      return bit(q == TESSERA_FP64 ? TESSERA_FP64 : TESSERA_FP32);
+    case TESSERA_MASK: return bit(TESSERA_BOOL);
+    case TESSERA_K_SCALE: case TESSERA_V_SCALE: return bit(TESSERA_FP32);
+    case TESSERA_RNG_STATE: return bit(TESSERA_INT64);
+    case TESSERA_KEY_RANGES: case TESSERA_SEGMENT_IDS_Q: case TESSERA_SEGMENT_IDS_K:
+    case TESSERA_PAGE_TABLE_K: case TESSERA_PAGE_TABLE_V:
+      return bit(TESSERA_INT32);
+  }
+  return kAnyLength;
+}
+
+Status check_dtype(const Problem& p, int index) {
+  const uint32_t allowed = allowed_dtypes(p, index);
+  if ((allowed & bit(p.tensor[index].dtype)) != 0) return {};
+  std::string names;
+  for (int32_t dtype = TESSERA_FP32; dtype <= TESSERA_INT64; ++dtype) {
+    if ((allowed & bit(dtype)) == 0) continue;
+    names += (names.empty() ? "" : " or ") + std::string(dtype_name(dtype));
+  }
+  return invalid("%s.dtype=%s: must be %s beside q in %s; convert it", name_of(p, index),
+                 dtype_name(p.tensor[index].dtype).data(), names.c_str(),
+                 dtype_name(p.tensor[TESSERA_Q].dtype).data());
+}
+
+// ---- shapes ----
+
+struct Axis {
+  int64_t extent;    // kFree: any
+  const char* name;  // printed where the extent is free or unknown
+  bool or_one = false;
+};
+struct Shape {
+  Axis axis[4];
+};
+constexpr int64_t kFree = -1;
+constexpr int64_t kUnknown = -2;  // thd without max_seqlen: only a broadcast axis is legal
+
+Shape expected_shape(const Problem& p, const Sizes& s, int index) {
+  const int64_t batch_q = is_thd_q(p) ? 1 : s.batch, batch_k = is_thd_k(p) ? 1 : s.batch;
+  const Axis batch_or_one{s.batch, "b", true}, heads_or_one{s.hq, "hq", true};
+  switch (index) {
+    case TESSERA_Q: case TESSERA_DQ:
+      return {{{batch_q, "b"}, {s.sq, "sq"}, {s.hq, "hq"}, {s.dqk, "dqk"}}};
+    case TESSERA_K:
+      if (is_paged(p)) return {{{kFree, "pages"}, {kFree, "page_size"}, {kFree, "hk"}, {s.dqk, "dqk"}}};
+      return {{{batch_k, "b"}, {kFree, "sk"}, {kFree, "hk"}, {s.dqk, "dqk"}}};
+    case TESSERA_V:
+      if (is_paged(p)) {
+        return {{{kFree, "pages"}, {p.tensor[TESSERA_K].extent[1], "page_size"}, {s.hk, "hk"},
+                 {kFree, "dv"}}};
+      }
+      return {{{batch_k, "b"}, {s.sk, "sk"}, {s.hk, "hk"}, {kFree, "dv"}}};
+    case TESSERA_DK: case TESSERA_DV: case TESSERA_DBIAS: case TESSERA_DSINK:
+    case TESSERA_DALIBI_SLOPES: {
+      Shape shape{};
+      for (int axis = 0; axis < 4; ++axis) {
+        shape.axis[axis] = {p.tensor[like(index)].extent[axis], ""};
+      }
+      return shape;
+    }
+    case TESSERA_O: case TESSERA_DO:
+      return {{{batch_q, "b"}, {s.sq, "sq"}, {s.hq, "hq"}, {s.dv, "dv"}}};
+    case TESSERA_LSE: case TESSERA_DLSE:
+      return {{{batch_q, "b"}, {s.hq, "hq"}, {s.sq, "sq"}}};
+    case TESSERA_BIAS: case TESSERA_MASK: {
+      const int64_t max_q = has(p, TESSERA_MAX_SEQLEN_Q) ? p.max_seqlen_q : kUnknown;
+      const int64_t max_k = has(p, TESSERA_MAX_SEQLEN_K) ? p.max_seqlen_k : kUnknown;
+      return {{batch_or_one, heads_or_one,
+               {is_thd_q(p) ? max_q : s.sq, "max_seqlen_q", true},
+               {is_thd_k(p) ? max_k : s.sk, "max_seqlen_k", true}}};
+    }
+    case TESSERA_KEY_RANGES:
+      // The last axis is 2 or 4, which check_shape() looks at.
+      return {{{batch_q, "b", !is_thd_q(p)}, heads_or_one, {s.sq, "sq", true}, {kFree, "2|4"}}};
+    case TESSERA_SEGMENT_IDS_Q: return {{{batch_q, "b"}, {s.sq, "sq"}}};
+    case TESSERA_SEGMENT_IDS_K: return {{{batch_k, "b"}, {s.sk, "sk"}}};
+    case TESSERA_SINK: case TESSERA_MAX_LOGIT: return {{{s.hq, "hq"}}};
+    case TESSERA_ALIBI_SLOPES: return {{batch_or_one, {s.hq, "hq"}}};
+    case TESSERA_K_SCALE: case TESSERA_V_SCALE: return {{batch_or_one, {s.hk, "hk"}}};
+    case TESSERA_SEQLENS_Q: case TESSERA_SEQLENS_K: return {{{s.batch, "b"}}};
+    case TESSERA_CU_SEQLENS_Q: case TESSERA_CU_SEQLENS_K: case TESSERA_CU_SEQLENS_Q_PADDED:
+    case TESSERA_CU_SEQLENS_K_PADDED:
+      return {{{s.batch + 1, "b + 1"}}};
+    case TESSERA_PAGE_TABLE_K: return {{{s.batch, "b"}, {kFree, "max_pages"}}};
+    case TESSERA_PAGE_TABLE_V:
+      return {{{s.batch, "b"}, {p.tensor[TESSERA_PAGE_TABLE_K].extent[1], "max_pages"}}};
+    default: return {{{2, "2"}}};  // rng_state
+  }
+}
+
+std::string text_of(const Problem& p, const Shape& shape, int index) {
+  const AxisOrder order = caller_order(p, index);
+  std::string text = "[";
+  for (int i = 0; i < order.count; ++i) {
+    const Axis& axis = shape.axis[order.axis[i]];
+    text += i ? ", " : "";
+    text += axis.extent >= 0 ? std::to_string(axis.extent) : std::string(axis.name);
+    text += axis.or_one && axis.extent != 1 ? "|1" : "";
+  }
+  return text + "]";
+}
+
+Status check_shape(const Problem& p, const Sizes& s, int index) {
+  const Tensor& t = p.tensor[index];
+  const Shape shape = expected_shape(p, s, index);
+  bool ok = index != TESSERA_KEY_RANGES || t.extent[3] == 2 || t.extent[3] == 4;
+  bool needs_max_seqlen = false;
+  for (int i = 0; i < tensor_rule(index).rank; ++i) {
+    const Axis& axis = shape.axis[i];
+    if (axis.extent == kFree || t.extent[i] == axis.extent || (axis.or_one && t.extent[i] == 1)) {
+      continue;
+    }
+    ok = false;
+    needs_max_seqlen |= axis.extent == kUnknown;
+  }
+  if (ok) return {};
+  if (needs_max_seqlen) {
+    return invalid("%s.shape=%s: must be %s, where packed (thd) sides need max_seqlen_q and "
+                   "max_seqlen_k; give them, or broadcast that axis",
+                   name_of(p, index), shape_text(p, index).c_str(),
+                   text_of(p, shape, index).c_str());
+  }
+  return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s", name_of(p, index),
+                 shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
+                 shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str());
+}
+
+// ---- strides ----
+
+std::string stride_text(const Problem& p, int index) {
+  const AxisOrder order = caller_order(p, index);
+  std::string text = "[";
+  for (int i = 0; i < order.count; ++i) {
+    text += (i ? ", " : "") + std::to_string(p.tensor[index].stride[order.axis[i]]);
+  }
+  return text + "]";
+}
+
+enum class LastAxis { kAny, kDense, kDenseOrExpanded };
+
+LastAxis last_axis_rule(int index) {
+  switch (index) {
+    case TESSERA_Q: case TESSERA_K: case TESSERA_V: case TESSERA_O: case TESSERA_DO:
+    case TESSERA_DQ: case TESSERA_DK: case TESSERA_DV: case TESSERA_DBIAS: case TESSERA_RNG_STATE:
+      return LastAxis::kDense;
+    case TESSERA_BIAS: case TESSERA_MASK: case TESSERA_KEY_RANGES:
+      return LastAxis::kDenseOrExpanded;
+  }
+  return LastAxis::kAny;
+}
+
+bool contiguous(const Tensor& t, int rank) {
+  int64_t expected = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    if (t.extent[axis] > 1 && t.stride[axis] != expected) return false;
+    expected *= t.extent[axis];
+  }
+  return true;
+}
+
+Status check_strides(const Problem& p, int index) {
+  const Tensor& t = p.tensor[index];
+  const int rank = tensor_rule(index).rank;
+  const auto broken = [&](const char* rule) {
+    return invalid("%s.stride=%s: %s", name_of(p, index), stride_text(p, index).c_str(), rule);
+  };
+  if (element_count(t, rank) == 0) return {};
+  bool zero = false;
+  for (int axis = 0; axis < rank; ++axis) {
+    if (t.extent[axis] <= 1) continue;
+    if (t.stride[axis] < 0) return broken("must not be negative; pass a copy");
+    zero |= t.stride[axis] == 0;
+  }
+  const int64_t last = t.extent[rank - 1] > 1 ? t.stride[rank - 1] : 1;
+  const LastAxis rule = last_axis_rule(index);
+  if (rule == LastAxis::kDense && last != 1) {
+    return broken("the last axis must have stride 1; pass a contiguous copy");
+  }
+  if (rule == LastAxis::kDenseOrExpanded && last != 1 && last != 0) {
+    return broken("the last axis must have stride 1, or 0 where it is expanded; pass a copy");
+  }
+  if (!is_output(p, index)) return {};
+  if (zero) return broken("an output must not be expanded (stride 0); pass an array of its own");
+  if (overlaps_itself(t, rank)) {
+    return broken("an output must not overlap itself; pass an array of its own");
+  }
+  if ((index == TESSERA_LSE || index == TESSERA_MAX_LOGIT) && !contiguous(t, rank)) {
+    return broken("the forward pass writes it contiguous; pass a contiguous array");
+  }
+  return {};
+}
+
+// ---- sizes that other shapes are made of ----
+
+Status check_axis(const Problem& p, int index, int axis, int64_t least, const char* name) {
+  if (!given(p, index) || p.tensor[index].extent[axis] >= least) return {};
+  return invalid("%s.shape=%s: %s=%" PRId64 " must be at least %" PRId64, name_of(p, index),
+                 shape_text(p, index).c_str(), name, p.tensor[index].extent[axis], least);
+}
+
+Status check_sizes(const Problem& p) {
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (!given(p, i)) continue;
+    for (int axis = 0; axis < tensor_rule(i).rank; ++axis) {
+      TESSERA_RETURN_IF_ERROR(check_axis(p, i, axis, 0, "an extent"));
+    }
+    if (!fits_in_memory(p.tensor[i], tensor_rule(i).rank)) {
+      return invalid("%s.shape=%s: its bytes, with stride=%s, must fit in 63 bits; check the sizes",
+                     name_of(p, i), shape_text(p, i).c_str(), stride_text(p, i).c_str());
+    }
+  }
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_Q, 2, 1, "heads"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_Q, 3, 1, "head_dim"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 2, 1, "heads"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 3, 1, "head_dim"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_V, 3, 1, "head_dim"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_CU_SEQLENS_Q, 0, 1, "b + 1"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_CU_SEQLENS_K, 0, 1, "b + 1"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_PAGE_TABLE_K, 1, 1, "max_pages"));
+  if (is_paged(p)) {
+    TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 1, 1, "page_size"));
+    int64_t keys;
+    if (__builtin_mul_overflow(p.tensor[TESSERA_PAGE_TABLE_K].extent[1],
+                               p.tensor[TESSERA_K].extent[1], &keys)) {
+      return invalid("page_table.shape=%s: max_pages times page_size must fit in 63 bits; check the "
+                     "sizes",
+                     shape_text(p, TESSERA_PAGE_TABLE_K).c_str());
+    }
+  }
+  if (is_thd_q(p) && p.tensor[TESSERA_Q].extent[0] != 1) {
+    return invalid("q.extent[0]=%" PRId64 ": a thd tensor has batch extent 1; its tokens are on "
+                   "axis 1",
+                   p.tensor[TESSERA_Q].extent[0]);
+  }
+  return {};
+}
+
+}  // namespace
+
+Status validate_tensors(const Problem& p) {
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_dtype(p, i));
+  }
+  TESSERA_RETURN_IF_ERROR(check_sizes(p));
+  const Sizes s = sizes_of(p);
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_shape(p, s, i));
+  }
+  if (s.hq % s.hk != 0) {
+    return invalid("k.shape=%s: the heads of q (%" PRId64 ") must be a multiple of the heads of k "
+                   "and v (%" PRId64 "); repeat or drop heads",
+                   shape_text(p, TESSERA_K).c_str(), s.hq, s.hk);
+  }
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_strides(p, i));
+  }
+  return {};
+}
+
+bool fits_in_memory(const Tensor& t, int rank) {
+  int64_t count = size_of(t.dtype), reach = size_of(t.dtype);
+  bool overflow = false;
+  for (int axis = 0; axis < rank; ++axis) {
+    const int64_t extent = t.extent[axis] > 0 ? t.extent[axis] : 1;
+    overflow |= __builtin_mul_overflow(count, extent, &count);
+    int64_t step = 0;
+    if (extent > 1 && t.stride[axis] > 0) {
+      overflow |= __builtin_mul_overflow(t.stride[axis], size_of(t.dtype), &step);
+      overflow |= __builtin_mul_overflow(step, extent - 1, &step);
+    }
+    overflow |= __builtin_add_overflow(reach, step, &reach);
+  }
+  return !overflow;
+}
+
+}  // namespace tessera
