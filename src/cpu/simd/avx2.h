@@ -95,6 +95,16 @@ struct Avx2 {
     return _mm256_cvtph_ps(_mm_slli_epi16(load_8bit_n(p, n), 8));
   }
 
+  // Bit i: p[i] != 0, for i < n <= 32; bytes from the n-th on are not read.
+  TESSERA_INLINE uint32_t nonzero_bytes(const uint8_t* p, int n) {
+    alignas(32) uint8_t bytes[32] = {};
+    const __m256i a = n < 32 ? (memcpy(bytes, p, static_cast<size_t>(n)),
+                                _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes)))
+                             : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i hidden = _mm256_cmpeq_epi8(a, _mm256_setzero_si256());
+    return ~static_cast<uint32_t>(_mm256_movemask_epi8(hidden));
+  }
+
   // ---- int32 ----
   TESSERA_INLINE I set1i(int32_t x) { return _mm256_set1_epi32(x); }
   TESSERA_INLINE I iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }

@@ -91,6 +91,13 @@ struct Avx512 {
   TESSERA_INLINE F load(const E5m2* p) { return widen_e5m2(load_8bit(p)); }
   TESSERA_INLINE F load_n(const E5m2* p, int n) { return widen_e5m2(load_8bit_n(p, n)); }
 
+  // Bit i: p[i] != 0, for i < n <= 32; bytes from the n-th on are not read.
+  TESSERA_INLINE uint32_t nonzero_bytes(const uint8_t* p, int n) {
+    const __mmask32 lanes = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+    const __m256i bytes = _mm256_maskz_loadu_epi8(lanes, p);
+    return _mm256_test_epi8_mask(bytes, bytes);
+  }
+
   // ---- int32 ----
   TESSERA_INLINE I set1i(int32_t x) { return _mm512_set1_epi32(x); }
   TESSERA_INLINE I iota() {

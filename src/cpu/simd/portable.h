@@ -116,6 +116,13 @@ struct Portable {
     return widen_fp16(a);
   }
 
+  // Bit i: p[i] != 0, for i < n <= 32; bytes from the n-th on are not read.
+  TESSERA_INLINE uint32_t nonzero_bytes(const uint8_t* p, int n) {
+    uint32_t bits = 0;
+    for (int i = 0; i < n; ++i) bits |= static_cast<uint32_t>(p[i] != 0) << i;
+    return bits;
+  }
+
   // ---- int32 ----
   TESSERA_INLINE I set1i(int32_t x) { return I{x, x, x, x}; }
   TESSERA_INLINE I iota() { return I{0, 1, 2, 3}; }

@@ -15,6 +15,7 @@
 //   max(a, b), min(a, b) b where either is NaN
 //   exp2, exp2_fast      relative error 9e-8 and 1e-4; exactly 1 at 0 and 0 at -inf; NaN stays NaN;
 //                        arguments up to 127
+//   nonzero_bytes        32 bytes as bits
 //   test_bit(w, bit)     lanes whose word has that bit
 //   select(m, a, b)      a where m, else b
 //   transpose            kLanes x kLanes elements in registers

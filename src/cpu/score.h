@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of one strip of queries against one block of keys, as S^T: a key a row of kVectors vectors,
+// a query a lane. What both passes share: which keys a strip sees, and what becomes of q.k before
+// the softmax. Included by kernels_*.cc only; see simd/types.h for S.
+//
+//   StripRows     which (token, head) each lane is, with its interval of keys, segment, slope
+//   find_visible  which keys of a block its lanes see: none, all, or one bit each
+//   finish_scores S := x log2(e) (scale, biases, softcap, ALiBi), hidden := -inf, and its row maximum
+//
+// A mask is one function here: band and key ranges are an interval a lane, and everything else that
+// hides is ANDed into the same bits.
+#pragma once
+
+#include "cpu/call.h"
+#include "cpu/simd/types.h"
+#include "cpu/tiles.h"
+
+namespace tessera::cpu {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+
+template <typename T>
+TESSERA_INLINE T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+template <typename T>
+TESSERA_INLINE T larger(T a, T b) {
+  return a < b ? b : a;
+}
+
+TESSERA_INLINE const char* at(const Strided& t, int64_t a, int64_t b = 0, int64_t c = 0,
+                              int64_t d = 0) {
+  return t.data + a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
+}
+TESSERA_INLINE int32_t load_int32(const char* p) {
+  int32_t x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// One element of a storage type as fp32.
+template <typename S>
+TESSERA_INLINE float load_scalar(const char* p, int32_t dtype) {
+  float lanes[S::kLanes];
+  switch (dtype) {
+    case TESSERA_FP32: memcpy(lanes, p, sizeof(float)); break;
+    case TESSERA_BF16: S::store(lanes, S::load_n(reinterpret_cast<const Bf16*>(p), 1)); break;
+    default: S::store(lanes, S::load_n(reinterpret_cast<const Fp16*>(p), 1));
+  }
+  return lanes[0];
+}
+
+// ---- rows ----
+
+// Lanes from count on repeat the last row, so that they hide and read nothing of their own.
+template <typename S>
+struct StripRows {
+  static constexpr int kStrip = Tile<S>::kStrip;
+
+  int count;    // 1 .. kStrip
+  int vectors;  // 1 if count <= kLanes, else 2
+  bool one_head;
+  bool consecutive;  // token(l) = token(0) + l
+  int64_t token[kStrip];
+  int64_t head[kStrip];
+
+  // Keys [lo, hi) that a row sees by band and key ranges; [lo2, hi2) beside them with two ranges.
+  bool two_ranges;
+  int64_t lo[kStrip], hi[kStrip], lo2[kStrip], hi2[kStrip];
+  int64_t key_begin, key_end;  // bounds of all of them
+  int64_t lo_max, hi_min;      // [lo_max, hi_min) is in the first interval of every row
+
+  alignas(64) int32_t segment[kStrip];
+  int32_t segment_min, segment_max;
+  alignas(64) float slope[kStrip];  // ALiBi, times log2(e)
+  const char* bias[kStrip];         // this row's bias of key 0
+  const char* mask[kStrip];         // this row's mask byte of key 0
+
+  // Lane l is (token(l), head(l)) for l < n.
+  void resolve(const Call& call, const CallSequence& sequence, int n);
+};
+
+template <typename S>
+TESSERA_INLINE Interval clamp_to(Interval range, Interval band) {
+  return {larger(range.lo, band.lo), smaller(range.hi, band.hi)};
+}
+
+template <typename S>
+void StripRows<S>::resolve(const Call& call, const CallSequence& sequence, int n) {
+  count = n;
+  vectors = n <= S::kLanes ? 1 : 2;
+  one_head = true, consecutive = true;
+  two_ranges = call.key_ranges.data && call.key_range_columns == 4;
+  key_begin = INT64_MAX, key_end = 0, lo_max = 0, hi_min = INT64_MAX;
+  segment_min = INT32_MAX, segment_max = INT32_MIN;
+  for (int l = 0; l < kStrip; ++l) {
+    if (l >= n) token[l] = token[n - 1], head[l] = head[n - 1];
+    const int64_t i = token[l], h = head[l];
+    one_head &= h == head[0];
+    consecutive &= l >= n || i == token[0] + l;
+
+    Interval keys = sequence.band.row(i), second{0, 0};
+    if (call.key_ranges.data) {
+      const char* p = call.key_ranges_thd ? at(call.key_ranges, 0, h, sequence.first_q + i)
+                                          : at(call.key_ranges, sequence.n, h, i);
+      const int64_t step = call.key_ranges.stride[3];
+      if (two_ranges) {
+        second = clamp_to<S>({load_int32(p + 2 * step), load_int32(p + 3 * step)}, keys);
+      }
+      keys = clamp_to<S>({load_int32(p), load_int32(p + step)}, keys);
+    }
+    if (keys.empty()) keys = {0, 0};
+    if (second.empty()) second = {0, 0};
+    lo[l] = keys.lo, hi[l] = keys.hi, lo2[l] = second.lo, hi2[l] = second.hi;
+    if (!keys.empty()) key_begin = smaller(key_begin, keys.lo);
+    if (!second.empty()) key_begin = smaller(key_begin, second.lo);
+    key_end = larger(key_end, larger(keys.hi, second.hi));
+    lo_max = larger(lo_max, keys.lo), hi_min = smaller(hi_min, keys.hi);
+
+    if (call.segments_q.data) {
+      segment[l] = load_int32(at(call.segments_q, sequence.batch_q, sequence.first_q + i));
+      segment_min = smaller(segment_min, segment[l]);
+      segment_max = larger(segment_max, segment[l]);
+    }
+    if (call.slopes.data) {
+      slope[l] = load_scalar<S>(at(call.slopes, sequence.n, h), call.slopes.dtype) * kLog2e;
+    }
+    if (call.bias.data) bias[l] = at(call.bias, sequence.n, h, i);
+    if (call.mask.data) mask[l] = at(call.mask, sequence.n, h, i);
+  }
+}
+
+// ---- keys ----
+
+// Keys [n0, n0 + count) of a sequence; n0 is a multiple of kBlock.
+template <typename S>
+struct Keys {
+  static constexpr int kBlock = Tile<S>::kBlock;
+  int64_t n0;
+  int count;
+  int32_t segment[kBlock];
+  int32_t segment_min, segment_max;
+
+  void resolve(const Call& call, const CallSequence& sequence, int64_t first) {
+    n0 = first;
+    count = static_cast<int>(smaller<int64_t>(sequence.band.len_k - first, kBlock));
+    if (!call.segments_k.data) return;
+    segment_min = INT32_MAX, segment_max = INT32_MIN;
+    for (int j = 0; j < count; ++j) {
+      const int64_t row = sequence.first_k + first + j;
+      segment[j] = load_int32(at(call.segments_k, sequence.batch_k, row));
+      segment_min = smaller(segment_min, segment[j]);
+      segment_max = larger(segment_max, segment[j]);
+    }
+  }
+};
+
+// ---- visibility ----
+
+// Keys of a block that a strip sees: [first, last) holds them all, first a multiple of 8.
+template <typename S>
+struct Visible {
+  int first, last;
+  bool full;  // every lane sees all of [first, last); bits are not filled
+  alignas(64) uint32_t bits[Tile<S>::kBlock / 32][Tile<S>::kStrip];  // bit j % 32 of word j / 32
+};
+
+// Bits [lo, hi) of a word, for any lo and hi.
+TESSERA_INLINE uint32_t bit_range(int64_t lo, int64_t hi) {
+  lo = larger<int64_t>(lo, 0), hi = smaller<int64_t>(hi, 32);
+  if (lo >= hi) return 0;
+  return (~uint32_t{0} >> (32 - (hi - lo))) << lo;
+}
+
+template <typename S>
+void fill_interval_bits(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>& visible) {
+  const int lanes = rows.vectors * S::kLanes;
+  for (int word = 0; word * 32 < keys.count; ++word) {
+    const int64_t base = keys.n0 + word * 32;
+    for (int l = 0; l < lanes; ++l) {
+      uint32_t bits = bit_range(rows.lo[l] - base, rows.hi[l] - base);
+      if (rows.two_ranges) bits |= bit_range(rows.lo2[l] - base, rows.hi2[l] - base);
+      visible.bits[word][l] = bits;
+    }
+  }
+}
+
+template <typename S>
+void and_mask_bits(const Call& call, const StripRows<S>& rows, const Keys<S>& keys,
+                   Visible<S>& visible) {
+  const int lanes = rows.vectors * S::kLanes;
+  const uint32_t flip = call.mask_hides ? ~uint32_t{0} : 0;
+  const int64_t step = call.mask.stride[3];
+  for (int word = 0; word * 32 < keys.count; ++word) {
+    const int64_t j = keys.n0 + word * 32;
+    const int n = smaller(keys.count - word * 32, 32);
+    uint32_t bits = 0;
+    for (int l = 0; l < lanes; ++l) {
+      if (l == 0 || rows.mask[l] != rows.mask[l - 1]) {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(rows.mask[l]);
+        bits = (step ? S::nonzero_bytes(bytes + j, n) : *bytes ? ~uint32_t{0} : 0) ^ flip;
+      }
+      visible.bits[word][l] &= bits;
+    }
+  }
+}
+
+template <typename S>
+void and_segment_bits(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>& visible) {
+  for (int v = 0; v < rows.vectors; ++v) {
+    const auto mine = S::load(rows.segment + v * S::kLanes);
+    for (int word = 0; word * 32 < keys.count; ++word) {
+      auto* bits = reinterpret_cast<int32_t*>(visible.bits[word] + v * S::kLanes);
+      auto same = S::set1i(0);
+      for (int j = word * 32; j < smaller(word * 32 + 32, keys.count); ++j) {
+        const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
+        same = S::bit_or(same, S::select(S::equal(mine, S::set1i(keys.segment[j])), bit,
+                                         S::set1i(0)));
+      }
+      S::store(bits, S::bit_and(S::load(bits), same));
+    }
+  }
+}
+
+// Trims [first, last) to what some lane sees and says whether there is anything; sets full.
+template <typename S>
+bool summarise(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>& visible) {
+  int first = -1, last = 0;
+  bool full = true;
+  for (int word = 0; word * 32 < keys.count; ++word) {
+    uint32_t any = 0, all = ~uint32_t{0};
+    for (int l = 0; l < rows.vectors * S::kLanes; ++l) {
+      any |= visible.bits[word][l];
+      all &= visible.bits[word][l];
+    }
+    const uint32_t present = bit_range(0, keys.count - word * 32);
+    full &= (all & present) == present;
+    any &= present;
+    if (any == 0) continue;
+    if (first < 0) first = word * 32 + __builtin_ctz(any);
+    last = word * 32 + 32 - __builtin_clz(any);
+  }
+  visible.first = first - first % 8;
+  visible.last = last;
+  visible.full = full;
+  return first >= 0;
+}
+
+// False if no row sees any key of the block.
+template <typename S>
+bool find_visible(const Call& call, const StripRows<S>& rows, const Keys<S>& keys,
+                  Visible<S>& visible) {
+  const int64_t end = keys.n0 + keys.count;
+  if (rows.key_end <= keys.n0 || rows.key_begin >= end) return false;
+  bool by_segment = false;
+  if (call.segments_q.data) {
+    if (keys.segment_max < rows.segment_min || rows.segment_max < keys.segment_min) return false;
+    by_segment = keys.segment_min != keys.segment_max || rows.segment_min != rows.segment_max;
+  }
+  const bool by_interval = rows.lo_max > keys.n0 || rows.hi_min < end;
+  if (!by_interval && !by_segment && !call.mask.data) {
+    visible.first = 0, visible.last = keys.count, visible.full = true;
+    return true;
+  }
+  fill_interval_bits(rows, keys, visible);
+  if (call.mask.data) and_mask_bits(call, rows, keys, visible);
+  if (by_segment) and_segment_bits(rows, keys, visible);
+  return summarise(rows, keys, visible);
+}
+
+// ---- scores ----
+
+// tanh(y) = y P(y^2) / Q(y^2), relative error 3e-8 of the fit on [0, 9], past which it is 1.
+constexpr float kTanhP[5] = {0.9999999803f, 0.1338288815f, 0.00349779982f, 2.064550906e-5f,
+                             1.340531968e-8f};
+constexpr float kTanhQ[5] = {1.0f, 0.4671620432f, 0.02588539678f, 3.289252482e-4f,
+                             7.797245558e-7f};
+
+template <typename S>
+TESSERA_INLINE typename S::F tanh(typename S::F y) {
+  y = S::min(S::set1(9.0f), S::max(S::set1(-9.0f), y));  // NaN stays
+  const auto y2 = S::mul(y, y);
+  auto p = S::fma(S::set1(kTanhP[4]), y2, S::set1(kTanhP[3]));
+  auto q = S::fma(S::set1(kTanhQ[4]), y2, S::set1(kTanhQ[3]));
+  p = S::fma(p, y2, S::set1(kTanhP[2])), q = S::fma(q, y2, S::set1(kTanhQ[2]));
+  p = S::fma(p, y2, S::set1(kTanhP[1])), q = S::fma(q, y2, S::set1(kTanhQ[1]));
+  p = S::fma(p, y2, S::set1(kTanhP[0])), q = S::fma(q, y2, S::set1(kTanhQ[0]));
+  return S::mul(S::mul(y, p), S::reciprocal(q));
+}
+
+// Biases of keys [j, j + n) (positions in the sequence), n <= kLanes, as a tile like S^T.
+template <typename S, int N>
+TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_t j, int n,
+                              float* tile) {
+  constexpr int L = S::kLanes;
+  const int64_t step = call.bias.stride[3];
+  const auto load = [&](const char* row) {
+    if (step == 0) return S::set1(load_scalar<S>(row, call.bias.dtype));
+    row += j * step;
+    switch (call.bias.dtype) {
+      case TESSERA_FP32: return S::load_n(reinterpret_cast<const float*>(row), n);
+      case TESSERA_BF16: return S::load_n(reinterpret_cast<const Bf16*>(row), n);
+      default: return S::load_n(reinterpret_cast<const Fp16*>(row), n);
+    }
+  };
+  if (call.bias.stride[2] == 0 && (rows.one_head || call.bias.stride[1] == 0)) {  // one row for all
+    float keys[L];
+    S::store(keys, load(rows.bias[0]));
+    for (int key = 0; key < n; ++key) {
+      for (int v = 0; v < N; ++v) S::store(tile + (key * N + v) * L, S::set1(keys[key]));
+    }
+    return;
+  }
+  for (int v = 0; v < N; ++v) {
+    typename S::F x[L];
+    for (int l = 0; l < L; ++l) x[l] = load(rows.bias[v * L + l]);
+    S::transpose(x);
+    for (int key = 0; key < L; ++key) S::store(tile + (key * N + v) * L, x[key]);
+  }
+}
+
+// From s = q.k in rows [first, last) of scores to x log2(e), hidden ones to -inf. maximum[v]: the
+// greatest of each lane, -inf if there is none; NaN is passed over (it comes back in exp2). With
+// call.raw s stays unscaled. slope, if not null: d softcap(x) / dx, laid out as scores.
+template <typename S, int N>
+__attribute__((noinline)) void finish_scores(const Call& call, const CallSequence& sequence,
+                                             const StripRows<S>& rows, const Keys<S>& keys,
+                                             const Visible<S>& visible, float* scores,
+                                             float* maximum, float* slope) {
+  constexpr int L = S::kLanes;
+  using F = typename S::F;
+  const F hidden = S::set1(-kInfinity), log2e = S::set1(kLog2e), scale = S::set1(call.scale_log2);
+  const bool capped = call.softcap > 0, biased = call.bias.data, sloped = call.slopes.data;
+  const F into_cap = S::set1(capped ? call.softmax_scale / call.softcap : 0.0f);
+  const F out_of_cap = S::set1(call.softcap * kLog2e);
+  F top[N], position[N], steepness[N];
+  for (int v = 0; v < N; ++v) {
+    top[v] = hidden;
+    if (!sloped) continue;
+    float distance[L];  // of key n0
+    for (int l = 0; l < L; ++l) {
+      const int64_t i = rows.token[v * L + l] + sequence.band.shift;
+      distance[l] = static_cast<float>(i - keys.n0);
+    }
+    position[v] = S::load(distance), steepness[v] = S::load(rows.slope + v * L);
+  }
+  alignas(64) float bias[L * N * L];
+  for (int begin = visible.first; begin < visible.last; begin += L) {
+    const int end = smaller(begin + L, visible.last);
+    if (biased) load_bias<S, N>(call, rows, keys.n0 + begin, end - begin, bias);
+    for (int j = begin; j < end; ++j) {
+      const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
+      for (int v = 0; v < N; ++v) {
+        float* s = scores + (j * N + v) * L;
+        F x = S::load(s);
+        if (!call.raw) {
+          const F b = biased ? S::load(bias + ((j - begin) * N + v) * L) : S::zero();
+          if (call.bias_pre_scale) x = S::add(x, b);
+          if (capped) {
+            const F t = tanh<S>(S::mul(x, into_cap));
+            if (slope) S::store(slope + (j * N + v) * L, S::fnma(t, t, S::set1(1.0f)));
+            x = S::mul(t, out_of_cap);
+          } else {
+            x = S::mul(x, scale);
+          }
+          if (biased && !call.bias_pre_scale) x = S::fma(b, log2e, x);
+          if (sloped) {
+            const F key = S::set1(static_cast<float>(j));
+            x = S::fnma(steepness[v], S::abs(S::sub(position[v], key)), x);
+          }
+          // A bias of -inf hides, whatever scale and softcap made of it.
+          if (biased && call.bias_pre_scale) x = S::select(S::equal(b, hidden), hidden, x);
+        }
+        if (!visible.full) {
+          const auto* word = reinterpret_cast<const int32_t*>(visible.bits[j / 32] + v * L);
+          x = S::select(S::test_bit(S::load(word), bit), x, hidden);
+        }
+        S::store(s, x);
+        top[v] = S::max(x, top[v]);
+      }
+    }
+  }
+  for (int v = 0; v < N; ++v) S::store(maximum + v * L, top[v]);
+}
+
+}  // namespace
+}  // namespace tessera::cpu
