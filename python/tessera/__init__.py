@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera: dot-product attention, forward and backward, on NumPy arrays.
+
+    o      = tessera.attention(q, k, v, causal=True)
+    o, lse = tessera.attention(q, k, v, causal=True, return_lse=True)
+    g      = tessera.attention_backward(do, q, k, v, o, lse, causal=True)      # g.dq g.dk g.dv
+    print(tessera.explain(q, k, v, causal=True))                               # which backend, why
+
+Arrays are NumPy's (bf16 and fp8 through ml_dtypes). docs/semantics.md is the contract; the command
+line is `python -m tessera --help`.
+"""
+
+from ._attention import Gradients, attention, attention_backward, set_num_threads
+from ._explain import Explanation, explain
+from ._lib import Refused, backends, version as _version
+from ._utilities import alibi_slopes, dropout_mask, merge
+
+__version__ = _version().decode()
+__all__ = [
+    "attention", "attention_backward", "explain", "dropout_mask", "merge", "backends",
+    "set_num_threads", "alibi_slopes", "Refused", "Gradients", "Explanation", "__version__",
+]

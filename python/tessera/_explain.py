@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""explain: which backend would run a call, why the others would not, and what would change that."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+
+from . import _args, _attention, _lib, _numpy
+
+_DEVICES = {"cpu": (_lib.CPU, 0), "sm80": (_lib.CUDA, 80), "sm89": (_lib.CUDA, 89),
+            "sm90": (_lib.CUDA, 90), "sm100": (_lib.CUDA, 100), "sm120": (_lib.CUDA, 120)}
+_KEYWORDS = _args.ARRAYS[3:] + _args.OPTIONS
+_FORWARD_KEYWORDS = ("return_lse", "return_max_logit", "out")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """The answer of explain; print it for a table of all backends."""
+    backend: str | None             # the one that would run
+    reasons: dict[str, list[str]]   # of every backend in order; empty for those that could run
+    workspace_bytes: int | None     # of the one that would run
+    suggestion: str | None          # the nearest change that would help, when none would run
+    answer: dict                    # all that the library said
+
+    def to_json(self) -> str:
+        return json.dumps(self.answer, indent=2)
+
+    @property
+    def headline(self) -> str:
+        return f"{self.answer['case']} on {self.answer['device']}: " + \
+            (self.backend or "no backend supports this")
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(backend, what it says) of every backend, one row for each reason."""
+        rows = []
+        for name, reasons in self.reasons.items():
+            if name == self.backend:
+                size = "" if self.workspace_bytes is None else \
+                    f", with {self.workspace_bytes} bytes of workspace"
+                rows.append((name, f"runs{size}"))
+            elif not reasons:
+                rows.append((name, "could run; another comes first"))
+            else:
+                rows += [(name if i == 0 else "", reason) for i, reason in enumerate(reasons)]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max((len(name) for name, _ in rows), default=0)
+        lines = [self.headline] + [f"  {name:{width}}  {text}" for name, text in rows]
+        return "\n".join(lines + ([f"  try: {self.suggestion}"] if self.suggestion else []))
+
+    __repr__ = __str__
+
+
+def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse=None, device="cpu",
+            **keywords) -> Explanation:
+    """Which backend attention(q, k, v, **keywords) would use, or attention_backward.
+
+    Or explain(text) for a case line. device is "cpu", "sm80", "sm90" or "sm100"; the hardware need
+    not be there. Raises the ValueErrors that attention would raise, and computes nothing.
+
+    >>> print(tessera.explain(q, k, v, causal=True))
+    >>> tessera.explain("bwd bf16 b=2 s=1024 h=16 d=128 causal", device="sm90").backend
+    """
+    checker = _args.Arguments(_numpy, "explain")
+    backward = checker.boolean("backward", backward)
+    allowed = _KEYWORDS + (() if backward else _FORWARD_KEYWORDS)
+    for name in keywords:
+        if name not in allowed:
+            raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
+    target = _device(checker, device)
+    if isinstance(q, str):
+        if k is not None or v is not None or backward or dlse is not None or keywords:
+            raise checker.error("q", q, "a case text says everything; give no other argument "
+                                "but device")
+        return _answer(None, q, target)
+    given = dict(zip(_args.ARRAYS[:3], (q, k, v)), **keywords)
+    if "rng_state" in given:
+        given["rng_state"] = _attention._rng_array("explain", given["rng_state"])
+    if backward:
+        given.update(do=_attention.NEW, o=_attention.NEW, lse=_attention.NEW, dlse=dlse)
+        given.update(_attention._outputs(grads))
+        a, _ = _attention.describe_backward("explain", given)
+    else:
+        if dlse is not None:
+            raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")
+        a, _ = _attention.describe_forward("explain", given)
+    _validate(a, given)
+    return _answer(a, None, target)
+
+
+def _validate(a: _args.Arguments, given: dict):
+    """Everything that attention would check. Outputs get addresses that nothing ever reads."""
+    buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), softmax_scale=a.softmax_scale,
+                           softcap=a.softcap, dropout_p=a.dropout_p)
+    for source in a.sources:
+        array = given[source.name]
+        array = array if source.part is None else array[source.part]
+        buffers.data[source.index] = _numpy.pointer(array)
+    nowhere = 1 << 52
+    for index, tensor in enumerate(a.problem.tensor):
+        if tensor.dtype and not buffers.data[index]:
+            buffers.data[index] = nowhere
+            nowhere += 1 << 52
+    error = _lib.error_of_thread()
+    code = _lib.validate(ctypes.addressof(a.problem), _lib.CPU_ADDRESS, ctypes.addressof(buffers),
+                         ctypes.addressof(error))
+    _lib.check(code, error, "explain")
+
+
+def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) -> Explanation:
+    problem = ctypes.addressof(a.problem) if a else None
+    encoded = None
+    if text is not None:
+        if "\0" in text:
+            raise ValueError(f"tessera.explain: q={text!r}: must be one line of text")
+        encoded = text.encode("utf-8", "surrogateescape")
+    answer = _lib.read_json(
+        lambda buffer, capacity, error: _lib.explain(problem, encoded, ctypes.addressof(target),
+                                                     buffer, capacity, error), "explain")
+    suggestion = answer["suggestion"]
+    return Explanation(backend=answer["backend"], reasons=answer["reasons"],
+                       workspace_bytes=answer["workspace_bytes"],
+                       suggestion=suggestion and suggestion["text"], answer=answer)
+
+
+def _device(checker: _args.Arguments, device) -> _lib.Device:
+    kind, arch = _DEVICES[checker.choice("device", device, tuple(_DEVICES))]
+    return _lib.Device(kind=kind, arch=arch)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C library, loaded by ctypes: the mirror of include/tessera.h and the translation of its errors.
+
+Nothing here knows NumPy or any other array library. Struct mirrors and tables are checked against
+the header by tests/python/test_mirror.py. Functions take addresses as plain integers, which is what
+makes a call cheap; ctypes releases the GIL while the library runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import threading
+from ctypes import (CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32,
+                    c_uint64, c_void_p)
+from pathlib import Path
+
+OK, INVALID, REFUSED, OUT_OF_MEMORY, FAILED = range(5)
+FORWARD, BACKWARD = 0, 1
+CPU, CUDA = 0, 1
+
+# dtype name, as NumPy, ml_dtypes, PyTorch, JAX and Paddle print it -> enum tessera_dtype
+DTYPES = {
+    "float32": 1, "bfloat16": 2, "float16": 3, "float64": 4, "float8_e4m3fn": 5, "float8_e5m2": 6,
+    "bool": 7, "int32": 8, "int64": 9,
+}
+FORMATS = {"bshd": 0, "sbhd": 1, "bhsd": 2, "thd": 3}
+ALIGNS = {"top_left": 1, "bottom_right": 2}
+
+CAUSAL, WINDOW, MASK_DROP, BIAS_PRE_SCALE = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+SOFTMAX_SCALE, SOFTCAP, DROPOUT, SINK_OFF_BY_ONE = 1 << 4, 1 << 5, 1 << 6, 1 << 7
+DETERMINISTIC, BATCH_INVARIANT, ALLOW_QUADRATIC = 1 << 8, 1 << 9, 1 << 10
+SAME_LENGTHS, MAX_SEQLEN_Q, MAX_SEQLEN_K = 1 << 11, 1 << 12, 1 << 13
+
+# enum tessera_index in lower case, in order.
+TENSORS = (
+    "q", "k", "v", "bias", "mask", "key_ranges", "segment_ids_q", "segment_ids_k", "sink",
+    "alibi_slopes", "seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k",
+    "cu_seqlens_q_padded", "cu_seqlens_k_padded", "page_table_k", "page_table_v", "k_scale",
+    "v_scale", "rng_state", "o", "lse", "max_logit", "do", "dlse", "dq", "dk", "dv", "dbias",
+    "dsink", "dalibi_slopes",
+)
+INDEX = {name: i for i, name in enumerate(TENSORS)}
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("dtype", c_int32), ("reserved", c_int32), ("extent", c_int64 * 4),
+                ("stride", c_int64 * 4)]
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [("struct_size", c_uint32), ("pass_", c_int32), ("flags", c_uint32),
+                ("align", c_int32), ("format_q", c_int32), ("format_kv", c_int32),
+                ("window_left", c_int64), ("window_right", c_int64), ("max_seqlen_q", c_int64),
+                ("max_seqlen_k", c_int64), ("backend", c_char * 16), ("reserved", c_int64 * 6),
+                ("tensor", Tensor * len(TENSORS))]
+
+
+class Buffers(ctypes.Structure):
+    _fields_ = [("struct_size", c_uint32), ("num_threads", c_int32), ("softmax_scale", c_double),
+                ("softcap", c_double), ("dropout_p", c_double), ("stream", c_uint64),
+                ("parallel_for", c_uint64), ("parallel_context", c_uint64), ("workspace", c_uint64),
+                ("workspace_bytes", c_int64), ("reserved", c_int64 * 6),
+                ("data", c_uint64 * len(TENSORS))]
+
+
+class Device(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("ordinal", c_int32), ("arch", c_int32), ("reserved", c_int32)]
+
+
+class Info(ctypes.Structure):
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_int32), ("workspace_bytes", c_int64),
+                ("backend", c_char * 16)]
+
+
+class Error(ctypes.Structure):
+    _fields_ = [("struct_size", c_uint32), ("code", c_int32), ("message", c_char * 2048)]
+
+
+class Refused(RuntimeError):
+    """Legal, but no enabled backend can do it; the message lists every backend with its reasons."""
+
+
+_EXCEPTIONS = {INVALID: ValueError, REFUSED: Refused, OUT_OF_MEMORY: MemoryError}
+
+
+def raise_error(error: Error, operation: str):
+    """Raises what error says. The front door's own operation name gives way to the Python one."""
+    message = error.message.decode("utf-8", "replace")
+    head, colon, rest = message.partition(": ")
+    if colon and head.startswith(("tessera.", "tessera_")):
+        message = rest
+    if operation == "attention" and message.startswith("o."):
+        message = "out" + message[1:]  # what the caller knows it by
+    raise _EXCEPTIONS.get(error.code, RuntimeError)(f"tessera.{operation}: {message}")
+
+
+def _load() -> ctypes.CDLL:
+    package = Path(__file__).resolve().parent
+    places = [package / "libtessera.so", package.parents[1] / "build" / "lib" / "libtessera.so"]
+    for place in places:
+        if place.exists():
+            try:
+                return ctypes.CDLL(str(place))
+            except OSError as error:
+                raise ImportError(f"tessera: {place} does not load: {error}; rebuild it with "
+                                  "`./dev build`, or reinstall tessera-attention") from error
+    raise ImportError("tessera: libtessera.so not found; looked at " +
+                      " and ".join(map(str, places)) +
+                      "; build it with `./dev build` in a source checkout, or install the wheel "
+                      "with `pip install tessera-attention`")
+
+
+LogCallback = CFUNCTYPE(None, c_void_p, c_char_p, c_char_p)
+lib = _load()
+
+
+def _declare(name: str, result, *arguments):
+    function = getattr(lib, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_address = c_void_p  # of a struct: an int, or a ctypes pointer
+version = _declare("tessera_version", c_char_p)
+prepare = _declare("tessera_prepare", c_int32, _address, _address, c_int32, _address, _address)
+run = _declare("tessera_run", c_int32, _address, _address, _address, _address)
+validate = _declare("tessera_validate", c_int32, _address, _address, _address, _address)
+explain = _declare("tessera_explain", c_int64, _address, c_char_p, _address, c_char_p, c_int64,
+                   _address)
+merge = _declare("tessera_merge", c_int32, c_int64, c_int32, POINTER(Tensor), POINTER(c_void_p),
+                 POINTER(Tensor), POINTER(c_void_p), _address, c_void_p, _address, c_void_p,
+                 _address, _address, _address)
+dropout_mask = _declare("tessera_dropout_mask", c_int32, c_int64, c_int64, c_int64, c_int64,
+                        c_double, c_void_p, c_void_p, _address, _address, _address)
+backend_name = _declare("tessera_backend_name", c_char_p, c_int32)
+describe = _declare("tessera_describe", c_int64, c_char_p, c_int64)
+set_log = _declare("tessera_set_log", None, c_void_p, c_void_p)
+
+CPU_DEVICE = Device(kind=CPU)
+CPU_ADDRESS = ctypes.addressof(CPU_DEVICE)
+_local = threading.local()
+
+
+def error_of_thread() -> Error:
+    """This thread's error struct, ready for a call."""
+    try:
+        return _local.error
+    except AttributeError:
+        _local.error = Error(struct_size=ctypes.sizeof(Error))
+        return _local.error
+
+
+def check(code: int, error: Error, operation: str):
+    if code != OK:
+        raise_error(error, operation)
+
+
+def read_json(call, operation: str):
+    """The answer of a function that writes text into (buffer, capacity) and returns its bytes."""
+    capacity = 4096
+    while True:
+        buffer = ctypes.create_string_buffer(capacity)
+        error = error_of_thread()
+        needed = call(buffer, capacity, ctypes.addressof(error))
+        if needed < 0:
+            raise_error(error, operation)
+        if needed <= capacity:
+            return json.loads(buffer.value.decode("utf-8"))
+        capacity = needed
+
+
+def description() -> dict:
+    """tessera_describe: this build and this machine."""
+    return read_json(lambda buffer, capacity, _: describe(buffer, capacity), "env")
+
+
+def backends() -> list[str]:
+    """Names of the backends of this build, in order of preference."""
+    names = []
+    while (name := backend_name(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def _connect_log():
+    """TESSERA_LOG names topics: hand them to Python's logging, and show them if nobody listens."""
+    logger = logging.getLogger("tessera")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO)
+    topics = {}
+
+    @LogCallback
+    def forward(_, topic, message):
+        name = topic.decode()
+        target = topics.setdefault(name, logger.getChild(name))
+        target.info("%s", message.decode("utf-8", "replace"))
+
+    set_log(ctypes.cast(forward, c_void_p), None)
+    return forward  # kept alive by the module
+
+
+_log_callback = _connect_log() if os.environ.get("TESSERA_LOG") else None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m tessera env: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+
+from . import terminal
+
+_PACKAGES = ("tessera-attention", "numpy", "ml_dtypes", "torch", "jax", "paddlepaddle", "rich",
+             "matplotlib")
+_VARIABLES = ("TESSERA_BACKEND", "TESSERA_LOG", "TESSERA_NUM_THREADS", "TESSERA_CPU_ISA")
+
+EPILOG = """\
+example:
+  python -m tessera env --json > report.json"""
+
+
+def add_parser(commands):
+    parser = commands.add_parser("env", help="versions, CPU, GPUs, backends: for bug reports",
+                                 description=__doc__, epilog=EPILOG,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(main=main)
+
+
+def main(args) -> int:
+    facts = collect()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    rows = [[name, _text(value)] for name, value in _flat(facts)]
+    terminal.print_table(["<what", "<value"], rows)
+    return 0
+
+
+def collect() -> dict:
+    import tessera
+    from tessera import _lib
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "tessera": tessera.__version__,
+        "library": _lib.lib._name,
+        "build": _lib.description(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": platform.platform(),
+        "cpu": cpu_model(),
+        "cpus": {"of the machine": os.cpu_count(), "of this process": len(os.sched_getaffinity(0))},
+        "gpus": gpus(),
+        "packages": packages,
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith(("model name", "Model")):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def gpus() -> list[dict]:
+    """What nvidia-smi says; empty without it."""
+    fields = ("name", "compute_cap", "memory.total", "driver_version")
+    if not shutil.which("nvidia-smi"):
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}",
+                               "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode != 0:
+        return []
+    return [dict(zip(fields, (cell.strip() for cell in line.split(","))))
+            for line in done.stdout.splitlines() if line.strip()]
+
+
+def _flat(value, prefix=""):
+    """(dotted name, leaf) pairs of nested dicts; lists of dicts are numbered."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {item.get("name", str(i)): {k: v for k, v in item.items() if k != "name"}
+                 for i, item in enumerate(value)}
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value
+
+
+def _text(value) -> str:
+    if isinstance(value, (list, dict)) and not value:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "-" if value is None else str(value)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other ways to compute a case, for bench: each peer turns a Workload into a function to time, or
+raises Unsupported with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Callable
+
+import numpy as np
+
+from . import work
+
+
+class Unsupported(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class Workload:
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    do: np.ndarray | None  # None: the forward pass
+    keywords: dict
+    threads: int | None
+
+    @property
+    def backward(self) -> bool:
+        return self.do is not None
+
+
+def prepare(name: str, workload: Workload) -> Callable[[], object]:
+    if name not in PEERS:
+        raise Unsupported(f"no peer of this name; there are {', '.join(PEERS)}")
+    return PEERS[name](workload)
+
+
+# ---- what peers without our keywords are given instead ----
+
+_FORMATS = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
+
+
+def _bhsd(x, layout):
+    return np.ascontiguousarray(x.transpose(_FORMATS[layout]))
+
+
+def _plain(w: Workload, name: str):
+    """(q, k, v, do) as contiguous [b, h, s, d]; Unsupported for what has no such form."""
+    kw = w.keywords
+    layout = kw.get("layout", "bshd")
+    layout_q, layout_k = layout if isinstance(layout, tuple) else (layout, layout)
+    for keyword in ("page_table", "sink"):
+        if kw.get(keyword) is not None:
+            raise Unsupported(f"{name} has no {keyword}")
+    if "thd" in (layout_q, layout_k):
+        raise Unsupported(f"{name} has no packed sequences")
+    if kw.get("bias_at") == "pre_scale":
+        raise Unsupported(f"{name} has no bias before the scale")
+    return (_bhsd(w.q, layout_q), _bhsd(w.k, layout_k), _bhsd(w.v, layout_k),
+            None if w.do is None else _bhsd(w.do, layout_q))
+
+
+def _is_plain_causal(kw, sq, sk) -> bool:
+    return bool(kw.get("causal")) and kw.get("window") is None and \
+        (sq == sk or kw.get("align") == "top_left")
+
+
+def _mask(w: Workload, b, hq, sq, sk) -> np.ndarray | None:
+    """Dense [b|1, hq|1, sq, sk], True = visible; None when everything is."""
+    kw = w.keywords
+    names = ("causal", "window", "seqlens_q", "seqlens_k", "keep", "drop", "key_ranges",
+             "segment_ids")
+    if all(kw.get(name) is None for name in names):
+        return None
+    per_batch = any(kw.get(name) is not None for name in names[2:])
+    mask = np.stack([work.visible(n, w.q, w.k, kw) for n in range(b if per_batch else 1)])
+    return np.broadcast_to(mask, (len(mask), mask.shape[1], sq, sk))
+
+
+def _bias(w: Workload, sq, sk) -> np.ndarray | None:
+    """Post-scale bias and ALiBi as one dense array of at most 4 axes."""
+    kw = w.keywords
+    bias = kw.get("bias")
+    if kw.get("alibi_slopes") is None:
+        return bias
+    slopes = np.atleast_2d(kw["alibi_slopes"])[:, :, None, None].astype(np.float32)
+    shift = sk - sq if kw.get("align") == "bottom_right" else 0
+    distance = np.abs(np.arange(sq)[:, None] + shift - np.arange(sk)).astype(np.float32)
+    alibi = -slopes * distance
+    return alibi.astype(w.q.dtype) if bias is None else (alibi + bias).astype(w.q.dtype)
+
+
+# ---- PyTorch ----
+
+def _import_torch(w: Workload):
+    if importlib.util.find_spec("torch") is None:
+        raise Unsupported("torch is not installed")
+    import torch
+    if w.threads:
+        torch.set_num_threads(w.threads)
+    return torch
+
+
+def _tensor(torch, x):
+    if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        bits = torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}"))
+        return bits.view(getattr(torch, x.dtype.name))
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _gradient_function(torch, forward, inputs, do):
+    """A function of the backward pass alone: the graph of one forward pass, used again."""
+    for x in inputs:
+        x.requires_grad_(True)
+    o = forward()
+    return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+
+def _torch_sdpa(w: Workload):
+    torch = _import_torch(w)
+    kw = w.keywords
+    if kw.get("softcap"):
+        raise Unsupported("scaled_dot_product_attention has no softcap")
+    q, k, v, do = _plain(w, "scaled_dot_product_attention")
+    (b, hq, sq, _), sk = q.shape, k.shape[2]
+    causal = _is_plain_causal(kw, sq, sk)
+    others = dict(kw, causal=None) if causal else kw
+    mask = _mask(dataclasses.replace(w, keywords=others), b, hq, sq, sk)
+    bias = _bias(w, sq, sk)
+    if bias is not None and (mask is not None or causal):
+        if mask is None:
+            mask = _mask(w, b, hq, sq, sk)
+        causal = False
+        bias = np.where(mask, bias, np.array(-np.inf, bias.dtype)).astype(q.dtype)
+    tq, tk, tv = (_tensor(torch, x) for x in (q, k, v))
+    extra = bias if bias is not None else mask
+    extra = None if extra is None else _tensor(torch, extra)
+    options = dict(attn_mask=extra, is_causal=causal, dropout_p=kw.get("dropout_p", 0.0),
+                   scale=kw.get("softmax_scale"), enable_gqa=hq != k.shape[1])
+
+    def forward():
+        return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
+
+    if not w.backward:
+        def run():
+            with torch.no_grad():
+                return forward()
+        return run
+    inputs = [tq, tk, tv] + ([extra] if kw.get("bias") is not None else [])
+    return _gradient_function(torch, forward, inputs, _tensor(torch, do))
+
+
+def _torch_flex(w: Workload):
+    torch = _import_torch(w)
+    kw = w.keywords
+    for keyword in ("keep", "drop", "key_ranges", "bias", "seqlens_q", "seqlens_k"):
+        if kw.get(keyword) is not None:
+            raise Unsupported(f"FlexAttention: {keyword} is not translated by this bench")
+    if kw.get("dropout_p"):
+        raise Unsupported("FlexAttention has no dropout")
+    if w.backward:
+        raise Unsupported("FlexAttention on the CPU has no backward pass")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    q, k, v, _ = _plain(w, "FlexAttention")
+    (b, hq, sq, _), sk = q.shape, k.shape[2]
+    shift = sk - sq if kw.get("align") == "bottom_right" else 0
+    left, right = kw.get("window") or (-1, -1)
+    right = 0 if kw.get("causal") else right
+    softcap, slopes, ids = kw.get("softcap"), kw.get("alibi_slopes"), kw.get("segment_ids")
+    tq, tk, tv = (_tensor(torch, x) for x in (q, k, v))
+    slopes = None if slopes is None else _tensor(torch, np.atleast_2d(slopes))
+    ids = None if ids is None else [_tensor(torch, x) for x in
+                                    (ids if isinstance(ids, tuple) else (ids, ids))]
+
+    def visible(n, h, i, j):
+        seen = (i + shift - left <= j) if left >= 0 else (j >= 0)
+        if right >= 0:
+            seen = seen & (j <= i + shift + right)
+        return seen if ids is None else seen & (ids[0][n, i] == ids[1][n, j])
+
+    def score(x, n, h, i, j):
+        if softcap:
+            x = softcap * torch.tanh(x / softcap)
+        if slopes is not None:
+            x = x - slopes[n if slopes.shape[0] > 1 else 0, h] * (i + shift - j).abs()
+        return x
+
+    block_mask = None
+    if left >= 0 or right >= 0 or ids is not None:
+        block_mask = create_block_mask(visible, b if ids is not None else None, None, sq, sk,
+                                       device="cpu")
+    compiled = torch.compile(flex_attention)
+    options = dict(score_mod=score if softcap or slopes is not None else None,
+                   block_mask=block_mask, scale=kw.get("softmax_scale"),
+                   enable_gqa=hq != k.shape[1])
+
+    def run():
+        with torch.no_grad():
+            return compiled(tq, tk, tv, **options)
+
+    try:
+        run()
+    except Exception as error:  # the compiler's own errors are many; all mean "not here"
+        raise Unsupported(f"FlexAttention does not compile this: {type(error).__name__}: "
+                          f"{str(error).strip().splitlines()[0][:120]}") from error
+    return run
+
+
+# ---- the unfused computation in NumPy ----
+
+def _unfused(w: Workload):
+    kw = w.keywords
+    if kw.get("dropout_p"):
+        raise Unsupported("the unfused computation has no dropout here")
+    q, k, v, do = _plain(w, "the unfused computation")
+    (b, hq, sq, dqk), (hk, sk) = q.shape, k.shape[1:3]
+    scale = kw.get("softmax_scale")
+    scale = np.float32(dqk**-0.5 if scale is None else scale)
+    mask, bias, cap = _mask(w, b, hq, sq, sk), _bias(w, sq, sk), kw.get("softcap")
+    group = hq // hk
+
+    def forward():
+        q32 = q.astype(np.float32).reshape(b, hk, group * sq, dqk)
+        k32, v32 = k.astype(np.float32), v.astype(np.float32)
+        x = (q32 @ k32.swapaxes(2, 3)).reshape(b, hq, sq, sk) * scale
+        if cap:
+            x = np.float32(cap) * np.tanh(x / np.float32(cap))
+        if bias is not None:
+            x += bias
+        if mask is not None:
+            x = np.where(mask, x, np.float32(-np.inf))
+        x -= np.maximum(x.max(-1, keepdims=True), np.finfo(np.float32).min)
+        np.exp(x, out=x)
+        total = x.sum(-1, keepdims=True)
+        x /= np.where(total > 0, total, 1)
+        o = x.reshape(b, hk, group * sq, sk) @ v32
+        return o.reshape(b, hq, sq, -1).astype(q.dtype), x, q32, k32, v32
+
+    if not w.backward:
+        return lambda: forward()[0]
+    if cap:
+        raise Unsupported("the unfused backward pass has no softcap here")
+    _, p, q32, k32, v32 = forward()
+    p = p.reshape(b, hk, group * sq, sk)
+
+    def backward():
+        g = do.astype(np.float32).reshape(b, hk, group * sq, -1)
+        dv = p.swapaxes(2, 3) @ g
+        dp = g @ v32.swapaxes(2, 3)
+        dp -= (p * dp).sum(-1, keepdims=True)
+        dp *= p
+        return (dp @ k32) * scale, (dp.swapaxes(2, 3) @ q32) * scale, dv
+    return backward
+
+
+def _needs_gpu(name):
+    def refuse(_):
+        raise Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
+    return refuse
+
+
+PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "numpy": _unfused,
+         "cudnn": _needs_gpu("cuDNN"), "flash-attn-2": _needs_gpu("flash-attn 2"),
+         "flash-attn-3": _needs_gpu("flash-attn 3"), "flash-attn-4": _needs_gpu("flash-attn 4")}
