@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "conformance/data.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "core/draw.h"
+
+namespace tessera {
+namespace {
+
+struct At {
+  int64_t axis[4];
+};
+
+class Filler {
+ public:
+  Filler(const Case& c, const CaseGeometry& g, const Buffers& buffers)
+      : c_(c), g_(g), p_(g.problem), buffers_(buffers), sizes_(sizes_of(g.problem)) {}
+
+  void fill() {
+    lengths();
+    pages();
+    mask();
+    find_hidden_keys();
+    tokens();
+    scores();
+    ranges();
+    segments();
+  }
+
+ private:
+  using Inside = std::function<bool(const At&)>;
+  using Value = std::function<double(const At&, int64_t e)>;
+
+  bool thd_q() const { return !g_.start_q.empty(); }
+  bool thd_k() const { return !g_.start_k.empty(); }
+
+  // Calls write(at, e) for every element that is to be written; expanded axes are visited once.
+  void each(int index, const Inside& inside,
+            const std::function<void(const At&, int64_t e)>& write) const {
+    if (!given(p_, index)) return;
+    const Tensor& t = p_.tensor[index];
+    int64_t extent[4];
+    for (int axis = 0; axis < 4; ++axis) {
+      extent[axis] = axis >= tensor_rule(index).rank ? 1 : t.extent[axis];
+      if (t.stride[axis] == 0 && extent[axis] > 1) extent[axis] = 1;
+    }
+    int64_t e = 0;
+    At at;
+    for (at.axis[0] = 0; at.axis[0] < extent[0]; ++at.axis[0])
+      for (at.axis[1] = 0; at.axis[1] < extent[1]; ++at.axis[1])
+        for (at.axis[2] = 0; at.axis[2] < extent[2]; ++at.axis[2])
+          for (at.axis[3] = 0; at.axis[3] < extent[3]; ++at.axis[3], ++e)
+            if (!c_.poison || inside(at)) write(at, e);
+  }
+
+  int64_t offset(int index, const At& at) const {
+    return offset_of(p_.tensor[index], at.axis[0], at.axis[1], at.axis[2], at.axis[3]);
+  }
+  void put_integer(int index, const At& at, int64_t value) const {
+    void* const data = buffers_.data[index];
+    switch (p_.tensor[index].dtype) {
+      case TESSERA_INT32:
+        static_cast<int32_t*>(data)[offset(index, at)] = static_cast<int32_t>(value);
+        break;
+      case TESSERA_INT64:
+        static_cast<int64_t*>(data)[offset(index, at)] = value;
+        break;
+      default:
+        static_cast<uint8_t*>(data)[offset(index, at)] = static_cast<uint8_t>(value);
+        break;
+    }
+  }
+
+  void normals(int index, uint32_t number, const Inside& inside) const {
+    NormalPair pair{};
+    int64_t counter = -1;
+    each(index, inside, [&](const At& at, int64_t e) {
+      if (e / 2 != counter) pair = draw_normals(c_.seed, number, counter = e / 2);
+      store_element(buffers_.data[index], offset(index, at), p_.tensor[index].dtype,
+                    e % 2 ? pair.odd : pair.even);
+    });
+  }
+
+  void lengths() const {
+    const Inside always = [](const At&) { return true; };
+    const auto list = [&](int index, const std::vector<int64_t>& values) {
+      each(index, always, [&](const At& at, int64_t e) { put_integer(index, at, values[e]); });
+    };
+    const auto sums = [](const std::vector<int64_t>& lens) {
+      std::vector<int64_t> cu(lens.size() + 1, 0);
+      std::partial_sum(lens.begin(), lens.end(), cu.begin() + 1);
+      return cu;
+    };
+    list(TESSERA_SEQLENS_Q, g_.len_q);
+    list(TESSERA_SEQLENS_K, g_.len_k);
+    list(TESSERA_CU_SEQLENS_Q, sums(g_.len_q));
+    list(TESSERA_CU_SEQLENS_K, sums(g_.len_k));
+    list(TESSERA_CU_SEQLENS_Q_PADDED, g_.start_q);
+    list(TESSERA_CU_SEQLENS_K_PADDED, g_.start_k);
+    list(TESSERA_RNG_STATE, {c_.seed, 0});
+  }
+
+  void pages() {
+    for (int t = 0; t < 2; ++t) {
+      const int index = TESSERA_PAGE_TABLE_K + t;
+      if (!given(p_, index)) continue;
+      const int64_t pages = p_.tensor[t == 0 ? TESSERA_K : TESSERA_V].extent[0];
+      const int64_t max_pages = p_.tensor[index].extent[1];
+      std::vector<int64_t>& order = page_order_[t];
+      order.resize(pages);
+      std::iota(order.begin(), order.end(), 0);
+      for (int64_t i = pages - 1; i > 0; --i) {
+        const uint64_t draw = (static_cast<uint64_t>(t) << 32) + static_cast<uint64_t>(i);
+        std::swap(order[i], order[draw_integer(c_.seed, kDrawPages, draw, i + 1)]);
+      }
+      if (c_.b >= 2) order[max_pages] = order[0];
+      const Inside used = [&](const At& at) { return at.axis[1] * c_.page < g_.len_k[at.axis[0]]; };
+      each(index, used, [&](const At& at, int64_t) {
+        put_integer(index, at, order[at.axis[0] * max_pages + at.axis[1]]);
+      });
+    }
+  }
+
+  // Some sequence has this pair inside its lengths; broadcast axes stand for all of theirs.
+  Inside valid_pairs(int index) const {
+    const Tensor& t = p_.tensor[index];
+    return [this, &t](const At& at) {
+      const auto fits = [](const Tensor& tensor, int axis, int64_t i, int64_t length) {
+        const bool one = tensor.extent[axis] == 1 || tensor.stride[axis] == 0;
+        return one ? length > 0 : i < length;
+      };
+      const bool one_batch = t.extent[0] == 1 || t.stride[0] == 0;
+      for (int64_t n = one_batch ? 0 : at.axis[0]; n < (one_batch ? c_.b : at.axis[0] + 1); ++n) {
+        if (fits(t, 2, at.axis[2], g_.len_q[n]) && fits(t, 3, at.axis[3], g_.len_k[n])) return true;
+      }
+      return false;
+    };
+  }
+
+  void mask() const {
+    if (!given(p_, TESSERA_MASK)) return;
+    const auto extent = [&](int axis) {
+      const Tensor& t = p_.tensor[TESSERA_MASK];
+      return t.stride[axis] == 0 ? int64_t{1} : t.extent[axis];
+    };
+    const int64_t heads = extent(1), rows = (extent(2) + 63) / 64, columns = (extent(3) + 63) / 64;
+    each(TESSERA_MASK, valid_pairs(TESSERA_MASK), [&](const At& at, int64_t e) {
+      int64_t draw = e;
+      if (c_.mask.what == CaseMask::What::kBlocks) {
+        draw = ((at.axis[0] * heads + at.axis[1]) * rows + at.axis[2] / 64) * columns +
+               at.axis[3] / 64;
+      }
+      const bool visible = draw_chance(c_.seed, kDrawMask, draw, c_.mask.p);
+      put_integer(TESSERA_MASK, at, visible != c_.mask.drop);
+    });
+  }
+
+  // A key-only mask hides keys from every query; those that all heads hide may hold anything.
+  void find_hidden_keys() {
+    hidden_.assign(c_.b, {});
+    if (!given(p_, TESSERA_MASK)) return;
+    const Tensor& t = p_.tensor[TESSERA_MASK];
+    if (t.extent[2] != 1) return;
+    const auto* data = static_cast<const uint8_t*>(buffers_.data[TESSERA_MASK]);
+    for (int64_t n = 0; n < c_.b; ++n) {
+      hidden_[n].assign(g_.len_k[n], true);
+      for (int64_t j = 0; j < g_.len_k[n]; ++j) {
+        if (t.extent[3] == 1 && sizes_.sk != 1) hidden_[n][j] = false;
+        // A row without queries has an unread mask.
+        if (g_.len_q[n] == 0) continue;
+        for (int64_t h = 0; h < t.extent[1]; ++h) {
+          const bool set = data[offset_of(t, broadcast(t, 0, n), h, 0, broadcast(t, 3, j))] != 0;
+          if (set != c_.mask.drop) hidden_[n][j] = false;
+        }
+      }
+    }
+  }
+
+  // Keys that a sequence may see, in the storage of k or v: [batch][row] or [page][slot].
+  std::vector<bool> valid_key_rows(int index) const {
+    const Tensor& t = p_.tensor[index];
+    std::vector<bool> valid(t.extent[0] * t.extent[1], false);
+    const auto& order = page_order_[index == TESSERA_V && given(p_, TESSERA_PAGE_TABLE_V)];
+    for (int64_t n = 0; n < c_.b; ++n) {
+      for (int64_t j = 0; j < g_.len_k[n]; ++j) {
+        if (!hidden_[n].empty() && hidden_[n][j]) continue;
+        int64_t row = n * t.extent[1] + j;
+        if (c_.page > 0) {
+          const int64_t max_pages = p_.tensor[TESSERA_PAGE_TABLE_K].extent[1];
+          row = order[n * max_pages + j / c_.page] * c_.page + j % c_.page;
+        } else if (thd_k()) {
+          row = g_.start_k[n] + j;
+        }
+        valid[row] = true;
+      }
+    }
+    return valid;
+  }
+
+  void tokens() const {
+    const std::vector<bool> q_rows = valid_query_rows(g_);
+    const int64_t rows = p_.tensor[TESSERA_Q].extent[1];
+    const Inside query = [&](const At& at) { return q_rows[at.axis[0] * rows + at.axis[1]]; };
+    normals(TESSERA_Q, kDrawQ, query);
+    normals(TESSERA_DO, kDrawDo, query);
+    normals(TESSERA_DLSE, kDrawDlse,
+            [&](const At& at) { return q_rows[at.axis[0] * rows + at.axis[2]]; });
+    for (int index : {TESSERA_K, TESSERA_V}) {
+      const std::vector<bool> valid = valid_key_rows(index);
+      const int64_t key_rows = p_.tensor[index].extent[1];
+      normals(index, index == TESSERA_K ? kDrawK : kDrawV,
+              [&](const At& at) { return valid[at.axis[0] * key_rows + at.axis[1]]; });
+    }
+    const Inside always = [](const At&) { return true; };
+    each(TESSERA_K_SCALE, always, [&](const At& at, int64_t h) {
+      store_element(buffers_.data[TESSERA_K_SCALE], offset(TESSERA_K_SCALE, at), TESSERA_FP32,
+                    0.5 + 0.25 * (h % 4));
+    });
+    each(TESSERA_V_SCALE, always, [&](const At& at, int64_t h) {
+      store_element(buffers_.data[TESSERA_V_SCALE], offset(TESSERA_V_SCALE, at), TESSERA_FP32,
+                    1.5 - 0.25 * (h % 4));
+    });
+  }
+
+  void scores() const {
+    const Inside always = [](const At&) { return true; };
+    if (given(p_, TESSERA_BIAS)) normals(TESSERA_BIAS, kDrawBias, valid_pairs(TESSERA_BIAS));
+    normals(TESSERA_SINK, kDrawSink, always);
+    normals(TESSERA_ALIBI_SLOPES, kDrawSlopes, always);
+  }
+
+  void ranges() const {
+    if (!given(p_, TESSERA_KEY_RANGES)) return;
+    const std::vector<bool> q_rows = valid_query_rows(g_);
+    const std::vector<int64_t> position = query_positions();
+    const Tensor& t = p_.tensor[TESSERA_KEY_RANGES];
+    const int64_t rows = t.extent[2], keys = c_.sk;
+    const auto seed = static_cast<uint32_t>(c_.ranges.value);
+    const Inside inside = [&](const At& at) {
+      if (t.extent[0] > 1 || thd_q())
+        return static_cast<bool>(q_rows[at.axis[0] * rows + at.axis[2]]);
+      for (int64_t n = 0; n < c_.b; ++n) {
+        if (at.axis[2] < g_.len_q[n]) return true;
+      }
+      return false;
+    };
+    each(TESSERA_KEY_RANGES, inside, [&](const At& at, int64_t e) {
+      int64_t value;
+      if (c_.ranges.kind == CaseRanges::Kind::kPrefix) {
+        const int64_t i = thd_q() ? position[at.axis[2]] : at.axis[2];
+        value = at.axis[3] == 0 ? 0 : std::max(c_.ranges.value, i + 1);
+      } else {
+        value = draw_integer(seed, kDrawRanges, e / 2 * 2, keys + 1) - keys / 4;
+        if (e % 2) value += draw_integer(seed, kDrawRanges, e, keys + 3) - 2;
+      }
+      put_integer(TESSERA_KEY_RANGES, at, value);
+    });
+  }
+
+  void segments() const {
+    if (c_.segments == 0) return;
+    segment_side(TESSERA_SEGMENT_IDS_Q, g_.len_q, g_.start_q);
+    segment_side(TESSERA_SEGMENT_IDS_K, g_.len_k, g_.start_k);
+  }
+  void segment_side(int index, const std::vector<int64_t>& lens,
+                    const std::vector<int64_t>& starts) const {
+    const Tensor& t = p_.tensor[index];
+    // Gaps of a packed side are in no sequence.
+    each(
+        index, [](const At&) { return false; },
+        [&](const At& at, int64_t) { put_integer(index, at, 0); });
+    for (int64_t n = 0; n < c_.b; ++n) {
+      const int64_t extent = starts.empty() ? t.extent[1] : lens[n];
+      std::vector<int64_t> cuts(c_.segments - 1);
+      for (int64_t c = 0; c < c_.segments - 1; ++c) {
+        cuts[c] = draw_integer(c_.seed, kDrawSegments, n * (c_.segments - 1) + c, extent + 1);
+      }
+      for (int64_t i = 0; i < (c_.poison ? lens[n] : extent); ++i) {
+        const auto id =
+            std::count_if(cuts.begin(), cuts.end(), [&](int64_t cut) { return cut <= i; });
+        const At at = starts.empty() ? At{n, i, 0, 0} : At{0, starts[n] + i, 0, 0};
+        put_integer(index, at, id);
+      }
+    }
+  }
+
+  std::vector<int64_t> query_positions() const {
+    std::vector<int64_t> position(p_.tensor[TESSERA_Q].extent[1], 0);
+    for (int64_t n = 0; thd_q() && n < c_.b; ++n) {
+      for (int64_t i = 0; i < g_.len_q[n]; ++i) position[g_.start_q[n] + i] = i;
+    }
+    return position;
+  }
+
+  const Case& c_;
+  const CaseGeometry& g_;
+  const Problem& p_;
+  const Buffers& buffers_;
+  Sizes sizes_;
+  std::vector<int64_t> page_order_[2];
+  std::vector<std::vector<bool>> hidden_;
+};
+
+}  // namespace
+
+void fill_inputs(const Case& c, const CaseGeometry& geometry, const Buffers& buffers) {
+  Filler(c, geometry, buffers).fill();
+}
+
+std::vector<bool> valid_query_rows(const CaseGeometry& g) {
+  const Tensor& q = g.problem.tensor[TESSERA_Q];
+  std::vector<bool> valid(q.extent[0] * q.extent[1], false);
+  for (size_t n = 0; n < g.len_q.size(); ++n) {
+    const int64_t first = g.start_q.empty() ? static_cast<int64_t>(n) * q.extent[1] : g.start_q[n];
+    std::fill_n(valid.begin() + first, g.len_q[n], true);
+  }
+  return valid;
+}
+
+}  // namespace tessera

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "conformance/error_rule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+
+#include "core/dtype.h"
+
+namespace tessera {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kTermAllowance = 4.0 / 16777216.0;  // 4 * 2^-24: fp32 accumulation
+
+std::string text(const char* format, auto... values) {
+  char buffer[320];
+  std::snprintf(buffer, sizeof buffer, format, values...);
+  return buffer;
+}
+
+// The first element that is NaN or infinite where the reference is not, or differs from an infinite
+// reference; -1 if there is none.
+int64_t first_not_finite(std::span<const double> out, std::span<const double> ref) {
+  for (size_t i = 0; i < ref.size(); ++i) {
+    const bool same = out[i] == ref[i] || (std::isnan(out[i]) && std::isnan(ref[i]));
+    if (!same && !(std::isfinite(out[i]) && std::isfinite(ref[i]))) return static_cast<int64_t>(i);
+  }
+  return -1;
+}
+
+struct Distance {
+  double max = 0, mean = 0, rms = 0;
+  int64_t at = 0;  // of the maximum
+};
+Distance distance(std::span<const double> a, std::span<const double> ref) {
+  Distance d;
+  for (size_t i = 0; i < ref.size(); ++i) {
+    if (!std::isfinite(ref[i])) continue;
+    const double e = std::abs(a[i] - ref[i]);
+    if (e > d.max || std::isnan(e)) d.max = e, d.at = static_cast<int64_t>(i);
+    d.mean += e;
+    d.rms += e * e;
+  }
+  if (!ref.empty()) {
+    d.mean /= static_cast<double>(ref.size());
+    d.rms = std::sqrt(d.rms / static_cast<double>(ref.size()));
+  }
+  return d;
+}
+
+}  // namespace
+
+Comparison compare_tensor(const TensorRuleInput& in) {
+  Comparison result;
+  const bool wide = in.dtype == TESSERA_FP32 || in.dtype == TESSERA_FP64;
+  const double f = in.ref.size() < 64 ? 10 : in.softcap ? 3 : 2, c = wide ? 32 : 2;
+  const double m = wide ? 2 : 1.2, a = wide ? 8 : 1;
+  const double u = half_ulp(in.dtype), allowance = kTermAllowance * in.max_terms;
+
+  double max_ref = 0, mean_ref = 0;
+  for (double x : in.ref) {
+    if (!std::isfinite(x)) continue;
+    max_ref = std::max(max_ref, std::abs(x));
+    mean_ref += std::abs(x) / static_cast<double>(in.ref.size());
+  }
+  const Distance low = distance(in.low, in.ref), out = distance(in.out, in.ref);
+  result.max_err = out.max;
+  result.max_limit = f * low.max + c * u * max_ref + allowance;
+  result.mean_err = out.mean;
+  result.mean_limit = in.ref.size() >= 4096 && max_ref > 0
+                          ? m * low.mean + a * u * mean_ref + allowance
+                          : kInfinity;
+  if (const int64_t at = first_not_finite(in.out, in.ref); at >= 0) {
+    result.max_err = kInfinity;
+    result.failure =
+        text("element %lld is %g, must be %g", static_cast<long long>(at), in.out[at], in.ref[at]);
+  } else if (!(result.max_err <= result.max_limit)) {
+    result.failure =
+        text("max error %.3g > %.3g at element %lld: is %.9g, must be %.9g", result.max_err,
+             result.max_limit, static_cast<long long>(out.at), in.out[out.at], in.ref[out.at]);
+  } else if (!(result.mean_err <= result.mean_limit)) {
+    result.failure = text("mean error %.3g > %.3g", result.mean_err, result.mean_limit);
+  }
+  return result;
+}
+
+Comparison compare_statistic(std::span<const double> out, std::span<const double> ref,
+                             std::span<const double> logits, int32_t input_dtype) {
+  Comparison result;
+  result.mean_limit = kInfinity;
+  const double constant = input_dtype == TESSERA_FP32 || input_dtype == TESSERA_FP64 ? 1e-5 : 1e-3;
+  if (const int64_t at = first_not_finite(out, ref); at >= 0) {
+    result.max_err = kInfinity;
+    result.failure =
+        text("element %lld is %g, must be %g", static_cast<long long>(at), out[at], ref[at]);
+    return result;
+  }
+  double worst = -kInfinity;
+  for (size_t i = 0; i < ref.size(); ++i) {
+    if (!std::isfinite(ref[i])) continue;
+    const double e = std::abs(out[i] - ref[i]);
+    const double limit = 1e-6 * std::abs(ref[i]) + kTermAllowance * logits[i] + constant;
+    result.mean_err += e / static_cast<double>(ref.size());
+    if (e / limit <= worst) continue;
+    worst = e / limit;
+    result.max_err = e;
+    result.max_limit = limit;
+    if (e > limit) {
+      result.failure = text("error %.3g > %.3g at element %lld: is %.9g, must be %.9g", e, limit,
+                            static_cast<long long>(i), out[i], ref[i]);
+    }
+  }
+  return result;
+}
+
+Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
+                       std::span<const double> low) {
+  Comparison result;
+  if (const int64_t at = first_not_finite(out, ref); at >= 0) {
+    result.max_err = kInfinity;
+    result.failure =
+        text("element %lld is %g, must be %g", static_cast<long long>(at), out[at], ref[at]);
+    return result;
+  }
+  const auto [least, most] = std::minmax_element(ref.begin(), ref.end());
+  const double range = ref.empty() ? 0 : *most - *least;
+  const double rmse = distance(out, ref).rms;
+  // max: against the range; mean: against the emulated path.
+  result.max_err = result.mean_err = rmse;
+  result.max_limit = 0.11 * range;
+  result.mean_limit = 1.1 * distance(low, ref).rms;
+  if (rmse > 0 && !(rmse < result.max_limit)) {
+    result.failure = text("RMSE %.3g, must be below %.3g", rmse, result.max_limit);
+  } else if (!(rmse <= result.mean_limit)) {
+    result.failure =
+        text("RMSE %.3g, the emulated path times 1.1 has %.3g", rmse, result.mean_limit);
+  }
+  return result;
+}
+
+}  // namespace tessera

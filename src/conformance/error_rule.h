@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The error rule: the one function that decides whether a result is right ("Precision" of
+// docs/semantics.md). Every test of every backend and front end ends here.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "tessera.h"
+
+namespace tessera {
+
+struct Comparison {
+  double max_err = 0, max_limit = 0;
+  double mean_err = 0, mean_limit = 0;  // mean_limit is +inf where the rule has none
+  std::string failure;                  // "" = right
+  bool ok() const { return failure.empty(); }
+};
+
+// o or a gradient, dense and in one order. max_terms: the largest sum of |terms| for gradients that
+// are sums over rows, heads or a broadcast axis, otherwise 0. dtype is the output's.
+//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max_terms
+//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max_terms    from 4096 elements on, ref
+//   not 0
+struct TensorRuleInput {
+  std::span<const double> out, ref, low;
+  int32_t dtype;
+  bool softcap = false;
+  double max_terms = 0;
+};
+Comparison compare_tensor(const TensorRuleInput& input);
+
+// lse or max_logit. logits: of each element, the largest
+// scale * (sum |q||k| + |pre-scale bias|) + |post-scale bias| + |slope * distance| behind it.
+//   |e| <= 1e-6 |ref| + 4 2^-24 logits + (1e-3 for 16-bit inputs, 1e-5 for fp32); -inf exactly
+Comparison compare_statistic(std::span<const double> out, std::span<const double> ref,
+                             std::span<const double> logits, int32_t input_dtype);
+
+// Attention with fp8 inputs: RMSE < 0.11 range of the reference, and at most 1.1 times the RMSE of
+// the emulated path (low).
+Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
+                       std::span<const double> low);
+
+}  // namespace tessera

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera_check_cases FILE... [--backend B] [--cuda ORDINAL] [--threads N] [--jobs N] [--filter
+// TEXT] Runs every case of the files through the C door and judges it by the error rule. Prints the
+// lines that fail, each with why, then `N passed, M refused, K failed`; exits with 1 on any
+// failure. A refusal must stand in refused.<backend> beside the file, and a case that stands there
+// must be refused.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/conformance_case.h"
+
+namespace {
+
+using tessera::ConformanceCase;
+
+struct Options {
+  std::vector<std::string> files;
+  std::string backend, filter;
+  tessera_device device{};
+  int threads = 1;                                                   // of one case
+  int jobs = static_cast<int>(std::thread::hardware_concurrency());  // cases at once
+};
+
+int usage() {
+  std::fprintf(stderr,
+               "usage: tessera_check_cases FILE... [--backend NAME] [--cuda ORDINAL] [--threads N] "
+               "[--jobs N]\n"
+               "                           [--filter TEXT]\n");
+  return 2;
+}
+
+// Canonical text, so that spelling does not matter; an illegal line stays as it is.
+std::string canonical(const std::string& line) {
+  const auto parsed = tessera::parse_case(line);
+  return parsed.ok() ? tessera::to_text(parsed.value()) : line;
+}
+
+std::vector<std::string> lines_of(const std::string& path, bool required) {
+  std::ifstream file(path);
+  if (!file && required) {
+    std::fprintf(stderr, "tessera_check_cases: cannot read %s\n", path.c_str());
+    std::exit(2);
+  }
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) {
+    line = line.substr(0, line.find('#'));
+    if (line.find_first_not_of(" \t\r") != std::string::npos) lines.push_back(line);
+  }
+  return lines;
+}
+
+struct Counts {
+  std::atomic<int> passed{0}, refused{0}, failed{0};
+};
+
+class Checker {
+ public:
+  explicit Checker(const Options& options) : options_(options) {}
+
+  void add_file(const std::string& path) {
+    for (const std::string& line : lines_of(path, true)) {
+      if (line.find(options_.filter) != std::string::npos) cases_.push_back(line);
+    }
+    const std::string folder = path.substr(0, path.find_last_of('/') + 1);
+    const std::string name = options_.backend.empty() ? "cpu" : options_.backend;
+    for (const std::string& line : lines_of(folder + "refused." + name, false))
+      listed_.insert(canonical(line));
+  }
+
+  int run() {
+    std::atomic<size_t> next{0};
+    const auto work = [&] {
+      for (size_t at; (at = next.fetch_add(1)) < cases_.size();) check(cases_[at]);
+    };
+    std::vector<std::thread> helpers;
+    for (int job = 1; job < options_.jobs; ++job) helpers.emplace_back(work);
+    work();
+    for (std::thread& helper : helpers) helper.join();
+    std::printf("%d passed, %d refused, %d failed\n", counts_.passed.load(), counts_.refused.load(),
+                counts_.failed.load());
+    return counts_.failed > 0 ? 1 : 0;
+  }
+
+ private:
+  void check(const std::string& line) {
+    auto made = ConformanceCase::create(line);
+    if (!made.ok()) return fail(line, {made.status().message()});
+    ConformanceCase& c = *made.value();
+    const bool listed = listed_.contains(tessera::to_text(c.spec()));
+    const tessera::Status status = c.run(options_.backend, options_.device, options_.threads);
+    if (status.code() == TESSERA_REFUSED) {
+      if (!listed)
+        return fail(line, {"refused, and not in the list of refusals: " + status.message()});
+      ++counts_.refused;
+      return;
+    }
+    if (listed) return fail(line, {"runs, and stands in the list of refusals"});
+    const tessera::CaseReport report = c.compare();
+    if (!report.passed()) return fail(line, report.failures);
+    ++counts_.passed;
+  }
+
+  void fail(const std::string& line, const std::vector<std::string>& why) {
+    ++counts_.failed;
+    const std::lock_guard lock(print_);
+    std::cout << line << '\n';
+    for (const std::string& text : why) std::cout << "    " << text << '\n';
+    std::cout.flush();
+  }
+
+  const Options& options_;
+  std::vector<std::string> cases_;
+  std::set<std::string> listed_;
+  std::mutex print_;
+  Counts counts_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const bool has_value = i + 1 < argc;
+    if (!word.starts_with("--"))
+      options.files.push_back(word);
+    else if (!has_value)
+      return usage();
+    else if (word == "--backend")
+      options.backend = argv[++i];
+    else if (word == "--filter")
+      options.filter = argv[++i];
+    else if (word == "--threads")
+      options.threads = std::atoi(argv[++i]);
+    else if (word == "--jobs")
+      options.jobs = std::atoi(argv[++i]);
+    else if (word == "--cuda")
+      options.device = {TESSERA_CUDA, std::atoi(argv[++i]), 0, 0};
+    else
+      return usage();
+  }
+  if (options.files.empty()) return usage();
+  Checker checker(options);
+  for (const std::string& file : options.files) checker.add_file(file);
+  return checker.run();
+}
