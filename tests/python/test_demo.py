@@ -260,4 +260,4 @@ def test_a_terminal_gets_colour_and_a_pipe_gets_text():
             advance("two")
         text = stream.getvalue()
         assert "Part" in text and "[x]" in text
-        assert ("[2/2] two" in text) == (not stream.isatty())
+        assert ("[1/2] one" in text) == (not stream.isatty())

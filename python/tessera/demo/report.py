@@ -77,7 +77,7 @@ class Report:
         def advance(note):
             nonlocal done, last
             done += 1
-            if time.monotonic() - last >= self._patience:
+            if done < total and time.monotonic() - last >= self._patience:
                 last = time.monotonic()
                 self._print(f"  [{done}/{total}] {note}")
 
