@@ -8,9 +8,7 @@
 
 #include "core/mask.h"
 #include "core/philox.h"
-
-struct tessera_problem;
-struct tessera_buffers;
+#include "tessera.h"
 
 namespace tessera::cpu {
 

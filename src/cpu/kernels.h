@@ -21,6 +21,7 @@
 namespace tessera::cpu {
 
 struct ForwardArgs;
+struct ForwardShape;
 struct BackwardArgs;
 enum class BackwardPhase : int;
 
@@ -32,6 +33,8 @@ struct Kernels {
 
   // task is an index into the arguments' list of tasks; scratch is this worker's alone, 64-byte
   // aligned, of as many bytes as the arguments say. They allocate nothing and do not throw.
+  int64_t (*forward_scratch_bytes)(const ForwardShape& shape);
+  int64_t (*forward_partial_bytes)(const ForwardShape& shape);
   void (*forward)(const ForwardArgs& args, int64_t task, char* scratch);
   void (*backward)(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch);
 };

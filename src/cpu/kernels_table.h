@@ -3,6 +3,7 @@
 // alone, once in each.
 #pragma once
 
+#include "cpu/forward.h"
 #include "cpu/kernels.h"
 #include "cpu/tiles.h"
 
@@ -16,7 +17,9 @@ constexpr Kernels make_kernels(const char* name) {
       .strip = Tile<S>::kStrip,
       .block = Tile<S>::kBlock,
       .has_bf16_dot = S::kHasBf16Dot,
-      .forward = nullptr,
+      .forward_scratch_bytes = forward_scratch_bytes<S>,
+      .forward_partial_bytes = forward_partial_bytes<S>,
+      .forward = forward_task<S>,
       .backward = nullptr,
   };
 }

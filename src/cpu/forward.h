@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward pass of one instruction set: tiled online softmax.
+//
+//   for each block of keys that some row of the tile sees:
+//     for each strip of queries that sees some of it:
+//       S^T   = K Q^T                                  (forward_tile.h)
+//       S^T   = base-2 logits, hidden ones -inf        (score.h; nothing to do for a plain product)
+//       m'    = max(m, rows of S^T);  alpha = exp2(m - m')
+//       P^T   = exp2(S^T - m');       l = alpha l + sum of P^T
+//       P^T   = 0 where dropped
+//       O^T   = alpha O^T + V^T P^T                    (forward_tile.h)
+//   o = O^T / l (with the sink), lse = ln 2 (m + log2 l)
+//
+// Everything vertical is a lane of its own, so a row's bits do not depend on its neighbours: not on
+// the tile, the thread or the layout. Blocks begin at multiples of kBlock for the same reason.
+#pragma once
+
+#include "cpu/forward_block.h"
+#include "cpu/forward_tile.h"
+#include "cpu/score_dropout.h"
+
+namespace tessera::cpu {
+namespace {
+
+// ---- state of a strip over the blocks ----
+
+template <typename S>
+struct Strip {
+  StripRows<S> rows;
+  float* q_t;  // [dqk][vectors * kLanes]
+  float* m;    // [kStrip] base 2
+  float* l;    // [kStrip]
+  float* o_t;  // [dv, rounded up to 8][vectors * kLanes]
+};
+
+// Bytes of m, l and O^T of one strip; a partial of a split tile is that of its strips in a row.
+template <typename S>
+constexpr int64_t strip_state_floats(int64_t dv) {
+  return Tile<S>::kStrip * (2 + round_up(dv, 8));
+}
+
+template <typename S>
+struct ForwardScratch {
+  Block<S> block;
+  Visible<S> visible;
+  alignas(64) uint32_t keep[Tile<S>::kBlock / 32][Tile<S>::kStrip];
+  alignas(64) float maximum[Tile<S>::kStrip];
+  alignas(64) float alpha[Tile<S>::kStrip];
+  float* scores;       // [kBlock + 8][strip]: S^T, then P^T
+  uint32_t* p_pairs;   // [kBlock / 2 + 4][strip]
+  float* state;        // m, l, O^T of all strips
+  Strip<S>* strips;
+};
+
+// Hands out 64-byte aligned pieces of one range of memory; counts only if it begins at null.
+struct Arena {
+  char* next;
+  template <typename T>
+  T* take(int64_t count) {
+    char* p = next;
+    next += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return reinterpret_cast<T*>(p);
+  }
+};
+
+template <typename S>
+int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** result) {
+  constexpr int kStrip = Tile<S>::kStrip, kBlock = Tile<S>::kBlock, kTable = Block<S>::kTable;
+  const int64_t strips = (shape.rows + kStrip - 1) / kStrip;
+  const int64_t longest = round_up(larger(shape.dqk, shape.dv), 32);
+  Arena arena{base};
+  auto* scratch = arena.take<ForwardScratch<S>>(1);
+  auto* table = arena.take<Strip<S>>(strips);
+  char* zeros = arena.take<char>(longest * 4);
+  const int64_t k_stride = round_up(shape.dqk, S::kLanes);
+  const int64_t v_stride = round_up(shape.dv, 16);
+  float* k = arena.take<float>(shape.convert_k ? kBlock * k_stride : 0);
+  float* v = arena.take<float>(shape.convert_v && !shape.bf16 ? kBlock * v_stride : 0);
+  auto* v_pairs = arena.take<uint32_t>(shape.bf16 ? kBlock / 2 * v_stride : 0);
+  float* scores = arena.take<float>(kTable * kStrip);
+  auto* p_pairs = arena.take<uint32_t>(shape.bf16 ? kTable / 2 * kStrip : 0);
+  float* q_t = arena.take<float>(strips * kStrip * shape.dqk);
+  float* state = arena.take<float>(strips * strip_state_floats<S>(shape.dv));
+  if (base) {
+    scratch->block.zeros = zeros;
+    scratch->block.k = k, scratch->block.v = v, scratch->block.v_pairs = v_pairs;
+    scratch->block.k_stride = k_stride, scratch->block.v_stride = v_stride;
+    scratch->scores = scores, scratch->p_pairs = p_pairs;
+    scratch->state = state, scratch->strips = table;
+    memset(zeros, 0, static_cast<size_t>(longest) * 4);
+    for (int64_t s = 0; s < strips; ++s) table[s].q_t = q_t + s * kStrip * shape.dqk;
+    *result = scratch;
+  }
+  return arena.next - base;
+}
+
+// Bytes of scratch of one worker.
+template <typename S>
+int64_t forward_scratch_bytes(const ForwardShape& shape) {
+  return lay_out<S>(shape, nullptr, nullptr);
+}
+
+template <typename S>
+int64_t forward_partial_bytes(const ForwardShape& shape) {
+  const int64_t strips = (shape.rows + Tile<S>::kStrip - 1) / Tile<S>::kStrip;
+  return round_up(strips * strip_state_floats<S>(shape.dv) * 4, 64);
+}
+
+template <typename S>
+void place_state(const ForwardShape& shape, int strip, float* state, Strip<S>& to) {
+  to.m = state + strip * strip_state_floats<S>(shape.dv);
+  to.l = to.m + Tile<S>::kStrip;
+  to.o_t = to.l + Tile<S>::kStrip;
+}
+
+// ---- softmax of one strip over one block ----
+
+// P^T = exp2(c S^T - m') in place, or as pairs of bf16 for kPairs; m, l and alpha follow. Sums go to
+// four partial sums by key index, so that how the block is trimmed changes no bit.
+template <typename S, int N, bool kPairs, bool kDrop>
+__attribute__((noinline)) void exponentiate(float c, int first, int last,
+                                            const uint32_t (*keep)[Tile<S>::kStrip],
+                                            const float* maximum, float* scores, uint32_t* pairs,
+                                            float* m, float* l, float* alpha) {
+  constexpr int L = S::kLanes;
+  using F = typename S::F;
+  const F scale = S::set1(c), nothing = S::set1(-kInfinity);
+  for (int v = 0; v < N; ++v) {
+    const F before = S::load(m + v * L);
+    const F now = S::max(S::mul(scale, S::load(maximum + v * L)), before);
+    const F base = S::select(S::equal(now, nothing), S::zero(), now);
+    const F shrink = S::exp2(S::sub(before, base));
+    F sum[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
+    const auto weight = [&](int j) {
+      const F x = S::fms(S::load(scores + (j * N + v) * L), scale, base);
+      const F p = kPairs ? S::exp2_fast(x) : S::exp2(x);
+      sum[j % 4] = S::add(sum[j % 4], p);
+      if constexpr (!kDrop) return p;
+      const auto word = S::load(reinterpret_cast<const int32_t*>(keep[j / 32] + v * L));
+      const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
+      return S::select(S::test_bit(word, bit), p, S::zero());
+    };
+    int j = first;
+    for (; j + 4 <= last; j += 4) {
+      F p[4];
+      TESSERA_UNROLL
+      for (int u = 0; u < 4; ++u) p[u] = weight(j + u);
+      if constexpr (kPairs) {
+        S::store_pairs(pairs + (j / 2 * N + v) * L, S::make_pairs(p[0], p[1]));
+        S::store_pairs(pairs + ((j / 2 + 1) * N + v) * L, S::make_pairs(p[2], p[3]));
+      } else {
+        TESSERA_UNROLL
+        for (int u = 0; u < 4; ++u) S::store(scores + ((j + u) * N + v) * L, p[u]);
+      }
+    }
+    for (; j < last; j += 2) {
+      const F even = weight(j), odd = j + 1 < last ? weight(j + 1) : S::zero();
+      if constexpr (kPairs) {
+        S::store_pairs(pairs + (j / 2 * N + v) * L, S::make_pairs(even, odd));
+      } else {
+        S::store(scores + (j * N + v) * L, even);
+        S::store(scores + ((j + 1) * N + v) * L, odd);
+      }
+    }
+    const F total = S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3]));
+    S::store(l + v * L, S::fma(S::load(l + v * L), shrink, total));
+    S::store(m + v * L, now);
+    S::store(alpha + v * L, shrink);
+  }
+}
+
+// O^T = alpha O^T + V^T P^T over all head dims.
+template <typename S, int N>
+void accumulate(const Block<S>& block, int64_t dv, const float* p, int first, int last,
+                const float* alpha, float* o_t) {
+  int64_t d = 0;
+  for (; d + S::kRows <= dv; d += S::kRows) {
+    accumulate_values<S, S::kRows, N>(block.v_rows, d, p, first, last, alpha, o_t);
+  }
+  for (; d + 4 <= dv; d += 4) {
+    accumulate_values<S, 4, N>(block.v_rows, d, p, first, last, alpha, o_t);
+  }
+  for (; d < dv; ++d) accumulate_values<S, 1, N>(block.v_rows, d, p, first, last, alpha, o_t);
+}
+
+template <typename S, int N>
+void attend(const ForwardArgs& args, const CallSequence& sequence, ForwardScratch<S>& scratch,
+            Strip<S>& strip) {
+  const Call& call = args.call;
+  const Visible<S>& visible = scratch.visible;
+  const Block<S>& block = scratch.block;
+  const int first = visible.first, last = visible.last;
+  const bool plain = call.raw && visible.full && (last - first) % S::kRows == 0;
+  const bool bf16 = S::kHasBf16Dot && args.shape.bf16;
+
+  // S = Q K^T
+  if constexpr (S::kHasBf16Dot) {
+    if (bf16) {
+      const auto* q_t = reinterpret_cast<const uint32_t*>(strip.q_t);
+      (plain ? multiply_keys_bf16<S, N, true> : multiply_keys_bf16<S, N, false>)(
+          block.k_rows, q_t, call.dqk, first, last, scratch.scores, scratch.maximum);
+    }
+  }
+  if (!bf16) {
+    (plain ? multiply_keys<S, N, true> : multiply_keys<S, N, false>)(
+        block.k_rows, strip.q_t, call.dqk, first, last, scratch.scores, scratch.maximum);
+  }
+  if (!plain) {
+    finish_scores<S, N>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
+                        scratch.maximum, nullptr);
+  }
+
+  // P = exp2(S - m), l += P
+  const float c = call.raw ? call.scale_log2 : 1.0f;
+  if (call.has_dropout) {
+    fill_keep_bits<S, N>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
+  }
+  const auto softmax = [&](auto* kernel) {
+    kernel(c, first, last, scratch.keep, scratch.maximum, scratch.scores, scratch.p_pairs, strip.m,
+           strip.l, scratch.alpha);
+  };
+
+  // O += P V
+  if constexpr (S::kHasBf16Dot) {
+    if (bf16) {
+      softmax(call.has_dropout ? exponentiate<S, N, true, true> : exponentiate<S, N, true, false>);
+      for (int64_t d = 0; d < call.dv; d += S::kRows) {
+        accumulate_values_bf16<S, S::kRows, N>(block.v_pairs, block.v_stride, d, scratch.p_pairs,
+                                               first, last, scratch.alpha, strip.o_t);
+      }
+      return;
+    }
+  }
+  softmax(call.has_dropout ? exponentiate<S, N, false, true> : exponentiate<S, N, false, false>);
+  accumulate<S, N>(block, call.dv, scratch.scores, first, last, scratch.alpha, strip.o_t);
+}
+
+// ---- end of a strip ----
+
+TESSERA_INLINE void raise_max_logit(char* where, float x) {
+  uint32_t seen, mine;
+  memcpy(&mine, &x, sizeof mine);
+  auto* word = reinterpret_cast<uint32_t*>(where);
+  seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  for (;;) {
+    float old;
+    memcpy(&old, &seen, sizeof old);
+    if (!(x > old)) return;
+    if (__atomic_compare_exchange_n(word, &seen, mine, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+      return;
+    }
+  }
+}
+
+template <typename S, int N, typename T>
+void store_rows(const Call& call, const CallSequence& sequence, const Strip<S>& strip,
+                const float* factor) {
+  constexpr int L = S::kLanes;
+  for (int v = 0; v < N; ++v) {
+    const auto scale = S::load(factor + v * L);
+    const auto empty = S::equal(scale, S::zero());  // 0 times what a NaN in V left is not 0
+    const int count = smaller(strip.rows.count - v * L, L);
+    for (int64_t d = 0; d < call.dv; d += L) {
+      const int n = static_cast<int>(smaller<int64_t>(call.dv - d, L));
+      typename S::F x[L];
+      for (int k = 0; k < L; ++k) {
+        x[k] = k < n ? S::mul(S::load(strip.o_t + ((d + k) * N + v) * L), scale) : S::zero();
+        x[k] = S::select(empty, S::zero(), x[k]);
+      }
+      S::transpose(x);
+      for (int l = 0; l < count; ++l) {
+        const int lane = v * L + l;
+        char* row = call.o.data + sequence.batch_q * call.o.batch +
+                    (sequence.first_q + strip.rows.token[lane]) * call.o.row +
+                    strip.rows.head[lane] * call.o.head;
+        S::store_n(reinterpret_cast<T*>(row) + d, x[l], n);
+      }
+    }
+  }
+}
+
+// o, lse and max_logit of a strip from its m, l and O^T.
+template <typename S, int N>
+void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>& strip) {
+  alignas(64) float factor[Tile<S>::kStrip];
+  for (int lane = 0; lane < N * S::kLanes; ++lane) {
+    const bool real = lane < strip.rows.count;
+    const int64_t head = strip.rows.head[lane];
+    float m = strip.m[lane], l = strip.l[lane], shrink = 1.0f, sink = 0.0f;
+    if (real && call.max_logit.data) raise_max_logit(const_cast<char*>(at(call.max_logit, head)), m * kLn2);
+    const bool saw = m > -kInfinity;
+    if (call.has_sink) {
+      if (call.sink.data) sink = load_scalar<S>(at(call.sink, head), call.sink.dtype);
+      const float s = sink * kLog2e, top = m > s ? m : s;
+      shrink = __builtin_exp2f(m - top);
+      l = l * shrink + __builtin_exp2f(s - top);
+      m = top;
+    }
+    const bool empty = !saw && l == l;
+    factor[lane] = empty || l == 0 ? 0.0f : call.dropout_scale * shrink / l;
+    const float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
+    if (real && call.lse.data) {
+      const char* to = at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]);
+      memcpy(const_cast<char*>(to), &lse, sizeof lse);
+    }
+  }
+  switch (call.o.dtype) {
+    case TESSERA_FP32: return store_rows<S, N, float>(call, sequence, strip, factor);
+    case TESSERA_BF16: return store_rows<S, N, Bf16>(call, sequence, strip, factor);
+    default: return store_rows<S, N, Fp16>(call, sequence, strip, factor);
+  }
+}
+
+// ---- tasks ----
+
+// The rows of a tile's strips; returns how many strips there are.
+template <typename S>
+int lay_strips(const Call& call, const CallSequence& sequence, const ForwardTask& task,
+               Strip<S>* strips) {
+  constexpr int kStrip = Tile<S>::kStrip;
+  int count = 0;
+  const bool packed = task.kind != ForwardTask::kTile;
+  for (int64_t h = 0; h < (packed ? 1 : task.heads); ++h) {
+    for (int64_t begin = 0; begin < task.count; begin += kStrip) {
+      StripRows<S>& rows = strips[count++].rows;
+      const int n = static_cast<int>(smaller<int64_t>(task.count - begin, kStrip));
+      for (int l = 0; l < n; ++l) {
+        const int64_t r = task.begin + begin + l;
+        rows.token[l] = packed ? r / call.group : r;
+        rows.head[l] = task.head + (packed ? r % call.group : h);
+      }
+      rows.resolve(call, sequence, n);
+    }
+  }
+  return count;
+}
+
+template <typename S>
+void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S>& scratch) {
+  constexpr int kBlock = Tile<S>::kBlock;
+  const Call& call = args.call;
+  const CallSequence& sequence = call.sequences[task.sequence];
+  const int64_t kv_head = task.head / call.group;
+  const int count = lay_strips(call, sequence, task, scratch.strips);
+  float* state = scratch.state;
+  if (task.partial >= 0) {
+    state = reinterpret_cast<float*>(args.partials + task.partial * args.partial_bytes);
+  }
+  int64_t begin = INT64_MAX, end = 0;
+  for (int s = 0; s < count; ++s) {
+    Strip<S>& strip = scratch.strips[s];
+    place_state(args.shape, s, state, strip);
+    for (int l = 0; l < Tile<S>::kStrip; ++l) strip.m[l] = -kInfinity, strip.l[l] = 0;
+    const int64_t lanes = strip.rows.vectors * S::kLanes;
+    memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 8) * lanes) * 4);
+    if (strip.rows.key_end > 0) {
+      (strip.rows.vectors == 1 ? pack_queries<S, 1> : pack_queries<S, 2>)(
+          call, sequence, strip.rows, args.shape.bf16, strip.q_t);
+    }
+    begin = smaller(begin, strip.rows.key_begin), end = larger(end, strip.rows.key_end);
+  }
+  begin = larger(begin, task.key_begin), end = smaller(end, task.key_end);
+
+  for (int64_t n0 = begin / kBlock * kBlock; n0 < end; n0 += kBlock) {
+    Block<S>& block = scratch.block;
+    block.keys.resolve(call, sequence, n0);
+    bool ready = false;
+    for (int s = 0; s < count; ++s) {
+      Strip<S>& strip = scratch.strips[s];
+      if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
+      if (!ready) {
+        block.point_at_rows(call, sequence, kv_head);
+        if (call.mask_by_key) block.forget_hidden_keys(call, sequence, task.head, task.heads);
+        block.convert(call, sequence, args.shape, kv_head);
+        ready = true;
+      }
+      (strip.rows.vectors == 1 ? attend<S, 1> : attend<S, 2>)(args, sequence, scratch, strip);
+    }
+  }
+  if (task.partial >= 0) return;
+  for (int s = 0; s < count; ++s) {
+    const Strip<S>& strip = scratch.strips[s];
+    (strip.rows.vectors == 1 ? finish_strip<S, 1> : finish_strip<S, 2>)(call, sequence, strip);
+  }
+}
+
+// Adds partial b to a, in lanes. An empty one (m = -inf, l = 0, O = 0) changes no bit of a.
+template <typename S>
+void merge_strip(int64_t dv, int vectors, Strip<S>& a, const Strip<S>& b) {
+  constexpr int L = S::kLanes;
+  for (int v = 0; v < vectors; ++v) {
+    const auto m_a = S::load(a.m + v * L), m_b = S::load(b.m + v * L);
+    const auto m = S::max(m_b, m_a);
+    const auto base = S::select(S::equal(m, S::set1(-kInfinity)), S::zero(), m);
+    const auto w_a = S::exp2(S::sub(m_a, base)), w_b = S::exp2(S::sub(m_b, base));
+    S::store(a.m + v * L, m);
+    S::store(a.l + v * L, S::fma(S::load(b.l + v * L), w_b, S::mul(S::load(a.l + v * L), w_a)));
+    for (int64_t d = 0; d < dv; ++d) {
+      const int64_t k = (d * vectors + v) * L;
+      S::store(a.o_t + k, S::fma(S::load(b.o_t + k), w_b, S::mul(S::load(a.o_t + k), w_a)));
+    }
+  }
+}
+
+template <typename S>
+void run_merge(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S>& scratch) {
+  const Call& call = args.call;
+  const CallSequence& sequence = call.sequences[task.sequence];
+  const int count = lay_strips(call, sequence, task, scratch.strips);
+  const auto state_of = [&](int64_t partial) {
+    return reinterpret_cast<float*>(args.partials + (task.partial + partial) * args.partial_bytes);
+  };
+  for (int s = 0; s < count; ++s) {
+    Strip<S>& strip = scratch.strips[s];
+    place_state(args.shape, s, state_of(0), strip);
+    for (int64_t p = 1; p < task.partials; ++p) {
+      Strip<S> other;
+      place_state(args.shape, s, state_of(p), other);
+      merge_strip(call.dv, strip.rows.vectors, strip, other);
+    }
+    (strip.rows.vectors == 1 ? finish_strip<S, 1> : finish_strip<S, 2>)(call, sequence, strip);
+  }
+}
+
+TESSERA_INLINE void run_fill(const Call& call, const ForwardTask& task) {
+  const float nothing = -kInfinity;
+  const int64_t size = call.o.dtype == TESSERA_FP32 ? 4 : 2;
+  for (int64_t row = task.begin; row < task.begin + task.count; ++row) {
+    for (int64_t h = 0; h < call.hq; ++h) {
+      memset(call.o.data + task.sequence * call.o.batch + row * call.o.row + h * call.o.head, 0,
+             static_cast<size_t>(call.dv * size));
+      if (call.lse.data) {
+        memcpy(const_cast<char*>(at(call.lse, task.sequence, h, row)), &nothing, sizeof nothing);
+      }
+    }
+  }
+}
+
+template <typename S>
+void forward_task(const ForwardArgs& args, int64_t index, char* memory) {
+  const ForwardTask& task = args.tasks[index];
+  if (task.kind == ForwardTask::kFill) return run_fill(args.call, task);
+  ForwardScratch<S>* scratch;
+  lay_out<S>(args.shape, memory, &scratch);
+  if (task.kind == ForwardTask::kMerge) return run_merge(args, task, *scratch);
+  run_tile(args, task, *scratch);
+}
+
+}  // namespace
+}  // namespace tessera::cpu

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operands of the forward's register tiles: Q^T strips and prepared blocks of K and V.
+//
+// A block is a table of row pointers. They lead to the caller's memory where the dtype can be
+// multiplied as it is, and to scratch where it was converted (fp16, fp8, and bf16 without native
+// products, to fp32; V in bf16, to pairs of keys). Rows that no query of the sequence sees, and
+// those that fill the last register tile, lead to a row of zeros: what lies in them is never read.
+#pragma once
+
+#include "cpu/forward_args.h"
+#include "cpu/score.h"
+
+namespace tessera::cpu {
+namespace {
+
+TESSERA_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// n elements of a row as fp32, times scale; the rest up to a whole vector is 0.
+template <typename S, typename T>
+TESSERA_INLINE void convert_row_of(const T* from, int64_t n, float scale, float* to) {
+  const auto factor = S::set1(scale);
+  int64_t d = 0;
+  for (; d + S::kLanes <= n; d += S::kLanes) S::store(to + d, S::mul(S::load(from + d), factor));
+  if (d < n) S::store(to + d, S::mul(S::load_n(from + d, static_cast<int>(n - d)), factor));
+}
+template <typename S>
+void convert_row(const char* from, int32_t dtype, int64_t n, float scale, float* to) {
+  switch (dtype) {
+    case TESSERA_FP32:
+      return convert_row_of<S>(reinterpret_cast<const float*>(from), n, scale, to);
+    case TESSERA_BF16:
+      return convert_row_of<S>(reinterpret_cast<const Bf16*>(from), n, scale, to);
+    case TESSERA_FP16:
+      return convert_row_of<S>(reinterpret_cast<const Fp16*>(from), n, scale, to);
+    case TESSERA_E4M3:
+      return convert_row_of<S>(reinterpret_cast<const E4m3*>(from), n, scale, to);
+    default: return convert_row_of<S>(reinterpret_cast<const E5m2*>(from), n, scale, to);
+  }
+}
+
+TESSERA_INLINE const char* key_row(const Rows& rows, const Pages& pages,
+                                   const CallSequence& sequence, int64_t head, int64_t j) {
+  if (!pages.table) {
+    return rows.data + sequence.batch_k * rows.batch + (sequence.first_k + j) * rows.row +
+           head * rows.head;
+  }
+  const int64_t slot = j / pages.page_size;
+  const int64_t page =
+      load_int32(pages.table + sequence.n * pages.stride[0] + slot * pages.stride[1]);
+  return rows.data + page * rows.batch + (j - slot * pages.page_size) * rows.row +
+         head * rows.head;
+}
+
+template <typename S>
+struct Block {
+  static constexpr int kBlock = Tile<S>::kBlock;
+  static constexpr int kTable = kBlock + 8;  // a register tile may begin at any multiple of 8
+
+  Keys<S> keys;
+  const char* k_rows[kTable];
+  const char* v_rows[kTable];
+  // Scratch, as the shape asks for: rows of k_stride and v_stride elements.
+  const char* zeros;
+  float* k;
+  float* v;
+  uint32_t* v_pairs;
+  int64_t k_stride, v_stride;
+
+  void point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head);
+  void forget_hidden_keys(const Call& call, const CallSequence& sequence, int64_t head,
+                          int64_t heads);
+  void convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
+               int64_t kv_head);
+};
+
+template <typename S>
+void Block<S>::point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head) {
+  for (int j = 0; j < keys.count; ++j) {
+    k_rows[j] = key_row(call.k, call.k_pages, sequence, kv_head, keys.n0 + j);
+    v_rows[j] = key_row(call.v, call.v_pages, sequence, kv_head, keys.n0 + j);
+  }
+  for (int j = keys.count; j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
+}
+
+// A mask of keys alone may hide padding, whose contents are nobody's business: 0 x NaN is NaN.
+template <typename S>
+void Block<S>::forget_hidden_keys(const Call& call, const CallSequence& sequence, int64_t head,
+                                  int64_t heads) {
+  for (int word = 0; word * 32 < keys.count; ++word) {
+    const int n = smaller(keys.count - word * 32, 32);
+    uint32_t seen = 0;
+    for (int64_t h = head; h < head + heads; ++h) {
+      const char* row = at(call.mask, sequence.n, h);
+      const auto* bytes = reinterpret_cast<const uint8_t*>(row);
+      const uint32_t bits = call.mask.stride[3]
+                                ? S::nonzero_bytes(bytes + keys.n0 + word * 32, n)
+                                : (*bytes ? ~uint32_t{0} : 0);
+      seen |= call.mask_hides ? ~bits : bits;
+    }
+    for (int j = 0; j < n; ++j) {
+      if ((seen >> j & 1) == 0) k_rows[word * 32 + j] = v_rows[word * 32 + j] = zeros;
+    }
+  }
+}
+
+template <typename S>
+void Block<S>::convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
+                       int64_t kv_head) {
+  const auto scale_of = [&](const Strided& scale) {
+    float factor = 1.0f;
+    if (scale.data) memcpy(&factor, at(scale, sequence.n, kv_head), sizeof factor);
+    return factor;
+  };
+  const auto convert_rows = [&](const Rows& rows, const Strided& scale, int64_t head_dim,
+                                int64_t stride, float* to, const char** table) {
+    const float factor = scale_of(scale);
+    for (int j = 0; j < keys.count; ++j) {
+      if (table[j] == zeros) continue;
+      convert_row<S>(table[j], rows.dtype, head_dim, factor, to + j * stride);
+      table[j] = reinterpret_cast<const char*>(to + j * stride);
+    }
+  };
+  if (shape.convert_k) convert_rows(call.k, call.k_scale, call.dqk, k_stride, k, k_rows);
+  if (shape.convert_v && !shape.bf16) {
+    convert_rows(call.v, call.v_scale, call.dv, v_stride, v, v_rows);
+  }
+  if constexpr (S::kHasBf16Dot) {
+    if (!shape.bf16) return;
+    constexpr int L = S::kLanes;
+    for (int j = 0; j < keys.count; j += 2) {
+      const auto* even = reinterpret_cast<const Bf16*>(v_rows[j]);
+      const auto* odd = reinterpret_cast<const Bf16*>(v_rows[j + 1]);
+      uint32_t* to = v_pairs + j / 2 * v_stride;
+      int64_t d = 0;
+      for (; d + L <= call.dv; d += L) {
+        S::store_pairs(to + d, S::interleave_rows(even + d, odd + d));
+      }
+      if (d < call.dv) {
+        const int n = static_cast<int>(call.dv - d);
+        S::store_pairs(to + d, S::interleave_rows_n(even + d, odd + d, n));
+      }
+    }
+  }
+}
+
+// Q^T of a strip: [dqk][lanes] fp32, or [ceil(dqk / 2)][lanes] words of two bf16.
+template <typename S, int N>
+void pack_queries(const Call& call, const CallSequence& sequence, const StripRows<S>& rows,
+                  bool bf16, float* q_t) {
+  constexpr int L = S::kLanes;
+  for (int v = 0; v < N; ++v) {
+    const char* row[L];
+    for (int l = 0; l < L; ++l) {
+      const int lane = v * L + l;
+      row[l] = call.q.data + sequence.batch_q * call.q.batch +
+               (sequence.first_q + rows.token[lane]) * call.q.row + rows.head[lane] * call.q.head;
+    }
+    const int64_t words = bf16 ? (call.dqk + 1) / 2 : call.dqk;
+    for (int64_t d = 0; d < words; d += L) {
+      const int n = static_cast<int>(smaller<int64_t>(words - d, L));
+      typename S::F x[L];
+      for (int l = 0; l < L; ++l) {
+        if constexpr (S::kHasBf16Dot) {
+          if (bf16) {
+            const int elements = static_cast<int>(smaller<int64_t>(call.dqk - 2 * d, 2 * L));
+            x[l] = S::as_float(S::load_row_n(reinterpret_cast<const Bf16*>(row[l]) + 2 * d,
+                                             elements));
+            continue;
+          }
+        }
+        switch (call.q.dtype) {
+          case TESSERA_FP32: x[l] = S::load_n(reinterpret_cast<const float*>(row[l]) + d, n); break;
+          case TESSERA_BF16: x[l] = S::load_n(reinterpret_cast<const Bf16*>(row[l]) + d, n); break;
+          default: x[l] = S::load_n(reinterpret_cast<const Fp16*>(row[l]) + d, n);
+        }
+      }
+      S::transpose(x);
+      for (int k = 0; k < n; ++k) S::store(q_t + ((d + k) * N + v) * L, x[k]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cpu
