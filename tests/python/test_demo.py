@@ -109,6 +109,7 @@ def test_gelu_and_its_slope(dtype, limit):
 def test_words_are_as_written_and_long_sentences_are_cut(tokenizer):
     sentence = tokenizer("At twelve o'clock, the Überfliegerin naps (again).")
     assert sentence.words == ["At", "twelve", "o'clock,", "the", "Überfliegerin", "naps", "(again)."]
+    assert tokenizer("你好,世界 $5").words == ["你", "好,", "世", "界", "$5"]
     assert sentence.word_of[0] == sentence.word_of[-1] == -1
     long = tokenizer("cat " * 600)
     assert (len(long.ids), long.length) == (MAX_TOKENS, 602)

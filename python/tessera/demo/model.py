@@ -37,6 +37,9 @@ class Sentence(NamedTuple):
     length: int  # word pieces before the cut at MAX_TOKENS
 
 
+_JOIN_NEXT = "'’-([{«\"“$#@"  # what stands before a letter without a space
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sentences packed one behind the other."""
@@ -82,8 +85,9 @@ class Tokenizer:
             if piece is None:
                 word_of.append(-1)
                 continue
-            # A full stop belongs to the word that it touches, "o'clock" is one word.
-            mark = start == end > 0 and not (text[start].isalnum() and text[end - 1].isalnum())
+            # A full stop belongs to the word before it, "o'clock" and "(again" are one word.
+            touches = start == end > 0
+            mark = touches and (not text[start].isalnum() or text[end - 1] in _JOIN_NEXT)
             if not (words and (piece == last or mark)):
                 begin = start
                 words.append("")

@@ -64,6 +64,7 @@ def similarity(path, texts, similarities):
 def words(path, pair):
     """What each word brought to the similarity of two sentences (a pair of attribution.Shares)."""
     drawn = [_strongest(s) for s in pair]
+    digits = 2 if max(np.abs(s.share).max(initial=0) for s in pair) >= 0.1 else 3
     rows = max(len(d[0]) for d in drawn)
     figure, both = plt.subplots(1, 2, figsize=(10, 0.29 * rows + 1.4), sharex=True)
     for axes, shares, (names, values) in zip(both, pair, drawn):
@@ -71,7 +72,7 @@ def words(path, pair):
         axes.barh(y, values, height=0.66, color=np.where(values < 0, ORANGE, BLUE))
         for at, value in zip(y, values):
             axes.annotate(
-                _minus(f"{value:+.2f}"),
+                _minus(f"{value:+.{digits}f}"),
                 (max(value, 0), at),
                 xytext=(4, 0),
                 textcoords="offset points",
