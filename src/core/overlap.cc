@@ -100,14 +100,16 @@ bool overlaps_itself(const Tensor& tensor, int rank) {
   struct Step {
     uint64_t stride, bound;
   };
-  Step steps[4];
+  Step steps[4];  // smallest stride first
   int count = 0;
   for (int axis = 0; axis < rank; ++axis) {
     if (tensor.extent[axis] <= 1) continue;
-    steps[count++] = {static_cast<uint64_t>(tensor.stride[axis]),
-                      static_cast<uint64_t>(tensor.extent[axis] - 1)};
+    const Step step{static_cast<uint64_t>(tensor.stride[axis]),
+                    static_cast<uint64_t>(tensor.extent[axis] - 1)};
+    int i = count++;
+    for (; i > 0 && steps[i - 1].stride > step.stride; --i) steps[i] = steps[i - 1];
+    steps[i] = step;
   }
-  std::sort(steps, steps + count, [](Step a, Step b) { return a.stride < b.stride; });
   uint64_t reach = 0;
   bool nested = true;  // every axis steps over all that is inside it
   for (int i = 0; i < count; ++i) {

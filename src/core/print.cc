@@ -39,16 +39,22 @@ class CaseLine {
   }
   int32_t dtype(int index) const { return p_.tensor[index].dtype; }
 
+  // Tokens of a side that are not in a gap, in a case with gaps=1: one after each sequence, one at
+  // the end.
+  int64_t tokens(int padded, int64_t extent) const {
+    return given(p_, padded) ? std::max<int64_t>(extent - s_.batch - 1, 0) : extent;
+  }
+
   // The padded length of a case that has as many tokens as this side.
-  int64_t longest(bool packed, uint32_t flag, int64_t max_seqlen, int64_t extent) const {
-    if (!packed) return extent;
-    const int64_t mean = s_.batch > 0 ? (extent + s_.batch - 1) / s_.batch : extent;
+  int64_t longest(bool packed, uint32_t flag, int64_t max_seqlen, int64_t tokens) const {
+    if (!packed) return tokens;
+    const int64_t mean = s_.batch > 0 ? (tokens + s_.batch - 1) / s_.batch : tokens;
     return has(p_, flag) ? std::max(max_seqlen, mean) : mean;
   }
 
   void sizes() {
-    const int64_t sq = longest(is_thd_q(p_), TESSERA_MAX_SEQLEN_Q, p_.max_seqlen_q, s_.sq);
-    const int64_t sk = longest(is_thd_k(p_), TESSERA_MAX_SEQLEN_K, p_.max_seqlen_k, s_.sk);
+    const int64_t sq = longest(is_thd_q(p_), TESSERA_MAX_SEQLEN_Q, p_.max_seqlen_q, tokens_q_);
+    const int64_t sk = longest(is_thd_k(p_), TESSERA_MAX_SEQLEN_K, p_.max_seqlen_k, tokens_k_);
     number("b", s_.batch);
     pair("s", "sq", "sk", sq, sk);
     pair("h", "hq", "hk", s_.hq, s_.hk);
@@ -69,10 +75,10 @@ class CaseLine {
   }
 
   void lengths(int64_t sq, int64_t sk) {
-    std::string q = is_thd_q(p_)                    ? packed_lengths(s_.sq, sq)
+    std::string q = is_thd_q(p_)                    ? packed_lengths(tokens_q_, sq)
                     : given(p_, TESSERA_SEQLENS_Q) ? "random:0"
                                                    : "full";
-    std::string k = is_thd_k(p_) ? packed_lengths(s_.sk, sk)
+    std::string k = is_thd_k(p_) ? packed_lengths(tokens_k_, sk)
                     : given(p_, TESSERA_SEQLENS_K)
                         ? (given(p_, TESSERA_SEQLENS_Q) ? "random:1" : "random:0")
                         : "full";
@@ -175,6 +181,8 @@ class CaseLine {
 
   const Problem& p_;
   const Sizes s_;
+  const int64_t tokens_q_ = tokens(TESSERA_CU_SEQLENS_Q_PADDED, s_.sq);
+  const int64_t tokens_k_ = tokens(TESSERA_CU_SEQLENS_K_PADDED, s_.sk);
   std::string line_;
 };
 

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/choose.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "core/dummy_backend.h"
+#include "core/problems.h"
+
+namespace tessera {
+namespace {
+
+using testing::DummyBackend;
+using testing::forward;
+
+constexpr Device kCpu{};
+constexpr Device kHopper{TESSERA_CUDA, 0, 90, 0};
+
+TEST(Choose, TheFirstThatSupports) {
+  const DummyBackend a("a", testing::fp32_on_cpu), b("b", testing::supports_all);
+  const Backend* const list[] = {&a, &b};
+  EXPECT_EQ(choose(list, normalised(forward()), kCpu).value(), &a);
+  EXPECT_EQ(choose(list, normalised(forward(TESSERA_BF16)), kCpu).value(), &b);
+  EXPECT_EQ(choose(list, normalised(forward()), kHopper).value(), &b);
+}
+
+TEST(Choose, NotOnThisMachine) {
+  DummyBackend a("a", testing::supports_all);
+  const DummyBackend b("b", testing::supports_all);
+  a.missing = "liba.so was not found";
+  const Backend* const list[] = {&a, &b};
+  EXPECT_EQ(choose(list, normalised(forward()), kCpu).value(), &b);
+  const auto reasons = reasons_of(a, forward(), kCpu);
+  ASSERT_EQ(reasons.size(), 1u);
+  EXPECT_EQ(reasons[0].id, ReasonId::kNotLoaded);
+  EXPECT_EQ(reasons[0].text, "liba.so was not found");
+  EXPECT_TRUE(reasons_of(a, forward(), kCpu, /*imagined=*/true).empty());
+}
+
+TEST(Choose, AForcedNameIsAskedAlone) {
+  const DummyBackend a("a", testing::supports_all), b("b", testing::fp32_on_cpu);
+  const Backend* const list[] = {&a, &b};
+  Problem p = normalised(forward());
+  std::strcpy(p.backend, "b");
+  EXPECT_EQ(choose(list, p, kCpu).value(), &b);
+  p = normalised(forward(TESSERA_FP16));
+  std::strcpy(p.backend, "b");
+  const auto refused = choose(list, p, kCpu);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.status().code(), TESSERA_REFUSED);
+  EXPECT_NE(refused.status().message().find("b: dtype=fp16"), std::string::npos);
+}
+
+TEST(Choose, UnknownNamesAreInvalid) {
+  const DummyBackend a("a", testing::supports_all);
+  const Backend* const list[] = {&a};
+  Problem p = forward();
+  EXPECT_TRUE(with_forced_backend(list, p).ok());
+  std::memcpy(p.backend, "sixteen_letters_", 16);  // fills the field, without a NUL
+  const auto unknown = with_forced_backend(list, p);
+  ASSERT_FALSE(unknown.ok());
+  EXPECT_EQ(unknown.status().code(), TESSERA_INVALID);
+  EXPECT_NE(unknown.status().message().find("backend=\"sixteen_letters_\": must be one of a"),
+            std::string::npos);
+}
+
+TEST(Choose, ARefusalListsAllReasonsOfAllBackends) {
+  DummyBackend a("a", testing::fp32_on_cpu), b("b", testing::fp32_on_cpu);
+  b.missing = "no driver";
+  const Backend* const list[] = {&a, &b};
+  const auto refused = choose(list, normalised(forward(TESSERA_BF16)), kHopper);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.status().message(),
+            "no backend supports this problem\n"
+            "  a: tensors are on a GPU;  dtype=bf16\n"
+            "  b: no driver;  tensors are on a GPU;  dtype=bf16\n"
+            "repro: python -m tessera explain \"fwd bf16 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16\" "
+            "--device sm90");
+}
+
+TEST(Choose, ALongRefusalKeepsItsLastLine) {
+  const DummyBackend a("a", [](Support& support, const Problem&, const Device&) {
+    for (int i = 0; i < 100; ++i) {
+      support.require(false, ReasonId::kFeature, Remedy::kNone,
+                      [] { return std::string(50, 'x'); });
+    }
+  });
+  const Backend* const list[] = {&a};
+  const std::string message = choose(list, normalised(forward()), kCpu).status().message();
+  EXPECT_LT(message.size(), sizeof(tessera_error::message));
+  EXPECT_NE(message.find("repro: "), std::string::npos);
+}
+
+TEST(Choose, Devices) {
+  EXPECT_FALSE(import_device(nullptr).ok());
+  for (const Device& bad : {Device{2, 0, 0, 0}, Device{-1, 0, 0, 0}, Device{1, -1, 0, 0},
+                            Device{1, 0, -90, 0}, Device{0, 0, 0, 1}}) {
+    EXPECT_FALSE(import_device(&bad).ok());
+  }
+  EXPECT_TRUE(import_device(&kHopper).ok());
+  EXPECT_EQ(device_text(kCpu), "cpu");
+  EXPECT_EQ(device_text(kHopper), "sm90");
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/sequence.h"
+
+#include <gtest/gtest.h>
+
+#include "core/problems.h"
+#include "core/storage.h"
+
+namespace tessera {
+namespace {
+
+using testing::dense;
+using testing::Storage;
+
+TEST(Sequence, PaddedBatch) {
+  Problem p = testing::forward();
+  p.flags |= TESSERA_CAUSAL | TESSERA_WINDOW;
+  p.window_left = 2;
+  p.window_right = -1;
+  p.align = TESSERA_ALIGN_BOTTOM_RIGHT;
+  p.tensor[TESSERA_SEQLENS_K] = dense(TESSERA_INT64, {2});
+  Storage s(p);
+  s.set(TESSERA_SEQLENS_K, 1, 3);
+  for (const Problem& form : {p, normalised(p)}) {
+    const Sequence a = sequence_of(form, s.buffers, 0), b = sequence_of(form, s.buffers, 1);
+    EXPECT_EQ(a.len_q(), 5);
+    EXPECT_EQ(a.len_k(), 7);
+    EXPECT_EQ(a.band.shift, 2);
+    EXPECT_EQ(b.len_k(), 3);
+    EXPECT_EQ(b.band.shift, -2);
+    EXPECT_EQ(b.band.left, 2);
+    EXPECT_EQ(b.band.right, 0);
+    EXPECT_EQ(b.first_q, 0);
+    EXPECT_EQ(b.batch_q, 1);
+    EXPECT_EQ(b.batch_k, 1);
+  }
+  const Interval rows = owned_rows_k(p, s.buffers, 1);
+  EXPECT_EQ(rows.lo, 0);
+  EXPECT_EQ(rows.hi, 7);
+}
+
+TEST(Sequence, PackedWithGaps) {
+  Problem p = testing::packed();
+  p.tensor[TESSERA_CU_SEQLENS_K_PADDED] = dense(TESSERA_INT32, {3});
+  Storage s(p);
+  s.set(TESSERA_CU_SEQLENS_K, 1, 3);
+  s.set(TESSERA_CU_SEQLENS_K, 2, 5);
+  s.set(TESSERA_CU_SEQLENS_K_PADDED, 0, 1);
+  s.set(TESSERA_CU_SEQLENS_K_PADDED, 1, 6);
+  s.set(TESSERA_CU_SEQLENS_K_PADDED, 2, 9);
+  const Sequence b = sequence_of(normalised(p), s.buffers, 1);
+  EXPECT_EQ(b.first_q, 4);
+  EXPECT_EQ(b.len_q(), 5);
+  EXPECT_EQ(b.first_k, 6);
+  EXPECT_EQ(b.len_k(), 2);
+  EXPECT_EQ(b.batch_k, 0);
+  // Together they own all 11 rows: [0, 6) with what comes first, [6, 11) with the tail.
+  EXPECT_EQ(owned_rows_k(p, s.buffers, 0).lo, 0);
+  EXPECT_EQ(owned_rows_k(p, s.buffers, 0).hi, 6);
+  EXPECT_EQ(owned_rows_k(p, s.buffers, 1).lo, 6);
+  EXPECT_EQ(owned_rows_k(p, s.buffers, 1).hi, 11);
+  EXPECT_EQ(owned_rows_q(p, s.buffers, 1).lo, 4);
+}
+
+TEST(Sequence, Pages) {
+  const Problem p = testing::paged();
+  Storage s(p);
+  s.set(TESSERA_SEQLENS_K, 0, 9);
+  const Sequence a = sequence_of(normalised(p), s.buffers, 0);
+  EXPECT_EQ(a.len_k(), 9);
+  EXPECT_EQ(a.band.left, -1);
+  EXPECT_EQ(a.band.right, -1);
+  EXPECT_EQ(sequence_of(normalised(p), s.buffers, 1).len_k(), 12);
+}
+
+TEST(Sequence, WideWindowsDoNotOverflow) {
+  Problem p = testing::forward();
+  p.flags |= TESSERA_WINDOW;
+  p.align = TESSERA_ALIGN_BOTTOM_RIGHT;
+  p.window_left = p.window_right = INT64_MAX;
+  Storage s(p);
+  const Band band = sequence_of(p, s.buffers, 0).band;
+  EXPECT_TRUE(band.full(0, 5, 0, 7));
+}
+
+TEST(Sequence, LengthsOfEitherWidthAndAnyStride) {
+  for (const int32_t dtype : {TESSERA_INT32, TESSERA_INT64}) {
+    Problem p = testing::forward();
+    p.tensor[TESSERA_SEQLENS_Q] = {dtype, 0, {2}, {3}};
+    Storage s(p);
+    s.set(TESSERA_SEQLENS_Q, 3, 4);
+    EXPECT_EQ(length_at(p, s.buffers, TESSERA_SEQLENS_Q, 1), 4);
+    p.tensor[TESSERA_SEQLENS_Q].stride[0] = 0;
+    s.set(TESSERA_SEQLENS_Q, 0, 2);
+    EXPECT_EQ(length_at(p, s.buffers, TESSERA_SEQLENS_Q, 1), 2);
+  }
+}
+
+}  // namespace
+}  // namespace tessera
