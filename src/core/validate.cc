@@ -63,9 +63,11 @@ Status check_partner(const Problem& p, int index, int with) {
                  name_of(p, index), shape_text(p, index).c_str(), name_of(p, with));
 }
 
-Status check_flag_partner(const Problem& p, uint32_t flag, const char* name, int with) {
+Status check_flag_partner(const Problem& p, uint32_t flag, const char* name, int64_t value,
+                          int with) {
   if (!has(p, flag) || given(p, with)) return {};
-  return invalid("%s: needs %s, which is not given; give both or neither", name, name_of(p, with));
+  return invalid("%s=%" PRId64 ": needs %s, which is not given; give both or neither", name, value,
+                 name_of(p, with));
 }
 
 Status check_excluded(const Problem& p, int index, const char* why) {
@@ -128,7 +130,7 @@ Status check_lengths(const Problem& p, const LengthSide& side, bool thd, int64_t
   }
   TESSERA_RETURN_IF_ERROR(check_partner(p, side.padded, side.cu_seqlens));
   TESSERA_RETURN_IF_ERROR(
-      check_flag_partner(p, side.max_flag, side.max_name, side.cu_seqlens));
+      check_flag_partner(p, side.max_flag, side.max_name, max_seqlen, side.cu_seqlens));
   if (has(p, side.max_flag) && max_seqlen < 0) {
     return invalid("%s=%" PRId64 ": must be at least the longest sequence, never negative",
                    side.max_name, max_seqlen);
