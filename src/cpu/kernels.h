@@ -36,7 +36,12 @@ struct Kernels {
   int64_t (*forward_scratch_bytes)(const ForwardShape& shape);
   int64_t (*forward_partial_bytes)(const ForwardShape& shape);
   void (*forward)(const ForwardArgs& args, int64_t task, char* scratch);
+  int64_t (*backward_scratch_bytes)(const BackwardArgs& args);  // reads shapes only
   void (*backward)(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch);
+
+  // sum += weight row; row = sum, rounded. n elements of fp32, bf16 or fp16.
+  void (*add_row)(int32_t dtype, const void* row, int64_t n, float weight, float* sum);
+  void (*round_row)(int32_t dtype, const float* sum, int64_t n, void* row);
 };
 
 // The best level that this machine has, or the one that TESSERA_CPU_ISA names if the machine has

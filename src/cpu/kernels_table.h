@@ -3,8 +3,10 @@
 // alone, once in each.
 #pragma once
 
+#include "cpu/backward.h"
 #include "cpu/forward.h"
 #include "cpu/kernels.h"
+#include "cpu/merge_rows.h"
 #include "cpu/tiles.h"
 
 namespace tessera::cpu {
@@ -20,7 +22,10 @@ constexpr Kernels make_kernels(const char* name) {
       .forward_scratch_bytes = forward_scratch_bytes<S>,
       .forward_partial_bytes = forward_partial_bytes<S>,
       .forward = forward_task<S>,
-      .backward = nullptr,
+      .backward_scratch_bytes = backward_scratch_bytes<S>,
+      .backward = backward_task<S>,
+      .add_row = add_row<S>,
+      .round_row = round_row<S>,
   };
 }
 

@@ -34,6 +34,11 @@ struct Avx512Bf16 : Avx512 {
     return _mm512_permutexvar_epi16(interleave_index(), low_then_high);
   }
 
+  // (first, second), 2 kLanes elements, as a row of bf16: pairs along the row.
+  TESSERA_INLINE Pairs narrow_row(F first, F second) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+  }
+
   // kLanes elements of rows a and b, interleaved into 2 kLanes 16-bit values: (a0 b0 a1 b1 ...).
   // n < kLanes: elements from the n-th on are not read and come out as 0.
   TESSERA_INLINE Pairs interleave_rows(const Bf16* a, const Bf16* b) {

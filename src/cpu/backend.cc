@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cpu backend. One plan serves all problems: the kernels' level is the machine's, and everything
+// else is cheap enough to be decided at each call.
+#include "cpu/backend.h"
+
+#include "core/json.h"
+#include "cpu/backward_run.h"
+#include "cpu/forward_run.h"
+#include "cpu/kernels.h"
+#include "cpu/pool.h"
+#include "cpu/utilities.h"
+
+namespace tessera::cpu {
+namespace {
+
+class CpuPlan final : public Plan {
+ public:
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    return is_backward(problem) ? backward_workspace_bytes(problem, num_threads)
+                                : forward_workspace_bytes(problem, num_threads);
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device&) const override {
+    if (!is_backward(problem)) return run_forward(problem, buffers);
+    run_backward(problem, buffers);
+    return {};
+  }
+};
+
+class CpuBackend final : public Backend {
+ public:
+  std::string_view name() const override { return "cpu"; }
+
+  Support supports(const Problem& problem, const Device& device) const override {
+    const int32_t q = problem.tensor[TESSERA_Q].dtype, k = problem.tensor[TESSERA_K].dtype;
+    Support support;
+    support.require(device.kind == TESSERA_CPU, ReasonId::kDevice, Remedy::kDeviceCpu, [&] {
+      return "device=cuda:" + std::to_string(device.ordinal) + ": must be the CPU";
+    });
+    support.require(q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype,
+                    is_fp8(q) ? Remedy::kUseBf16 : Remedy::kUseFp32, [&] {
+                      return "q.dtype=" + std::string(dtype_name(q)) +
+                             ": must be fp32, bf16 or fp16";
+                    });
+    support.require(!is_backward(problem) || !is_fp8(k) || is_fp8(q), ReasonId::kDtype,
+                    Remedy::kUseBf16, [&] {
+                      return "k.dtype=" + std::string(dtype_name(k)) +
+                             ": must be q's dtype in the backward pass";
+                    });
+    return support;
+  }
+
+  Problem canonical(const Problem&) const override { return Problem{}; }
+
+  Result<std::unique_ptr<Plan>> plan(const Problem&, const Device&) const override {
+    return std::unique_ptr<Plan>(std::make_unique<CpuPlan>());
+  }
+
+  bool owns_utilities(const Device& device) const override { return device.kind == TESSERA_CPU; }
+  Status merge(const MergeArgs& args, const Buffers& context, const Device&) const override {
+    cpu::merge(args, context);
+    return {};
+  }
+  Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context,
+                      const Device&) const override {
+    cpu::dropout_mask(args, context);
+    return {};
+  }
+
+  std::string description_json() const override {
+    JsonWriter json;
+    json.begin_object();
+    json.key("level").string(kernels().name);
+    json.key("levels").begin_array();
+    for (int i = 0; const Kernels* level = kernels_at(i); ++i) {
+      if (kernels_of(level->name)) json.string(level->name);
+    }
+    json.end_array();
+    json.key("threads").number(default_num_threads());
+    json.end_object();
+    return std::move(json).take();
+  }
+};
+
+}  // namespace
+
+const Backend& backend() {
+  static const CpuBackend backend;
+  return backend;
+}
+
+}  // namespace tessera::cpu

@@ -1,0 +1,694 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward pass of one instruction set: a main task, and the reductions after it. With x as in
+// score.h and everything laid out as S^T (keys in rows, queries in lanes):
+//
+//   S^T  = K Q^T                       dP^T = V dO^T
+//   P^T  = exp2(x log2(e) - lse2)      dX^T = P^T * (dropped dP^T - delta)
+//   dV  += dropped P^T dO              dS^T = dX^T * softcap'        (times the scale at the end)
+//   dK  += dS^T Q                      dQ^T += K^T dS^T
+//
+//        for each head of the group
+//          delta, lse2, the strips' rows
+//          for each block of keys                K, V stay in L2, and so do dK, dV
+//            for each tile of queries            that sees some of it
+//              for each strip                    S, dP, P, dS in L1; dQ^T
+//              dV, dK
+//            dK, dV rounded once, or added to the sums
+//          dQ^T transposed, rounded once
+//
+// Every sum is fp32 and in an order that shapes alone decide.
+#pragma once
+
+#include "cpu/backward_bias.h"
+#include "cpu/backward_scratch.h"
+#include "cpu/score_dropout.h"
+
+namespace tessera::cpu {
+namespace {
+
+TESSERA_INLINE char* row_at(const Rows& t, int64_t batch, int64_t row, int64_t head) {
+  return t.data + batch * t.batch + row * t.row + head * t.head;
+}
+
+// Row of key j: in its page, or in its sequence.
+TESSERA_INLINE char* row_of_key(const Rows& t, const Pages& pages, const CallSequence& sequence,
+                             int64_t j, int64_t head) {
+  if (!pages.table) return row_at(t, sequence.batch_k, sequence.first_k + j, head);
+  const int64_t place = j / pages.page_size;
+  const int32_t page =
+      load_int32(pages.table + sequence.n * pages.stride[0] + place * pages.stride[1]);
+  return row_at(t, page, j % pages.page_size, head);
+}
+
+// to[d] = scale (from[d] + more[d]), rounded once; more may be null.
+template <typename S, typename To>
+TESSERA_INLINE void store_row(To* to, const float* from, const float* more, float scale,
+                              int64_t dim) {
+  constexpr int L = S::kLanes;
+  for (int64_t d = 0; d < dim; d += L) {
+    const int n = static_cast<int>(smaller<int64_t>(L, dim - d));
+    auto x = S::load_n(from + d, n);
+    if (more) x = S::add(S::load_n(more + d, n), x);
+    S::store_n(to + d, S::mul(x, S::set1(scale)), n);
+  }
+}
+
+template <typename S, bool kPairs, typename T>
+class Backward {
+  static constexpr int L = S::kLanes, R = S::kRows;
+  using Mine = Scratch<S, kPairs>;
+  static constexpr int W = Mine::W, B = Mine::B, M = Mine::M, kPerWord = Mine::kPerWord;
+  using Word = typename Mine::Word;
+  using F = typename S::F;
+
+ public:
+  Backward(const BackwardArgs& args, char* scratch) : args_(args), call_(args.call), x_(args, scratch) {
+    memset(x_.zeros, 0, static_cast<size_t>(4 * larger(call_.dqk, call_.dv)));
+  }
+
+  void main_task(int64_t task) {
+    const int64_t part = task % args_.parts;
+    task /= args_.parts;
+    const int64_t heads = args_.head_end - args_.head_begin;
+    const int64_t head_k = args_.head_begin + task % heads;
+    task /= heads;
+    const int64_t sequences = args_.sequence_end - args_.sequence_begin;
+    sequence_ = &call_.sequences[args_.sequence_begin + task % sequences];
+    const int64_t chunk = task / sequences;
+
+    const int64_t blocks = pad_to(sequence_->band.len_k, B) / B;
+    block_begin_ = blocks * chunk / args_.chunks, block_end_ = blocks * (chunk + 1) / args_.chunks;
+    const int64_t g0 = call_.group * part / args_.parts;
+    const int64_t g1 = call_.group * (part + 1) / args_.parts;
+    for (int64_t g = g0; g < g1; ++g) {
+      first_of_group_ = g == g0, last_of_group_ = g + 1 == g1;
+      head_task(head_k * call_.group + g, chunk, part);
+    }
+    if (args_.parts == 1 && chunk == 0 && !call_.k_pages.table) zero_keys_outside(head_k);
+  }
+
+  void reduce_q_task(int64_t task) {
+    const int64_t share = task % kReduceParts;
+    task /= kReduceParts;
+    const int64_t head = task % call_.hq;
+    sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hq];
+    const int64_t strips = pad_to(sequence_->band.len_q, W) / W;
+    head_ = head;
+    store_dq(strips * share / kReduceParts, strips * (share + 1) / kReduceParts, dq_part(0),
+             call_.hq * args_.strip_slots * gradient_rows(call_.dqk) * W);
+    if (share == 0) zero_queries_outside();
+  }
+
+  void reduce_kv_task(int64_t task) {
+    const int64_t share = task % kReduceParts;
+    task /= kReduceParts;
+    const int64_t head = task % call_.hk;
+    sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hk];
+    const int64_t keys = sequence_->band.len_k;
+    for (int64_t j = keys * share / kReduceParts; j < keys * (share + 1) / kReduceParts; ++j) {
+      if (args_.dk.data) reduce_key(args_.dk, args_.dk_parts, j, head, call_.dqk, call_.softmax_scale);
+      if (args_.dv.data) reduce_key(args_.dv, args_.dv_parts, j, head, call_.dv, call_.dropout_scale);
+    }
+    if (share == 0) zero_keys_outside(head);
+  }
+
+  void store_pages_task(int64_t task) {
+    const int64_t share = task % kReduceParts, head = task / kReduceParts;
+    if (args_.dk.data) {
+      store_pool(args_.dk, args_.dk_pool, args_.pool_rows_k, call_.k_pages.page_size, head, share,
+                 call_.dqk, call_.softmax_scale);
+    }
+    if (args_.dv.data) {
+      store_pool(args_.dv, args_.dv_pool, args_.pool_rows_v, call_.v_pages.page_size, head, share,
+                 call_.dv, call_.dropout_scale);
+    }
+  }
+
+  // A block of keys of one [sq, sk] plane of dbias: every sequence and head that shares the plane is
+  // computed again (2 of the 5 products), a tile of queries at a time, so that the sum is fp32.
+  void bias_block_task(int64_t task) {
+    in_bias_block_ = true;
+    const Strided& bias = args_.dbias;
+    const int64_t blocks = pad_to(args_.bias_extent[3], B) / B;
+    const int64_t n0 = task % blocks * B;
+    task /= blocks;
+    const int64_t plane_head = task % args_.bias_extent[1], plane = task / args_.bias_extent[1];
+    const int64_t n_begin = args_.bias_over_sequences ? 0 : plane;
+    const int64_t n_end = args_.bias_over_sequences ? call_.batch : plane + 1;
+    const int64_t h_begin = args_.bias_over_heads ? 0 : plane_head;
+    const int64_t h_end = args_.bias_over_heads ? call_.hq : plane_head + 1;
+    const int keys = static_cast<int>(smaller<int64_t>(B, args_.bias_extent[3] - n0));
+    for (int64_t m0 = 0; m0 < args_.bias_extent[2]; m0 += M) {
+      clear<S>(x_.bias_tile, int64_t{M} * B);
+      for (int64_t n = n_begin; n < n_end; ++n) {
+        sequence_ = &call_.sequences[n];
+        if (m0 >= sequence_->band.len_q || n0 >= sequence_->band.len_k) continue;
+        keys_.resolve(call_, *sequence_, n0);
+        const int64_t strips =
+            smaller<int64_t>(M, pad_to(sequence_->band.len_q - m0, W)) / W;
+        for (int64_t h = h_begin; h < h_end; ++h) {
+          head_ = h;
+          prepare_head(m0 / W, m0 / W + strips);
+          keys_ready_ = false;
+          query_tile(m0, static_cast<int>(strips));
+        }
+      }
+      const float scale = call_.bias_pre_scale ? call_.softmax_scale : 1.0f;
+      const int rows = static_cast<int>(smaller<int64_t>(M, args_.bias_extent[2] - m0));
+      for (int i = 0; i < rows; ++i) {
+        char* row = const_cast<char*>(at(bias, plane, plane_head, m0 + i, n0));
+        store_row<S>(reinterpret_cast<T*>(row), x_.bias_tile + i * B, nullptr, scale, keys);
+      }
+    }
+  }
+
+ private:
+  // ---- a head ----
+
+  void head_task(int64_t head, int64_t chunk, int64_t part) {
+    head_ = head, part_ = part;
+    const int64_t strips = pad_to(sequence_->band.len_q, W) / W;
+    const int64_t tile = gradient_rows(call_.dqk) * W;
+    const float sink = prepare_head(0, strips);
+    dq_ = args_.chunks == 1 ? x_.dq : dq_part(chunk);
+    if (args_.dq.data) clear<S>(dq_, strips * tile);
+    if (args_.bias_rows) clear<S>(x_.bias_rows, strips * W);
+    for (int v = 0; v < kVectors; ++v) slope_[v] = S::zero();
+
+    for (int64_t block = block_begin_; block < block_end_; ++block) key_block(block * B);
+
+    if (args_.dq.data && args_.chunks == 1) store_dq(0, strips, dq_, 0), zero_queries_outside();
+    if (args_.bias_rows) {
+      float* to = args_.bias_rows +
+                  ((chunk * call_.hq + head) * args_.strip_slots + slot()) * W;
+      memcpy(to, x_.bias_rows, static_cast<size_t>(strips * W) * sizeof(float));
+    }
+    if (args_.slope_parts) {
+      args_.slope_parts[(chunk * call_.hq + head) * call_.batch + sequence_->n] =
+          S::reduce_add(S::add(slope_[0], slope_[1]));
+    }
+    if (args_.sink_parts && chunk == 0) {
+      args_.sink_parts[head * call_.batch + sequence_->n] = sink;
+    }
+  }
+
+  int64_t slot() const { return strip_slot(args_, *sequence_, W); }
+  float* dq_part(int64_t chunk) const {
+    return args_.dq_parts + ((chunk * call_.hq + head_) * args_.strip_slots + slot()) *
+                                gradient_rows(call_.dqk) * W;
+  }
+
+  // The rows of strips [begin, end); returns the head's dsink.
+  float prepare_head(int64_t begin, int64_t end) {
+    const CallSequence& sequence = *sequence_;
+    const F sink = S::set1(args_.sink_parts ? sink_log2() : 0.0f);
+    F dsink = S::zero();
+    for (int64_t strip = begin; strip < end; ++strip) {
+      StripRows<S>& rows = x_.rows[strip];
+      const int n = static_cast<int>(smaller<int64_t>(W, sequence.band.len_q - strip * W));
+      float *lse2 = x_.lse2 + strip * W, *delta = x_.delta + strip * W;
+      for (int l = 0; l < W; ++l) {
+        const int64_t i = strip * W + l;
+        if (l >= n) {
+          lse2[l] = kInfinity, delta[l] = 0.0f;
+          continue;
+        }
+        rows.token[l] = i, rows.head[l] = head_;
+        const int64_t row = sequence.first_q + i;
+        float lse, dlse = 0.0f;
+        memcpy(&lse, at(call_.lse, sequence.batch_q, head_, row), sizeof lse);
+        if (args_.dlse.data) {
+          memcpy(&dlse, at(args_.dlse, sequence.batch_q, head_, row), sizeof dlse);
+        }
+        lse2[l] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+        delta[l] = dot_rows(row_at(call_.o, sequence.batch_q, row, head_),
+                            row_at(args_.d_o, sequence.batch_q, row, head_)) - dlse;
+      }
+      rows.resolve(call_, sequence, n);
+      rows.vectors = kVectors;
+      for (int v = 0; v < kVectors && args_.sink_parts; ++v) {
+        const F p = S::exp2(S::sub(sink, S::load(lse2 + v * L)));
+        dsink = S::fnma(p, S::load(delta + v * L), dsink);
+      }
+    }
+    return S::reduce_add(dsink);
+  }
+
+  float sink_log2() const {
+    return load_scalar<S>(at(call_.sink, head_), call_.sink.dtype) * kLog2e;
+  }
+
+  float dot_rows(const char* a_row, const char* b_row) const {
+    const T *a = reinterpret_cast<const T*>(a_row), *b = reinterpret_cast<const T*>(b_row);
+    F sum = S::zero();
+    int64_t d = 0;
+    for (; d + L <= call_.dv; d += L) sum = S::fma(S::load(a + d), S::load(b + d), sum);
+    if (d < call_.dv) {
+      const int n = static_cast<int>(call_.dv - d);
+      sum = S::fma(S::load_n(a + d, n), S::load_n(b + d, n), sum);
+    }
+    return S::reduce_add(sum);
+  }
+
+  // ---- a block of keys ----
+
+  void key_block(int64_t n0) {
+    keys_.resolve(call_, *sequence_, n0);
+    keys_ready_ = false;
+    clear<S>(x_.dk, B * x_.dk_step), clear<S>(x_.dv, B * x_.dv_step);
+    if (args_.bias_keys) clear<S>(x_.bias_keys, int64_t{B} * L);
+    const Interval queries = sequence_->band.rows(n0, n0 + keys_.count);
+    for (int64_t m0 = queries.lo / W * W; m0 < queries.hi; m0 += M) {
+      query_tile(m0, static_cast<int>(smaller<int64_t>(M, pad_to(queries.hi - m0, W)) / W));
+    }
+    for (int j = 0; j < keys_.count; ++j) {
+      if (args_.dk.data) {
+        flush_key(args_.dk, call_.k_pages, args_.dk_parts, args_.dk_pool, x_.dk_sum,
+                  x_.dk + j * x_.dk_step, j, call_.dqk, call_.softmax_scale);
+      }
+      if (args_.dv.data) {
+        flush_key(args_.dv, call_.v_pages, args_.dv_parts, args_.dv_pool, x_.dv_sum,
+                  x_.dv + j * x_.dv_step, j, call_.dv, call_.dropout_scale);
+      }
+    }
+    if (args_.bias_keys) {
+      float* to = args_.bias_keys + head_ * args_.key_slots + key_slot(args_, *sequence_) + n0;
+      for (int j = 0; j < keys_.count; ++j) to[j] = S::reduce_add(S::load(x_.bias_keys + j * L));
+    }
+  }
+
+  // A row of dk or dv of this head: to the gradient if it is the last addend, to the sums if not.
+  void flush_key(const Rows& gradient, const Pages& pages, float* parts, float* pool, float* sums,
+                 const float* row, int j, int64_t dim, float scale) {
+    const int64_t key = keys_.n0 + j, head_k = head_ / call_.group;
+    float* sum = sums + key * dim;
+    if (parts) {
+      sum = parts + ((part_ * call_.hk + head_k) * args_.key_slots + key_slot(args_, *sequence_) +
+                     key) * dim;
+    }
+    const float* before = first_of_group_ ? nullptr : sum;
+    if (parts || !last_of_group_) return store_row<S>(sum, row, before, 1.0f, dim);
+    if (args_.shared_pages) {
+      const int64_t place = key / pages.page_size;
+      const int32_t page =
+          load_int32(pages.table + sequence_->n * pages.stride[0] + place * pages.stride[1]);
+      float* to = pool + ((page * pages.page_size + key % pages.page_size) * call_.hk + head_k) * dim;
+      if (before) store_row<S>(sum, row, before, 1.0f, dim);
+      return store_row<S>(to, before ? sum : row, to, 1.0f, dim);
+    }
+    char* to = row_of_key(gradient, pages, *sequence_, key, head_k);
+    store_row<S>(reinterpret_cast<T*>(to), row, before, scale, dim);
+  }
+
+  void reduce_key(const Rows& gradient, const float* parts, int64_t j, int64_t head, int64_t dim,
+                  float scale) {
+    const int64_t step = call_.hk * args_.key_slots * dim;
+    const float* from = parts + (head * args_.key_slots + key_slot(args_, *sequence_) + j) * dim;
+    for (int part = 1; part + 1 < args_.parts; ++part) {
+      store_row<S>(const_cast<float*>(from), from + part * step, from, 1.0f, dim);
+    }
+    char* to = row_at(gradient, sequence_->batch_k, sequence_->first_k + j, head);
+    store_row<S>(reinterpret_cast<T*>(to), from + (args_.parts - 1) * step, from, scale, dim);
+  }
+
+  void store_pool(const Rows& gradient, const float* pool, int64_t rows, int64_t page_size,
+                  int64_t head, int64_t share, int64_t dim, float scale) {
+    for (int64_t r = rows * share / kReduceParts; r < rows * (share + 1) / kReduceParts; ++r) {
+      char* to = row_at(gradient, r / page_size, r % page_size, head);
+      store_row<S>(reinterpret_cast<T*>(to), pool + (r * call_.hk + head) * dim, nullptr, scale,
+                   dim);
+    }
+  }
+
+  // K and V of the block. A key that a mask by key hides from this head may hold anything.
+  __attribute__((noinline)) void prepare_keys() {
+    keys_ready_ = true;
+    const int64_t head_k = head_ / call_.group;
+    const int rows = static_cast<int>(pad_to(keys_.count, R));
+    const char *k[B], *v[B];
+    for (int j = 0; j < rows; ++j) {
+      k[j] = v[j] = x_.zeros;
+      const int64_t key = keys_.n0 + j;
+      if (j >= keys_.count) continue;
+      if (call_.mask_by_key &&
+          static_cast<uint8_t>(*at(call_.mask, sequence_->n, head_, 0, key)) == call_.mask_hides) {
+        continue;
+      }
+      k[j] = row_of_key(call_.k, call_.k_pages, *sequence_, key, head_k);
+      v[j] = row_of_key(call_.v, call_.v_pages, *sequence_, key, head_k);
+    }
+    if constexpr (kPairs) {
+      copy_pairs<S>(k, rows, call_.dqk, x_.k, x_.k_step);
+      copy_pairs<S>(v, rows, call_.dv, x_.v, x_.v_step);
+      interleave_pairs<S>(k, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
+    } else {
+      widen_rows<S, T>(k, rows, call_.dqk, x_.k, x_.k_step);
+      widen_rows<S, T>(v, rows, call_.dv, x_.v, x_.v_step);
+    }
+  }
+
+  // ---- a tile of queries ----
+
+  void query_tile(int64_t m0, int strips) {
+    Visible<S> visible[M / W];
+    bool seen[M / W];
+    int first = B, last = 0;
+    for (int t = 0; t < strips; ++t) {
+      seen[t] = find_visible(call_, x_.rows[m0 / W + t], keys_, visible[t]);
+      if (!seen[t]) continue;
+      first = smaller(first, visible[t].first);
+      last = larger(last, static_cast<int>(pad_to(visible[t].last, R)));
+    }
+    if (last == 0) return;
+    if (!keys_ready_) prepare_keys();
+    prepare_queries(call_.q, m0, strips, call_.dqk, x_.qk_depth, x_.q_t, x_.q, x_.q_step);
+    prepare_queries(args_.d_o, m0, strips, call_.dv, x_.v_depth, x_.do_t, x_.d_o, x_.do_step);
+    for (int t = 0; t < strips; ++t) {
+      if (seen[t]) {
+        strip(m0, t, visible[t]);
+        clear_columns(t, first, visible[t].first);
+        clear_columns(t, static_cast<int>(pad_to(visible[t].last, 2)), last);
+      } else {
+        clear_columns(t, first, last);
+      }
+    }
+    if (in_bias_block_) return;
+    const int64_t depth = strips * W / kPerWord;
+    if (args_.dv.data) {
+      add_outer(x_.p, x_.d_o, x_.do_step, depth, first, last, call_.dv, x_.dv, x_.dv_step);
+    }
+    if (args_.dk.data) {
+      add_outer(x_.ds, x_.q, x_.q_step, depth, first, last, call_.dqk, x_.dk, x_.dk_step);
+    }
+  }
+
+  // Rows of q or do, as columns for S^T and dP^T and as rows for dK and dV.
+  __attribute__((noinline)) void prepare_queries(const Rows& from, int64_t m0, int strips,
+                                                 int64_t dim, int64_t depth, Word* columns,
+                                                 Word* rows, int64_t rows_step) {
+    const char* row[M];
+    const int count = strips * W;
+    for (int l = 0; l < count; ++l) {
+      const int64_t i = m0 + l;
+      row[l] = i < sequence_->band.len_q
+                   ? row_at(from, sequence_->batch_q, sequence_->first_q + i, head_)
+                   : x_.zeros;
+    }
+    if constexpr (kPairs) {
+      copy_pairs<S>(row, count, dim, x_.row_pairs, x_.row_pairs_step);
+      interleave_pairs<S>(row, count, dim, rows, rows_step);
+      for (int t = 0; t < strips; ++t) {
+        transpose_rows<S>(reinterpret_cast<const float*>(x_.row_pairs + t * W * x_.row_pairs_step),
+                          x_.row_pairs_step, depth,
+                          reinterpret_cast<float*>(columns + t * W * depth));
+      }
+    } else {
+      widen_rows<S, T>(row, count, dim, rows, rows_step);
+      for (int t = 0; t < strips; ++t) {
+        transpose_rows<S>(rows + t * W * rows_step, rows_step, depth, columns + t * W * depth);
+      }
+    }
+  }
+
+  // sum[key][d] += sum_q weight[key][q] row[q][d]
+  void add_outer(const Word* weight, const Word* row, int64_t row_step, int64_t depth, int first,
+                 int last, int64_t dim, float* sum, int64_t sum_step) {
+    int64_t d = 0;
+    for (; d + L < dim; d += 2 * L) {
+      for (int j = first; j < last; j += R) {
+        multiply_tile<S, 2, false, true>(depth, weight + j * x_.p_step, x_.p_step, row + d,
+                                         row_step, sum + j * sum_step + d, sum_step);
+      }
+    }
+    if (d >= dim) return;
+    for (int j = first; j < last; j += R) {
+      multiply_tile<S, 1, false, true>(depth, weight + j * x_.p_step, x_.p_step, row + d, row_step,
+                                       sum + j * sum_step + d, sum_step);
+    }
+  }
+
+  // ---- a strip of queries ----
+
+  void strip(int64_t m0, int t, const Visible<S>& visible) {
+    const int64_t index = m0 / W + t;
+    const StripRows<S>& rows = x_.rows[index];
+    const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
+    for (int j = visible.first; j < visible.last; j += R) {
+      multiply_tile<S, 2, false, false>(x_.qk_depth, x_.k + j * x_.k_step, x_.k_step, q_t, W,
+                                        x_.s + j * W, W);
+    }
+    for (int j = visible.first; j < visible.last; j += R) {
+      multiply_tile<S, 2, false, false>(x_.v_depth, x_.v + j * x_.v_step, x_.v_step, do_t, W,
+                                        x_.dp + j * W, W);
+    }
+    if (!(call_.raw && visible.full)) {
+      float maximum[W];
+      finish_scores<S, kVectors>(call_, *sequence_, rows, keys_, visible, x_.s, maximum,
+                                 call_.softcap > 0 ? x_.cap : nullptr);
+    }
+    if (visible.last % 2) {  // rows go two by two: one that weighs nothing
+      for (int v = 0; v < kVectors; ++v) {
+        S::store(x_.s + visible.last * W + v * L, S::set1(-kInfinity));
+        S::store(x_.dp + visible.last * W + v * L, S::zero());
+      }
+    }
+    const bool by_bias = args_.bias_gradient == BiasGradient::kBlock
+                             ? in_bias_block_
+                             : args_.bias_gradient != BiasGradient::kNone;
+    const bool watched = call_.softcap > 0 || args_.slope_parts || by_bias;
+    if (call_.has_dropout) {
+      fill_keep_bits<S, kVectors>(call_, *sequence_, rows, keys_, visible.first, visible.last,
+                                  keep_);
+      watched ? weigh<true, true>(index, t, visible) : weigh<true, false>(index, t, visible);
+    } else {
+      watched ? weigh<false, true>(index, t, visible) : weigh<false, false>(index, t, visible);
+    }
+    if (watched) watch(m0, t, rows, visible);
+    if (!args_.dq.data || in_bias_block_) return;
+    const int first = visible.first / kPerWord, last = (visible.last + kPerWord - 1) / kPerWord;
+    float* dq = dq_ + index * gradient_rows(call_.dqk) * W;
+    const Word* ds = x_.ds_pairs + first * x_.ds_pairs_step + t * W;
+    for (int64_t d = 0; d < call_.dqk; d += R) {
+      multiply_tile<S, 2, true, true>(last - first, x_.k_pairs + first * x_.k_pairs_step + d,
+                                      x_.k_pairs_step, ds, x_.ds_pairs_step, dq + d * W, W);
+    }
+  }
+
+  // P and dX from S and dP: into the tile's P and dS at once, or, if watched, P into the tile and dX
+  // back into dp, for what looks at it first.
+  template <bool kDropout, bool kWatched>
+  __attribute__((noinline)) void weigh(int64_t index, int t, const Visible<S>& visible) {
+    F lse2[kVectors], delta[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      lse2[v] = S::load(x_.lse2 + index * W + v * L);
+      delta[v] = S::load(x_.delta + index * W + v * L);
+    }
+    const F factor = S::set1(call_.raw ? call_.scale_log2 : 1.0f);
+    const F dropout_scale = S::set1(call_.dropout_scale);
+    for (int j = visible.first; j < visible.last; j += 2) {
+      F p[2][kVectors], dx[2][kVectors];
+      for (int u = 0; u < 2; ++u) {
+        const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << ((j + u) % 32)));
+        for (int v = 0; v < kVectors; ++v) {
+          const F x = S::fms(S::load(x_.s + (j + u) * W + v * L), factor, lse2[v]);
+          F dp = S::load(x_.dp + (j + u) * W + v * L);
+          F weight = kPairs ? S::exp2_fast(x) : S::exp2(x);
+          F dropped = weight;
+          if (kDropout) {
+            const auto* word = reinterpret_cast<const int32_t*>(keep_[(j + u) / 32] + v * L);
+            const auto kept = S::test_bit(S::load(word), bit);
+            dropped = S::select(kept, weight, S::zero());
+            dp = S::select(kept, S::mul(dp, dropout_scale), S::zero());
+          }
+          p[u][v] = dropped;
+          dx[u][v] = S::mul(weight, S::sub(dp, delta[v]));
+        }
+      }
+      put_rows(x_.p, j, t, p);
+      if (kWatched) {
+        for (int u = 0; u < 2; ++u) {
+          for (int v = 0; v < kVectors; ++v) S::store(x_.dp + (j + u) * W + v * L, dx[u][v]);
+        }
+      } else {
+        put_rows(x_.ds, j, t, dx);
+        put_row_pairs(j, t, dx);
+      }
+    }
+  }
+
+  // The gradients that dX and dS^T hold beside dq, dk and dv; then dS^T into the tile.
+  __attribute__((noinline)) void watch(int64_t m0, int t, const StripRows<S>& rows,
+                                       const Visible<S>& visible) {
+    if (args_.slope_parts && !in_bias_block_) add_slopes<S>(*sequence_, rows, keys_, visible, x_.dp, slope_);
+    if (!call_.bias_pre_scale) put_bias(m0, t, rows, visible);
+    for (int j = visible.first; j < visible.last; j += 2) {
+      F ds[2][kVectors];
+      for (int u = 0; u < 2; ++u) {
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t place = (j + u) * W + v * L;
+          ds[u][v] = S::load(x_.dp + place);
+          if (call_.softcap > 0 && j + u < visible.last) {
+            ds[u][v] = S::mul(ds[u][v], S::load(x_.cap + place));
+            S::store(x_.dp + place, ds[u][v]);
+          }
+        }
+      }
+      put_rows(x_.ds, j, t, ds);
+      put_row_pairs(j, t, ds);
+    }
+    if (call_.bias_pre_scale) put_bias(m0, t, rows, visible);
+  }
+
+  void put_bias(int64_t m0, int t, const StripRows<S>& rows, const Visible<S>& visible) {
+    const float scale = call_.bias_pre_scale ? call_.softmax_scale : 1.0f;
+    const auto plane_row = [&](int64_t i) {
+      return const_cast<char*>(at(args_.dbias, sequence_->n, head_, i, keys_.n0));
+    };
+    switch (args_.bias_gradient) {
+      case BiasGradient::kNone: return;
+      case BiasGradient::kStore:
+        return store_bias<S, false>(rows, visible, x_.dp, scale, args_.dbias.dtype, plane_row);
+      case BiasGradient::kAdd:
+        return store_bias<S, true>(rows, visible, x_.dp, scale, args_.dbias.dtype, plane_row);
+      case BiasGradient::kBlock: {
+        if (!in_bias_block_) return;
+        const auto tile_row = [&](int64_t i) {
+          return reinterpret_cast<char*>(x_.bias_tile + (i - m0) * B);
+        };
+        return store_bias<S, true>(rows, visible, x_.dp, 1.0f, TESSERA_FP32, tile_row);
+      }
+      case BiasGradient::kKeys: return add_bias_keys<S>(visible, x_.dp, scale, x_.bias_keys);
+      case BiasGradient::kRows:
+        return add_bias_rows<S>(visible, x_.dp, scale, x_.bias_rows + m0 + t * W);
+    }
+  }
+
+  // Rows j and j + 1 of a strip into its columns of the tile's P or dS.
+  __attribute__((always_inline)) void put_rows(Word* tile, int j, int t, F (&row)[2][kVectors]) {
+    for (int u = 0; u < 2; ++u) {
+      Word* to = tile + (j + u) * x_.p_step + t * W / kPerWord;
+      if constexpr (kPairs) {
+        S::store_pairs(to, S::narrow_row(row[u][0], row[u][1]));
+      } else {
+        for (int v = 0; v < kVectors; ++v) S::store(to + v * L, row[u][v]);
+      }
+    }
+  }
+  __attribute__((always_inline)) void put_row_pairs(int j, int t, F (&row)[2][kVectors]) {
+    if constexpr (kPairs) {
+      Word* to = x_.ds_pairs + j / 2 * x_.ds_pairs_step + t * W;
+      for (int v = 0; v < kVectors; ++v) {
+        S::store_pairs(to + v * L, S::make_pairs(row[0][v], row[1][v]));
+      }
+    }
+  }
+
+  // Keys [first, last) of a strip's columns of P and dS, which dK and dV read.
+  void clear_columns(int t, int first, int last) {
+    for (int j = first; j < last; ++j) {
+      const int64_t place = j * x_.p_step + t * W / kPerWord;
+      memset(x_.p + place, 0, W / kPerWord * sizeof(Word));
+      memset(x_.ds + place, 0, W / kPerWord * sizeof(Word));
+    }
+  }
+
+  // ---- outputs ----
+
+  // dq of strips [begin, end) from chunks of partial sums that are step floats apart.
+  __attribute__((noinline)) void store_dq(int64_t begin, int64_t end, const float* parts,
+                                          int64_t step) {
+    const int64_t dqk = call_.dqk, tile = gradient_rows(dqk) * W;
+    const F scale = S::set1(call_.softmax_scale);
+    for (int64_t strip = begin; strip < end; ++strip) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t i = strip * W + v * L;
+        const int rows = static_cast<int>(smaller<int64_t>(L, sequence_->band.len_q - i));
+        for (int64_t d = 0; d < dqk && rows > 0; d += L) {
+          const int n = static_cast<int>(smaller<int64_t>(L, dqk - d));
+          F x[L];
+          for (int k = 0; k < L; ++k) {
+            x[k] = S::zero();
+            if (k >= n) continue;
+            const float* from = parts + strip * tile + (d + k) * W + v * L;
+            x[k] = S::load(from);
+            for (int c = 1; c < args_.chunks; ++c) x[k] = S::add(x[k], S::load(from + c * step));
+            x[k] = S::mul(x[k], scale);
+          }
+          S::transpose(x);
+          for (int r = 0; r < rows; ++r) {
+            char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i + r, head_);
+            S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
+          }
+        }
+      }
+    }
+  }
+
+  void zero_queries_outside() {
+    zero_rows(args_.dq, sequence_->batch_q, args_.owned_q[sequence_->n], sequence_->first_q,
+              sequence_->band.len_q, head_, call_.dqk);
+  }
+  void zero_keys_outside(int64_t head) {
+    const Interval owned = args_.owned_k[sequence_->n];
+    const int64_t first = sequence_->first_k, len = sequence_->band.len_k, n = sequence_->batch_k;
+    if (args_.dk.data) zero_rows(args_.dk, n, owned, first, len, head, call_.dqk);
+    if (args_.dv.data) zero_rows(args_.dv, n, owned, first, len, head, call_.dv);
+  }
+
+  // Rows that a sequence owns outside its own [first, first + len).
+  static void zero_rows(const Rows& t, int64_t batch, Interval owned, int64_t first, int64_t len,
+                        int64_t head, int64_t dim) {
+    const auto zero = [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        memset(row_at(t, batch, r, head), 0, static_cast<size_t>(dim) * sizeof(T));
+      }
+    };
+    zero(owned.lo, smaller(first, owned.hi));
+    zero(larger(first + len, owned.lo), owned.hi);
+  }
+
+  const BackwardArgs& args_;
+  const Call& call_;
+  Mine x_;
+  const CallSequence* sequence_ = nullptr;
+  int64_t head_ = 0, part_ = 0, block_begin_ = 0, block_end_ = 0;
+  bool first_of_group_ = true, last_of_group_ = true, keys_ready_ = false;
+  bool in_bias_block_ = false;
+  float* dq_ = nullptr;
+  F slope_[kVectors];
+  Keys<S> keys_;
+  alignas(64) uint32_t keep_[B / 32][W];
+};
+
+template <typename S, bool kPairs, typename T>
+void run_backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch) {
+  Backward<S, kPairs, T> work(args, scratch);
+  switch (phase) {
+    case BackwardPhase::kMain: return work.main_task(task);
+    case BackwardPhase::kReduceQ: return work.reduce_q_task(task);
+    case BackwardPhase::kReduceKv: return work.reduce_kv_task(task);
+    case BackwardPhase::kStorePages: return work.store_pages_task(task);
+    case BackwardPhase::kBiasBlock: return work.bias_block_task(task);
+  }
+}
+
+template <typename S>
+void backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch) {
+  switch (args.call.q.dtype) {
+    case TESSERA_FP32: return run_backward_task<S, false, float>(args, phase, task, scratch);
+    case TESSERA_FP16: return run_backward_task<S, false, Fp16>(args, phase, task, scratch);
+    default: return run_backward_task<S, S::kHasBf16Dot, Bf16>(args, phase, task, scratch);
+  }
+}
+
+template <typename S>
+int64_t backward_scratch_bytes(const BackwardArgs& args) {
+  const bool pairs = S::kHasBf16Dot && args.call.q.dtype == TESSERA_BF16;
+  if constexpr (S::kHasBf16Dot) {
+    if (pairs) return Scratch<S, true>(args, nullptr).bytes;
+  }
+  return Scratch<S, false>(args, nullptr).bytes;
+}
+
+}  // namespace
+}  // namespace tessera::cpu

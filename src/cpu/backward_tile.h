@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// The register tile of the backward pass, and the copies that it reads.
+//
+// All five products are C[r][lane] += sum_k A[r][k] B[k][lane], with A read by broadcasts, B and C
+// as vectors, and kRows x 1 or 2 vectors of C in registers:
+//
+//               r         lane      k         A             B
+//   S^T         key       query     head dim  K             Q^T
+//   dP^T        key       query     head dim  V             dO^T
+//   dV          key       head dim  query     P^T           dO
+//   dK          key       head dim  query     dS^T          Q
+//   dQ^T        head dim  query     key       K             dS^T
+//
+// A Word is an fp32 element, or two bf16 neighbours in k, which one instruction multiplies and adds.
+// Operands are copies in the worker's scratch: converted, padded with zeros to whole tiles (so that
+// tails cost nothing and nothing outside the problem is read), in rows that are an odd number of
+// cache lines apart (at a power of two, 64 rows fall on 16 of the 64 sets of L1).
+#pragma once
+
+#include "cpu/score.h"
+
+namespace tessera::cpu {
+namespace {
+
+TESSERA_INLINE int64_t pad_to(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+// Words of a row of at least n words: whole cache lines of 16, an odd number of them.
+TESSERA_INLINE int64_t odd_lines(int64_t n) { return ((n + 15) / 16 | 1) * 16; }
+
+template <typename S>
+TESSERA_INLINE typename S::F load_words(const float* p) {
+  return S::load(p);
+}
+template <typename S>
+TESSERA_INLINE auto load_words(const uint32_t* p) {
+  return S::load_pairs(p);
+}
+template <typename S>
+TESSERA_INLINE typename S::F multiply_add(const float* a, typename S::F b, typename S::F sum) {
+  return S::fma(S::broadcast(a), b, sum);
+}
+template <typename S, typename Pairs>
+TESSERA_INLINE typename S::F multiply_add(const uint32_t* a, Pairs b, typename S::F sum) {
+  return S::dot(sum, S::broadcast_pair(reinterpret_cast<const Bf16*>(a)), b);
+}
+
+// One tile of C. kAcross: rows of A are neighbours in memory and k steps by a_step (dQ^T, whose A
+// is K read along its rows); otherwise k runs through neighbours and rows are a_step apart.
+template <typename S, int kVec, bool kAcross, bool kAccumulate, typename Word>
+__attribute__((noinline)) void multiply_tile(int64_t depth, const Word* a, int64_t a_step,
+                                             const Word* b, int64_t b_step, float* c,
+                                             int64_t c_step) {
+  constexpr int R = S::kRows, L = S::kLanes;
+  typename S::F sum[R][kVec];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVec; ++v) {
+      sum[r][v] = kAccumulate ? S::load(c + r * c_step + v * L) : S::zero();
+    }
+  }
+  const Word* row[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) row[r] = kAcross ? a + r : a + r * a_step;
+  for (int64_t k = 0; k < depth; ++k, b += b_step) {
+    decltype(load_words<S>(b)) x[kVec];
+    for (int v = 0; v < kVec; ++v) x[v] = load_words<S>(b + v * L);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Word* y = kAcross ? a + r : row[r] + k;
+      for (int v = 0; v < kVec; ++v) sum[r][v] = multiply_add<S>(y, x[v], sum[r][v]);
+    }
+    if (kAcross) a += a_step;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVec; ++v) S::store(c + r * c_step + v * L, sum[r][v]);
+  }
+}
+
+// ---- copies ----
+
+template <typename S>
+TESSERA_INLINE void clear(float* p, int64_t n) {  // n a multiple of kLanes
+  for (int64_t i = 0; i < n; i += S::kLanes) S::store(p + i, S::zero());
+}
+
+// out[r][d] = rows[r][d] as fp32 for d < dim, 0 up to whole vectors.
+template <typename S, typename T>
+__attribute__((noinline)) void widen_rows(const char* const* rows, int count, int64_t dim,
+                                          float* out, int64_t step) {
+  constexpr int L = S::kLanes;
+  for (int r = 0; r < count; ++r) {
+    const T* row = reinterpret_cast<const T*>(rows[r]);
+    float* to = out + r * step;
+    int64_t d = 0;
+    for (; d + L <= dim; d += L) S::store(to + d, S::load(row + d));
+    if (d < dim) S::store(to + d, S::load_n(row + d, static_cast<int>(dim - d)));
+  }
+}
+
+// out[k][lane] = in[lane][k] for k < depth: words of any kind, vectors x kLanes rows.
+template <typename S>
+__attribute__((noinline)) void transpose_rows(const float* in, int64_t step, int64_t depth,
+                                              float* out) {
+  constexpr int L = S::kLanes;
+  for (int v = 0; v < kVectors; ++v) {
+    for (int64_t k = 0; k < depth; k += L) {
+      typename S::F x[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) x[l] = S::load(in + (v * L + l) * step + k);
+      S::transpose(x);
+      const int n = static_cast<int>(smaller<int64_t>(L, depth - k));
+      float* to = out + k * kVectors * L + v * L;
+      for (int i = 0; i < n; ++i) S::store(to + i * kVectors * L, x[i]);
+    }
+  }
+}
+
+// out[r][k] = (rows[r][2k], rows[r][2k + 1]): a row as it lies, 0 from dim up to whole vectors.
+template <typename S>
+__attribute__((noinline)) void copy_pairs(const char* const* rows, int count, int64_t dim,
+                                          uint32_t* out, int64_t step) {
+  constexpr int L = S::kLanes;
+  for (int r = 0; r < count; ++r) {
+    const Bf16* row = reinterpret_cast<const Bf16*>(rows[r]);
+    for (int64_t d = 0; d < dim; d += 2 * L) {
+      const int n = static_cast<int>(smaller<int64_t>(2 * L, dim - d));
+      S::store_pairs(out + r * step + d / 2, S::load_row_n(row + d, n));
+    }
+  }
+}
+
+// out[r / 2][d] = (rows[r][d], rows[r + 1][d]) for even r, 0 from dim up to whole vectors.
+template <typename S>
+__attribute__((noinline)) void interleave_pairs(const char* const* rows, int count, int64_t dim,
+                                                uint32_t* out, int64_t step) {
+  constexpr int L = S::kLanes;
+  for (int r = 0; r < count; r += 2, out += step) {
+    const Bf16* a = reinterpret_cast<const Bf16*>(rows[r]);
+    const Bf16* b = reinterpret_cast<const Bf16*>(rows[r + 1]);
+    for (int64_t d = 0; d < dim; d += L) {
+      const int n = static_cast<int>(smaller<int64_t>(L, dim - d));
+      S::store_pairs(out + d, S::interleave_rows_n(a + d, b + d, n));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cpu
