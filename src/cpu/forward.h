@@ -30,13 +30,13 @@ struct Strip {
   float* q_t;  // [dqk][vectors * kLanes]
   float* m;    // [kStrip] base 2
   float* l;    // [kStrip]
-  float* o_t;  // [dv, rounded up to 8][vectors * kLanes]
+  float* o_t;  // [dv, rounded up to 16][vectors * kLanes]
 };
 
 // Bytes of m, l and O^T of one strip; a partial of a split tile is that of its strips in a row.
 template <typename S>
 constexpr int64_t strip_state_floats(int64_t dv) {
-  return Tile<S>::kStrip * (2 + round_up(dv, 8));
+  return Tile<S>::kStrip * (2 + round_up(dv, 16));
 }
 
 template <typename S>
@@ -131,37 +131,39 @@ __attribute__((noinline)) void exponentiate(float c, int first, int last,
     const F base = S::select(S::equal(now, nothing), S::zero(), now);
     const F shrink = S::exp2(S::sub(before, base));
     F sum[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
-    const auto weight = [&](int j) {
+    const auto weight = [&](int j, F& total) {
       const F x = S::fms(S::load(scores + (j * N + v) * L), scale, base);
       const F p = kPairs ? S::exp2_fast(x) : S::exp2(x);
-      sum[j % 4] = S::add(sum[j % 4], p);
-      if constexpr (!kDrop) return p;
-      const auto word = S::load(reinterpret_cast<const int32_t*>(keep[j / 32] + v * L));
-      const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
-      return S::select(S::test_bit(word, bit), p, S::zero());
-    };
-    int j = first;
-    for (; j + 4 <= last; j += 4) {
-      F p[4];
-      TESSERA_UNROLL
-      for (int u = 0; u < 4; ++u) p[u] = weight(j + u);
-      if constexpr (kPairs) {
-        S::store_pairs(pairs + (j / 2 * N + v) * L, S::make_pairs(p[0], p[1]));
-        S::store_pairs(pairs + ((j / 2 + 1) * N + v) * L, S::make_pairs(p[2], p[3]));
+      total = S::add(total, p);
+      if constexpr (kDrop) {
+        const auto word = S::load(reinterpret_cast<const int32_t*>(keep[j / 32] + v * L));
+        const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
+        return S::select(S::test_bit(word, bit), p, S::zero());
       } else {
-        TESSERA_UNROLL
-        for (int u = 0; u < 4; ++u) S::store(scores + ((j + u) * N + v) * L, p[u]);
+        return p;
       }
-    }
-    for (; j < last; j += 2) {
-      const F even = weight(j), odd = j + 1 < last ? weight(j + 1) : S::zero();
+    };
+    const auto put = [&](int j, F even, F odd) {
       if constexpr (kPairs) {
         S::store_pairs(pairs + (j / 2 * N + v) * L, S::make_pairs(even, odd));
       } else {
         S::store(scores + (j * N + v) * L, even);
         S::store(scores + ((j + 1) * N + v) * L, odd);
       }
+    };
+    int j = first;
+    for (; j + 4 <= last; j += 4) {
+      F p[4];
+      TESSERA_UNROLL
+      for (int u = 0; u < 4; ++u) p[u] = weight(j + u, sum[u]);
+      put(j, p[0], p[1]);
+      put(j + 2, p[2], p[3]);
     }
+    if (j < last) {
+      const F p0 = weight(j, sum[0]);
+      put(j, p0, j + 1 < last ? weight(j + 1, sum[1]) : S::zero());
+    }
+    if (j + 2 < last) put(j + 2, weight(j + 2, sum[2]), S::zero());
     const F total = S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3]));
     S::store(l + v * L, S::fma(S::load(l + v * L), shrink, total));
     S::store(m + v * L, now);
@@ -253,27 +255,34 @@ TESSERA_INLINE void raise_max_logit(char* where, float x) {
 }
 
 template <typename S, int N, typename T>
-void store_rows(const Call& call, const CallSequence& sequence, const Strip<S>& strip,
-                const float* factor) {
+__attribute__((noinline)) void store_rows(const Call& call, const CallSequence& sequence,
+                                          const Strip<S>& strip, const float* factor) {
   constexpr int L = S::kLanes;
   for (int v = 0; v < N; ++v) {
     const auto scale = S::load(factor + v * L);
     const auto empty = S::equal(scale, S::zero());  // 0 times what a NaN in V left is not 0
     const int count = smaller(strip.rows.count - v * L, L);
+    char* row[L];
+    for (int l = 0; l < L; ++l) {
+      const int lane = v * L + l;
+      row[l] = call.o.data + sequence.batch_q * call.o.batch +
+               (sequence.first_q + strip.rows.token[lane]) * call.o.row +
+               strip.rows.head[lane] * call.o.head;
+    }
     for (int64_t d = 0; d < call.dv; d += L) {
       const int n = static_cast<int>(smaller<int64_t>(call.dv - d, L));
       typename S::F x[L];
+      TESSERA_UNROLL
       for (int k = 0; k < L; ++k) {
-        x[k] = k < n ? S::mul(S::load(strip.o_t + ((d + k) * N + v) * L), scale) : S::zero();
-        x[k] = S::select(empty, S::zero(), x[k]);
+        const auto sum = S::load(strip.o_t + ((d + k) * N + v) * L);
+        x[k] = S::select(empty, S::zero(), S::mul(sum, scale));
       }
       S::transpose(x);
-      for (int l = 0; l < count; ++l) {
-        const int lane = v * L + l;
-        char* row = call.o.data + sequence.batch_q * call.o.batch +
-                    (sequence.first_q + strip.rows.token[lane]) * call.o.row +
-                    strip.rows.head[lane] * call.o.head;
-        S::store_n(reinterpret_cast<T*>(row) + d, x[l], n);
+      if (n == L && count == L) {
+        TESSERA_UNROLL
+        for (int l = 0; l < L; ++l) S::store(reinterpret_cast<T*>(row[l]) + d, x[l]);
+      } else {
+        for (int l = 0; l < count; ++l) S::store_n(reinterpret_cast<T*>(row[l]) + d, x[l], n);
       }
     }
   }
@@ -352,7 +361,7 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
     place_state(args.shape, s, state, strip);
     for (int l = 0; l < Tile<S>::kStrip; ++l) strip.m[l] = -kInfinity, strip.l[l] = 0;
     const int64_t lanes = strip.rows.vectors * S::kLanes;
-    memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 8) * lanes) * 4);
+    memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 16) * lanes) * 4);
     if (strip.rows.key_end > 0) {
       (strip.rows.vectors == 1 ? pack_queries<S, 1> : pack_queries<S, 2>)(
           call, sequence, strip.rows, args.shape.bf16, strip.q_t);

@@ -143,10 +143,29 @@ void Block<S>::convert(const Call& call, const CallSequence& sequence, const For
   }
 }
 
+// Words [d, d + n) of kLanes rows, transposed: word k of lane l is that of row l.
+template <typename S, int N, typename Load>
+TESSERA_INLINE void pack_words(int64_t words, float* q_t, Load load) {
+  constexpr int L = S::kLanes;
+  for (int64_t d = 0; d < words; d += L) {
+    const int n = static_cast<int>(smaller<int64_t>(words - d, L));
+    typename S::F x[L];
+    TESSERA_UNROLL
+    for (int l = 0; l < L; ++l) x[l] = load(l, d, n);
+    S::transpose(x);
+    if (n == L) {
+      TESSERA_UNROLL
+      for (int k = 0; k < L; ++k) S::store(q_t + (d + k) * N * L, x[k]);
+    } else {
+      for (int k = 0; k < n; ++k) S::store(q_t + (d + k) * N * L, x[k]);
+    }
+  }
+}
+
 // Q^T of a strip: [dqk][lanes] fp32, or [ceil(dqk / 2)][lanes] words of two bf16.
 template <typename S, int N>
-void pack_queries(const Call& call, const CallSequence& sequence, const StripRows<S>& rows,
-                  bool bf16, float* q_t) {
+__attribute__((noinline)) void pack_queries(const Call& call, const CallSequence& sequence,
+                                            const StripRows<S>& rows, bool bf16, float* q_t) {
   constexpr int L = S::kLanes;
   for (int v = 0; v < N; ++v) {
     const char* row[L];
@@ -155,27 +174,25 @@ void pack_queries(const Call& call, const CallSequence& sequence, const StripRow
       row[l] = call.q.data + sequence.batch_q * call.q.batch +
                (sequence.first_q + rows.token[lane]) * call.q.row + rows.head[lane] * call.q.head;
     }
-    const int64_t words = bf16 ? (call.dqk + 1) / 2 : call.dqk;
-    for (int64_t d = 0; d < words; d += L) {
-      const int n = static_cast<int>(smaller<int64_t>(words - d, L));
-      typename S::F x[L];
-      for (int l = 0; l < L; ++l) {
-        if constexpr (S::kHasBf16Dot) {
-          if (bf16) {
-            const int elements = static_cast<int>(smaller<int64_t>(call.dqk - 2 * d, 2 * L));
-            x[l] = S::as_float(S::load_row_n(reinterpret_cast<const Bf16*>(row[l]) + 2 * d,
-                                             elements));
-            continue;
-          }
-        }
-        switch (call.q.dtype) {
-          case TESSERA_FP32: x[l] = S::load_n(reinterpret_cast<const float*>(row[l]) + d, n); break;
-          case TESSERA_BF16: x[l] = S::load_n(reinterpret_cast<const Bf16*>(row[l]) + d, n); break;
-          default: x[l] = S::load_n(reinterpret_cast<const Fp16*>(row[l]) + d, n);
-        }
+    if constexpr (S::kHasBf16Dot) {
+      if (bf16) {
+        pack_words<S, N>((call.dqk + 1) / 2, q_t + v * L, [&](int l, int64_t d, int) {
+          const int n = static_cast<int>(smaller<int64_t>(call.dqk - 2 * d, 2 * L));
+          return S::as_float(S::load_row_n(reinterpret_cast<const Bf16*>(row[l]) + 2 * d, n));
+        });
+        continue;
       }
-      S::transpose(x);
-      for (int k = 0; k < n; ++k) S::store(q_t + ((d + k) * N + v) * L, x[k]);
+    }
+    const auto pack = [&](auto element) {
+      using T = decltype(element);
+      pack_words<S, N>(call.dqk, q_t + v * L, [&](int l, int64_t d, int n) {
+        return S::load_n(reinterpret_cast<const T*>(row[l]) + d, n);
+      });
+    };
+    switch (call.q.dtype) {
+      case TESSERA_FP32: pack(float{}); break;
+      case TESSERA_BF16: pack(Bf16{}); break;
+      default: pack(Fp16{});
     }
   }
 }

@@ -11,8 +11,6 @@
 namespace tessera::cpu {
 namespace {
 
-#define TESSERA_UNROLL _Pragma("GCC unroll 16")
-
 // S^T[j][lane] = sum_d K[j][d] Q^T[d][lane] for j in [first, last), rounded up to whole tiles: the
 // table has valid rows up to there. maximum, if kMax: of each lane over the rows, which then must
 // be whole tiles; NaN is passed over.

@@ -47,6 +47,7 @@ struct E5m2 {
 namespace {
 
 #define TESSERA_INLINE static inline __attribute__((always_inline))
+#define TESSERA_UNROLL _Pragma("GCC unroll 16")
 
 // 2^f on [-1/2, 1/2] = 1 + f * poly(f); minimax in relative error with the constant fixed at 1, so
 // that a rescaling by 2^0 changes no bit.
