@@ -31,10 +31,12 @@ class Builder {
   void place_rows(std::initializer_list<Part> parts, int32_t format, int64_t batch, int64_t rows,
                   Join join);
   void place_pool(int index, int32_t dtype, int64_t pages, int64_t dim);
-  // Contiguous in the order of its axes; with strided, `pad` elements after each row of axes.
+  // Contiguous in the order of its axes; with strided and pad_rows, apart.
   void place_dense(int index, int32_t dtype, std::initializer_list<int64_t> extent, bool pad_rows,
                    int64_t last_stride = 1);
   void place_broadcast(int index, int32_t dtype, const std::string& letters);
+  // The distance between neighbours of `extent` elements: with strided, odd and never touching.
+  int64_t apart(int64_t extent) const { return c_.strided ? (extent + 1) | 1 : extent; }
   Tensor& tensor(int index, int32_t dtype) {
     g_.owner[index] = index;
     g_.problem.tensor[index].dtype = dtype;
@@ -44,7 +46,6 @@ class Builder {
   const Case& c_;
   CaseGeometry g_{};
   bool backward_, paged_, thd_q_, thd_k_, same_lengths_ = false;
-  int64_t pad_;
   int32_t statistic_;                 // dtype of lse and its kin
   int64_t batch_q_, rows_q_;          // extents of q's batch and seqlen axes
   int64_t batch_k_, rows_k_;          // of k's, without pages
@@ -56,7 +57,6 @@ CaseGeometry Builder::build() {
   paged_ = c_.page > 0;
   thd_q_ = c_.layout.format_q == TESSERA_THD;
   thd_k_ = !paged_ && c_.layout.format_kv == TESSERA_THD;
-  pad_ = c_.strided ? 1 : 0;
   statistic_ = c_.dtype == TESSERA_FP64 ? TESSERA_FP64 : TESSERA_FP32;
   Problem& p = g_.problem;
   p.struct_size = sizeof(Problem);
@@ -180,7 +180,7 @@ void Builder::place_tokens() {
 
 void Builder::place_scores() {
   const int32_t extra = c_.bias_dtype ? c_.bias_dtype : c_.dtype;
-  const int64_t step = 1 + pad_;
+  const int64_t step = c_.strided ? 2 : 1;
   if (c_.bias != Case::BiasAt::kNone) place_broadcast(TESSERA_BIAS, extra, c_.bias_shape);
   if (c_.mask.what != CaseMask::What::kNone)
     place_broadcast(TESSERA_MASK, TESSERA_BOOL, c_.mask.shape);
@@ -225,7 +225,7 @@ void Builder::place_scores() {
 void Builder::place_lengths() {
   using Kind = CaseLengths::Kind;
   const int32_t type = c_.int64_lengths ? TESSERA_INT64 : TESSERA_INT32;
-  const int64_t step = 1 + pad_;
+  const int64_t step = c_.strided ? 2 : 1;
   const auto places = [](const CaseLengths& lens) {
     return lens.kind == Kind::kList || lens.kind == Kind::kRandom;
   };
@@ -249,7 +249,8 @@ void Builder::place_lengths() {
 
 // [b, hq, sq]; forward writes it contiguous.
 void Builder::place_row_statistics(int index, bool output) {
-  place_dense(index, statistic_, {batch_q_, c_.hq, rows_q_}, !output, output ? 1 : 1 + pad_);
+  place_dense(index, statistic_, {batch_q_, c_.hq, rows_q_}, !output,
+              output || !c_.strided ? 1 : 2);
 }
 
 void Builder::place_rows(std::initializer_list<Part> parts, int32_t format, int64_t batch,
@@ -265,19 +266,19 @@ void Builder::place_rows(std::initializer_list<Part> parts, int32_t format, int6
     g_.owner[part.index] = owner;
     g_.offset[part.index] = row;
     if (format == TESSERA_BHSD) {
-      t.stride[1] = part.dim + pad_;
-      t.stride[2] = rows * t.stride[1] + 2 * pad_;
+      t.stride[1] = apart(part.dim);
+      t.stride[2] = apart(rows * t.stride[1]);
       row += part.heads * t.stride[2];
     } else if (join == Join::kAfterHeads && count > 1) {
-      t.stride[2] = count * part.dim + pad_;
+      t.stride[2] = apart(count * part.dim);
       row += part.dim;
     } else {
-      t.stride[2] = part.dim + pad_;
+      t.stride[2] = apart(part.dim);
       row += part.heads * t.stride[2];
     }
   }
-  if (join == Join::kAfterHeads && count > 1) row = parts.begin()->heads * (row + pad_);
-  row += 2 * pad_;
+  if (join == Join::kAfterHeads && count > 1) row = parts.begin()->heads * apart(row);
+  row = apart(row);
   for (const Part& part : parts) {
     Tensor& t = g_.problem.tensor[part.index];
     switch (format) {
@@ -286,11 +287,11 @@ void Builder::place_rows(std::initializer_list<Part> parts, int32_t format, int6
         break;
       case TESSERA_SBHD:
         t.stride[0] = row;
-        t.stride[1] = batch * row + pad_;
+        t.stride[1] = apart(batch * row);
         break;
       default:
         t.stride[1] = row;
-        t.stride[0] = rows * row + pad_;
+        t.stride[0] = apart(rows * row);
         break;
     }
   }
@@ -311,7 +312,8 @@ void Builder::place_dense(int index, int32_t dtype, std::initializer_list<int64_
   for (int axis = 3; axis >= 0; --axis) {
     if (axis >= static_cast<int>(extent.size())) continue;
     t.stride[axis] = stride;
-    stride = stride * t.extent[axis] + (pad_rows ? 2 * pad_ : 0);
+    stride *= t.extent[axis];
+    if (pad_rows) stride = apart(stride);
   }
 }
 
