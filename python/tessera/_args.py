@@ -75,6 +75,7 @@ class Arguments:
         self.problem.struct_size = _lib.ctypes.sizeof(_lib.Problem)
         self.problem.pass_ = _lib.BACKWARD if backward else _lib.FORWARD
         self.sources: list[Source] = []
+        self.spelling: dict[str, str] = {}  # the library's name of a tensor -> the caller's
         self.softmax_scale = self.softcap = self.dropout_p = 0.0
         self.layout_q = self.layout_kv = "bshd"
         self.paged = False
@@ -118,6 +119,7 @@ class Arguments:
                              f"is on {self.device}")
         self._describe(tensor, code, info.shape, info.strides, order)
         self.sources.append(Source(_lib.INDEX[tensor], name, part))
+        self.spelling[tensor] = name if part is None else f"{name}[{part}]"
         return info
 
     def put_new(self, tensor: str, dtype: str, shape, order) -> tuple[int, ...]:
@@ -303,8 +305,10 @@ def _pair(a: Arguments, name: str, value, order_first, order_second, axes: str, 
     if isinstance(value, tuple):
         if len(value) != 2:
             raise a.error(name, value, f"must be a {a.adapter.noun} or a pair of them")
-        a.put(name + first, name, value[0], order_first, axes=axes, part=0)
-        a.put(name + second, name, value[1], order_second, axes=axes, part=1)
+        for side, part, order in ((first, 0, order_first), (second, 1, order_second)):
+            if a.adapter.info(value[part]) is None:
+                raise a.error(f"{name}[{part}]", value[part], f"must be a {a.adapter.noun}")
+            a.put(name + side, name, value[part], order, axes=axes, part=part)
         return
     a.put(name + first, name, value, order_first, axes=axes)
     if share:

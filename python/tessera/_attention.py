@@ -117,7 +117,7 @@ class Prepared:
         self.address = ctypes.addressof(self.problem)
         self.template = bytes(buffers)
         self.outputs = outputs  # one per result: (word, name, shape, dtype), a position, or None
-        self.names = [source.name for source in arguments.sources]
+        self.spelling = arguments.spelling
         self.sources = []       # filled by _locate: (word, position in arrays, part)
         self.workspace_bytes = 0
 
@@ -129,20 +129,20 @@ class Prepared:
         error = _lib.error_of_thread()
         code = _lib.prepare(self.address, _lib.CPU_ADDRESS, _num_threads,
                             ctypes.addressof(information), ctypes.addressof(error))
-        _lib.check(code, error, self.operation)
+        _lib.check(code, error, self.operation, self.spelling)
         self.workspace_bytes = information.workspace_bytes
 
     def run(self, arrays) -> list:
-        words = _Words.from_buffer_copy(self.template)
+        words, pointer = _Words.from_buffer_copy(self.template), _numpy.pointer
         for word, position, part in self.sources:
             array = arrays[position] if part is None else arrays[position][part]
-            words[word] = array.__array_interface__["data"][0]
+            words[word] = pointer(array)
         results = []
         for output in self.outputs:
             if type(output) is tuple:
                 word, name, shape, dtype = output
                 array = _numpy.empty(self.operation, name, shape, dtype)
-                words[word] = array.__array_interface__["data"][0]
+                words[word] = pointer(array)
                 results.append(array)
             else:
                 results.append(None if output is None else arrays[output])
@@ -155,7 +155,7 @@ class Prepared:
                         ctypes.addressof(error))
         del owner  # the workspace lives until here
         if code:
-            _lib.raise_error(error, self.operation)
+            _lib.raise_error(error, self.operation, self.spelling)
         return results
 
 
@@ -163,7 +163,7 @@ def _call(operation: str, prepare, arrays, options) -> list:
     try:
         window = options[_WINDOW]
         key = (operation, tuple(map(_signature, arrays)), options, tuple(map(type, options)),
-               window and repr(window), arrays[_SEQLENS_Q] is arrays[_SEQLENS_Q + 1],
+               None if window is None else repr(window), arrays[_SEQLENS_Q] is arrays[_SEQLENS_Q + 1],
                arrays[_CU_SEQLENS_Q] is arrays[_CU_SEQLENS_Q + 1])
         call = _prepared.get(key)
     except TypeError:  # not an array, or something unhashable: not kept, and perhaps illegal

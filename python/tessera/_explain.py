@@ -108,7 +108,7 @@ def _validate(a: _args.Arguments, given: dict):
     error = _lib.error_of_thread()
     code = _lib.validate(ctypes.addressof(a.problem), _lib.CPU_ADDRESS, ctypes.addressof(buffers),
                          ctypes.addressof(error))
-    _lib.check(code, error, "explain")
+    _lib.check(code, error, "explain", a.spelling)
 
 
 def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) -> Explanation:

@@ -12,6 +12,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import threading
 from ctypes import (CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32,
                     c_uint64, c_void_p)
@@ -86,14 +87,16 @@ class Refused(RuntimeError):
 _EXCEPTIONS = {INVALID: ValueError, REFUSED: Refused, OUT_OF_MEMORY: MemoryError}
 
 
-def raise_error(error: Error, operation: str):
-    """Raises what error says. The front door's own operation name gives way to the Python one."""
+def raise_error(error: Error, operation: str, spelling: dict[str, str] | None = None):
+    """Raises what error says, in the words of the Python API: the front door's operation gives way
+    to `operation`, and a tensor at the head of the message to how the caller spelled it."""
     message = error.message.decode("utf-8", "replace")
     head, colon, rest = message.partition(": ")
     if colon and head.startswith(("tessera.", "tessera_")):
         message = rest
-    if operation == "attention" and message.startswith("o."):
-        message = "out" + message[1:]  # what the caller knows it by
+    field = re.match(r"\w+", message)
+    if field and spelling and field[0] in spelling:
+        message = spelling[field[0]] + message[field.end():]
     raise _EXCEPTIONS.get(error.code, RuntimeError)(f"tessera.{operation}: {message}")
 
 
@@ -153,9 +156,9 @@ def error_of_thread() -> Error:
         return _local.error
 
 
-def check(code: int, error: Error, operation: str):
+def check(code: int, error: Error, operation: str, spelling: dict[str, str] | None = None):
     if code != OK:
-        raise_error(error, operation)
+        raise_error(error, operation, spelling)
 
 
 def read_json(call, operation: str):

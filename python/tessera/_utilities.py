@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import numpy as np
 
@@ -60,6 +61,8 @@ def dropout_mask(b, hq, sq, sk, dropout_p, rng_state) -> np.ndarray:
         extents.append(a.integer(name, value))
         if extents[-1] < 0:
             raise a.error(name, value, "must not be negative")
+    if math.prod(extents) >= 2**63:
+        raise a.error("b, hq, sq, sk", tuple(extents), "the mask must have fewer than 2^63 elements")
     p = a.number("dropout_p", dropout_p)
     state = _attention._rng_array("dropout_mask", rng_state)
     a.put("rng_state", "rng_state", state, (0,), axes="seed and offset")

@@ -15,7 +15,8 @@ EPILOG = """\
 examples:
   python -m tessera bench "fwd bf16 b=1 s=2048 h=8 d=128 causal" --against torch,numpy
   python -m tessera bench --suite cpu --against torch --json cpu.json --plot cpu.png
-Times are medians per call. % of peak is of the fastest multiply-add loop of this machine (of the
+Times are medians per call; "x torch" is how many times as long torch takes, by the median over
+neighbouring samples. % of peak is of the fastest multiply-add loop of this machine (of the
 dtype's native width), measured between the samples; for decode look at the bytes per second.
 peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), numpy (unfused)."""
 
@@ -67,11 +68,11 @@ def main(args) -> int:
             results.append(measure(case, against, args))
             progress.step(case)
     if args.json == "-":
-        print(json.dumps(results, indent=2))
+        print(to_json(results))
     else:
         show(results, against)
     if args.json and args.json != "-":
-        Path(args.json).write_text(json.dumps(results, indent=2))
+        Path(args.json).write_text(to_json(results) + "\n")
     if args.plot:
         plot.draw(results, against, args.plot)
     return 1 if all("error" in result for result in results) else 0
@@ -81,58 +82,81 @@ def measure(case: str, against, args) -> dict:
     """One entry of the JSON list; "error" instead of numbers for a case that does not run."""
     import tessera
     from . import conformance, peers
-    with conformance.Case(case, args.backend) as opened:
-        (q, k, v), kw = opened.arguments()
-        backward = opened.is_backward
-        tensors = {name: opened.array(name) for name in ("do", "o", "lse", "dlse")}
-        if backward:
-            names = tuple(name for name in ("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes")
-                          if opened.array(name) is not None)
-            # o and lse of this very call, so that kernels see what they see in training
-            o, lse = tessera.attention(q, k, v, **kw, return_lse=True)
-            def ours():
-                return tessera.attention_backward(tensors["do"], q, k, v, o, lse, tensors["dlse"],
-                                                  names, **kw)
-        else:
-            returns = {"return_lse": tensors["lse"] is not None,
-                       "return_max_logit": opened.array("max_logit") is not None}
-            def ours():
-                return tessera.attention(q, k, v, **kw, **returns)
-        result = {"case": opened.text, "pass": "bwd" if backward else "fwd"}
+    tokens = case.split()
+    backward = tokens[:1] == ["bwd"]
+    result = {"case": case, "pass": "bwd" if backward else "fwd"}
+    try:
+        why = tessera.explain(case)
+        # Opening a bwd case computes its reference; its forward half has the same inputs.
+        forward_half = " ".join(["fwd"] + [token for token in tokens[1:]
+                                           if not token.startswith(("grads=", "dlse"))])
+        with conformance.Case(forward_half if backward else case) as opened:
+            arguments = dict(opened.arguments(), backend=args.backend)
+            results = tessera.attention(**arguments)
+            do, ours = None, lambda: tessera.attention(**arguments)
+            if backward:
+                do, ours = _backward(tokens, arguments, results)
+                ours()
+            return _timed(dict(result, backend=args.backend or why.backend), arguments, do, results,
+                          ours, against, args, peers, conformance)
+    except (ValueError, tessera.Refused, MemoryError) as error:
+        return dict(result, error=str(error))
+
+
+def _backward(tokens, arguments: dict, results):
+    """(do, function to time) of the backward pass, given what the forward pass returned."""
+    import numpy as np
+    import tessera
+    o, lse = results[:2]
+    do = np.random.default_rng(0).standard_normal(o.shape, np.float32).astype(o.dtype)
+    dlse = np.ones_like(lse) if "dlse" in tokens else None
+    grads = ("dq", "dk", "dv") + tuple(name for token in tokens if token.startswith("grads=")
+                                       for name in token[len("grads="):].split(","))
+    arguments = {name: value for name, value in arguments.items()
+                 if name not in ("return_lse", "return_max_logit", "batch_invariant")}
+    return do, lambda: tessera.attention_backward(do, o=o, lse=lse, dlse=dlse, grads=grads,
+                                                  **arguments)
+
+
+def _timed(result, arguments, do, results, ours, against, args, peers, conformance) -> dict:
+    keywords = {name: value for name, value in arguments.items() if name not in ("q", "k", "v")}
+    q, k, v = (arguments[name] for name in "qkv")
+    workload = peers.Workload(q, k, v, do, keywords, args.threads)
+    contenders, refused = {"tessera": ours}, {}
+    for name in against:
         try:
-            why = tessera.explain(opened.text)
-            ours()
-        except (ValueError, tessera.Refused, MemoryError) as error:
-            return dict(result, error=str(error))
-        contenders = {"tessera": ours}
-        refused = {}
-        workload = peers.Workload(q, k, v, tensors["do"] if backward else None, kw, args.threads)
-        for name in against:
-            try:
-                contenders[name] = peers.prepare(name, workload)
-            except peers.Unsupported as reason:
-                refused[name] = str(reason)
-        probe = conformance.PeakProbe(q.dtype.name, args.threads or 0)
-        contenders["(peak)"] = probe.run
-        samples = timing.alternate(contenders, timing.MODES[args.mode])
-        dqk, dv = q.shape[-1], v.shape[-1]
-        flops = work.flops(work.visible_scores(q, k, v, kw), dqk, dv, backward)
-        arrays = [q, k, v, kw.get("bias")] + ([tensors["do"], o, q, k, v] if backward else [q])
-        seconds = samples["tessera"].median
-        tflops = flops / seconds / 1e12
-        result.update(
-            backend=args.backend or why.backend, device="cpu", ms=seconds * 1e3,
-            tflops=tflops, percent_of_peak=100 * tflops / probe.tflops,
-            bytes_per_s=work.bytes_touched(arrays) / seconds, min_ms=samples["tessera"].best * 1e3,
-            peak_tflops=probe.tflops, peers={})
-        for name in against:
-            if name in refused:
-                result["peers"][name] = {"refused": refused[name]}
-            else:
-                median = samples[name].median
-                result["peers"][name] = {"ms": median * 1e3, "tflops": flops / median / 1e12,
-                                         "min_ms": samples[name].best * 1e3}
-        return result
+            contenders[name] = peers.prepare(name, workload)
+        except peers.Unsupported as reason:
+            refused[name] = str(reason)
+    probe = conformance.PeakProbe(q.dtype, args.threads or 0)
+    samples = timing.alternate({**contenders, "(peak)": probe.run}, timing.MODES[args.mode])
+    scores = work.visible_scores(q, k, v, keywords)
+    flops = work.flops(scores, q.shape[-1], v.shape[-1], backward=do is not None)
+    o = results[0]
+    touched = [q, k, v, o, keywords.get("bias")] + ([do, q, k, v] if do is not None else [])
+
+    def numbers(name):
+        seconds = samples[name].median
+        return {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12,
+                "_min_ms": samples[name].best * 1e3,
+                "_times": samples["tessera"].times(samples[name])}
+
+    mine = numbers("tessera")
+    return {**result, "device": "cpu", **mine,
+            "percent_of_peak": 100 * mine["tflops"] / probe.tflops,
+            "bytes_per_s": work.bytes_touched(touched) / (mine["ms"] / 1e3),
+            "_peak_tflops": probe.tflops,
+            "peers": {name: {"refused": refused[name]} if name in refused else numbers(name)
+                      for name in against}}
+
+
+def to_json(results) -> str:
+    """Without the keys that only the table and the plot need, which begin with "_"."""
+    def public(x):
+        if isinstance(x, dict):
+            return {key: public(value) for key, value in x.items() if not key.startswith("_")}
+        return [public(item) for item in x] if isinstance(x, list) else x
+    return json.dumps(public(results), indent=2)
 
 
 def show(results, against):
@@ -143,12 +167,12 @@ def show(results, against):
         if "error" in result:
             rows.append([result["case"], "-", "-", "-", "-", "-"] + ["-"] * 2 * len(against))
             continue
-        row = [result["case"], f"{result['ms']:.3f}", f"{result['min_ms']:.3f}",
+        row = [result["case"], f"{result['ms']:.3f}", f"{result['_min_ms']:.3f}",
                f"{result['tflops']:.3f}", f"{result['percent_of_peak']:.1f}",
                f"{result['bytes_per_s'] / 1e9:.1f}"]
         peers = [result["peers"][name] for name in against]
         row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers]
-        row += [f"{peer['ms'] / result['ms']:.2f}" if "ms" in peer else "-" for peer in peers]
+        row += [f"{peer['_times']:.2f}" if "ms" in peer else "-" for peer in peers]
         rows.append(row)
     terminal.print_table(columns, rows)
     for result in results:

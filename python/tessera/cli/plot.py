@@ -34,7 +34,7 @@ def draw(results, against, path: str):
             labels = [f" {result['percent_of_peak']:.0f} % of peak" for result in results]
             axes.bar_label(bars, labels, fontsize=8)
     for row, result in enumerate(results):
-        axes.plot([result["peak_tflops"]] * 2, [row - height / 2, row + 0.8 - height / 2],
+        axes.plot([result["_peak_tflops"]] * 2, [row - height / 2, row + 0.8 - height / 2],
                   color="black", linewidth=1.5, label="peak of the machine" if row == 0 else None)
     axes.set_yticks([row + 0.4 - height / 2 for row in range(len(results))],
                     [result["case"] for result in results], fontsize=8)

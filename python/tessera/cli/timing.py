@@ -9,6 +9,7 @@ import time
 from typing import Callable
 
 _SAMPLE_SECONDS = 0.01  # a sample repeats the call for at least this long
+_SETTLE_SECONDS = 0.003  # for the last contender's threads, which spin for a while, to sleep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Samples:
     def best(self) -> float:
         return min(self.seconds)
 
+    def times(self, other: Samples) -> float:
+        """How many times as long the other takes: the median over neighbouring samples."""
+        return statistics.median(b / a for a, b in zip(self.seconds, other.seconds))
+
 
 def alternate(contenders: dict[str, Callable[[], object]], mode: Mode) -> dict[str, Samples]:
     """Times every function, one sample of each in turn, in changing order."""
@@ -53,8 +58,9 @@ def alternate(contenders: dict[str, Callable[[], object]], mode: Mode) -> dict[s
     start = time.perf_counter()
     while True:
         for name in names:
-            if mode.pause:
-                time.sleep(mode.pause)
+            time.sleep(max(mode.pause, _SETTLE_SECONDS))
+            if repeats[name] > 1:
+                contenders[name]()  # wakes its own threads
             samples[name].append(_sample(contenders[name], repeats[name]))
         names.reverse()
         count = len(samples[names[0]])

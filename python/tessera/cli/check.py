@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m tessera check: run cases against the fp64 reference, under one error rule."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+
+from .. import _lib
+from . import case_lines, terminal
+
+EPILOG = """\
+examples:
+  python -m tessera check                                    (the smoke cases, through NumPy)
+  python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
+  python -m tessera check --cases ci --through c --backend cpu
+A failure prints one line that can be pasted back. A refusal that tests/cases/refused.<backend> does
+not list is a failure, and so is a listed case that runs. docs/cases.md describes a case."""
+
+_THROUGH = ("numpy", "c", "torch", "jax", "paddle")
+_ISAS = ("portable", "avx2", "avx512", "avx512bf16")
+
+
+def add_parser(commands):
+    parser = commands.add_parser("check", help="run cases against the fp64 reference",
+                                 description=__doc__, epilog=EPILOG,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="*", help="a case line")
+    parser.add_argument("--cases", metavar="FILE", action="append", default=[],
+                        help="a file of cases, or smoke, ci or nightly")
+    parser.add_argument("--backend", help="force a backend by name")
+    parser.add_argument("--through", choices=_THROUGH, default="numpy",
+                        help="the front end that runs them")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="at most N threads")
+    parser.add_argument("--isa", choices=_ISAS, help="of the CPU, lower than the machine's")
+    parser.add_argument("--refused", metavar="FILE",
+                        help="cases that must be refused (default: tests/cases/refused.<backend>)")
+    parser.set_defaults(main=main)
+
+
+def main(args) -> int:
+    _set_isa(args.isa)
+    cases = case_lines.split(args.case)
+    for name in args.cases or ([] if cases else ["smoke"]):
+        cases += case_lines.read(name)
+    run = runner(args)
+    refusals = _refusals(args)
+    counts = {"passed": 0, "refused": 0, "failed": 0}
+    with terminal.Progress(len(cases), "check") as progress:
+        for case in cases:
+            outcome, why = judge(case, run)
+            listed = _plain(case) in refusals
+            if outcome == "refused" and not listed:
+                outcome, why = "failed", f"refused, and not listed: {why}"
+            elif outcome == "passed" and listed:
+                outcome, why = "failed", "runs, and is listed as refused"
+            counts[outcome] += 1
+            if outcome == "failed":
+                progress.print(f"FAIL {_command(case, args)}  # {why}")
+            progress.step(case)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+def judge(text: str, run) -> tuple[str, str]:
+    """("passed" | "refused" | "failed", why) of one case."""
+    from . import conformance
+    try:
+        with conformance.Case(text) as case:
+            try:
+                run(case)
+            except _lib.Refused as error:
+                return "refused", _one_line(error)
+            verdict = case.compare()
+    except (ValueError, RuntimeError, MemoryError, TypeError) as error:
+        return "failed", _one_line(error)
+    if verdict["passed"]:
+        return "passed", ""
+    return "failed", _one_line("; ".join(verdict["failures"]) or "no verdict")
+
+
+def runner(args):
+    """A function that computes a case's outputs into its own arrays."""
+    if args.through == "c":
+        device = _lib.Device(kind=_lib.CUDA if args.device == "cuda" else _lib.CPU)
+        return lambda case: case.run(args.backend, device, args.threads or 0)
+    if args.through == "numpy":
+        if args.device != "cpu":
+            raise case_lines.UsageError("--device cuda: NumPy arrays are on the CPU; use "
+                                        "--through c or a front end with CUDA arrays")
+        if args.threads is not None:
+            import tessera
+            tessera.set_num_threads(args.threads)
+        return lambda case: through_numpy(case, args.backend)
+    try:  # a front end brings its own runner beside it
+        module = importlib.import_module(f"tessera.{args.through}.conformance")
+    except ImportError as error:
+        raise case_lines.UsageError(f"--through {args.through}: {error}; is tessera's front end for "
+                                    f"{args.through} installed?") from error
+    return module.runner(args)
+
+
+def through_numpy(case, backend: str | None):
+    """Runs a case by tessera.attention or attention_backward on views of its tensors."""
+    import tessera
+    arguments = dict(case.arguments(), backend=backend)
+    outputs = case.group("outputs")
+    case.poison_outputs()
+    in_place = case.spec["out"]
+    if not case.is_backward:
+        results = tessera.attention(**arguments, out=outputs["o"] if in_place else None)
+        results = dict(zip(outputs, results if isinstance(results, tuple) else (results,)))
+    else:
+        grads = outputs if in_place else tuple(case.spec["grads"])
+        gradients = tessera.attention_backward(**arguments, **case.group("backward"), grads=grads)
+        results = {name: getattr(gradients, name) for name in outputs}
+    for name, result in results.items():
+        if result.shape != outputs[name].shape or result.dtype != outputs[name].dtype:
+            raise ValueError(f"tessera.check: {name}: {result.dtype}{list(result.shape)} came back, "
+                             f"not {outputs[name].dtype}{list(outputs[name].shape)}")
+        if result is not outputs[name]:
+            outputs[name][...] = result
+
+
+def _set_isa(isa: str | None):
+    """TESSERA_CPU_ISA is read once, when the library starts: start again with it."""
+    if isa and os.environ.get("TESSERA_CPU_ISA") != isa:
+        os.execve(sys.executable, [sys.executable, "-m", "tessera", *sys.argv[1:]],
+                  dict(os.environ, TESSERA_CPU_ISA=isa))
+
+
+def _refusals(args) -> set[str]:
+    if args.refused:
+        return set(map(_plain, case_lines.read(args.refused)))
+    place = case_lines.find(f"refused.{args.backend or 'cpu'}")
+    return set(map(_plain, case_lines.read(place))) if place else set()
+
+
+def _plain(case: str) -> str:
+    return " ".join(case.split("#", 1)[0].split())
+
+
+def _one_line(text) -> str:
+    return " ".join(str(text).split())
+
+
+def _command(case: str, args) -> str:
+    words = ["python", "-m", "tessera", "check", shlex.quote(_plain(case)).replace("'", '"')]
+    if args.through != "numpy":
+        words += ["--through", args.through]
+    for name in ("backend", "threads", "isa"):
+        if getattr(args, name) is not None:
+            words += [f"--{name}", str(getattr(args, name))]
+    return " ".join(words + (["--device", args.device] if args.device != "cpu" else []))

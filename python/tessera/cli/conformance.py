@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite's C door: a case line becomes tensors, a run, a judgement."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
+
+import numpy as np
+
+from .. import _lib
+
+_Json = (c_int64, c_void_p, c_char_p, c_int64)
+
+
+def _declare(name, result, *arguments):
+    function = getattr(_lib.lib, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_new = _declare("tessera_case_new", c_void_p, c_char_p, c_void_p)
+_free = _declare("tessera_case_free", None, c_void_p)
+_problem = _declare("tessera_case_problem", c_void_p, c_void_p)
+_buffers = _declare("tessera_case_buffers", c_void_p, c_void_p)
+_json = _declare("tessera_case_json", *_Json)
+_poison = _declare("tessera_case_poison_outputs", None, c_void_p)
+_run = _declare("tessera_case_run", c_int32, c_void_p, c_char_p, c_void_p, c_int32, c_void_p)
+_compare = _declare("tessera_case_compare", *_Json)
+_probe_flops = _declare("tessera_probe_flops", c_double, c_int32, c_int32, c_double)
+_probe_bandwidth = _declare("tessera_probe_bandwidth", c_double, c_int64, c_int32, c_double)
+
+_NAMES = {code: name for name, code in _lib.DTYPES.items()}
+
+
+class Case:
+    """A case with its tensors; a context manager, whose arrays die with it.
+
+    Raises ValueError for a line or a problem that is illegal."""
+
+    def __init__(self, text: str):
+        error = _lib.error_of_thread()
+        self._handle = _new(text.encode("utf-8", "surrogateescape"), ctypes.addressof(error))
+        if not self._handle:
+            _lib.raise_error(error, "check")
+        self.problem = _lib.Problem.from_address(_problem(self._handle))
+        self.buffers = _lib.Buffers.from_address(_buffers(self._handle))
+        self.spec = self._read(_json)
+        self.text = self.spec["case"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        _free(self._handle)
+        self._handle = None
+
+    @property
+    def is_backward(self) -> bool:
+        return self.spec["pass"] == "bwd"
+
+    def array(self, index: int) -> np.ndarray:
+        """Tensor `index` of the problem, not copied, in the caller's order of axes."""
+        tensor = self.problem.tensor[index]
+        dtype = numpy_dtype(tensor.dtype)
+        axes = self.spec["axes"][str(index)]
+        shape = [tensor.extent[axis] for axis in axes]
+        strides = [tensor.stride[axis] * dtype.itemsize for axis in axes]
+        address = self.buffers.data[index]
+        if 0 in shape or not address:
+            return np.empty(shape, dtype)
+        size = sum((n - 1) * stride for n, stride in zip(shape, strides)) + dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(address)
+        return np.ndarray(shape, dtype, memory, strides=strides)
+
+    def group(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays of "tensors", "backward" or "outputs", by keyword; pairs as tuples."""
+        arrays = {}
+        for keyword, index in self.spec.get(name, {}).items():
+            pair = isinstance(index, list)
+            arrays[keyword] = tuple(map(self.array, index)) if pair else self.array(index)
+        return arrays
+
+    def arguments(self) -> dict:
+        """Everything to pass to tessera.attention: q, k, v and keywords."""
+        arrays = self.group("tensors")
+        for first, second in self.spec["same"]:
+            arrays[second] = arrays[first]
+        scalars = {name: tuple(value) if isinstance(value, list) else value
+                   for name, value in self.spec["kwargs"].items()}
+        return {**arrays, **scalars}
+
+    def poison_outputs(self):
+        _poison(self._handle)
+
+    def run(self, backend: str | None, device: _lib.Device, num_threads: int):
+        """Through the C door. Raises as tessera.attention does."""
+        error = _lib.error_of_thread()
+        code = _run(self._handle, (backend or "").encode(), ctypes.addressof(device), num_threads,
+                    ctypes.addressof(error))
+        _lib.check(code, error, "check")
+
+    def compare(self) -> dict:
+        """The judgement of what is in the outputs now; see src/conformance/conformance.h."""
+        return self._read(_compare)
+
+    def _read(self, function) -> dict:
+        return _lib.read_json(lambda buffer, capacity, _: function(self._handle, buffer, capacity),
+                              "check")
+
+
+class PeakProbe:
+    """The fastest multiply-add loop, as one more contender of a timing."""
+
+    def __init__(self, dtype: np.dtype, num_threads: int, seconds: float = 0.01):
+        self._arguments = _lib.DTYPES[dtype.name], num_threads, seconds
+        self._rates: list[float] = []
+
+    def run(self):
+        self._rates.append(_probe_flops(*self._arguments))
+
+    @property
+    def tflops(self) -> float:
+        return float(np.median(self._rates)) / 1e12
+
+
+def bandwidth(num_threads: int) -> float:
+    """Bytes per second read from memory."""
+    return _probe_bandwidth(512 << 20, num_threads, 0.3)
+
+
+def numpy_dtype(code: int) -> np.dtype:
+    name = _NAMES[code]
+    if not name.startswith(("bfloat", "float8")):
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ValueError(f"tessera.check: dtype={name}: NumPy needs the package ml_dtypes for it; "
+                         "pip install ml_dtypes, or use --through c") from error
+    return np.dtype(getattr(ml_dtypes, name))

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, as people run it: a process, its output, its exit code."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tessera
+from tessera.cli import case_lines, work
+
+
+def run(*arguments, **options):
+    return subprocess.run([sys.executable, "-m", "tessera", *map(str, arguments)],
+                          capture_output=True, text=True, check=False, timeout=300, **options)
+
+
+def lines_of(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_help_teaches():
+    for command in ((), ("env",), ("explain",), ("check",), ("bench",)):
+        text = "\n".join(lines_of(run(*command, "--help")))
+        assert "example" in text and "python -m tessera" in text, command
+
+
+def test_no_command_is_a_usage_error():
+    done = run()
+    assert done.returncode == 2 and "COMMAND" in done.stderr
+
+
+def test_env():
+    text = "\n".join(lines_of(run("env")))
+    assert tessera.__version__ in text and np.__version__ in text
+    facts = json.loads(run("env", "--json").stdout)
+    assert facts["tessera"] == tessera.__version__
+    assert {backend["name"] for backend in facts["build"]["backends"]} >= {"cpu", "reference"}
+    assert isinstance(facts["gpus"], list) and facts["cpus"]["of this process"] >= 1
+
+
+def test_env_without_nvidia_smi(tmp_path):
+    done = run("env", "--json", env={"PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)})
+    assert json.loads(done.stdout)["gpus"] == []
+
+
+def test_explain():
+    text = "\n".join(lines_of(run("explain", "fwd bf16 b=2 s=1024 h=16 d=128 causal")))
+    assert ": cpu" in text and all(name in text for name in tessera.backends())
+    answers = json.loads(run("explain", "fwd fp64 b=1 s=8 h=1 d=8", "--json").stdout)
+    assert answers[0]["backend"] is None and answers[0]["suggestion"]["text"]
+
+
+def test_explain_takes_words():
+    text = lines_of(run("explain", "fwd", "fp32", "b=1", "s=8", "h=1", "d=8", "bwd", "bf16", "b=1",
+                        "s=8", "h=1", "d=8", "--json"))
+    assert [answer["case"][:8] for answer in json.loads("\n".join(text))] == ["fwd fp32",
+                                                                             "bwd bf16"]
+
+
+@pytest.mark.parametrize("command", ["explain", "check", "bench"])
+@pytest.mark.parametrize("case", ["fwd fp32 b=1 s=8 h=1 d=8 causl", "nonsense", "fwd fp32 b=1 b=2",
+                                  "fwd fp32 b=1 sq=4 sk=8 h=1 d=8 causal"])
+def test_illegal_case(command, case):
+    done = run(command, case)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "FAIL" in done.stdout if command == "check" else "tessera." in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("through", ["numpy", "c"])
+def test_check_passes(through):
+    done = run("check", "fwd fp32 b=1 s=33 h=2 d=16 causal",
+               "bwd bf16 b=2 s=20 hq=4 hk=2 d=16 layout=thd lens=random:3 gaps=2 poison",
+               "--through", through)
+    assert lines_of(done)[-1] == "2 passed, 0 refused, 0 failed"
+
+
+def test_check_options():
+    case = "bwd fp32 b=1 s=40 h=2 d=24 window=8,0 bias=post grads=dbias out"
+    for options in (("--backend", "reference"), ("--threads", "1"), ("--isa", "portable"),
+                    ("--isa", "avx2", "--through", "c", "--threads", "2")):
+        assert lines_of(run("check", case, *options))[-1] == "1 passed, 0 refused, 0 failed"
+
+
+def test_check_refusals(tmp_path):
+    refused, runs = "fwd fp64 b=1 s=8 h=1 d=8", "fwd fp32 b=1 s=8 h=1 d=8"
+    listed = tmp_path / "refused"
+    listed.write_text(f"# known\n{refused}  # no fp64 kernels\n")
+    cases = tmp_path / "two.cases"
+    cases.write_text(f"{runs}\n\n{refused}   # comment\n")
+    done = run("check", "--cases", cases, "--refused", listed, "--backend", "cpu")
+    assert lines_of(done)[-1] == "1 passed, 1 refused, 0 failed"
+    listed.write_text(runs)
+    done = run("check", "--cases", cases, "--refused", listed, "--backend", "cpu")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "0 passed, 0 refused, 2 failed"
+    failures = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    assert f'FAIL python -m tessera check "{runs}" --backend cpu  # runs, and' in failures[0]
+    assert "not listed" in failures[1] and "fp64" in failures[1]
+
+
+def test_check_sees_wrong_results():
+    """A front end that answers nonsense fails, each with a line to paste."""
+    from tessera.cli import check, conformance
+
+    def wrong(case):
+        check.through_numpy(case, None)
+        output = next(iter(case.group("outputs").values()))
+        output[...] = output + np.asarray(0.5, output.dtype)
+
+    for case in ("fwd fp32 b=1 s=33 h=2 d=16", "bwd bf16 b=1 s=33 h=2 d=16"):
+        outcome, why = check.judge(case, wrong)
+        assert outcome == "failed" and "error" in why
+    outcome, why = check.judge("fwd fp32 b=1 s=33 h=2 d=16", conformance.Case.poison_outputs)
+    assert outcome == "failed" and why
+
+
+def test_check_without_a_front_end():
+    done = run("check", "fwd fp32 b=1 s=8 h=1 d=8", "--through", "paddle")
+    assert done.returncode == 2 and "paddle" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_missing_file():
+    done = run("check", "--cases", "no/such/file")
+    assert done.returncode == 2 and "no/such/file" in done.stderr
+
+
+def test_bench_json(tmp_path):
+    path = tmp_path / "out.json"
+    done = run("bench", "fwd fp32 b=1 s=64 h=2 d=32 causal",
+               "bwd bf16 b=1 s=32 h=2 d=32 bias=post grads=dbias dlse", "--against", "numpy,cudnn",
+               "--burst", "--json", path)
+    text = lines_of(done)
+    assert text[0].split()[:2] == ["case", "ms"]
+    results = json.loads(path.read_text())
+    assert [result["pass"] for result in results] == ["fwd", "bwd"]
+    for result in results:
+        assert set(result) == {"case", "pass", "backend", "device", "ms", "tflops",
+                               "percent_of_peak", "bytes_per_s", "peers"}
+        assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
+        assert set(result["peers"]["numpy"]) == {"ms", "tflops"}
+        assert "GPU" in result["peers"]["cudnn"]["refused"]
+    done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--burst", "--threads", "1", "--json", "-")
+    assert json.loads(done.stdout)[0]["ms"] > 0
+
+
+def test_bench_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    lines_of(run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--burst", "--plot", path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_usage():
+    assert run("bench").returncode == 2
+    done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--against", "nobody")
+    assert done.returncode == 2 and "torch" in done.stderr
+
+
+@pytest.mark.parametrize("suite", ["cpu", "te", "features"])
+def test_suites_are_legal(suite):
+    from tessera.cli import bench
+    cases = case_lines.read(bench._SUITES / f"{suite}.cases")
+    assert len(cases) >= 8
+    for case in cases:
+        assert tessera.explain(case).backend == "cpu", case
+
+
+def test_demo_is_dispatched():
+    assert "demo" in "\n".join(lines_of(run("demo", "--help")))
+
+
+def test_visible_scores_against_the_oracle():
+    """What bench calls useful work is what the oracle sees."""
+    import problems
+    from hypothesis import HealthCheck, given, settings
+
+    @settings(max_examples=150, deadline=None, derandomize=True,
+              suppress_health_check=list(HealthCheck))
+    @given(problems.problems())
+    def check(problem):
+        truth = problem.oracle()
+        seen = sum(int(truth._sequence(n)[-1].sum()) for n in range(truth.batch))
+        assert work.visible_scores(problem.q, problem.k, problem.v, problem.keywords) == seen
+    check()
