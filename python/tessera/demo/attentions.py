@@ -91,7 +91,7 @@ def padded_bytes(heads, cu_seqlens):
 
 
 def softmax(scores, head_dim):
-    """Of scores / sqrt(head_dim) along the last axis, in place: nothing of its size is allocated."""
+    """Of scores / sqrt(head_dim) along the last axis, in place, to spare a copy."""
     scores *= scores.dtype.type(head_dim**-0.5)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)

@@ -39,7 +39,7 @@ class Report:
             self._print(text)
 
     def table(self, columns, rows, left=()):
-        """rows: of texts, one for each of columns. Columns are flush right, those in left are not."""
+        """rows: of texts, one for each of columns. left: numbers of the columns of words."""
         if self._console:
             table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
             for i, column in enumerate(columns):

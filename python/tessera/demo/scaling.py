@@ -23,8 +23,8 @@ HEADS = 4  # of HEAD_DIM, as in the model: a third of one of its layers
 UNFUSED_BYTES = 1536 << 20  # largest score matrix that is tried
 SECONDS = 30.0  # the whole run stops growing when the next length would pass this
 SETTING = (
-    f"{HEADS} heads of {HEAD_DIM}, fp32, forward, {len(os.sched_getaffinity(0))} cores; memory: peak "
-    "of the process during the call, beside its inputs"
+    f"{HEADS} heads of {HEAD_DIM}, fp32, forward, {len(os.sched_getaffinity(0))} cores; "
+    "memory: peak of the process during the call, beside its inputs"
 )
 
 

@@ -74,11 +74,11 @@ class Story:
         return next((p for p in pairs if not long_words[p[0]] & long_words[p[1]]), pairs[0])
 
     def nearest(self):
-        tokens, longest = len(self.batch.ids), int(self.batch.lengths.max())
+        n, shortest, longest = len(self.texts), self.batch.lengths.min(), self.batch.lengths.max()
         self.report.section("Nearest sentences")
         self.report.say(
-            f"{len(self.texts)} sentences of {self.batch.lengths.min()} to {longest} tokens, packed "
-            f"into {tokens} tokens (padded they would be {len(self.texts) * longest})."
+            f"{n} sentences of {shortest} to {longest} tokens, packed into {len(self.batch.ids)} "
+            f"tokens (padded they would be {n * longest})."
         )
         rows = [
             (f"{self.similarities[i, j]:.3f}", _short(self.texts[i]), _short(self.texts[j]))
@@ -111,9 +111,9 @@ class Story:
         self.report.table(columns, rows, left=(0,))
         backend = attentions.tessera_backend(self.batch.cu_seqlens)
         self.report.say(
-            f"All in fp32; tessera ran on its backend {backend}, unfused is NumPy. Max error: of any number of any "
-            "vector, against the model in plain fp64 NumPy. Peak memory: of one attention call, "
-            "beside its inputs."
+            f"All in fp32; tessera ran on its backend {backend}, unfused is NumPy. Max error: of "
+            "any number of any vector, against the model in plain fp64 NumPy. Peak memory: of one "
+            "attention call, beside its inputs."
         )
         if padded > PADDED_LIMIT:
             self.report.say(f"A padded batch would hold {bytes_text(padded)} of scores: not run.")
@@ -128,13 +128,12 @@ class Story:
         sides = itertools.zip_longest(*map(_word_cells, pair), fillvalue=("", "", ""))
         columns = [f"word of {i + 1}", "share", "", f"word of {j + 1}", "share", ""]
         self.report.table(columns, [a + b for a, b in sides], left=(0, 2, 3, 5))
-        for number, shares in zip((i + 1, j + 1), pair):
-            self.report.say(
-                f"Sentence {number}: its words' shares sum to {shares.share.sum():+.4f}; showing them "
-                f"instead of [MASK] lifts the cosine by {shares.similarity - shares.hidden:+.4f}."
-            )
+        sums = " and ".join(f"{s.share.sum():+.4f}" for s in pair)
+        lifts = " and ".join(f"{s.similarity - s.hidden:+.4f}" for s in pair)
         self.report.say(
-            f"The gradient through all {LAYERS} layers agrees with fp64 NumPy to "
+            "A share is what a word adds to the cosine when the words come out from behind [MASK]: "
+            f"gradient x input, backward through all {LAYERS} layers. The shares sum to {sums}; "
+            f"the cosine itself changed by {lifts}. The gradient agrees with fp64 NumPy to "
             f"{self._gradient_error(i, j):.1e} of its largest entry."
         )
         self._picture("words.png", plots.words, pair)
@@ -166,7 +165,8 @@ class Story:
             rows.append(row + ("",) * (6 - len(row)))
         columns = ["tokens", "tessera", "memory", "unfused", "memory", "times more"]
         self.report.table(columns, rows)
-        self.report.say(f"{scaling.SETTING[0].upper() + scaling.SETTING[1:]}. ~: extrapolated.")
+        mark = " ~: extrapolated." if unfused.extrapolated else ""
+        self.report.say(f"{scaling.SETTING[0].upper() + scaling.SETTING[1:]}.{mark}")
         if len(fused.measured) < len(lengths):
             self.report.say(f"Stopped there: this machine would need over {scaling.SECONDS:.0f} s.")
         if fused.measured:
