@@ -118,7 +118,11 @@ Result<Problem> problem_to_explain(const tessera_problem* problem, const char* c
     return invalid("problem=%p, case_text=%p: give one of them, the other NULL",
                    static_cast<const void*>(problem), static_cast<const void*>(case_text));
   }
-  if (problem) return import_problem(problem);
+  if (problem) {
+    Problem storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
+    return *ours;
+  }
   TESSERA_ASSIGN_OR_RETURN(parsed, parse_case(case_text));
   return geometry_of(parsed).problem;
 }
@@ -160,12 +164,13 @@ const char* tessera_version(void) { return TESSERA_VERSION; }
 int32_t tessera_prepare(const tessera_problem* problem, const tessera_device* device,
                         int32_t num_threads, tessera_info* info, tessera_error* error) {
   return guarded(error, operation_of(problem), [&]() -> Status {
-    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem));
+    Problem storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
     if (num_threads < 0) {
       return invalid("num_threads=%d: must be 0 (the library's default) or more", num_threads);
     }
-    TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(ours, where));
+    TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(*ours, where));
     return fill_info(info, *planned, num_threads);
   });
 }
@@ -173,28 +178,32 @@ int32_t tessera_prepare(const tessera_problem* problem, const tessera_device* de
 int32_t tessera_run(const tessera_problem* problem, const tessera_device* device,
                     const tessera_buffers* buffers, tessera_error* error) {
   return guarded(error, operation_of(problem), [&]() -> Status {
-    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem));
+    Problem storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
     if (!buffers) return invalid("buffers=NULL: must point to a tessera_buffers");
-    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers));
-    TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(ours, where));
-    TESSERA_RETURN_IF_ERROR(validate(planned->problem, data, where));
-    const int64_t needed = planned->plan->workspace_bytes(planned->problem, data.num_threads);
-    TESSERA_RETURN_IF_ERROR(check_workspace(data, where, needed));
-    return planned->plan->run(planned->problem, data, where);
+    Buffers buffer_storage;
+    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers, buffer_storage));
+    TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(*ours, where));
+    TESSERA_RETURN_IF_ERROR(validate(planned->problem, *data, where));
+    const int64_t needed = planned->plan->workspace_bytes(planned->problem, data->num_threads);
+    TESSERA_RETURN_IF_ERROR(check_workspace(*data, where, needed));
+    return planned->plan->run(planned->problem, *data, where);
   });
 }
 
 int32_t tessera_validate(const tessera_problem* problem, const tessera_device* device,
                          const tessera_buffers* buffers, tessera_error* error) {
   return guarded(error, operation_of(problem), [&]() -> Status {
-    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem));
+    Problem storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
     if (!buffers) return invalid("buffers=NULL: must point to a tessera_buffers");
-    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers));
-    TESSERA_RETURN_IF_ERROR(validate(ours));
-    TESSERA_ASSIGN_OR_RETURN(forced, with_forced_backend(all_backends(), normalised(ours)));
-    return validate(forced, data, where);
+    Buffers buffer_storage;
+    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers, buffer_storage));
+    TESSERA_RETURN_IF_ERROR(validate(*ours));
+    TESSERA_ASSIGN_OR_RETURN(forced, with_forced_backend(all_backends(), normalised(*ours)));
+    return validate(forced, *data, where);
   });
 }
 
@@ -220,13 +229,14 @@ int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o
                       const tessera_buffers* context, tessera_error* error) {
   return guarded(error, "tessera.merge", [&]() -> Status {
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
-    TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context));
+    Buffers storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context, storage));
     if (!o || !lse) return invalid("o=NULL or lse=NULL: must describe the outputs");
     const MergeArgs args{num_parts, format,   o_parts, o_data, lse_parts,
                          lse_data,  *o,       o_out,   *lse,   lse_out};
     TESSERA_RETURN_IF_ERROR(validate(args));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
-    return backend->merge(args, ours, where);
+    return backend->merge(args, *ours, where);
   });
 }
 
@@ -235,10 +245,11 @@ int32_t tessera_dropout_mask(int64_t b, int64_t hq, int64_t sq, int64_t sk, doub
                              const tessera_buffers* context, tessera_error* error) {
   return guarded(error, "tessera.dropout_mask", [&]() -> Status {
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
-    TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context));
+    Buffers storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context, storage));
     TESSERA_ASSIGN_OR_RETURN(args, dropout_mask_args(b, hq, sq, sk, dropout_p, rng_state, keep));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
-    return backend->dropout_mask(args, ours, where);
+    return backend->dropout_mask(args, *ours, where);
   });
 }
 

@@ -134,21 +134,28 @@ bool overlaps_itself(const Tensor& tensor, int rank) {
   return false;
 }
 
+uint64_t reach_in_bytes(const Tensor& tensor, int rank) {
+  uint64_t last = 0;
+  for (int axis = 0; axis < rank; ++axis) {
+    if (tensor.extent[axis] == 0) return 0;
+    if (tensor.extent[axis] == 1) continue;
+    last += static_cast<uint64_t>(tensor.extent[axis] - 1) *
+            static_cast<uint64_t>(tensor.stride[axis]);
+  }
+  return (last + 1) * static_cast<uint64_t>(size_of(tensor.dtype));
+}
+
 Footprint footprint_of(const Tensor& tensor, int rank, const void* data) {
   Footprint f;
-  f.begin = f.end = reinterpret_cast<uintptr_t>(data);
+  f.begin = reinterpret_cast<uintptr_t>(data);
+  f.end = f.begin + reach_in_bytes(tensor, rank);
   f.element = size_of(tensor.dtype);
-  uint64_t reach = static_cast<uint64_t>(f.element);
   for (int axis = 0; axis < rank; ++axis) {
-    const int64_t extent = tensor.extent[axis], stride = tensor.stride[axis] * f.element;
-    if (extent == 0) return f;
-    if (extent == 1 || stride == 0) continue;
-    f.extent[f.rank] = extent;
-    f.stride[f.rank] = stride;
+    if (tensor.extent[axis] <= 1 || tensor.stride[axis] == 0) continue;
+    f.extent[f.rank] = tensor.extent[axis];
+    f.stride[f.rank] = tensor.stride[axis] * f.element;
     ++f.rank;
-    reach += static_cast<uint64_t>(extent - 1) * static_cast<uint64_t>(stride);
   }
-  f.end = f.begin + reach;
   return f;
 }
 

@@ -12,6 +12,9 @@ namespace tessera {
 // is not empty and its reach fits in 63 bits.
 bool overlaps_itself(const Tensor& tensor, int rank);
 
+// From the first to past the last byte; 0 of an empty tensor.
+uint64_t reach_in_bytes(const Tensor& tensor, int rank);
+
 // The bytes of a tensor in memory.
 struct Footprint {
   uint64_t begin = 0, end = 0;  // end is past the last byte; empty tensors have begin == end

@@ -19,18 +19,15 @@ bool same_device(const Device& a, const Device& b) {
 
 }  // namespace
 
-bool PlanCache::Key::operator==(const Key& other) const {
-  return backend == other.backend && same_device(device, other.device) &&
-         same(problem, other.problem);
-}
-
 Result<std::shared_ptr<const Planned>> PlanCache::find(const Problem& problem,
                                                        const Device& device) {
-  const Key key{nullptr, problem, device};
   const size_t hash = hash_of_key(nullptr, problem, device);
+  const auto matches = [&](const Key& key) {
+    return same_device(key.device, device) && same(key.problem, problem);
+  };
   {
     const std::lock_guard lock(mutex_);
-    if (const auto* known = problems_.find(hash, key)) {
+    if (const auto* known = problems_.find(hash, matches)) {
       if ((*known)->plan) return *known;
       return (*known)->refusal;
     }
@@ -52,7 +49,7 @@ Result<std::shared_ptr<const Planned>> PlanCache::find(const Problem& problem,
     planned->refusal = chosen.status();
   }
   const std::lock_guard lock(mutex_);
-  if (!problems_.find(hash, key)) problems_.insert(hash, key, planned);
+  if (!problems_.find(hash, matches)) problems_.insert(hash, {nullptr, problem, device}, planned);
   if (!planned->plan) return planned->refusal;
   return std::shared_ptr<const Planned>(std::move(planned));
 }
@@ -60,20 +57,24 @@ Result<std::shared_ptr<const Planned>> PlanCache::find(const Problem& problem,
 Result<std::shared_ptr<const Plan>> PlanCache::plan_of(const Backend& backend,
                                                        const Problem& problem,
                                                        const Device& device) {
-  const Key key{&backend, backend.canonical(problem), device};
-  const size_t hash = hash_of_key(&backend, key.problem, device);
+  const Problem canonical = backend.canonical(problem);
+  const size_t hash = hash_of_key(&backend, canonical, device);
+  const auto matches = [&](const Key& key) {
+    return key.backend == &backend && same_device(key.device, device) &&
+           same(key.problem, canonical);
+  };
   {
     const std::lock_guard lock(mutex_);
-    if (const auto* known = plans_.find(hash, key)) return *known;
+    if (const auto* known = plans_.find(hash, matches)) return *known;
   }
-  Result<std::unique_ptr<Plan>> built = backend.plan(key.problem, device);
+  Result<std::unique_ptr<Plan>> built = backend.plan(canonical, device);
   if (!built.ok()) return built.status();
   log(Topic::kPlan, "%.*s built a plan", static_cast<int>(backend.name().size()),
       backend.name().data());
   const std::lock_guard lock(mutex_);
-  if (const auto* known = plans_.find(hash, key)) return *known;
+  if (const auto* known = plans_.find(hash, matches)) return *known;
   std::shared_ptr<const Plan> plan = std::move(built).value();
-  plans_.insert(hash, key, plan);
+  plans_.insert(hash, {&backend, canonical, device}, plan);
   return plan;
 }
 

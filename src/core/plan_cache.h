@@ -21,16 +21,18 @@ struct Planned {
   Status refusal;  // when there is no plan
 };
 
-// Keeps the most recently used values, found by hash and equality of keys.
+// Keeps the most recently used values.
 template <typename Key, typename Value>
 class RecentlyUsed {
  public:
   explicit RecentlyUsed(size_t capacity) : capacity_(capacity) {}
 
-  const Value* find(size_t hash, const Key& key) {
+  // same(key) tells the one that is looked for.
+  template <typename Same>
+  const Value* find(size_t hash, const Same& same) {
     const auto [first, last] = index_.equal_range(hash);
     for (auto at = first; at != last; ++at) {
-      if (!(at->second->key == key)) continue;
+      if (!same(at->second->key)) continue;
       entries_.splice(entries_.begin(), entries_, at->second);
       return &at->second->value;
     }
@@ -38,8 +40,8 @@ class RecentlyUsed {
   }
 
   // The key is not in the cache.
-  void insert(size_t hash, const Key& key, Value value) {
-    entries_.push_front({hash, key, std::move(value)});
+  void insert(size_t hash, Key key, Value value) {
+    entries_.push_front({hash, std::move(key), std::move(value)});
     index_.emplace(hash, entries_.begin());
     if (entries_.size() <= capacity_) return;
     const auto oldest = std::prev(entries_.end());
@@ -84,7 +86,6 @@ class PlanCache {
     const Backend* backend;  // of a canonical problem; null for a caller's
     Problem problem;
     Device device;
-    bool operator==(const Key& other) const;
   };
   Result<std::shared_ptr<const Plan>> plan_of(const Backend& backend, const Problem& problem,
                                               const Device& device);

@@ -71,10 +71,11 @@ inline int64_t broadcast(const Tensor& t, int axis, int64_t i) { return t.extent
 
 // ---- what the front door does with a caller's struct ----
 
-// Copies the caller's struct_size bytes over a zeroed struct; refuses unknown non-zero tail bytes.
-// import_buffers without a caller's struct answers the defaults.
-Result<Problem> import_problem(const tessera_problem* caller);
-Result<Buffers> import_buffers(const tessera_buffers* caller);
+// The caller's struct as this library knows it: the caller's own bytes where the sizes agree, else
+// its struct_size bytes over a zeroed `storage`; refuses unknown non-zero tail bytes. import_buffers
+// without a caller's struct answers the defaults.
+Result<const Problem*> import_problem(const tessera_problem* caller, Problem& storage);
+Result<const Buffers*> import_buffers(const tessera_buffers* caller, Buffers& storage);
 
 // Fills derived defaults and blanks what has no meaning (axes beyond the rank, strides of axes of
 // extent <= 1, windows without TESSERA_WINDOW, causal folded into the window), so that equal problems

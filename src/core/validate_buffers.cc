@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // validate(problem, buffers, device): pointers, scalars, overlap, and on the CPU the values of
 // lengths and tables. Nothing here allocates while all is well.
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 
@@ -66,35 +67,56 @@ Status check_pointers(const Problem& p, const Buffers& b) {
                  name_of(p, k), b.data[k], name_of(p, q), b.data[q]);
 }
 
-Status check_overlap(const Problem& p, const Buffers& b) {
-  Footprint footprints[TESSERA_NUM_TENSORS];
-  Footprint workspace;
-  if (b.workspace && b.workspace_bytes > 0) {
-    const Tensor bytes{TESSERA_BOOL, 0, {b.workspace_bytes}, {1}};
-    workspace = footprint_of(bytes, 1, b.workspace);
+// The addresses of a tensor's first and past its last byte; where two such ranges cross, the exact
+// footprints are compared.
+struct Range {
+  uint64_t begin, end;
+  int index;  // TESSERA_NUM_TENSORS: the workspace
+  bool output;
+};
+
+Footprint footprint_at(const Problem& p, const Buffers& b, int index) {
+  if (index < TESSERA_NUM_TENSORS) {
+    return footprint_of(p.tensor[index], tensor_rule(index).rank, b.data[index]);
   }
+  const Tensor bytes{TESSERA_BOOL, 0, {b.workspace_bytes}, {1}};
+  return footprint_of(bytes, 1, b.workspace);
+}
+
+Status check_overlap(const Problem& p, const Buffers& b) {
+  Range ranges[TESSERA_NUM_TENSORS + 1];
+  int count = 0;
   for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
     if (!given(p, i)) continue;
-    footprints[i] = footprint_of(p.tensor[i], tensor_rule(i).rank, b.data[i]);
-    if (footprints[i].end < footprints[i].begin || footprints[i].end > uint64_t{INT64_MAX}) {
+    const uint64_t bytes = reach_in_bytes(p.tensor[i], tensor_rule(i).rank);
+    if (bytes == 0) continue;
+    const uint64_t begin = reinterpret_cast<uintptr_t>(b.data[i]);
+    if (begin + bytes > uint64_t{INT64_MAX}) {
       return invalid("%s.data=%p: shape %s with these strides leaves the address space; check them",
                      name_of(p, i), b.data[i], shape_text(p, i).c_str());
     }
-    if (share_memory(footprints[i], workspace)) {
-      return invalid("workspace=%p: shares memory with %s; pass a buffer of its own", b.workspace,
-                     name_of(p, i));
-    }
+    ranges[count++] = {begin, begin + bytes, i, is_output(p, i)};
   }
-  for (int output = 0; output < TESSERA_NUM_TENSORS; ++output) {
-    if (!given(p, output) || !is_output(p, output)) continue;
-    for (int other = 0; other < TESSERA_NUM_TENSORS; ++other) {
-      // Pairs of outputs are looked at once.
-      if (!given(p, other) || other == output || (is_output(p, other) && other < output)) continue;
-      if (share_memory(footprints[output], footprints[other])) {
-        return invalid("%s.data=%p: shares memory with %s; an output needs elements of its own, "
-                       "pass another buffer",
-                       name_of(p, output), b.data[output], name_of(p, other));
+  if (b.workspace && b.workspace_bytes > 0) {
+    const uint64_t begin = reinterpret_cast<uintptr_t>(b.workspace);
+    ranges[count++] = {begin, begin + static_cast<uint64_t>(b.workspace_bytes),
+                       TESSERA_NUM_TENSORS, true};
+  }
+  for (int i = 0; i < count; ++i) {
+    if (!ranges[i].output) continue;
+    for (int j = 0; j < count; ++j) {
+      const Range &a = ranges[i], &other = ranges[j];
+      const bool seen = other.output && j <= i;  // pairs of outputs are looked at once
+      if (seen || a.begin >= other.end || other.begin >= a.end) continue;
+      if (!share_memory(footprint_at(p, b, a.index), footprint_at(p, b, other.index))) continue;
+      const bool workspace = a.index == TESSERA_NUM_TENSORS || other.index == TESSERA_NUM_TENSORS;
+      if (workspace) {
+        return invalid("workspace=%p: shares memory with %s; pass a buffer of its own", b.workspace,
+                       name_of(p, std::min(a.index, other.index)));
       }
+      return invalid("%s.data=%p: shares memory with %s; an output needs elements of its own, pass "
+                     "another buffer",
+                     name_of(p, a.index), b.data[a.index], name_of(p, other.index));
     }
   }
   return {};

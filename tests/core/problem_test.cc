@@ -143,48 +143,55 @@ TEST(Problem, HashSeesEveryGivenField) {
 
 // ---- structs of other versions ----
 
+TEST(ImportProblem, TheSameSizeIsUsedAsItIs) {
+  const Problem p = testing::forward();
+  Problem storage;
+  EXPECT_EQ(import_problem(&p, storage).value(), &p);
+}
+
 TEST(ImportProblem, AShorterStructIsFilledUp) {
-  Problem p = testing::forward();
+  Problem p = testing::forward(), storage;
   std::memset(&p.tensor[TESSERA_DO], 0xAB, sizeof(Tensor) * (TESSERA_NUM_TENSORS - TESSERA_DO));
+  std::memset(&storage, 0xCD, sizeof storage);
   p.struct_size = offsetof(Problem, tensor) + TESSERA_DO * sizeof(Tensor);
-  const Result<Problem> imported = import_problem(&p);
+  const auto imported = import_problem(&p, storage);
   ASSERT_TRUE(imported.ok()) << imported.status().message();
-  EXPECT_TRUE(same(imported.value(), testing::forward()));
+  EXPECT_TRUE(same(*imported.value(), testing::forward()));
 }
 
 TEST(ImportProblem, ALongerStructMayHoldZeros) {
-  std::vector<unsigned char> bytes(sizeof(Problem) + 80);
-  Problem p = testing::forward();
-  p.struct_size = static_cast<uint32_t>(bytes.size());
-  std::memcpy(bytes.data(), &p, sizeof p);
-  const auto* caller = reinterpret_cast<const tessera_problem*>(bytes.data());
-  ASSERT_TRUE(import_problem(caller).ok());
-  EXPECT_TRUE(same(import_problem(caller).value(), testing::forward()));
-  bytes.back() = 1;
-  const Result<Problem> refused = import_problem(caller);
+  std::vector<int64_t> words(sizeof(Problem) / 8 + 10);
+  Problem p = testing::forward(), storage;
+  p.struct_size = static_cast<uint32_t>(words.size() * 8);
+  std::memcpy(words.data(), &p, sizeof p);
+  const auto* caller = reinterpret_cast<const tessera_problem*>(words.data());
+  ASSERT_TRUE(import_problem(caller, storage).ok());
+  EXPECT_TRUE(same(storage, testing::forward()));
+  words.back() = 1;
+  const auto refused = import_problem(caller, storage);
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.status().code(), TESSERA_INVALID);
   EXPECT_NE(refused.status().message().find("struct_size"), std::string::npos);
 }
 
 TEST(ImportProblem, NonsenseIsRefused) {
-  EXPECT_FALSE(import_problem(nullptr).ok());
-  Problem p = testing::forward();
+  Problem p = testing::forward(), storage;
+  EXPECT_FALSE(import_problem(nullptr, storage).ok());
   for (const uint32_t size : {0u, 4u, static_cast<uint32_t>(offsetof(Problem, tensor)) - 1,
                               (1u << 16) + 1, 0xffffffffu}) {
     p.struct_size = size;
-    EXPECT_FALSE(import_problem(&p).ok()) << size;
+    EXPECT_FALSE(import_problem(&p, storage).ok()) << size;
   }
 }
 
 TEST(ImportBuffers, NothingMeansDefaults) {
-  const Result<Buffers> defaults = import_buffers(nullptr);
+  Buffers storage, shorter{};
+  const auto defaults = import_buffers(nullptr, storage);
   ASSERT_TRUE(defaults.ok());
-  EXPECT_EQ(defaults.value().struct_size, sizeof(Buffers));
-  EXPECT_EQ(defaults.value().stream, nullptr);
-  Buffers shorter{};
+  EXPECT_EQ(defaults.value()->struct_size, sizeof(Buffers));
+  EXPECT_EQ(defaults.value()->stream, nullptr);
   shorter.struct_size = 8;
-  EXPECT_FALSE(import_buffers(&shorter).ok());
+  EXPECT_FALSE(import_buffers(&shorter, storage).ok());
 }
 
 }  // namespace

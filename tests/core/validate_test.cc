@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <random>
 
 #include "core/problems.h"
 
@@ -124,7 +125,7 @@ TEST(Validate, KindsOfLengths) {
        [](Problem& p) { tensor(p, TESSERA_CU_SEQLENS_K) = dense(TESSERA_INT32, {3}); }},
       {"cu_seqlens_q_padded.shape=[3]: needs cu_seqlens_q", fp32,
        [](Problem& p) { tensor(p, TESSERA_CU_SEQLENS_Q_PADDED) = dense(TESSERA_INT32, {3}); }},
-      {"max_seqlen_k: needs cu_seqlens_k", fp32,
+      {"max_seqlen_k=0: needs cu_seqlens_k", fp32,
        [](Problem& p) { p.flags |= TESSERA_MAX_SEQLEN_K; }},
       {"max_seqlen_q=-1", packed,
        [](Problem& p) {
@@ -449,6 +450,45 @@ TEST(Validate, LegalOddities) {
   p.tensor[TESSERA_CU_SEQLENS_K] = {};
   p.tensor[TESSERA_SEQLENS_K] = dense(TESSERA_INT64, {2});
   expect_legal(p, "packed queries over padded keys");
+}
+
+// Random edits with awkward numbers: an answer each time, and what is accepted can be used. The
+// sanitizers watch the arithmetic.
+TEST(Validate, RandomEditsAreAnswered) {
+  std::mt19937_64 random(7);
+  const auto below = [&](uint64_t n) { return static_cast<int64_t>(random() % n); };
+  const int64_t awkward[] = {0, 1, 2, 3, 4, 5, 7, 8, -1, INT64_MAX, INT64_MIN, int64_t{1} << 31,
+                             int64_t{1} << 61};
+  Problem (*const starts[])() = {fp32, bf16, gradient, packed, paged};
+  int accepted = 0;
+  for (int round = 0; round < 50000; ++round) {
+    Problem p = starts[below(std::size(starts))]();
+    for (int64_t edits = 1 + below(3); edits > 0; --edits) {
+      Tensor& t = p.tensor[below(TESSERA_NUM_TENSORS)];
+      const int64_t value = awkward[below(std::size(awkward))];
+      switch (below(9)) {
+        case 0: t.dtype = static_cast<int32_t>(below(10)); break;
+        case 1: case 2: t.extent[below(4)] = value; break;
+        case 3: case 4: t.stride[below(4)] = value; break;
+        case 5: p.flags ^= 1u << below(14); break;
+        case 6: p.format_q = static_cast<int32_t>(below(4)); break;
+        case 7: p.format_kv = static_cast<int32_t>(below(4)); break;
+        case 8: p.window_left = p.max_seqlen_q = value; p.align = 1; break;
+      }
+    }
+    const Status status = validate(p);
+    if (!status.ok()) {
+      ASSERT_EQ(status.code(), TESSERA_INVALID);
+      ASSERT_FALSE(status.message().empty());
+      continue;
+    }
+    ++accepted;
+    const Problem n = normalised(p);
+    ASSERT_TRUE(validate(n).ok()) << validate(n).message();
+    ASSERT_TRUE(same(n, normalised(n)));
+    ASSERT_EQ(to_case(p).substr(0, 4), is_backward(p) ? "bwd " : "fwd ");
+  }
+  EXPECT_GT(accepted, 1000);
 }
 
 }  // namespace
