@@ -137,8 +137,7 @@ __attribute__((noinline)) void exponentiate(float c, int first, int last,
       total = S::add(total, p);
       if constexpr (kDrop) {
         const auto word = S::load(reinterpret_cast<const int32_t*>(keep[j / 32] + v * L));
-        const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
-        return S::select(S::test_bit(word, bit), p, S::zero());
+        return S::select(S::test_bit(word, S::set1i(keep_bit(j))), p, S::zero());
       } else {
         return p;
       }

@@ -289,15 +289,18 @@ TESSERA_INLINE typename S::F tanh(typename S::F y) {
   return S::mul(S::mul(y, p), S::reciprocal(q));
 }
 
-// Biases of keys [j, j + n) (positions in the sequence), n <= kLanes, as a tile like S^T.
-template <typename S, int N>
-TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_t j, int n,
-                              float* tile) {
+// Biases of keys [j, j + n) of a block, n <= kLanes: key k of lane l in x[k], for vector v of the
+// strip. Asks for those of the next block, which this strip comes to one block of work later: as
+// many streams as rows are more than the hardware follows.
+template <typename S>
+TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_t j, int n, int v,
+                              typename S::F (&x)[S::kLanes]) {
   constexpr int L = S::kLanes;
   const int64_t step = call.bias.stride[3];
   const auto load = [&](const char* row) {
     if (step == 0) return S::set1(load_scalar<S>(row, call.bias.dtype));
     row += j * step;
+    prefetch(row + Tile<S>::kBlock * step);
     switch (call.bias.dtype) {
       case TESSERA_FP32: return S::load_n(reinterpret_cast<const float*>(row), n);
       case TESSERA_BF16: return S::load_n(reinterpret_cast<const Bf16*>(row), n);
@@ -305,18 +308,90 @@ TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_
     }
   };
   if (call.bias.stride[2] == 0 && (rows.one_head || call.bias.stride[1] == 0)) {  // one row for all
-    float keys[L];
+    alignas(64) float keys[L];
     S::store(keys, load(rows.bias[0]));
-    for (int key = 0; key < n; ++key) {
-      for (int v = 0; v < N; ++v) S::store(tile + (key * N + v) * L, S::set1(keys[key]));
-    }
+    TESSERA_UNROLL
+    for (int k = 0; k < L; ++k) x[k] = S::broadcast(keys + k);
     return;
   }
+  TESSERA_UNROLL
+  for (int l = 0; l < L; ++l) x[l] = load(rows.bias[v * L + l]);
+  S::transpose(x);
+}
+
+enum class BiasAt { kNone, kPreScale, kPostScale };
+
+template <typename S, int N>
+using FinishScores = void(const Call& call, const CallSequence& sequence, const StripRows<S>& rows,
+                          const Keys<S>& keys, const Visible<S>& visible, float* scores,
+                          float* maximum, float* slope);
+
+// finish_scores for one combination of what it adds.
+template <typename S, int N, BiasAt kBias, bool kCapped, bool kSloped>
+__attribute__((noinline)) void finish_scores_with(const Call& call, const CallSequence& sequence,
+                                                  const StripRows<S>& rows, const Keys<S>& keys,
+                                                  const Visible<S>& visible, float* scores,
+                                                  float* maximum, float* slope) {
+  constexpr int L = S::kLanes;
+  using F = typename S::F;
+  const F hidden = S::set1(-kInfinity), log2e = S::set1(kLog2e);
+  const F scale = S::set1(call.raw ? 1.0f : call.scale_log2);
+  const F into_cap = S::set1(kCapped ? call.softmax_scale / call.softcap : 0.0f);
+  const F out_of_cap = S::set1(call.softcap * kLog2e);
   for (int v = 0; v < N; ++v) {
-    typename S::F x[L];
-    for (int l = 0; l < L; ++l) x[l] = load(rows.bias[v * L + l]);
-    S::transpose(x);
-    for (int key = 0; key < L; ++key) S::store(tile + (key * N + v) * L, x[key]);
+    F top = hidden, distance = S::zero(), steepness = S::zero();
+    if (kSloped) {  // of key `first`; exact to 2^24
+      alignas(64) float from[L];
+      for (int l = 0; l < L; ++l) {
+        const int64_t i = rows.token[v * L + l] + sequence.band.shift;
+        from[l] = static_cast<float>(i - keys.n0 - visible.first);
+      }
+      distance = S::load(from), steepness = S::load(rows.slope + v * L);
+    }
+    const auto finish = [&](int j, F bias) {
+      float* s = scores + (j * N + v) * L;
+      F x = S::load(s);
+      if (kBias == BiasAt::kPreScale) x = S::add(x, bias);
+      if (kCapped) {
+        const F t = tanh<S>(S::mul(x, into_cap));
+        if (slope) S::store(slope + (j * N + v) * L, S::fnma(t, t, S::set1(1.0f)));
+        x = S::mul(t, out_of_cap);
+      } else {
+        x = S::mul(x, scale);
+      }
+      if (kBias == BiasAt::kPostScale) x = S::fma(bias, log2e, x);
+      if (kSloped) {
+        x = S::fnma(steepness, S::abs(distance), x);
+        distance = S::sub(distance, S::set1(1.0f));
+      }
+      // A bias of -inf hides, whatever scale and softcap made of it.
+      if (kBias == BiasAt::kPreScale) x = S::select(S::equal(bias, hidden), hidden, x);
+      if (!visible.full) {
+        const auto* word = reinterpret_cast<const int32_t*>(visible.bits[j / 32] + v * L);
+        const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
+        x = S::select(S::test_bit(S::load(word), bit), x, hidden);
+      }
+      S::store(s, x);
+      top = S::max(x, top);
+    };
+    if constexpr (kBias == BiasAt::kNone) {
+      for (int j = visible.first; j < visible.last; ++j) finish(j, S::zero());
+    } else {
+      for (int begin = visible.first; begin < visible.last; begin += L) {
+        const int n = smaller(visible.last - begin, L);
+        F bias[L];
+        load_bias<S>(call, rows, keys.n0 + begin, n, v, bias);
+        if (n == L) {
+          TESSERA_UNROLL
+          for (int k = 0; k < L; ++k) finish(begin + k, bias[k]);
+        } else {
+          alignas(64) float rest[L * L];
+          for (int k = 0; k < L; ++k) S::store(rest + k * L, bias[k]);
+          for (int k = 0; k < n; ++k) finish(begin + k, S::load(rest + k * L));
+        }
+      }
+    }
+    S::store(maximum + v * L, top);
   }
 }
 
@@ -324,64 +399,26 @@ TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_
 // greatest of each lane, -inf if there is none; NaN is passed over (it comes back in exp2). With
 // call.raw s stays unscaled. slope, if not null: d softcap(x) / dx, laid out as scores.
 template <typename S, int N>
-__attribute__((noinline)) void finish_scores(const Call& call, const CallSequence& sequence,
-                                             const StripRows<S>& rows, const Keys<S>& keys,
-                                             const Visible<S>& visible, float* scores,
-                                             float* maximum, float* slope) {
-  constexpr int L = S::kLanes;
-  using F = typename S::F;
-  const F hidden = S::set1(-kInfinity), log2e = S::set1(kLog2e), scale = S::set1(call.scale_log2);
-  const bool capped = call.softcap > 0, biased = call.bias.data, sloped = call.slopes.data;
-  const F into_cap = S::set1(capped ? call.softmax_scale / call.softcap : 0.0f);
-  const F out_of_cap = S::set1(call.softcap * kLog2e);
-  F top[N], position[N], steepness[N];
-  for (int v = 0; v < N; ++v) {
-    top[v] = hidden;
-    if (!sloped) continue;
-    float distance[L];  // of key n0
-    for (int l = 0; l < L; ++l) {
-      const int64_t i = rows.token[v * L + l] + sequence.band.shift;
-      distance[l] = static_cast<float>(i - keys.n0);
-    }
-    position[v] = S::load(distance), steepness[v] = S::load(rows.slope + v * L);
-  }
-  alignas(64) float bias[L * N * L];
-  for (int begin = visible.first; begin < visible.last; begin += L) {
-    const int end = smaller(begin + L, visible.last);
-    if (biased) load_bias<S, N>(call, rows, keys.n0 + begin, end - begin, bias);
-    for (int j = begin; j < end; ++j) {
-      const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
-      for (int v = 0; v < N; ++v) {
-        float* s = scores + (j * N + v) * L;
-        F x = S::load(s);
-        if (!call.raw) {
-          const F b = biased ? S::load(bias + ((j - begin) * N + v) * L) : S::zero();
-          if (call.bias_pre_scale) x = S::add(x, b);
-          if (capped) {
-            const F t = tanh<S>(S::mul(x, into_cap));
-            if (slope) S::store(slope + (j * N + v) * L, S::fnma(t, t, S::set1(1.0f)));
-            x = S::mul(t, out_of_cap);
-          } else {
-            x = S::mul(x, scale);
-          }
-          if (biased && !call.bias_pre_scale) x = S::fma(b, log2e, x);
-          if (sloped) {
-            const F key = S::set1(static_cast<float>(j));
-            x = S::fnma(steepness[v], S::abs(S::sub(position[v], key)), x);
-          }
-          // A bias of -inf hides, whatever scale and softcap made of it.
-          if (biased && call.bias_pre_scale) x = S::select(S::equal(b, hidden), hidden, x);
-        }
-        if (!visible.full) {
-          const auto* word = reinterpret_cast<const int32_t*>(visible.bits[j / 32] + v * L);
-          x = S::select(S::test_bit(S::load(word), bit), x, hidden);
-        }
-        S::store(s, x);
-        top[v] = S::max(x, top[v]);
-      }
-    }
-  }
-  for (int v = 0; v < N; ++v) S::store(maximum + v * L, top[v]);
+void finish_scores(const Call& call, const CallSequence& sequence, const StripRows<S>& rows,
+                   const Keys<S>& keys, const Visible<S>& visible, float* scores, float* maximum,
+                   float* slope) {
+  using B = BiasAt;
+  static constexpr FinishScores<S, N>* kWith[3][2][2] = {
+      {{finish_scores_with<S, N, B::kNone, false, false>,
+        finish_scores_with<S, N, B::kNone, false, true>},
+       {finish_scores_with<S, N, B::kNone, true, false>,
+        finish_scores_with<S, N, B::kNone, true, true>}},
+      {{finish_scores_with<S, N, B::kPreScale, false, false>,
+        finish_scores_with<S, N, B::kPreScale, false, true>},
+       {finish_scores_with<S, N, B::kPreScale, true, false>,
+        finish_scores_with<S, N, B::kPreScale, true, true>}},
+      {{finish_scores_with<S, N, B::kPostScale, false, false>,
+        finish_scores_with<S, N, B::kPostScale, false, true>},
+       {finish_scores_with<S, N, B::kPostScale, true, false>,
+        finish_scores_with<S, N, B::kPostScale, true, true>}}};
+  const int bias = !call.bias.data ? 0 : call.bias_pre_scale ? 1 : 2;
+  kWith[bias][call.softcap > 0][call.slopes.data != nullptr](call, sequence, rows, keys, visible,
+                                                             scores, maximum, slope);
 }
 
 }  // namespace

@@ -9,27 +9,65 @@
 namespace tessera::cpu {
 namespace {
 
-// Four vectors of random words: those of philox4x32_7 for the counters (c0, c1, c2, c3) a lane.
-template <typename S>
-TESSERA_INLINE void philox(const Dropout& dropout, typename S::I head, typename S::I patch_row,
-                           uint32_t patch_column, typename S::I (&word)[4]) {
-  const auto set = [](uint32_t x) { return S::set1i(static_cast<int32_t>(x)); };
-  const auto m0 = set(0xD2511F53u), m1 = set(0xCD9E8D57u);
-  auto c0 = set(dropout.counter0), c1 = head, c2 = patch_row, c3 = set(patch_column);
-  uint32_t key0 = dropout.key0, key1 = dropout.key1;
-  for (int round = 0; round < 7; ++round) {
-    typename S::I high0, low0, high1, low1;
-    S::mul_wide(c0, m0, high0, low0);
-    S::mul_wide(c2, m1, high1, low1);
-    c0 = S::xor3(high1, c1, set(key0));
-    c2 = S::xor3(high0, c3, set(key1));
-    c1 = low1, c3 = low0;
-    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
-  }
-  word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+// Where key j of a block stands in its word of 32 keys: even keys in the lower half, odd ones in the
+// upper, as the random words have them.
+TESSERA_INLINE int32_t keep_bit(int j) {
+  return static_cast<int32_t>(uint32_t{1} << ((j % 32) / 2 + (j % 2) * 16));
 }
 
-// keep: bit j % 32 of keep[j / 32][lane] for the keys of whole 16-key patches over [first, last).
+// Philox-4x32-7 for a lane's head and patch row, column by column. What a column shares with the
+// next one, two of the seven rounds but for an exclusive or, is computed once.
+template <typename S>
+class Philox {
+ public:
+  using I = typename S::I;
+
+  void set_rows(const Dropout& dropout, I head, I patch_row) {
+    uint32_t key0 = dropout.key0, key1 = dropout.key1;
+    for (int round = 0; round < 7; ++round) {
+      key0_[round] = key0, key1_[round] = key1;
+      key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
+    }
+    // Round 0: c0 and c3 are the same in every lane, c1 = head, c2 = patch_row.
+    const uint64_t product = uint64_t{kM0} * dropout.counter0;
+    high0_ = static_cast<uint32_t>(product >> 32), low0_ = static_cast<uint32_t>(product);
+    I high, low;
+    S::mul_wide(patch_row, set(kM1), high, low);
+    const I c0 = S::xor3(high, head, set(key0_[0]));
+    // Round 1: the half of it that the column does not enter.
+    S::mul_wide(c0, set(kM0), high, low3_);
+    high2_ = S::xor3(high, set(low0_), set(key1_[1]));
+    low1_ = S::xor3(low, set(key0_[1]), S::set1i(0));
+  }
+
+  inline __attribute__((always_inline)) void draw(uint32_t patch_column, I (&word)[4]) const {
+    const uint32_t c2_uniform = high0_ ^ patch_column ^ key1_[0];  // after round 0
+    const uint64_t product = uint64_t{kM1} * c2_uniform;
+    I c0 = S::xor3(low1_, set(static_cast<uint32_t>(product >> 32)), S::set1i(0));
+    I c1 = set(static_cast<uint32_t>(product));
+    I c2 = high2_, c3 = low3_;
+    TESSERA_UNROLL
+    for (int round = 2; round < 7; ++round) {
+      I high0, low0, high1, low1;
+      S::mul_wide(c0, set(kM0), high0, low0);
+      S::mul_wide(c2, set(kM1), high1, low1);
+      c0 = S::xor3(high1, c1, set(key0_[round]));
+      c2 = S::xor3(high0, c3, set(key1_[round]));
+      c1 = low1, c3 = low0;
+    }
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+  }
+
+ private:
+  static constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u;
+  TESSERA_INLINE I set(uint32_t x) { return S::set1i(static_cast<int32_t>(x)); }
+
+  uint32_t key0_[7], key1_[7];
+  uint32_t high0_, low0_;
+  I low1_, high2_, low3_;
+};
+
+// keep: keep_bit(j) of keep[j / 32][lane] for the keys of whole 16-key patches over [first, last).
 template <typename S, int N>
 __attribute__((noinline)) void fill_keep_bits(const Call& call, const CallSequence& sequence,
                                               const StripRows<S>& rows, const Keys<S>& keys,
@@ -37,60 +75,52 @@ __attribute__((noinline)) void fill_keep_bits(const Call& call, const CallSequen
                                               uint32_t (*keep)[Tile<S>::kStrip]) {
   constexpr int L = S::kLanes;
   using I = typename S::I;
-  const Dropout& dropout = call.dropout;
-  const I threshold = S::set1i(static_cast<int32_t>(dropout.threshold)), none = S::set1i(0);
-  const I low_half = S::set1i(0xFFFF);
   const bool shared = L >= 8 && N == 2 && rows.one_head && rows.consecutive &&
                       rows.token[0] % 16 == 0;
+  const I threshold = S::set1i(static_cast<int32_t>(call.dropout.threshold * 0x10001u));
 
-  I head[N], patch_row[N], lower[N];
+  Philox<S> philox[N];
+  I in_lower[N];  // 1: row i % 16 < 8
   for (int v = 0; v < N; ++v) {
-    alignas(64) int32_t h[L], r[L], first_half[L];
+    alignas(64) int32_t head[L], patch_row[L], lower[L];
     for (int l = 0; l < L; ++l) {
-      const int lane = v * L + l;
-      const int64_t i = rows.token[lane];
-      h[l] = static_cast<int32_t>(static_cast<uint32_t>(sequence.n * call.hq + rows.head[lane]));
-      r[l] = static_cast<int32_t>(i / 16 * 8 + i % 8);
-      first_half[l] = i % 16 < 8;
+      const int64_t i = shared ? rows.token[0] + l % 8 + l / 8 * 16 : rows.token[v * L + l];
+      const int64_t index = sequence.n * call.hq + rows.head[v * L + l];
+      head[l] = static_cast<int32_t>(static_cast<uint32_t>(index));
+      patch_row[l] = static_cast<int32_t>(i / 16 * 8 + i % 8);
+      lower[l] = i % 16 < 8;
     }
-    head[v] = S::load(h), patch_row[v] = S::load(r), lower[v] = S::load(first_half);
-  }
-  if (shared) {
-    const auto base = static_cast<int32_t>(rows.token[0] / 2);
-    patch_row[0] = S::add(S::set1i(base), S::iota());
+    philox[v].set_rows(call.dropout, S::load(head), S::load(patch_row));
+    in_lower[v] = S::load(lower);
   }
 
   for (int word = first / 32; word * 32 < last; ++word) {
     I bits[N];
-    for (int v = 0; v < N; ++v) bits[v] = none;
+    for (int v = 0; v < N; ++v) bits[v] = S::set1i(0);
     const int begin = larger(first - word * 32, 0) / 16 * 4;
     const int end = (smaller(last - word * 32, 32) + 15) / 16 * 4;
     for (int c = begin; c < end; ++c) {
       const auto column = static_cast<uint32_t>((keys.n0 + word * 32) / 4 + c);
-      const int j = c / 4 * 16 + c % 4 * 2;  // and j + 1, j + 8, j + 9
-      I near[N], far[N];  // the words of columns j, j + 1 and j + 8, j + 9
+      I near[N], far[N];  // the words of columns j, j + 1 and of j + 8, j + 9
       I random[4];
       if (shared) {
-        philox<S>(dropout, head[0], patch_row[0], column, random);
+        philox[0].draw(column, random);
         S::interleave_halves(random[0], random[2], near[0], near[N - 1]);
         S::interleave_halves(random[1], random[3], far[0], far[N - 1]);
       } else {
         for (int v = 0; v < N; ++v) {
-          philox<S>(dropout, head[v], patch_row[v], column, random);
-          const auto in_lower = S::equal(lower[v], S::set1i(1));
-          near[v] = S::select(in_lower, random[0], random[2]);
-          far[v] = S::select(in_lower, random[1], random[3]);
+          philox[v].draw(column, random);
+          const auto lower = S::equal(in_lower[v], S::set1i(1));
+          near[v] = S::select(lower, random[0], random[2]);
+          far[v] = S::select(lower, random[1], random[3]);
         }
       }
-      const auto bit = [](int k) { return S::set1i(static_cast<int32_t>(uint32_t{1} << k)); };
+      const int j = c / 4 * 16 + c % 4 * 2;
+      const I near_bits = S::set1i(keep_bit(j) | keep_bit(j + 1));
+      const I far_bits = S::set1i(keep_bit(j + 8) | keep_bit(j + 9));
       for (int v = 0; v < N; ++v) {
-        const auto decide = [&](I field, int k) {
-          bits[v] = S::bit_or(bits[v], S::select(S::less(field, threshold), none, bit(k)));
-        };
-        decide(S::bit_and(near[v], low_half), j);
-        decide(S::template shift_right<16>(near[v]), j + 1);
-        decide(S::bit_and(far[v], low_half), j + 8);
-        decide(S::template shift_right<16>(far[v]), j + 9);
+        bits[v] = S::add_where_not_less(bits[v], near[v], threshold, near_bits);
+        bits[v] = S::add_where_not_less(bits[v], far[v], threshold, far_bits);
       }
     }
     for (int v = 0; v < N; ++v) {

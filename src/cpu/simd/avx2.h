@@ -132,6 +132,11 @@ struct Avx2 {
     high = _mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
     low = _mm256_blend_epi32(even, _mm256_shuffle_epi32(odd, 0xA0), 0xAA);
   }
+  // Of 16-bit halves: sum with `bit` added where words >= threshold, unsigned.
+  TESSERA_INLINE I add_where_not_less(I sum, I words, I threshold, I bit) {
+    const I not_less = _mm256_cmpeq_epi16(_mm256_max_epu16(words, threshold), words);
+    return _mm256_add_epi16(sum, bit_and(not_less, bit));
+  }
   TESSERA_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   TESSERA_INLINE I as_int(F a) { return _mm256_castps_si256(a); }
   TESSERA_INLINE F as_float(I a) { return _mm256_castsi256_ps(a); }

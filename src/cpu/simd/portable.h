@@ -153,6 +153,13 @@ struct Portable {
       high[l] = static_cast<int32_t>(product >> 32), low[l] = static_cast<int32_t>(product);
     }
   }
+  // Of 16-bit halves: sum with `bit` added where words >= threshold, unsigned.
+  TESSERA_INLINE I add_where_not_less(I sum, I words, I threshold, I bit) {
+    typedef uint16_t Halves __attribute__((vector_size(16)));
+    const auto halves = [](I a) { return reinterpret_cast<Halves>(a); };
+    const auto not_less = reinterpret_cast<I>(halves(words) >= halves(threshold));
+    return add(sum, not_less & bit);
+  }
   TESSERA_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
   TESSERA_INLINE I as_int(F a) { return reinterpret_cast<I>(a); }
   TESSERA_INLINE F as_float(I a) { return reinterpret_cast<F>(a); }

@@ -59,5 +59,7 @@ constexpr float kExp2Fast[3] = {0.6932829396f, 0.2422109785f, 0.0550088683f};  /
 // for subnormals. 0x7F is its only NaN.
 constexpr float kE4m3Scale = 256.0f;
 
+TESSERA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 }  // namespace
 }  // namespace tessera::cpu
