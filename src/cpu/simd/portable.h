@@ -27,9 +27,9 @@ struct Portable {
   TESSERA_INLINE F sub(F a, F b) { return a - b; }
   TESSERA_INLINE F mul(F a, F b) { return a * b; }
   TESSERA_INLINE F div(F a, F b) { return a / b; }
-  TESSERA_INLINE F fma(F a, F b, F c) { return a * b + c; }  // fused where -ffp-contract can
-  TESSERA_INLINE F fms(F a, F b, F c) { return a * b - c; }
-  TESSERA_INLINE F fnma(F a, F b, F c) { return c - a * b; }
+  TESSERA_INLINE F fma(F a, F b, F c) { return a * b + c; }  // fused where the machine can
+  TESSERA_INLINE F fms(F a, F b, F c) { return rounded_once(a, b, -c); }
+  TESSERA_INLINE F fnma(F a, F b, F c) { return rounded_once(-a, b, c); }
   TESSERA_INLINE F max(F a, F b) { return select(a > b, a, b); }
   TESSERA_INLINE F min(F a, F b) { return select(a < b, a, b); }
   TESSERA_INLINE F abs(F a) { return as_float(as_int(a) & set1i(0x7FFFFFFF)); }
@@ -185,6 +185,17 @@ struct Portable {
 
  private:
   typedef uint32_t U __attribute__((vector_size(16)));
+
+  // a b + c for the exponents of large logits, where a second rounding would show in the result.
+  TESSERA_INLINE F rounded_once(F a, F b, F c) {
+#if defined(__aarch64__) || defined(__FMA__)
+    return a * b + c;
+#else
+    typedef double D __attribute__((vector_size(32)));
+    const auto wide = [](F x) { return __builtin_convertvector(x, D); };
+    return __builtin_convertvector(wide(a) * wide(b) + wide(c), F);
+#endif
+  }
   TESSERA_INLINE U unsigned_of(I a) { return reinterpret_cast<U>(a); }
 
   // Beyond [-127, 128] the result is 0 or infinity anyway; NaN passes (second operand of max, min).

@@ -12,6 +12,7 @@
 //                        past the n-th are not read
 //   store, store_n       the reverse, rounded to nearest even, NaN stays NaN
 //   broadcast            one element of memory to all lanes, as fp32
+//   fma, fms, fnma       a b + c, a b - c, c - a b; the last two round once on every level
 //   max(a, b), min(a, b) b where either is NaN
 //   exp2, exp2_fast      relative error 9e-8 and 1e-4; exactly 1 at 0 and 0 at -inf; NaN stays NaN;
 //                        arguments up to 127
