@@ -95,7 +95,8 @@ class TaskList {
       : problem_(problem), buffers_(buffers), layout_(layout), call_(call), emit_(emit) {}
 
   void all() {
-    if (call_.batch == 0) fill(0, {0, layout_.sizes.sq});
+    // Without sequences, a packed buffer still has rows to zero; a padded one has none.
+    if (call_.batch == 0 && is_thd_q(problem_)) fill(0, {0, layout_.sizes.sq});
     for (int64_t n = 0; n < call_.batch; ++n) {
       const CallSequence& sequence = call_.sequences[n];
       const int64_t len_q = sequence.band.len_q;
