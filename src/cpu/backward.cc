@@ -153,7 +153,7 @@ bool shares_pages(const Problem& problem, const Buffers& buffers, const Layout& 
 // dsink[h] and dalibi_slopes[b or 1, h] from their parts, in order.
 void reduce_heads(const Problem& problem, const Buffers& buffers, const BackwardArgs& args) {
   const int64_t batch = args.call.batch;
-  for (int64_t h = 0; args.sink_parts && h < args.call.hq; ++h) {
+  for (int64_t h = 0; given(problem, TESSERA_DSINK) && h < args.call.hq; ++h) {
     double sum = 0;
     for (int64_t n = 0; n < batch; ++n) sum += args.sink_parts[h * batch + n];
     const Tensor& t = problem.tensor[TESSERA_DSINK];
@@ -294,7 +294,9 @@ void run_backward(const Problem& problem, const Buffers& buffers) {
     const int64_t block = kernels().block, blocks = (args.bias_extent[3] + block - 1) / block;
     run(BackwardPhase::kBiasBlock, args.bias_extent[0] * args.bias_extent[1] * blocks);
   }
-  if (args.bias_keys || args.bias_rows) reduce_bias(problem, buffers, args);
+  if (args.bias_gradient == BiasGradient::kKeys || args.bias_gradient == BiasGradient::kRows) {
+    reduce_bias(problem, buffers, args);
+  }
   reduce_heads(problem, buffers, args);
 }
 

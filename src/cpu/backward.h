@@ -3,12 +3,12 @@
 // score.h and everything laid out as S^T (keys in rows, queries in lanes):
 //
 //   S^T  = K Q^T                       dP^T = V dO^T
-//   P^T  = exp2(x log2(e) - lse2)      dX^T = P^T * (dropped dP^T - delta)
+//   P^T  = exp2((x - lse) log2(e))     dX^T = P^T * (dropped dP^T - delta)
 //   dV  += dropped P^T dO              dS^T = dX^T * softcap'        (times the scale at the end)
 //   dK  += dS^T Q                      dQ^T += K^T dS^T
 //
 //        for each head of the group
-//          delta, lse2, the strips' rows
+//          delta, lse, the strips' rows
 //          for each block of keys                K, V stay in L2, and so do dK, dV
 //            for each tile of queries            that sees some of it
 //              for each strip                    S, dP, P, dS in L1; dQ^T
@@ -201,53 +201,60 @@ class Backward {
   // The rows of strips [begin, end); returns the head's dsink.
   float prepare_head(int64_t begin, int64_t end) {
     const CallSequence& sequence = *sequence_;
-    const F sink = S::set1(args_.sink_parts ? sink_log2() : 0.0f);
+    const float sink = args_.sink_parts
+                           ? load_scalar<S>(at(call_.sink, head_), call_.sink.dtype) : 0.0f;
     F dsink = S::zero();
     for (int64_t strip = begin; strip < end; ++strip) {
       StripRows<S>& rows = x_.rows[strip];
       const int n = static_cast<int>(smaller<int64_t>(W, sequence.band.len_q - strip * W));
-      float *lse2 = x_.lse2 + strip * W, *delta = x_.delta + strip * W;
+      float *shift = x_.shift + strip * W, *shift_low = x_.shift_low + strip * W;
+      float* delta = x_.delta + strip * W;
+      float lse[W];
       for (int l = 0; l < W; ++l) {
-        const int64_t i = strip * W + l;
-        if (l >= n) {
-          lse2[l] = kInfinity, delta[l] = 0.0f;
-          continue;
+        const int64_t i = strip * W + l, row = sequence.first_q + i;
+        lse[l] = kInfinity, delta[l] = 0.0f;
+        if (l < n) {
+          rows.token[l] = i, rows.head[l] = head_;
+          memcpy(&lse[l], at(call_.lse, sequence.batch_q, head_, row), sizeof(float));
+          if (lse[l] == -kInfinity) lse[l] = kInfinity;
+          if (args_.dlse.data) {
+            memcpy(&delta[l], at(args_.dlse, sequence.batch_q, head_, row), sizeof(float));
+            delta[l] = -delta[l];
+          }
         }
-        rows.token[l] = i, rows.head[l] = head_;
-        const int64_t row = sequence.first_q + i;
-        float lse, dlse = 0.0f;
-        memcpy(&lse, at(call_.lse, sequence.batch_q, head_, row), sizeof lse);
-        if (args_.dlse.data) {
-          memcpy(&dlse, at(args_.dlse, sequence.batch_q, head_, row), sizeof dlse);
-        }
-        lse2[l] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-        delta[l] = dot_rows(row_at(call_.o, sequence.batch_q, row, head_),
-                            row_at(args_.d_o, sequence.batch_q, row, head_)) - dlse;
+        const double log2 = lse[l] * 1.4426950408889634;
+        shift[l] = call_.raw ? lse[l] : static_cast<float>(log2);
+        shift_low[l] = call_.raw || lse[l] == kInfinity ? 0.0f : static_cast<float>(log2 - shift[l]);
       }
+      add_delta(strip, delta);
       rows.resolve(call_, sequence, n);
       rows.vectors = kVectors;
       for (int v = 0; v < kVectors && args_.sink_parts; ++v) {
-        const F p = S::exp2(S::sub(sink, S::load(lse2 + v * L)));
+        const F x = S::sub(S::set1(sink), S::load(lse + v * L));
+        const F p = S::exp2(S::mul(x, S::set1(kLog2e)));
         dsink = S::fnma(p, S::load(delta + v * L), dsink);
       }
     }
     return S::reduce_add(dsink);
   }
 
-  float sink_log2() const {
-    return load_scalar<S>(at(call_.sink, head_), call_.sink.dtype) * kLog2e;
-  }
-
-  float dot_rows(const char* a_row, const char* b_row) const {
-    const T *a = reinterpret_cast<const T*>(a_row), *b = reinterpret_cast<const T*>(b_row);
-    F sum = S::zero();
-    int64_t d = 0;
-    for (; d + L <= call_.dv; d += L) sum = S::fma(S::load(a + d), S::load(b + d), sum);
-    if (d < call_.dv) {
-      const int n = static_cast<int>(call_.dv - d);
-      sum = S::fma(S::load_n(a + d, n), S::load_n(b + d, n), sum);
+  // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o is
+  // v, and dP - delta is 0 as it should be.
+  void add_delta(int64_t strip, float* delta) {
+    copy_columns(call_.o, strip * W, 1, call_.dv, x_.v_depth, x_.o_t, x_.d_o, x_.do_step);
+    copy_columns(args_.d_o, strip * W, 1, call_.dv, x_.v_depth, x_.do_t, x_.d_o, x_.do_step);
+    for (int v = 0; v < kVectors; ++v) {
+      const Word *o = x_.o_t + v * L, *d_o = x_.do_t + v * L;
+      F total = S::zero();
+      for (int64_t begin = 0; begin < x_.v_depth; begin += kDepthPiece) {
+        F sum = S::zero();
+        for (int64_t k = begin; k < smaller(begin + kDepthPiece, x_.v_depth); ++k) {
+          sum = multiply_lanes<S>(o + k * W, d_o + k * W, sum);
+        }
+        total = begin == 0 ? sum : S::add(total, sum);
+      }
+      S::store(delta + v * L, S::add(total, S::load(delta + v * L)));
     }
-    return S::reduce_add(sum);
   }
 
   // ---- a block of keys ----
@@ -382,31 +389,42 @@ class Backward {
     }
   }
 
-  // Rows of q or do, as columns for S^T and dP^T and as rows for dK and dV.
-  __attribute__((noinline)) void prepare_queries(const Rows& from, int64_t m0, int strips,
-                                                 int64_t dim, int64_t depth, Word* columns,
-                                                 Word* rows, int64_t rows_step) {
+  // Rows of q, o or do of strips from query m0 on, as columns: [strip][depth][W]. Without pairs
+  // they pass through rows.
+  __attribute__((noinline)) void copy_columns(const Rows& from, int64_t m0, int strips, int64_t dim,
+                                              int64_t depth, Word* columns, Word* rows,
+                                              int64_t rows_step) {
     const char* row[M];
-    const int count = strips * W;
+    find_queries(from, m0, strips * W, row);
+    if constexpr (kPairs) {
+      copy_pairs<S>(row, strips * W, dim, x_.row_pairs, x_.row_pairs_step);
+      rows = x_.row_pairs, rows_step = x_.row_pairs_step;
+    } else {
+      widen_rows<S, T>(row, strips * W, dim, rows, rows_step);
+    }
+    for (int t = 0; t < strips; ++t) {
+      transpose_rows<S>(reinterpret_cast<const float*>(rows + t * W * rows_step), rows_step, depth,
+                        reinterpret_cast<float*>(columns + t * W * depth));
+    }
+  }
+
+  // The same as rows for dK and dV, and as columns for S^T and dP^T.
+  void prepare_queries(const Rows& from, int64_t m0, int strips, int64_t dim, int64_t depth,
+                       Word* columns, Word* rows, int64_t rows_step) {
+    copy_columns(from, m0, strips, dim, depth, columns, rows, rows_step);
+    if constexpr (kPairs) {
+      const char* row[M];
+      find_queries(from, m0, strips * W, row);
+      interleave_pairs<S>(row, strips * W, dim, rows, rows_step);
+    }
+  }
+
+  void find_queries(const Rows& from, int64_t m0, int count, const char** row) const {
     for (int l = 0; l < count; ++l) {
       const int64_t i = m0 + l;
       row[l] = i < sequence_->band.len_q
                    ? row_at(from, sequence_->batch_q, sequence_->first_q + i, head_)
                    : x_.zeros;
-    }
-    if constexpr (kPairs) {
-      copy_pairs<S>(row, count, dim, x_.row_pairs, x_.row_pairs_step);
-      interleave_pairs<S>(row, count, dim, rows, rows_step);
-      for (int t = 0; t < strips; ++t) {
-        transpose_rows<S>(reinterpret_cast<const float*>(x_.row_pairs + t * W * x_.row_pairs_step),
-                          x_.row_pairs_step, depth,
-                          reinterpret_cast<float*>(columns + t * W * depth));
-      }
-    } else {
-      widen_rows<S, T>(row, count, dim, rows, rows_step);
-      for (int t = 0; t < strips; ++t) {
-        transpose_rows<S>(rows + t * W * rows_step, rows_step, depth, columns + t * W * depth);
-      }
     }
   }
 
@@ -434,12 +452,10 @@ class Backward {
     const StripRows<S>& rows = x_.rows[index];
     const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
     for (int j = visible.first; j < visible.last; j += R) {
-      multiply_tile<S, 2, false, false>(x_.qk_depth, x_.k + j * x_.k_step, x_.k_step, q_t, W,
-                                        x_.s + j * W, W);
+      multiply_rows<S>(x_.qk_depth, x_.k + j * x_.k_step, x_.k_step, q_t, x_.s + j * W);
     }
     for (int j = visible.first; j < visible.last; j += R) {
-      multiply_tile<S, 2, false, false>(x_.v_depth, x_.v + j * x_.v_step, x_.v_step, do_t, W,
-                                        x_.dp + j * W, W);
+      multiply_rows<S>(x_.v_depth, x_.v + j * x_.v_step, x_.v_step, do_t, x_.dp + j * W);
     }
     if (!(call_.raw && visible.full)) {
       float maximum[W];
@@ -478,19 +494,23 @@ class Backward {
   // back into dp, for what looks at it first.
   template <bool kDropout, bool kWatched>
   __attribute__((noinline)) void weigh(int64_t index, int t, const Visible<S>& visible) {
-    F lse2[kVectors], delta[kVectors];
+    F shift[kVectors], shift_low[kVectors], delta[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      lse2[v] = S::load(x_.lse2 + index * W + v * L);
+      shift[v] = S::load(x_.shift + index * W + v * L);
+      shift_low[v] = S::load(x_.shift_low + index * W + v * L);
       delta[v] = S::load(x_.delta + index * W + v * L);
     }
-    const F factor = S::set1(call_.raw ? call_.scale_log2 : 1.0f);
+    // (x - lse) log2(e), where x - lse is rounded when it is small already.
+    const F scale = S::set1(call_.raw ? call_.softmax_scale : 1.0f);
+    const F to_log2 = S::set1(call_.raw ? kLog2e : 1.0f);
     const F dropout_scale = S::set1(call_.dropout_scale);
     for (int j = visible.first; j < visible.last; j += 2) {
       F p[2][kVectors], dx[2][kVectors];
       for (int u = 0; u < 2; ++u) {
-        const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << ((j + u) % 32)));
+        const auto bit = S::set1i(keep_bit(j + u));
         for (int v = 0; v < kVectors; ++v) {
-          const F x = S::fms(S::load(x_.s + (j + u) * W + v * L), factor, lse2[v]);
+          const F above = S::fms(S::load(x_.s + (j + u) * W + v * L), scale, shift[v]);
+          const F x = S::fms(above, to_log2, shift_low[v]);
           F dp = S::load(x_.dp + (j + u) * W + v * L);
           F weight = kPairs ? S::exp2_fast(x) : S::exp2(x);
           F dropped = weight;
@@ -498,10 +518,12 @@ class Backward {
             const auto* word = reinterpret_cast<const int32_t*>(keep_[(j + u) / 32] + v * L);
             const auto kept = S::test_bit(S::load(word), bit);
             dropped = S::select(kept, weight, S::zero());
-            dp = S::select(kept, S::mul(dp, dropout_scale), S::zero());
+            dp = S::select(kept, dp, S::zero());
           }
           p[u][v] = dropped;
-          dx[u][v] = S::mul(weight, S::sub(dp, delta[v]));
+          const F above_mean =
+              kDropout ? S::fms(dp, dropout_scale, delta[v]) : S::sub(dp, delta[v]);
+          dx[u][v] = S::mul(weight, above_mean);
         }
       }
       put_rows(x_.p, j, t, p);

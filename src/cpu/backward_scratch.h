@@ -29,9 +29,10 @@ struct Scratch {
   static_assert(M % W == 0);
   using Word = typename WordOf<kPairs>::Type;
 
-  // One head. lse2 = lse log2(e), +inf where p is 0 whatever the score; delta = rowsum(do o) - dlse.
+  // One head. shift is what scores lose before exp2: lse, or lse log2(e) = shift + shift_low where
+  // scores are in base 2 (Call.raw); +inf where p is 0 whatever the score. delta = rowsum(do o) - dlse.
   StripRows<S>* rows;      // [strips]
-  float *lse2, *delta;     // [strips][W]
+  float *shift, *shift_low, *delta;  // [strips][W]
   float* bias_rows;        // [strips][W]
   float* dq;               // [strips][gradient_rows(dqk)][W]
   float *dk_sum, *dv_sum;  // [bound_k][dqk or dv]: of the group's heads so far
@@ -44,6 +45,7 @@ struct Scratch {
 
   // One tile of queries.
   Word *q_t, *do_t;  // [M / W][depth][W], pairs along head dims
+  Word* o_t;         // [v_depth][W]: for delta, one strip at a time
   Word *q, *d_o;     // [M / 2][q_step], pairs along queries
   Word* row_pairs;   // [M][row_pairs_step]: rows of q or do on their way to q_t, do_t; pairs only
   Word *p, *ds;      // [B][p_step], pairs along queries
@@ -76,7 +78,8 @@ struct Scratch {
       bytes += pad_to(count * static_cast<int64_t>(sizeof(T)), 64);
     };
     const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
-    take(rows, strips), take(lse2, strips * W), take(delta, strips * W);
+    take(rows, strips), take(delta, strips * W);
+    take(shift, strips * W), take(shift_low, strips * W);
     take(bias_rows, args.bias_gradient == BiasGradient::kRows ? strips * W : 0);
     take(dq, args.chunks == 1 ? strips * dq_rows * W : 0);
     take(dk_sum, summed * dqk), take(dv_sum, summed * dim_v);
@@ -85,7 +88,7 @@ struct Scratch {
     else k_pairs = k;
     take(dk, B * dk_step), take(dv, B * dv_step);
     take(bias_keys, args.bias_gradient == BiasGradient::kKeys ? B * S::kLanes : 0);
-    take(q_t, M * qk_depth), take(do_t, M * v_depth);
+    take(q_t, M * qk_depth), take(do_t, M * v_depth), take(o_t, W * v_depth);
     take(q, M / kPerWord * q_step), take(d_o, M / kPerWord * do_step);
     take(row_pairs, kPairs ? M * row_pairs_step : 0);
     take(p, B * p_step), take(ds, B * p_step);

@@ -44,23 +44,32 @@ TESSERA_INLINE typename S::F multiply_add(const uint32_t* a, Pairs b, typename S
   return S::dot(sum, S::broadcast_pair(reinterpret_cast<const Bf16*>(a)), b);
 }
 
+// The same without a broadcast: a lane's own words.
+template <typename S>
+TESSERA_INLINE typename S::F multiply_lanes(const float* a, const float* b, typename S::F sum) {
+  return S::fma(S::load(a), S::load(b), sum);
+}
+template <typename S>
+TESSERA_INLINE typename S::F multiply_lanes(const uint32_t* a, const uint32_t* b,
+                                            typename S::F sum) {
+  return S::dot(sum, S::load_pairs(a), S::load_pairs(b));
+}
+
 // One tile of C. kAcross: rows of A are neighbours in memory and k steps by a_step (dQ^T, whose A
-// is K read along its rows); otherwise k runs through neighbours and rows are a_step apart.
-template <typename S, int kVec, bool kAcross, bool kAccumulate, typename Word>
+// is K read along its rows); otherwise k runs through neighbours and rows are a_step apart. The sum
+// over k begins at 0 and is added to C as a whole: fewer roundings at the size of C.
+template <typename S, int kVec, bool kAcross, bool kAdd, typename Word>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const Word* a, int64_t a_step,
                                              const Word* b, int64_t b_step, float* c,
                                              int64_t c_step) {
   constexpr int R = S::kRows, L = S::kLanes;
   typename S::F sum[R][kVec];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVec; ++v) {
-      sum[r][v] = kAccumulate ? S::load(c + r * c_step + v * L) : S::zero();
-    }
-  }
   const Word* row[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) row[r] = kAcross ? a + r : a + r * a_step;
+  for (int r = 0; r < R; ++r) {
+    row[r] = kAcross ? a + r : a + r * a_step;
+    for (int v = 0; v < kVec; ++v) sum[r][v] = S::zero();
+  }
   for (int64_t k = 0; k < depth; ++k, b += b_step) {
     decltype(load_words<S>(b)) x[kVec];
     for (int v = 0; v < kVec; ++v) x[v] = load_words<S>(b + v * L);
@@ -73,7 +82,23 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const Word* a, int64
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVec; ++v) S::store(c + r * c_step + v * L, sum[r][v]);
+    for (int v = 0; v < kVec; ++v) {
+      float* to = c + r * c_step + v * L;
+      S::store(to, kAdd ? S::add(S::load(to), sum[r][v]) : sum[r][v]);
+    }
+  }
+}
+
+// S^T or dP^T of one register tile: the sum over head dims, some words at a time for the same reason.
+constexpr int64_t kDepthPiece = 128;
+template <typename S, typename Word>
+TESSERA_INLINE void multiply_rows(int64_t depth, const Word* a, int64_t a_step, const Word* b,
+                                  float* c) {
+  constexpr int W = kVectors * S::kLanes;
+  multiply_tile<S, kVectors, false, false>(smaller(depth, kDepthPiece), a, a_step, b, W, c, W);
+  for (int64_t k = kDepthPiece; k < depth; k += kDepthPiece) {
+    multiply_tile<S, kVectors, false, true>(smaller(depth - k, kDepthPiece), a + k, a_step, b + k * W, W,
+                                            c, W);
   }
 }
 
