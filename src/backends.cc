@@ -42,11 +42,11 @@ class NotBuilt final : public Backend {
 BackendList built_backends() {
   static const Backend* const kBuilt[] = {
 #if TESSERA_WITH_CUDA
-      &cuda::sm90::backend(),
-      &cuda::sm80::backend(),
+    &cuda::sm90::backend(),
+    &cuda::sm80::backend(),
 #endif
-      &cpu::backend(),
-      &cpu::reference_backend(),
+    &cpu::backend(),
+    &cpu::reference_backend(),
   };
   return kBuilt;
 }

@@ -36,8 +36,8 @@ const char* operation_of(const tessera_problem* problem) {
 int32_t report(tessera_error* error, int32_t code, const char* operation, const char* message) {
   if (!error || error->struct_size < offsetof(tessera_error, message)) return code;
   error->code = code;
-  const size_t capacity = std::min<size_t>(error->struct_size, sizeof *error) -
-                          offsetof(tessera_error, message);
+  const size_t capacity =
+      std::min<size_t>(error->struct_size, sizeof *error) - offsetof(tessera_error, message);
   if (capacity == 0) return code;
   if (code == TESSERA_OK) {
     error->message[0] = '\0';
@@ -69,8 +69,8 @@ int32_t guarded(tessera_error* error, const char* operation, Body&& body) {
   }
 }
 
-#define TESSERA_ASSIGN_OR_RETURN(name, expression)      \
-  auto name##_result = (expression);                    \
+#define TESSERA_ASSIGN_OR_RETURN(name, expression)        \
+  auto name##_result = (expression);                      \
   if (!name##_result.ok()) return name##_result.status(); \
   auto& name = name##_result.value()
 
@@ -87,7 +87,8 @@ int64_t write_text(const std::string& text, char* buffer, int64_t capacity) {
 Status check_workspace(const Buffers& buffers, const Device& device, int64_t needed) {
   if (needed == 0) return {};
   if (buffers.workspace_bytes < needed || !buffers.workspace) {
-    return invalid("workspace_bytes=%" PRId64 ": must be at least %" PRId64 " at workspace=%p; "
+    return invalid("workspace_bytes=%" PRId64 ": must be at least %" PRId64
+                   " at workspace=%p; "
                    "tessera_prepare says how many",
                    buffers.workspace_bytes, needed, buffers.workspace);
   }
@@ -101,9 +102,10 @@ Status fill_info(tessera_info* caller, const Planned& planned, int num_threads) 
   if (!caller) return {};
   const uint32_t size = caller->struct_size;
   if (size < offsetof(tessera_info, backend)) {
-    return invalid("info.struct_size=%u: must be the size of the caller's tessera_info; set it to "
-                   "sizeof(tessera_info)",
-                   size);
+    return invalid(
+        "info.struct_size=%u: must be the size of the caller's tessera_info; set it to "
+        "sizeof(tessera_info)",
+        size);
   }
   tessera_info info{};
   info.struct_size = size;
@@ -113,18 +115,24 @@ Status fill_info(tessera_info* caller, const Planned& planned, int num_threads) 
   return {};
 }
 
-Result<Problem> problem_to_explain(const tessera_problem* problem, const char* case_text) {
+// The problem of tessera_explain, and the line that describes it.
+struct Described {
+  Problem problem;
+  std::string case_text;  // "" when the problem was given
+};
+
+Result<Described> described(const tessera_problem* problem, const char* case_text) {
   if ((problem != nullptr) == (case_text != nullptr)) {
     return invalid("problem=%p, case_text=%p: give one of them, the other NULL",
                    static_cast<const void*>(problem), static_cast<const void*>(case_text));
   }
-  if (problem) {
-    Problem storage;
-    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
-    return *ours;
+  if (case_text) {
+    TESSERA_ASSIGN_OR_RETURN(parsed, parse_case(case_text));
+    return Described{geometry_of(parsed).problem, to_text(parsed)};
   }
-  TESSERA_ASSIGN_OR_RETURN(parsed, parse_case(case_text));
-  return geometry_of(parsed).problem;
+  Problem storage;
+  TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
+  return Described{*ours, ""};
 }
 
 std::string describe() {
@@ -213,10 +221,11 @@ int64_t tessera_explain(const tessera_problem* problem, const char* case_text,
   int64_t needed = -1;
   const int32_t code = guarded(error, "tessera.explain", [&]() -> Status {
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
-    TESSERA_ASSIGN_OR_RETURN(ours, problem_to_explain(problem, case_text));
-    TESSERA_RETURN_IF_ERROR(validate(ours));
-    TESSERA_ASSIGN_OR_RETURN(forced, with_forced_backend(all_backends(), normalised(ours)));
-    needed = write_text(explain_json(all_backends(), forced, where), buffer, capacity);
+    TESSERA_ASSIGN_OR_RETURN(ours, described(problem, case_text));
+    TESSERA_RETURN_IF_ERROR(validate(ours.problem));
+    TESSERA_ASSIGN_OR_RETURN(forced, with_forced_backend(all_backends(), normalised(ours.problem)));
+    const std::string line = ours.case_text.empty() ? to_case(forced) : ours.case_text;
+    needed = write_text(explain_json(all_backends(), forced, where, line), buffer, capacity);
     return {};
   });
   return code == TESSERA_OK ? needed : -1;
@@ -232,8 +241,8 @@ int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o
     Buffers storage;
     TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context, storage));
     if (!o || !lse) return invalid("o=NULL or lse=NULL: must describe the outputs");
-    const MergeArgs args{num_parts, format,   o_parts, o_data, lse_parts,
-                         lse_data,  *o,       o_out,   *lse,   lse_out};
+    const MergeArgs args{num_parts, format, o_parts, o_data, lse_parts,
+                         lse_data,  *o,     o_out,   *lse,   lse_out};
     TESSERA_RETURN_IF_ERROR(validate(args));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return backend->merge(args, *ours, where);

@@ -10,12 +10,12 @@
 
 static int failures = 0;
 
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);       \
-      ++failures;                                                          \
-    }                                                                      \
+#define CHECK(condition)                                             \
+  do {                                                               \
+    if (!(condition)) {                                              \
+      printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+      ++failures;                                                    \
+    }                                                                \
   } while (0)
 
 enum { B = 1, S = 3, H = 2, D = 4, COUNT = B * S * H * D };
@@ -110,8 +110,9 @@ static void errors(void) {
   memset(&b, 0, sizeof b);
   b.struct_size = sizeof b;
   CHECK(tessera_run(&p, &kCpu, &b, &e) == TESSERA_INVALID);
-  CHECK(strcmp(e.message, "tessera.attention: q.data=NULL: must point to the elements of shape "
-                          "[1, 3, 2, 4]") == 0);
+  CHECK(strcmp(e.message,
+               "tessera.attention: q.data=NULL: must point to the elements of shape "
+               "[1, 3, 2, 4]") == 0);
   p.tensor[TESSERA_K].extent[3] = 5;
   CHECK(tessera_prepare(&p, &kCpu, 0, NULL, &e) == TESSERA_INVALID);
   CHECK(strstr(e.message, "tessera.attention: k.shape=[1, 3, 2, 5]") == e.message);

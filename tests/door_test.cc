@@ -61,8 +61,7 @@ TEST(Explain, EverySuggestionHelps) {
       ++suggestions;
       SCOPED_TRACE(std::string(line) + " on " + device_text(device) + ": " + s->text);
       EXPECT_TRUE(validate(s->problem).ok()) << validate(s->problem).message();
-      EXPECT_TRUE(
-          reasons_of(*s->backend, s->problem, s->device, is_imagined(s->device)).empty());
+      EXPECT_TRUE(reasons_of(*s->backend, s->problem, s->device, is_imagined(s->device)).empty());
       // Also as the case line and the backend that it names.
       Problem again = problem_of(to_case(s->problem).c_str());
       s->backend->name().copy(again.backend, sizeof again.backend - 1);
@@ -105,7 +104,8 @@ TEST(Recipe, AddABackend) {
   const auto planned = cache.find(p, Device{});
   ASSERT_TRUE(planned.ok()) << planned.status().message();
   EXPECT_EQ(planned.value()->backend, &fresh);
-  EXPECT_NE(explain_json(list, p, Device{}).find("\"backend\": \"fresh\""), std::string::npos);
+  EXPECT_NE(explain_json(list, p, Device{}, to_case(p)).find("\"backend\": \"fresh\""),
+            std::string::npos);
   // What it refuses goes on to the next in the list.
   const auto next = cache.find(problem_of("fwd bf16 b=2 s=64 h=4 d=64 causal"), Device{});
   ASSERT_TRUE(next.ok()) << next.status().message();

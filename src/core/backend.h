@@ -23,7 +23,8 @@ class Plan {
 
   // problem and buffers are validated, workspace is large enough. Allocates nothing, reads no
   // environment, does not throw. CPU: returns when done. CUDA: queues on buffers.stream.
-  virtual Status run(const Problem& problem, const Buffers& buffers, const Device& device) const = 0;
+  virtual Status run(const Problem& problem, const Buffers& buffers,
+                     const Device& device) const = 0;
 };
 
 // The arguments of tessera_merge, validated.
@@ -63,7 +64,8 @@ class Backend {
   // Blank what plans do not depend on, so that one plan serves many problems.
   virtual Problem canonical(const Problem& problem) const = 0;
 
-  virtual Result<std::unique_ptr<Plan>> plan(const Problem& canonical, const Device& device) const = 0;
+  virtual Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
+                                             const Device& device) const = 0;
 
   // The door asks the first available backend of the device's kind that owns these.
   virtual bool owns_utilities(const Device&) const { return false; }

@@ -21,7 +21,7 @@ std::string refusal(BackendList backends, const Problem& problem, const Device& 
   }
   if (text.size() > kListBytes) text = text.substr(0, kListBytes) + " ...";
   text += "\nrepro: python -m tessera explain \"" + to_case(problem) + "\"";
-  if (device.kind != TESSERA_CPU) text += " --device " + device_text(device);
+  if (device.arch > 0) text += " --device " + device_text(device);
   return text;
 }
 

@@ -83,42 +83,65 @@ int32_t parse_dtype(std::string_view name) {
 
 double load_element(const void* base, int64_t index, int32_t dtype) {
   switch (dtype) {
-    case TESSERA_FP32: return load<float>(base, index);
-    case TESSERA_FP64: return load<double>(base, index);
+    case TESSERA_FP32:
+      return load<float>(base, index);
+    case TESSERA_FP64:
+      return load<double>(base, index);
     case TESSERA_BF16:
       return std::bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(base, index)) << 16);
-    case TESSERA_FP16: return decode_fp16(load<uint16_t>(base, index));
-    case TESSERA_E4M3: return decode_e4m3(load<uint8_t>(base, index));
-    case TESSERA_E5M2: return decode_fp16(static_cast<uint32_t>(load<uint8_t>(base, index)) << 8);
-    case TESSERA_BOOL: return load<uint8_t>(base, index);
-    case TESSERA_INT32: return load<int32_t>(base, index);
-    case TESSERA_INT64: return static_cast<double>(load<int64_t>(base, index));
+    case TESSERA_FP16:
+      return decode_fp16(load<uint16_t>(base, index));
+    case TESSERA_E4M3:
+      return decode_e4m3(load<uint8_t>(base, index));
+    case TESSERA_E5M2:
+      return decode_fp16(static_cast<uint32_t>(load<uint8_t>(base, index)) << 8);
+    case TESSERA_BOOL:
+      return load<uint8_t>(base, index);
+    case TESSERA_INT32:
+      return load<int32_t>(base, index);
+    case TESSERA_INT64:
+      return static_cast<double>(load<int64_t>(base, index));
   }
   return 0;
 }
 
 void store_element(void* base, int64_t index, int32_t dtype, double value) {
   switch (dtype) {
-    case TESSERA_FP32: return store(base, index, static_cast<float>(value));
-    case TESSERA_FP64: return store(base, index, value);
-    case TESSERA_BF16: return store(base, index, static_cast<uint16_t>(encode(value, kBf16, 16)));
-    case TESSERA_FP16: return store(base, index, static_cast<uint16_t>(encode(value, kFp16, 16)));
-    case TESSERA_E4M3: return store(base, index, static_cast<uint8_t>(encode(value, kE4m3, 8)));
-    case TESSERA_E5M2: return store(base, index, static_cast<uint8_t>(encode(value, kE5m2, 8)));
-    case TESSERA_BOOL: return store(base, index, static_cast<uint8_t>(value != 0));
-    case TESSERA_INT32: return store(base, index, static_cast<int32_t>(value));
-    case TESSERA_INT64: return store(base, index, static_cast<int64_t>(value));
+    case TESSERA_FP32:
+      return store(base, index, static_cast<float>(value));
+    case TESSERA_FP64:
+      return store(base, index, value);
+    case TESSERA_BF16:
+      return store(base, index, static_cast<uint16_t>(encode(value, kBf16, 16)));
+    case TESSERA_FP16:
+      return store(base, index, static_cast<uint16_t>(encode(value, kFp16, 16)));
+    case TESSERA_E4M3:
+      return store(base, index, static_cast<uint8_t>(encode(value, kE4m3, 8)));
+    case TESSERA_E5M2:
+      return store(base, index, static_cast<uint8_t>(encode(value, kE5m2, 8)));
+    case TESSERA_BOOL:
+      return store(base, index, static_cast<uint8_t>(value != 0));
+    case TESSERA_INT32:
+      return store(base, index, static_cast<int32_t>(value));
+    case TESSERA_INT64:
+      return store(base, index, static_cast<int64_t>(value));
   }
 }
 
 double half_ulp(int32_t dtype) {
   switch (dtype) {
-    case TESSERA_FP64: return 0x1p-53;
-    case TESSERA_FP32: return 0x1p-24;
-    case TESSERA_FP16: return 0x1p-11;
-    case TESSERA_BF16: return 0x1p-8;
-    case TESSERA_E4M3: return 0x1p-4;
-    case TESSERA_E5M2: return 0x1p-3;
+    case TESSERA_FP64:
+      return 0x1p-53;
+    case TESSERA_FP32:
+      return 0x1p-24;
+    case TESSERA_FP16:
+      return 0x1p-11;
+    case TESSERA_BF16:
+      return 0x1p-8;
+    case TESSERA_E4M3:
+      return 0x1p-4;
+    case TESSERA_E5M2:
+      return 0x1p-3;
   }
   return 0;
 }

@@ -11,10 +11,19 @@ namespace tessera {
 
 constexpr int64_t size_of(int32_t dtype) {
   switch (dtype) {
-    case TESSERA_FP64: case TESSERA_INT64: return 8;
-    case TESSERA_FP32: case TESSERA_INT32: return 4;
-    case TESSERA_BF16: case TESSERA_FP16: return 2;
-    case TESSERA_E4M3: case TESSERA_E5M2: case TESSERA_BOOL: return 1;
+    case TESSERA_FP64:
+    case TESSERA_INT64:
+      return 8;
+    case TESSERA_FP32:
+    case TESSERA_INT32:
+      return 4;
+    case TESSERA_BF16:
+    case TESSERA_FP16:
+      return 2;
+    case TESSERA_E4M3:
+    case TESSERA_E5M2:
+    case TESSERA_BOOL:
+      return 1;
   }
   return 0;
 }
@@ -23,8 +32,8 @@ constexpr bool is_float(int32_t dtype) { return dtype >= TESSERA_FP32 && dtype <
 constexpr bool is_fp8(int32_t dtype) { return dtype == TESSERA_E4M3 || dtype == TESSERA_E5M2; }
 constexpr bool is_16bit(int32_t dtype) { return dtype == TESSERA_BF16 || dtype == TESSERA_FP16; }
 
-std::string_view dtype_name(int32_t dtype);             // "fp32"; "dtype 77" is "unknown"
-int32_t parse_dtype(std::string_view name);             // TESSERA_NONE if unknown
+std::string_view dtype_name(int32_t dtype);  // "fp32"; "dtype 77" is "unknown"
+int32_t parse_dtype(std::string_view name);  // TESSERA_NONE if unknown
 
 // One element as double, and back with one rounding to nearest even (overflow to infinity, e4m3 to
 // NaN). For the reference, the generator and tests; kernels have their own vector forms.

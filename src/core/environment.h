@@ -7,10 +7,10 @@
 namespace tessera {
 
 struct Environment {
-  std::string backend;   // TESSERA_BACKEND: as if every problem forced it
-  std::string log;       // TESSERA_LOG: topics, comma separated, or "all"
-  std::string cpu_isa;   // TESSERA_CPU_ISA: the highest instruction set to use
-  int num_threads = 0;   // TESSERA_NUM_THREADS; 0 = not set or not a positive number
+  std::string backend;  // TESSERA_BACKEND: as if every problem forced it
+  std::string log;      // TESSERA_LOG: topics, comma separated, or "all"
+  std::string cpu_isa;  // TESSERA_CPU_ISA: the highest instruction set to use
+  int num_threads = 0;  // TESSERA_NUM_THREADS; 0 = not set or not a positive number
 };
 
 const Environment& environment();  // thread-safe

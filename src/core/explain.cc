@@ -52,9 +52,14 @@ void convert(Problem& p, int32_t to) {
 std::string apply(Remedy remedy, const Backend& backend, Question& question) {
   Problem& p = question.problem;
   switch (remedy) {
-    case Remedy::kNone: return {};
-    case Remedy::kUseFp32: convert(p, TESSERA_FP32); return "convert q, k and v to fp32";
-    case Remedy::kUseBf16: convert(p, TESSERA_BF16); return "convert q, k and v to bf16";
+    case Remedy::kNone:
+      return {};
+    case Remedy::kUseFp32:
+      convert(p, TESSERA_FP32);
+      return "convert q, k and v to fp32";
+    case Remedy::kUseBf16:
+      convert(p, TESSERA_BF16);
+      return "convert q, k and v to bf16";
     case Remedy::kDeviceCpu:
       if (question.device.kind == TESSERA_CPU) return {};
       question.device = Device{};
@@ -62,7 +67,9 @@ std::string apply(Remedy remedy, const Backend& backend, Question& question) {
     case Remedy::kForceThisBackend:
       force(p, backend.name());
       return "pass backend=\"" + std::string(backend.name()) + "\"";
-    case Remedy::kDropForcedBackend: force(p, ""); return "leave backend unset";
+    case Remedy::kDropForcedBackend:
+      force(p, "");
+      return "leave backend unset";
     case Remedy::kAllowQuadratic:
       p.flags |= TESSERA_ALLOW_QUADRATIC;
       return "pass allow_quadratic=True";
@@ -128,12 +135,13 @@ std::optional<Suggestion> suggest(BackendList backends, const Problem& problem,
   return {};
 }
 
-std::string explain_json(BackendList backends, const Problem& problem, const Device& device) {
+std::string explain_json(BackendList backends, const Problem& problem, const Device& device,
+                         const std::string& case_text) {
   const Question question{problem, device};
   const Backend* chosen = first_supporting(backends, question);
   JsonWriter json;
   json.begin_object();
-  json.key("case").string(to_case(problem));
+  json.key("case").string(case_text);
   json.key("device").string(device_text(device));
   json.key("backend");
   chosen ? json.string(chosen->name()) : json.null();

@@ -29,7 +29,9 @@ std::optional<Suggestion> suggest(BackendList backends, const Problem& problem,
 // JSON: case, device, backend (null when none), workspace_bytes (null when unknown),
 //   reasons {name: [text]}, backends [{name, available, supported, reasons [{id, text}]}],
 //   suggestion null | {text, case, device, backend}.
-// Of a normalised problem, with the forced backend's name. Builds a plan to know the workspace.
-std::string explain_json(BackendList backends, const Problem& problem, const Device& device);
+// Of a normalised problem, with the forced backend's name. case_text describes it. Builds a plan to
+// know the workspace.
+std::string explain_json(BackendList backends, const Problem& problem, const Device& device,
+                         const std::string& case_text);
 
 }  // namespace tessera

@@ -4,7 +4,8 @@
 // A mask as a whole is this band AND at most one data mask (dense boolean or key ranges) AND
 // segments. Everything positional is here: lengths, causal, windows, alignment. Because lo and hi
 // never decrease with the row, tile skipping and the "no mask code needed" test follow from row().
-// To add a positional mask, add its fields here and its line in row(); lo and hi must stay monotone.
+// To add a positional mask, add its fields here and its line in row(); lo and hi must stay
+// monotone.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +49,8 @@ struct Band {
     if (n1 > len_k) n1 = len_k;
     if (n0 >= n1) return {0, 0};
     Interval queries{0, len_q};
-    if (right >= 0 && n0 - right - shift > 0) queries.lo = n0 - right - shift;      // hi(i) > n0
-    if (left >= 0 && n1 + left - shift < len_q) queries.hi = n1 + left - shift;     // lo(i) < n1
+    if (right >= 0 && n0 - right - shift > 0) queries.lo = n0 - right - shift;   // hi(i) > n0
+    if (left >= 0 && n1 + left - shift < len_q) queries.hi = n1 + left - shift;  // lo(i) < n1
     if (queries.hi < 0) queries.hi = 0;
     if (queries.lo > len_q) queries.lo = len_q;
     return queries;

@@ -139,8 +139,8 @@ uint64_t reach_in_bytes(const Tensor& tensor, int rank) {
   for (int axis = 0; axis < rank; ++axis) {
     if (tensor.extent[axis] == 0) return 0;
     if (tensor.extent[axis] == 1) continue;
-    last += static_cast<uint64_t>(tensor.extent[axis] - 1) *
-            static_cast<uint64_t>(tensor.stride[axis]);
+    last +=
+        static_cast<uint64_t>(tensor.extent[axis] - 1) * static_cast<uint64_t>(tensor.stride[axis]);
   }
   return (last + 1) * static_cast<uint64_t>(size_of(tensor.dtype));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether strided tensors share memory, decided exactly: disjoint views of one buffer may interleave
-// (dq, dk, dv in one qkv buffer), so a comparison of address ranges is the quick answer only.
-// Nothing here allocates.
+// Whether strided tensors share memory, decided exactly: disjoint views of one buffer may
+// interleave (dq, dk, dv in one qkv buffer), so a comparison of address ranges is the quick answer
+// only. Nothing here allocates.
 #pragma once
 
 #include "core/problem.h"
@@ -21,7 +21,7 @@ struct Footprint {
   int64_t element = 1;          // bytes of one
   int rank = 0;                 // axes of extent > 1 and stride > 0 only
   int64_t extent[4] = {};
-  int64_t stride[4] = {};       // bytes
+  int64_t stride[4] = {};  // bytes
 };
 Footprint footprint_of(const Tensor& tensor, int rank, const void* data);
 

@@ -49,7 +49,8 @@ struct Dropout {
 
   TESSERA_HOST_DEVICE static Dropout make(int64_t seed, int64_t offset, uint32_t threshold) {
     const uint64_t s = static_cast<uint64_t>(seed), o = static_cast<uint64_t>(offset);
-    return {static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
+    return {static_cast<uint32_t>(s),
+            static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
             static_cast<uint32_t>(o), threshold};
   }
 

@@ -41,8 +41,7 @@ Result<std::shared_ptr<const Planned>> PlanCache::find(const Problem& problem,
   Result<const Backend*> chosen = choose(backends_, planned->problem, device);
   if (chosen.ok()) {
     planned->backend = chosen.value();
-    Result<std::shared_ptr<const Plan>> plan =
-        plan_of(*planned->backend, planned->problem, device);
+    Result<std::shared_ptr<const Plan>> plan = plan_of(*planned->backend, planned->problem, device);
     if (!plan.ok()) return plan.status();
     planned->plan = std::move(plan).value();
   } else {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan cache, two bounded levels: the exact bytes of a problem -> who runs it, and (backend, its
-// canonical problem) -> plan. Refusals are remembered too. Thread-safe; plans are built outside the
-// lock, so that two threads may build one twice and keep the first. A hit allocates nothing.
+// The plan cache, two bounded levels: the exact bytes of a problem -> who runs it, and (backend,
+// its canonical problem) -> plan. Refusals are remembered too. Thread-safe; plans are built outside
+// the lock, so that two threads may build one twice and keep the first. A hit allocates nothing.
 #pragma once
 
 #include <list>
@@ -73,8 +73,8 @@ class PlanCache {
   explicit PlanCache(BackendList backends, size_t problems = 512, size_t plans = 128)
       : backends_(backends), problems_(problems), plans_(plans) {}
 
-  // The plan of a caller's problem, validated and normalised unless these bytes are known. A refusal
-  // is a failed Status here; TESSERA_INVALID and failures of the device are not remembered.
+  // The plan of a caller's problem, validated and normalised unless these bytes are known. A
+  // refusal is a failed Status here; TESSERA_INVALID and failures of the device are not remembered.
   Result<std::shared_ptr<const Planned>> find(const Problem& problem, const Device& device);
 
   BackendList backends() const { return backends_; }

@@ -59,7 +59,8 @@ class CaseLine {
     pair("s", "sq", "sk", sq, sk);
     pair("h", "hq", "hk", s_.hq, s_.hk);
     pair("d", "dqk", "dv", s_.dqk, s_.dv);
-    if (dtype(TESSERA_K) != dtype(TESSERA_Q)) word("kv=" + std::string(dtype_name(dtype(TESSERA_K))));
+    if (dtype(TESSERA_K) != dtype(TESSERA_Q))
+      word("kv=" + std::string(dtype_name(dtype(TESSERA_K))));
     lengths(sq, sk);
   }
 
@@ -75,7 +76,7 @@ class CaseLine {
   }
 
   void lengths(int64_t sq, int64_t sk) {
-    std::string q = is_thd_q(p_)                    ? packed_lengths(tokens_q_, sq)
+    std::string q = is_thd_q(p_)                   ? packed_lengths(tokens_q_, sq)
                     : given(p_, TESSERA_SEQLENS_Q) ? "random:0"
                                                    : "full";
     std::string k = is_thd_k(p_) ? packed_lengths(tokens_k_, sk)
@@ -93,8 +94,8 @@ class CaseLine {
     }
     if (is_paged(p_)) number("page", p_.tensor[TESSERA_K].extent[1]);
     if (given(p_, TESSERA_PAGE_TABLE_V)) number("tables", 2);
-    for (const int i : {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q,
-                        TESSERA_CU_SEQLENS_K}) {
+    for (const int i :
+         {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_K}) {
       if (dtype(i) == TESSERA_INT64) return word("int64");
     }
   }
@@ -130,6 +131,7 @@ class CaseLine {
     if (left >= 0 || right > 0) {
       word("window=" + std::to_string(left) + "," + std::to_string(right));
     }
+    if (lengths_known_equal(p_)) return;
     if (p_.align == TESSERA_ALIGN_TOP_LEFT) word("align=top_left");
     if (p_.align == TESSERA_ALIGN_BOTTOM_RIGHT) word("align=bottom_right");
   }
@@ -144,7 +146,8 @@ class CaseLine {
   }
 
   void mask() {
-    if (given(p_, TESSERA_MASK)) word(name_of(p_, TESSERA_MASK) + ("=random:0.5/" + axes(TESSERA_MASK)));
+    if (given(p_, TESSERA_MASK))
+      word(name_of(p_, TESSERA_MASK) + ("=random:0.5/" + axes(TESSERA_MASK)));
     if (given(p_, TESSERA_KEY_RANGES)) {
       word(p_.tensor[TESSERA_KEY_RANGES].extent[3] == 4 ? "ranges=two:0" : "ranges=random:0");
     }
@@ -171,7 +174,8 @@ class CaseLine {
     if (given(p_, TESSERA_DLSE)) word("dlse");
     std::string gradients;
     for (const int i : {TESSERA_DBIAS, TESSERA_DSINK, TESSERA_DALIBI_SLOPES}) {
-      if (given(p_, i)) gradients += (gradients.empty() ? "" : ",") + std::string(tensor_rule(i).name);
+      if (given(p_, i))
+        gradients += (gradients.empty() ? "" : ",") + std::string(tensor_rule(i).name);
     }
     if (!gradients.empty()) word("grads=" + gradients);
     if (given(p_, TESSERA_MAX_LOGIT)) word("max_logit");
@@ -195,22 +199,33 @@ AxisOrder caller_order(const Problem& p, int index) {
                         index == TESSERA_DV || index == TESSERA_SEGMENT_IDS_K;
   const bool packed = key_side ? is_thd_k(p) : is_thd_q(p);
   switch (index) {
-    case TESSERA_Q: case TESSERA_O: case TESSERA_DO: case TESSERA_DQ:
-    case TESSERA_K: case TESSERA_V: case TESSERA_DK: case TESSERA_DV:
+    case TESSERA_Q:
+    case TESSERA_O:
+    case TESSERA_DO:
+    case TESSERA_DQ:
+    case TESSERA_K:
+    case TESSERA_V:
+    case TESSERA_DK:
+    case TESSERA_DV:
       if (paged_kv) return {4, {0, 1, 2, 3}};
       switch (key_side ? p.format_kv : p.format_q) {
-        case TESSERA_SBHD: return {4, {1, 0, 2, 3}};
-        case TESSERA_BHSD: return {4, {0, 2, 1, 3}};
-        case TESSERA_THD: return {3, {1, 2, 3, 0}};
+        case TESSERA_SBHD:
+          return {4, {1, 0, 2, 3}};
+        case TESSERA_BHSD:
+          return {4, {0, 2, 1, 3}};
+        case TESSERA_THD:
+          return {3, {1, 2, 3, 0}};
       }
       return {4, {0, 1, 2, 3}};
-    case TESSERA_LSE: case TESSERA_DLSE:
+    case TESSERA_LSE:
+    case TESSERA_DLSE:
       if (packed) return {2, {1, 2, 0, 0}};
       return {3, {0, 1, 2, 0}};
     case TESSERA_KEY_RANGES:
       if (packed) return {3, {1, 2, 3, 0}};
       return {4, {0, 1, 2, 3}};
-    case TESSERA_SEGMENT_IDS_Q: case TESSERA_SEGMENT_IDS_K:
+    case TESSERA_SEGMENT_IDS_Q:
+    case TESSERA_SEGMENT_IDS_K:
       if (packed) return {1, {1, 0, 0, 0}};
       return {2, {0, 1, 0, 0}};
   }

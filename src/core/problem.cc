@@ -53,16 +53,18 @@ Result<const Struct*> import_struct(const Struct* caller, Struct& storage, size_
   const uint32_t size = caller->struct_size;
   if (size == sizeof storage) return caller;
   if (size < smallest || size > kLargestStruct) {
-    return invalid("%s.struct_size=%u: must be the size of the caller's tessera_%s; this library's "
-                   "is %zu, set it to sizeof(tessera_%s)",
-                   name, size, name, sizeof storage, name);
+    return invalid(
+        "%s.struct_size=%u: must be the size of the caller's tessera_%s; this library's "
+        "is %zu, set it to sizeof(tessera_%s)",
+        name, size, name, sizeof storage, name);
   }
   const auto* bytes = reinterpret_cast<const unsigned char*>(caller);
   for (size_t i = sizeof storage; i < size; ++i) {
     if (bytes[i] != 0) {
-      return invalid("%s.struct_size=%u: byte %zu is not zero and this library knows %zu bytes "
-                     "only; update the library, or leave the newer fields zero",
-                     name, size, i, sizeof storage);
+      return invalid(
+          "%s.struct_size=%u: byte %zu is not zero and this library knows %zu bytes "
+          "only; update the library, or leave the newer fields zero",
+          name, size, i, sizeof storage);
     }
   }
   std::memset(&storage, 0, sizeof storage);
@@ -108,8 +110,8 @@ const char* name_of(const Problem& problem, int index) {
 }
 
 bool is_output(const Problem& problem, int index) {
-  return kRules[index].role == (is_backward(problem) ? Role::kBackwardOutput
-                                                     : Role::kForwardOutput);
+  return kRules[index].role ==
+         (is_backward(problem) ? Role::kBackwardOutput : Role::kForwardOutput);
 }
 
 Sizes sizes_of(const Problem& p) {
@@ -124,6 +126,16 @@ Sizes sizes_of(const Problem& p) {
   s.dqk = q.extent[3];
   s.dv = p.tensor[TESSERA_V].extent[3];
   return s;
+}
+
+bool lengths_known_equal(const Problem& p) {
+  if (is_paged(p)) return false;
+  if (has(p, TESSERA_SAME_LENGTHS)) return true;
+  for (const int i :
+       {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_K}) {
+    if (given(p, i)) return false;
+  }
+  return p.tensor[TESSERA_Q].extent[1] == p.tensor[TESSERA_K].extent[1];
 }
 
 int64_t element_count(const Tensor& t, int rank) {
@@ -172,12 +184,9 @@ Problem normalised(const Problem& problem) {
   p.window_left = has(p, TESSERA_WINDOW) ? left : 0;
   p.window_right = has(p, TESSERA_WINDOW) ? right : 0;
 
-  const bool full_length = !is_thd_q(p) && !is_thd_k(p) && !given(p, TESSERA_SEQLENS_Q) &&
-                           !given(p, TESSERA_SEQLENS_K);
-  const bool equal_lengths = has(p, TESSERA_SAME_LENGTHS) || (full_length && s.sq == s.sk);
   if (!has_band(p) && !given(p, TESSERA_ALIBI_SLOPES)) {
     p.align = TESSERA_ALIGN_NONE;
-  } else if (equal_lengths) {
+  } else if (lengths_known_equal(p)) {
     p.align = TESSERA_ALIGN_TOP_LEFT;
   }
 

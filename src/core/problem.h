@@ -62,24 +62,30 @@ inline bool has_band(const Problem& p) {  // causal, or a window with a bounded 
 // Written by this problem's pass.
 bool is_output(const Problem& problem, int index);
 
+// Both sides have the same lengths for all that a problem can show, so that the diagonal is the
+// same for either alignment: equal extents and no lengths given, or one array for both sides.
+bool lengths_known_equal(const Problem& problem);
+
 int64_t element_count(const Tensor& t, int rank);
 inline int64_t offset_of(const Tensor& t, int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
   return a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
 }
 // Index on an axis that may be broadcast: extent 1 always answers 0.
-inline int64_t broadcast(const Tensor& t, int axis, int64_t i) { return t.extent[axis] == 1 ? 0 : i; }
+inline int64_t broadcast(const Tensor& t, int axis, int64_t i) {
+  return t.extent[axis] == 1 ? 0 : i;
+}
 
 // ---- what the front door does with a caller's struct ----
 
 // The caller's struct as this library knows it: the caller's own bytes where the sizes agree, else
-// its struct_size bytes over a zeroed `storage`; refuses unknown non-zero tail bytes. import_buffers
-// without a caller's struct answers the defaults.
+// its struct_size bytes over a zeroed `storage`; refuses unknown non-zero tail bytes.
+// import_buffers without a caller's struct answers the defaults.
 Result<const Problem*> import_problem(const tessera_problem* caller, Problem& storage);
 Result<const Buffers*> import_buffers(const tessera_buffers* caller, Buffers& storage);
 
 // Fills derived defaults and blanks what has no meaning (axes beyond the rank, strides of axes of
-// extent <= 1, windows without TESSERA_WINDOW, causal folded into the window), so that equal problems
-// are equal bytes. Only of a problem that validate() accepted.
+// extent <= 1, windows without TESSERA_WINDOW, causal folded into the window), so that equal
+// problems are equal bytes. Only of a problem that validate() accepted.
 Problem normalised(const Problem& problem);
 
 // Everything that docs/semantics.md calls illegal and that shapes alone can show.

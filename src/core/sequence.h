@@ -9,12 +9,12 @@
 namespace tessera {
 
 struct Sequence {
-  int64_t n;            // index in the batch
-  int64_t first_q;      // thd: row of the packed buffer where query 0 is stored; otherwise 0
-  int64_t first_k;      // thd likewise for keys (not with pages)
-  int64_t batch_q;      // index on the batch axis of q, o, ...: n, or 0 for thd
-  int64_t batch_k;      // index on the batch axis of k, v: n, or 0 for thd; unused with pages
-  Band band;            // len_q, len_k, shift, left, right
+  int64_t n;        // index in the batch
+  int64_t first_q;  // thd: row of the packed buffer where query 0 is stored; otherwise 0
+  int64_t first_k;  // thd likewise for keys (not with pages)
+  int64_t batch_q;  // index on the batch axis of q, o, ...: n, or 0 for thd
+  int64_t batch_k;  // index on the batch axis of k, v: n, or 0 for thd; unused with pages
+  Band band;        // len_q, len_k, shift, left, right
 
   int64_t len_q() const { return band.len_q; }
   int64_t len_k() const { return band.len_k; }

@@ -47,8 +47,8 @@ class [[nodiscard]] Result {
   Status status_;
 };
 
-#define TESSERA_RETURN_IF_ERROR(expression)                          \
-  do {                                                               \
+#define TESSERA_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                           \
     if (::tessera::Status status_ = (expression); !status_.ok()) return status_; \
   } while (0)
 

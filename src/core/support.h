@@ -13,16 +13,16 @@ namespace tessera {
 
 // What a test asserts on, instead of text. One per kind of rule, not one per place.
 enum class ReasonId : uint8_t {
-  kNotBuilt,       // the backend is not in this build
-  kNotLoaded,      // its library or driver is not on this machine
-  kDevice,         // tensors are on another kind of device, or its architecture is too old
-  kByNameOnly,     // runs only when forced by name
+  kNotBuilt,    // the backend is not in this build
+  kNotLoaded,   // its library or driver is not on this machine
+  kDevice,      // tensors are on another kind of device, or its architecture is too old
+  kByNameOnly,  // runs only when forced by name
   kDtype,
   kHeadDim,
-  kLayout,         // a stride or an alignment
-  kFeature,        // a mask, bias, ... that this backend does not have
+  kLayout,   // a stride or an alignment
+  kFeature,  // a mask, bias, ... that this backend does not have
   kSize,
-  kQuadratic,      // would need O(sq*sk) memory without allow_quadratic
+  kQuadratic,  // would need O(sq*sk) memory without allow_quadratic
 };
 
 std::string_view reason_name(ReasonId id);  // "head_dim"
@@ -30,7 +30,7 @@ std::string_view reason_name(ReasonId id);  // "head_dim"
 // The nearest edit of the question that removes a reason; explain applies it and looks again.
 enum class Remedy : uint8_t {
   kNone,
-  kUseFp32,            // q, k, v (and what follows them) in fp32
+  kUseFp32,  // q, k, v (and what follows them) in fp32
   kUseBf16,
   kDeviceCpu,          // move the tensors to the CPU
   kForceThisBackend,   // backend="<name>"

@@ -65,7 +65,8 @@ Status check_operand(const Operand& a, const int64_t (&extent)[4], int32_t dtype
                    list_text(t.extent, a.rank).c_str());
   }
   if (reinterpret_cast<uintptr_t>(a.data) % static_cast<uintptr_t>(size_of(dtype)) != 0) {
-    return invalid("%s.data=%p: must be a multiple of the element's %" PRId64 " bytes; pass an "
+    return invalid("%s.data=%p: must be a multiple of the element's %" PRId64
+                   " bytes; pass an "
                    "aligned copy",
                    name, a.data, size_of(dtype));
   }
@@ -77,9 +78,10 @@ Status check_shared(const Operand& a, const Operand& b) {
                     footprint_of(*b.tensor, b.rank, b.data))) {
     return {};
   }
-  return invalid("%s.data=%p: shares memory with %s; an output needs elements of its own, pass "
-                 "another buffer",
-                 a.name.c_str(), a.data, b.name.c_str());
+  return invalid(
+      "%s.data=%p: shares memory with %s; an output needs elements of its own, pass "
+      "another buffer",
+      a.name.c_str(), a.data, b.name.c_str());
 }
 
 }  // namespace
@@ -92,9 +94,10 @@ Status validate(const MergeArgs& args) {
     return invalid("layout=%d: must be bshd (0), sbhd (1), bhsd (2) or thd (3)", args.format);
   }
   if (!args.o_parts || !args.o_data || !args.lse_parts || !args.lse_data) {
-    return invalid("parts=NULL: o_parts, o_data, lse_parts and lse_data must be arrays of "
-                   "num_parts=%" PRId64 " elements",
-                   args.num_parts);
+    return invalid(
+        "parts=NULL: o_parts, o_data, lse_parts and lse_data must be arrays of "
+        "num_parts=%" PRId64 " elements",
+        args.num_parts);
   }
   const Tensor& first = args.o_parts[0];
   if (!is_float(first.dtype) || is_fp8(first.dtype)) {
@@ -103,11 +106,12 @@ Status validate(const MergeArgs& args) {
   }
   for (int axis = 0; axis < 4; ++axis) {
     const int64_t least = axis < 2 ? 0 : 1;
-    if (first.extent[axis] < least || (axis == 0 && args.format == TESSERA_THD &&
-                                       first.extent[0] != 1)) {
-      return invalid("o_parts[0].shape=%s: must be [b, sq, hq, dv] with heads and head_dim at least "
-                     "1, and b = 1 for thd",
-                     list_text(first.extent, 4).c_str());
+    if (first.extent[axis] < least ||
+        (axis == 0 && args.format == TESSERA_THD && first.extent[0] != 1)) {
+      return invalid(
+          "o_parts[0].shape=%s: must be [b, sq, hq, dv] with heads and head_dim at least "
+          "1, and b = 1 for thd",
+          list_text(first.extent, 4).c_str());
     }
   }
   const int64_t o_extent[4] = {first.extent[0], first.extent[1], first.extent[2], first.extent[3]};
@@ -139,15 +143,17 @@ Result<DropoutMaskArgs> dropout_mask_args(int64_t b, int64_t hq, int64_t sq, int
   const int64_t shape[4] = {b, hq, sq, sk};
   const Tensor mask{TESSERA_BOOL, 0, {b, hq, sq, sk}, {}};
   if (b < 0 || hq < 1 || sq < 0 || sk < 0 || !fits_in_memory(mask, 4)) {
-    return invalid("keep.shape=%s: must be [b, hq, sq, sk] with hq at least 1, nothing negative, "
-                   "and below 2^63 elements",
-                   list_text(shape, 4).c_str());
+    return invalid(
+        "keep.shape=%s: must be [b, hq, sq, sk] with hq at least 1, nothing negative, "
+        "and below 2^63 elements",
+        list_text(shape, 4).c_str());
   }
   const uint32_t threshold = dropout_threshold(dropout_p);
   if (threshold == 0 && dropout_p != 0) {
-    return invalid("dropout_p=%g: must be in [0, 1), and p * 65536 must round to 1..65535, or be 0 "
-                   "for no dropout",
-                   dropout_p);
+    return invalid(
+        "dropout_p=%g: must be in [0, 1), and p * 65536 must round to 1..65535, or be 0 "
+        "for no dropout",
+        dropout_p);
   }
   if (!rng_state) return invalid("rng_state=NULL: must point to int64 (seed, offset)");
   if (reinterpret_cast<uintptr_t>(rng_state) % sizeof *rng_state != 0) {

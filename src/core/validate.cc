@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // validate(problem): which fields may be given together. Shapes and dtypes are in
 // validate_tensors.cc, pointers and values in validate_buffers.cc.
+#include "core/validate.h"
+
 #include <cinttypes>
 
 #include "core/problem.h"
-#include "core/validate.h"
 
 namespace tessera {
 namespace {
@@ -20,8 +21,9 @@ Status check_fields(const Problem& p) {
                    p.format_q);
   }
   if (!is_paged(p) && (p.format_kv < TESSERA_BSHD || p.format_kv > TESSERA_THD)) {
-    return invalid("layout=%d: the format of k and v must be bshd (0), sbhd (1), bhsd (2) or thd (3)",
-                   p.format_kv);
+    return invalid(
+        "layout=%d: the format of k and v must be bshd (0), sbhd (1), bhsd (2) or thd (3)",
+        p.format_kv);
   }
   if (p.align < TESSERA_ALIGN_NONE || p.align > TESSERA_ALIGN_BOTTOM_RIGHT) {
     return invalid("align=%d: must be top_left (1) or bottom_right (2), or 0 when not given",
@@ -112,21 +114,23 @@ Status check_lengths(const Problem& p, const LengthSide& side, bool thd, int64_t
   const char* name = name_of(p, side.cu_seqlens);
   if (thd) {
     if (given(p, side.seqlens)) {
-      return invalid("%s.shape=%s: %s is packed (thd), whose lengths are given by %s; pass %s "
-                     "instead",
-                     name_of(p, side.seqlens), shape_text(p, side.seqlens).c_str(), side.tensor,
-                     name, name);
+      return invalid(
+          "%s.shape=%s: %s is packed (thd), whose lengths are given by %s; pass %s "
+          "instead",
+          name_of(p, side.seqlens), shape_text(p, side.seqlens).c_str(), side.tensor, name, name);
     }
     if (!given(p, side.cu_seqlens)) {
-      return invalid("%s=None: must be given, because %s is packed (thd); pass int32 or int64 "
-                     "offsets of shape [b + 1]",
-                     name, side.tensor);
+      return invalid(
+          "%s=None: must be given, because %s is packed (thd); pass int32 or int64 "
+          "offsets of shape [b + 1]",
+          name, side.tensor);
     }
   } else if (given(p, side.cu_seqlens)) {
-    return invalid("%s.shape=%s: %s is not packed (thd), so its lengths are given by %s; pass "
-                   "%s, or layout=\"thd\"",
-                   name, shape_text(p, side.cu_seqlens).c_str(), side.tensor,
-                   name_of(p, side.seqlens), name_of(p, side.seqlens));
+    return invalid(
+        "%s.shape=%s: %s is not packed (thd), so its lengths are given by %s; pass "
+        "%s, or layout=\"thd\"",
+        name, shape_text(p, side.cu_seqlens).c_str(), side.tensor, name_of(p, side.seqlens),
+        name_of(p, side.seqlens));
   }
   TESSERA_RETURN_IF_ERROR(check_partner(p, side.padded, side.cu_seqlens));
   TESSERA_RETURN_IF_ERROR(
@@ -139,35 +143,38 @@ Status check_lengths(const Problem& p, const LengthSide& side, bool thd, int64_t
 }
 
 Status check_all_lengths(const Problem& p) {
-  TESSERA_RETURN_IF_ERROR(check_lengths(
-      p,
-      {"q", TESSERA_SEQLENS_Q, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_Q_PADDED,
-       TESSERA_MAX_SEQLEN_Q, "max_seqlen_q"},
-      is_thd_q(p), p.max_seqlen_q));
-  TESSERA_RETURN_IF_ERROR(check_lengths(
-      p,
-      {"k", TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_K, TESSERA_CU_SEQLENS_K_PADDED,
-       TESSERA_MAX_SEQLEN_K, "max_seqlen_k"},
-      is_thd_k(p), p.max_seqlen_k));
+  TESSERA_RETURN_IF_ERROR(
+      check_lengths(p,
+                    {"q", TESSERA_SEQLENS_Q, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_Q_PADDED,
+                     TESSERA_MAX_SEQLEN_Q, "max_seqlen_q"},
+                    is_thd_q(p), p.max_seqlen_q));
+  TESSERA_RETURN_IF_ERROR(
+      check_lengths(p,
+                    {"k", TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_K, TESSERA_CU_SEQLENS_K_PADDED,
+                     TESSERA_MAX_SEQLEN_K, "max_seqlen_k"},
+                    is_thd_k(p), p.max_seqlen_k));
   if (is_paged(p) && !given(p, TESSERA_SEQLENS_K)) {
-    return invalid("seqlens_k=None: must be given, because k and v are paged; pass int32 or int64 "
-                   "lengths of shape [b]");
+    return invalid(
+        "seqlens_k=None: must be given, because k and v are paged; pass int32 or int64 "
+        "lengths of shape [b]");
   }
   if (!has(p, TESSERA_SAME_LENGTHS)) return {};
   const bool padded = given(p, TESSERA_SEQLENS_Q) && given(p, TESSERA_SEQLENS_K);
   const bool packed = given(p, TESSERA_CU_SEQLENS_Q) && given(p, TESSERA_CU_SEQLENS_K);
   if (!padded && !packed) {
-    return invalid("TESSERA_SAME_LENGTHS: needs one kind of lengths on both sides; give seqlens_q "
-                   "and seqlens_k, or cu_seqlens_q and cu_seqlens_k, as the same array");
+    return invalid(
+        "TESSERA_SAME_LENGTHS: needs one kind of lengths on both sides; give seqlens_q "
+        "and seqlens_k, or cu_seqlens_q and cu_seqlens_k, as the same array");
   }
   const int q = padded ? TESSERA_SEQLENS_Q : TESSERA_CU_SEQLENS_Q;
   const int k = padded ? TESSERA_SEQLENS_K : TESSERA_CU_SEQLENS_K;
   const Tensor &a = p.tensor[q], &b = p.tensor[k];
   if (a.dtype != b.dtype || a.extent[0] != b.extent[0] ||
       (a.extent[0] > 1 && a.stride[0] != b.stride[0])) {
-    return invalid("TESSERA_SAME_LENGTHS: %s and %s must be one array, with equal dtype, shape and "
-                   "stride; clear the flag for two arrays",
-                   name_of(p, q), name_of(p, k));
+    return invalid(
+        "TESSERA_SAME_LENGTHS: %s and %s must be one array, with equal dtype, shape and "
+        "stride; clear the flag for two arrays",
+        name_of(p, q), name_of(p, k));
   }
   return {};
 }
@@ -175,9 +182,10 @@ Status check_all_lengths(const Problem& p) {
 Status check_together(const Problem& p) {
   TESSERA_RETURN_IF_ERROR(check_partner(p, TESSERA_PAGE_TABLE_V, TESSERA_PAGE_TABLE_K));
   if (given(p, TESSERA_MASK) && given(p, TESSERA_KEY_RANGES)) {
-    return invalid("%s.shape=%s: at most one data mask, and key_ranges is given too; combine them "
-                   "into one",
-                   name_of(p, TESSERA_MASK), shape_text(p, TESSERA_MASK).c_str());
+    return invalid(
+        "%s.shape=%s: at most one data mask, and key_ranges is given too; combine them "
+        "into one",
+        name_of(p, TESSERA_MASK), shape_text(p, TESSERA_MASK).c_str());
   }
   if (has(p, TESSERA_MASK_DROP) && !given(p, TESSERA_MASK)) {
     return invalid("TESSERA_MASK_DROP: needs the mask, which is not given; clear the flag");
@@ -188,8 +196,8 @@ Status check_together(const Problem& p) {
     return invalid("sink.shape=%s: the off-by-one sink excludes a learnable one; give one of them",
                    shape_text(p, TESSERA_SINK).c_str());
   }
-  for (const auto& [scale, tensor] : {std::pair{TESSERA_K_SCALE, TESSERA_K},
-                                      std::pair{TESSERA_V_SCALE, TESSERA_V}}) {
+  for (const auto& [scale, tensor] :
+       {std::pair{TESSERA_K_SCALE, TESSERA_K}, std::pair{TESSERA_V_SCALE, TESSERA_V}}) {
     if (given(p, scale) && !is_fp8(p.tensor[tensor].dtype)) {
       return invalid("%s.shape=%s: scales an fp8 %s, but %s.dtype=%s; leave it out, or quantise %s",
                      name_of(p, scale), shape_text(p, scale).c_str(), name_of(p, tensor),
@@ -204,21 +212,11 @@ Status check_together(const Problem& p) {
     return invalid("batch_invariant=True: is a mode of the forward pass; leave it out here");
   }
   if (has(p, TESSERA_BATCH_INVARIANT) && has(p, TESSERA_DROPOUT)) {
-    return invalid("batch_invariant=True: excludes dropout, whose mask depends on the sequence's "
-                   "place in the batch; leave one of them out");
+    return invalid(
+        "batch_invariant=True: excludes dropout, whose mask depends on the sequence's "
+        "place in the batch; leave one of them out");
   }
   return {};
-}
-
-// Whether the lengths of both sides are equal for all that shapes can show.
-bool equal_lengths(const Problem& p) {
-  if (is_paged(p)) return false;
-  if (has(p, TESSERA_SAME_LENGTHS)) return true;
-  for (const int i : {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q,
-                      TESSERA_CU_SEQLENS_K}) {
-    if (given(p, i)) return false;
-  }
-  return p.tensor[TESSERA_Q].extent[1] == p.tensor[TESSERA_K].extent[1];
 }
 
 Status check_band(const Problem& p) {
@@ -230,12 +228,13 @@ Status check_band(const Problem& p) {
       return window("each side must be -1 (unbounded) or >= 0");
     }
     if (has(p, TESSERA_CAUSAL) && p.window_right > 0) {
-      return window("causal=True means right = 0, so right must be 0 or -1; leave causal out to "
-                    "see keys to the right");
+      return window(
+          "causal=True means right = 0, so right must be 0 or -1; leave causal out to "
+          "see keys to the right");
     }
   }
   const bool alibi = given(p, TESSERA_ALIBI_SLOPES);
-  if (p.align == TESSERA_ALIGN_NONE && (has_band(p) || alibi) && !equal_lengths(p)) {
+  if (p.align == TESSERA_ALIGN_NONE && (has_band(p) || alibi) && !lengths_known_equal(p)) {
     return invalid(
         "align=None: must be given, because %s has a diagonal and the lengths of q and k are not "
         "known to be equal (q.shape=%s, k.shape=%s); pass align=\"top_left\" or "

@@ -19,16 +19,18 @@ Status check_scalars(const Problem& p, const Buffers& b) {
     return invalid("num_threads=%d: must be 0 (the library's default) or more", b.num_threads);
   }
   if (has(p, TESSERA_SOFTMAX_SCALE) && !(std::isfinite(b.softmax_scale) && b.softmax_scale >= 0)) {
-    return invalid("softmax_scale=%g: must be finite and >= 0; leave it out for 1/sqrt(head_dim_qk)",
-                   b.softmax_scale);
+    return invalid(
+        "softmax_scale=%g: must be finite and >= 0; leave it out for 1/sqrt(head_dim_qk)",
+        b.softmax_scale);
   }
   if (has(p, TESSERA_SOFTCAP) && !(std::isfinite(b.softcap) && b.softcap > 0)) {
     return invalid("softcap=%g: must be finite and > 0; leave it out to turn it off", b.softcap);
   }
   if (has(p, TESSERA_DROPOUT) && dropout_threshold(b.dropout_p) == 0) {
-    return invalid("dropout_p=%g: must be in [0, 1), and p * 65536 must round to 1..65535, or be 0 "
-                   "for no dropout",
-                   b.dropout_p);
+    return invalid(
+        "dropout_p=%g: must be in [0, 1), and p * 65536 must round to 1..65535, or be 0 "
+        "for no dropout",
+        b.dropout_p);
   }
   for (const int64_t field : b.reserved) {
     if (field != 0) {
@@ -52,7 +54,8 @@ Status check_pointers(const Problem& p, const Buffers& b) {
     }
     const auto address = reinterpret_cast<uintptr_t>(b.data[i]);
     if (address % static_cast<uintptr_t>(size_of(t.dtype)) != 0) {
-      return invalid("%s.data=%p: must be a multiple of the element's %" PRId64 " bytes; pass an "
+      return invalid("%s.data=%p: must be a multiple of the element's %" PRId64
+                     " bytes; pass an "
                      "aligned copy",
                      name_of(p, i), b.data[i], size_of(t.dtype));
     }
@@ -62,9 +65,10 @@ Status check_pointers(const Problem& p, const Buffers& b) {
   const int q = packed ? TESSERA_CU_SEQLENS_Q : TESSERA_SEQLENS_Q;
   const int k = packed ? TESSERA_CU_SEQLENS_K : TESSERA_SEQLENS_K;
   if (b.data[q] == b.data[k]) return {};
-  return invalid("%s.data=%p: must be %s.data=%p, because TESSERA_SAME_LENGTHS says that they are "
-                 "one array; clear the flag for two",
-                 name_of(p, k), b.data[k], name_of(p, q), b.data[q]);
+  return invalid(
+      "%s.data=%p: must be %s.data=%p, because TESSERA_SAME_LENGTHS says that they are "
+      "one array; clear the flag for two",
+      name_of(p, k), b.data[k], name_of(p, q), b.data[q]);
 }
 
 // The addresses of a tensor's first and past its last byte; where two such ranges cross, the exact
@@ -99,8 +103,8 @@ Status check_overlap(const Problem& p, const Buffers& b) {
   }
   if (b.workspace && b.workspace_bytes > 0) {
     const uint64_t begin = reinterpret_cast<uintptr_t>(b.workspace);
-    ranges[count++] = {begin, begin + static_cast<uint64_t>(b.workspace_bytes),
-                       TESSERA_NUM_TENSORS, true};
+    ranges[count++] = {begin, begin + static_cast<uint64_t>(b.workspace_bytes), TESSERA_NUM_TENSORS,
+                       true};
   }
   for (int i = 0; i < count; ++i) {
     if (!ranges[i].output) continue;
@@ -114,9 +118,10 @@ Status check_overlap(const Problem& p, const Buffers& b) {
         return invalid("workspace=%p: shares memory with %s; pass a buffer of its own", b.workspace,
                        name_of(p, std::min(a.index, other.index)));
       }
-      return invalid("%s.data=%p: shares memory with %s; an output needs elements of its own, pass "
-                     "another buffer",
-                     name_of(p, a.index), b.data[a.index], name_of(p, other.index));
+      return invalid(
+          "%s.data=%p: shares memory with %s; an output needs elements of its own, pass "
+          "another buffer",
+          name_of(p, a.index), b.data[a.index], name_of(p, other.index));
     }
   }
   return {};
@@ -170,24 +175,24 @@ Status check_cu_seqlens(const Problem& p, const Buffers& b, const LengthSide& si
   }
   if (!padded) {
     if (start <= tokens) return {};
-    return invalid("%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64 " tokens of %s.shape=%s",
-                   name, batch, start, tokens, name_of(p, side.tensor),
-                   shape_text(p, side.tensor).c_str());
+    return invalid(
+        "%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64 " tokens of %s.shape=%s", name,
+        batch, start, tokens, name_of(p, side.tensor), shape_text(p, side.tensor).c_str());
   }
   const char* stored = name_of(p, side.padded);
   int64_t free = 0;  // first row that the sequences so far leave free
   for (int64_t n = 0; n <= batch; ++n) {
     const int64_t at = length_at(p, b, side.padded, n);
     if (at < free) {
-      return invalid("%s[%" PRId64 "]=%" PRId64 ": must be at least %" PRId64 ", where the sequence "
+      return invalid("%s[%" PRId64 "]=%" PRId64 ": must be at least %" PRId64
+                     ", where the sequence "
                      "before it ends",
                      stored, n, at, free);
     }
     if (at > tokens) {
-      return invalid("%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64
-                     " tokens of %s.shape=%s",
-                     stored, n, at, tokens, name_of(p, side.tensor),
-                     shape_text(p, side.tensor).c_str());
+      return invalid(
+          "%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64 " tokens of %s.shape=%s",
+          stored, n, at, tokens, name_of(p, side.tensor), shape_text(p, side.tensor).c_str());
     }
     if (n < batch) {
       free = at + length_at(p, b, side.cu_seqlens, n + 1) - length_at(p, b, side.cu_seqlens, n);
@@ -204,8 +209,7 @@ Status check_lengths(const Problem& p, const Buffers& b, const LengthSide& side,
 }
 
 // Entries of the pages that seqlens_k uses; those beyond may be anything.
-Status check_pages(const Problem& p, const Buffers& b, int table, int64_t pages,
-                   const char* pool) {
+Status check_pages(const Problem& p, const Buffers& b, int table, int64_t pages, const char* pool) {
   const Tensor& t = p.tensor[table];
   const int64_t page_size = p.tensor[TESSERA_K].extent[1];
   const auto* entries = static_cast<const int32_t*>(b.data[table]);
@@ -214,7 +218,8 @@ Status check_pages(const Problem& p, const Buffers& b, int table, int64_t pages,
     for (int64_t j = 0; j * page_size < length; ++j) {
       const int32_t page = entries[offset_of(t, n, j)];
       if (page < 0 || page >= pages) {
-        return invalid("%s[%" PRId64 ", %" PRId64 "]=%d: must be a page of %s, between 0 and %" PRId64,
+        return invalid("%s[%" PRId64 ", %" PRId64
+                       "]=%d: must be a page of %s, between 0 and %" PRId64,
                        name_of(p, table), n, j, page, pool, pages - 1);
       }
     }
@@ -253,10 +258,10 @@ Status check_finite(const Problem& p, const Buffers& b, int index) {
 
 Status check_values(const Problem& p, const Buffers& b) {
   const Sizes s = sizes_of(p);
-  TESSERA_RETURN_IF_ERROR(check_lengths(p, b, kQuerySide, s.sq,
-                                        has(p, TESSERA_MAX_SEQLEN_Q) ? p.max_seqlen_q : -1));
-  TESSERA_RETURN_IF_ERROR(check_lengths(p, b, kKeySide, s.sk,
-                                        has(p, TESSERA_MAX_SEQLEN_K) ? p.max_seqlen_k : -1));
+  TESSERA_RETURN_IF_ERROR(
+      check_lengths(p, b, kQuerySide, s.sq, has(p, TESSERA_MAX_SEQLEN_Q) ? p.max_seqlen_q : -1));
+  TESSERA_RETURN_IF_ERROR(
+      check_lengths(p, b, kKeySide, s.sk, has(p, TESSERA_MAX_SEQLEN_K) ? p.max_seqlen_k : -1));
   TESSERA_RETURN_IF_ERROR(check_page_tables(p, b));
   TESSERA_RETURN_IF_ERROR(check_finite(p, b, TESSERA_SINK));
   return check_finite(p, b, TESSERA_ALIBI_SLOPES);

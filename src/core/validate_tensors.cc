@@ -21,13 +21,20 @@ constexpr uint32_t kAnyLength = bit(TESSERA_INT32) | bit(TESSERA_INT64);
 // The tensor whose dtype a gradient (or do) shares.
 int like(int index) {
   switch (index) {
-    case TESSERA_DQ: return TESSERA_Q;
-    case TESSERA_DK: return TESSERA_K;
-    case TESSERA_DV: return TESSERA_V;
-    case TESSERA_DO: return TESSERA_O;
-    case TESSERA_DBIAS: return TESSERA_BIAS;
-    case TESSERA_DSINK: return TESSERA_SINK;
-    case TESSERA_DALIBI_SLOPES: return TESSERA_ALIBI_SLOPES;
+    case TESSERA_DQ:
+      return TESSERA_Q;
+    case TESSERA_DK:
+      return TESSERA_K;
+    case TESSERA_DV:
+      return TESSERA_V;
+    case TESSERA_DO:
+      return TESSERA_O;
+    case TESSERA_DBIAS:
+      return TESSERA_BIAS;
+    case TESSERA_DSINK:
+      return TESSERA_SINK;
+    case TESSERA_DALIBI_SLOPES:
+      return TESSERA_ALIBI_SLOPES;
   }
   return index;
 }
@@ -36,20 +43,34 @@ uint32_t allowed_dtypes(const Problem& p, int index) {
   if (const int source = like(index); source != index) return bit(p.tensor[source].dtype);
   const int32_t q = p.tensor[TESSERA_Q].dtype;
   switch (index) {
-    case TESSERA_Q: return kAnyFloat;
-    case TESSERA_K: return bit(q) | (is_16bit(q) ? kAnyFp8 : 0);
-    case TESSERA_V: return bit(p.tensor[TESSERA_K].dtype);
+    case TESSERA_Q:
+      return kAnyFloat;
+    case TESSERA_K:
+      return bit(q) | (is_16bit(q) ? kAnyFp8 : 0);
+    case TESSERA_V:
+      return bit(p.tensor[TESSERA_K].dtype);
     case TESSERA_O:
       return bit(q) | (is_fp8(q) ? bit(TESSERA_FP32) | bit(TESSERA_BF16) | bit(TESSERA_FP16) : 0);
-    case TESSERA_BIAS: case TESSERA_SINK: case TESSERA_ALIBI_SLOPES:
+    case TESSERA_BIAS:
+    case TESSERA_SINK:
+    case TESSERA_ALIBI_SLOPES:
       return bit(q) | bit(TESSERA_FP32);
-    case TESSERA_LSE: case TESSERA_DLSE: case TESSERA_MAX_LOGIT:
+    case TESSERA_LSE:
+    case TESSERA_DLSE:
+    case TESSERA_MAX_LOGIT:
       return bit(q == TESSERA_FP64 ? TESSERA_FP64 : TESSERA_FP32);
-    case TESSERA_MASK: return bit(TESSERA_BOOL);
-    case TESSERA_K_SCALE: case TESSERA_V_SCALE: return bit(TESSERA_FP32);
-    case TESSERA_RNG_STATE: return bit(TESSERA_INT64);
-    case TESSERA_KEY_RANGES: case TESSERA_SEGMENT_IDS_Q: case TESSERA_SEGMENT_IDS_K:
-    case TESSERA_PAGE_TABLE_K: case TESSERA_PAGE_TABLE_V:
+    case TESSERA_MASK:
+      return bit(TESSERA_BOOL);
+    case TESSERA_K_SCALE:
+    case TESSERA_V_SCALE:
+      return bit(TESSERA_FP32);
+    case TESSERA_RNG_STATE:
+      return bit(TESSERA_INT64);
+    case TESSERA_KEY_RANGES:
+    case TESSERA_SEGMENT_IDS_Q:
+    case TESSERA_SEGMENT_IDS_K:
+    case TESSERA_PAGE_TABLE_K:
+    case TESSERA_PAGE_TABLE_V:
       return bit(TESSERA_INT32);
   }
   return kAnyLength;
@@ -85,18 +106,25 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
   const int64_t batch_q = is_thd_q(p) ? 1 : s.batch, batch_k = is_thd_k(p) ? 1 : s.batch;
   const Axis batch_or_one{s.batch, "b", true}, heads_or_one{s.hq, "hq", true};
   switch (index) {
-    case TESSERA_Q: case TESSERA_DQ:
+    case TESSERA_Q:
+    case TESSERA_DQ:
       return {{{batch_q, "b"}, {s.sq, "sq"}, {s.hq, "hq"}, {s.dqk, "dqk"}}};
     case TESSERA_K:
-      if (is_paged(p)) return {{{kFree, "pages"}, {kFree, "page_size"}, {kFree, "hk"}, {s.dqk, "dqk"}}};
+      if (is_paged(p))
+        return {{{kFree, "pages"}, {kFree, "page_size"}, {kFree, "hk"}, {s.dqk, "dqk"}}};
       return {{{batch_k, "b"}, {kFree, "sk"}, {kFree, "hk"}, {s.dqk, "dqk"}}};
     case TESSERA_V:
       if (is_paged(p)) {
-        return {{{kFree, "pages"}, {p.tensor[TESSERA_K].extent[1], "page_size"}, {s.hk, "hk"},
+        return {{{kFree, "pages"},
+                 {p.tensor[TESSERA_K].extent[1], "page_size"},
+                 {s.hk, "hk"},
                  {kFree, "dv"}}};
       }
       return {{{batch_k, "b"}, {s.sk, "sk"}, {s.hk, "hk"}, {kFree, "dv"}}};
-    case TESSERA_DK: case TESSERA_DV: case TESSERA_DBIAS: case TESSERA_DSINK:
+    case TESSERA_DK:
+    case TESSERA_DV:
+    case TESSERA_DBIAS:
+    case TESSERA_DSINK:
     case TESSERA_DALIBI_SLOPES: {
       Shape shape{};
       for (int axis = 0; axis < 4; ++axis) {
@@ -104,33 +132,50 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
       }
       return shape;
     }
-    case TESSERA_O: case TESSERA_DO:
+    case TESSERA_O:
+    case TESSERA_DO:
       return {{{batch_q, "b"}, {s.sq, "sq"}, {s.hq, "hq"}, {s.dv, "dv"}}};
-    case TESSERA_LSE: case TESSERA_DLSE:
+    case TESSERA_LSE:
+    case TESSERA_DLSE:
       return {{{batch_q, "b"}, {s.hq, "hq"}, {s.sq, "sq"}}};
-    case TESSERA_BIAS: case TESSERA_MASK: {
+    case TESSERA_BIAS:
+    case TESSERA_MASK: {
       const int64_t max_q = has(p, TESSERA_MAX_SEQLEN_Q) ? p.max_seqlen_q : kUnknown;
       const int64_t max_k = has(p, TESSERA_MAX_SEQLEN_K) ? p.max_seqlen_k : kUnknown;
-      return {{batch_or_one, heads_or_one,
+      return {{batch_or_one,
+               heads_or_one,
                {is_thd_q(p) ? max_q : s.sq, "max_seqlen_q", true},
                {is_thd_k(p) ? max_k : s.sk, "max_seqlen_k", true}}};
     }
     case TESSERA_KEY_RANGES:
       // The last axis is 2 or 4, which check_shape() looks at.
       return {{{batch_q, "b", !is_thd_q(p)}, heads_or_one, {s.sq, "sq", true}, {kFree, "2|4"}}};
-    case TESSERA_SEGMENT_IDS_Q: return {{{batch_q, "b"}, {s.sq, "sq"}}};
-    case TESSERA_SEGMENT_IDS_K: return {{{batch_k, "b"}, {s.sk, "sk"}}};
-    case TESSERA_SINK: case TESSERA_MAX_LOGIT: return {{{s.hq, "hq"}}};
-    case TESSERA_ALIBI_SLOPES: return {{batch_or_one, {s.hq, "hq"}}};
-    case TESSERA_K_SCALE: case TESSERA_V_SCALE: return {{batch_or_one, {s.hk, "hk"}}};
-    case TESSERA_SEQLENS_Q: case TESSERA_SEQLENS_K: return {{{s.batch, "b"}}};
-    case TESSERA_CU_SEQLENS_Q: case TESSERA_CU_SEQLENS_K: case TESSERA_CU_SEQLENS_Q_PADDED:
+    case TESSERA_SEGMENT_IDS_Q:
+      return {{{batch_q, "b"}, {s.sq, "sq"}}};
+    case TESSERA_SEGMENT_IDS_K:
+      return {{{batch_k, "b"}, {s.sk, "sk"}}};
+    case TESSERA_SINK:
+    case TESSERA_MAX_LOGIT:
+      return {{{s.hq, "hq"}}};
+    case TESSERA_ALIBI_SLOPES:
+      return {{batch_or_one, {s.hq, "hq"}}};
+    case TESSERA_K_SCALE:
+    case TESSERA_V_SCALE:
+      return {{batch_or_one, {s.hk, "hk"}}};
+    case TESSERA_SEQLENS_Q:
+    case TESSERA_SEQLENS_K:
+      return {{{s.batch, "b"}}};
+    case TESSERA_CU_SEQLENS_Q:
+    case TESSERA_CU_SEQLENS_K:
+    case TESSERA_CU_SEQLENS_Q_PADDED:
     case TESSERA_CU_SEQLENS_K_PADDED:
       return {{{s.batch + 1, "b + 1"}}};
-    case TESSERA_PAGE_TABLE_K: return {{{s.batch, "b"}, {kFree, "max_pages"}}};
+    case TESSERA_PAGE_TABLE_K:
+      return {{{s.batch, "b"}, {kFree, "max_pages"}}};
     case TESSERA_PAGE_TABLE_V:
       return {{{s.batch, "b"}, {p.tensor[TESSERA_PAGE_TABLE_K].extent[1], "max_pages"}}};
-    default: return {{{2, "2"}}};  // rng_state
+    default:
+      return {{{2, "2"}}};  // rng_state
   }
 }
 
@@ -161,10 +206,10 @@ Status check_shape(const Problem& p, const Sizes& s, int index) {
   }
   if (ok) return {};
   if (needs_max_seqlen) {
-    return invalid("%s.shape=%s: must be %s, where packed (thd) sides need max_seqlen_q and "
-                   "max_seqlen_k; give them, or broadcast that axis",
-                   name_of(p, index), shape_text(p, index).c_str(),
-                   text_of(p, shape, index).c_str());
+    return invalid(
+        "%s.shape=%s: must be %s, where packed (thd) sides need max_seqlen_q and "
+        "max_seqlen_k; give them, or broadcast that axis",
+        name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str());
   }
   return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s", name_of(p, index),
                  shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
@@ -186,10 +231,20 @@ enum class LastAxis { kAny, kDense, kDenseOrExpanded };
 
 LastAxis last_axis_rule(int index) {
   switch (index) {
-    case TESSERA_Q: case TESSERA_K: case TESSERA_V: case TESSERA_O: case TESSERA_DO:
-    case TESSERA_DQ: case TESSERA_DK: case TESSERA_DV: case TESSERA_DBIAS: case TESSERA_RNG_STATE:
+    case TESSERA_Q:
+    case TESSERA_K:
+    case TESSERA_V:
+    case TESSERA_O:
+    case TESSERA_DO:
+    case TESSERA_DQ:
+    case TESSERA_DK:
+    case TESSERA_DV:
+    case TESSERA_DBIAS:
+    case TESSERA_RNG_STATE:
       return LastAxis::kDense;
-    case TESSERA_BIAS: case TESSERA_MASK: case TESSERA_KEY_RANGES:
+    case TESSERA_BIAS:
+    case TESSERA_MASK:
+    case TESSERA_KEY_RANGES:
       return LastAxis::kDenseOrExpanded;
   }
   return LastAxis::kAny;
@@ -268,13 +323,15 @@ Status check_sizes(const Problem& p) {
     int64_t keys;
     if (__builtin_mul_overflow(p.tensor[TESSERA_PAGE_TABLE_K].extent[1],
                                p.tensor[TESSERA_K].extent[1], &keys)) {
-      return invalid("page_table.shape=%s: max_pages times page_size must fit in 63 bits; check the "
-                     "sizes",
-                     shape_text(p, TESSERA_PAGE_TABLE_K).c_str());
+      return invalid(
+          "page_table.shape=%s: max_pages times page_size must fit in 63 bits; check the "
+          "sizes",
+          shape_text(p, TESSERA_PAGE_TABLE_K).c_str());
     }
   }
   if (is_thd_q(p) && p.tensor[TESSERA_Q].extent[0] != 1) {
-    return invalid("q.extent[0]=%" PRId64 ": a thd tensor has batch extent 1; its tokens are on "
+    return invalid("q.extent[0]=%" PRId64
+                   ": a thd tensor has batch extent 1; its tokens are on "
                    "axis 1",
                    p.tensor[TESSERA_Q].extent[0]);
   }
@@ -293,7 +350,8 @@ Status validate_tensors(const Problem& p) {
     if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_shape(p, s, i));
   }
   if (s.hq % s.hk != 0) {
-    return invalid("k.shape=%s: the heads of q (%" PRId64 ") must be a multiple of the heads of k "
+    return invalid("k.shape=%s: the heads of q (%" PRId64
+                   ") must be a multiple of the heads of k "
                    "and v (%" PRId64 "); repeat or drop heads",
                    shape_text(p, TESSERA_K).c_str(), s.hq, s.hk);
   }

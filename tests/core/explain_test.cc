@@ -100,8 +100,8 @@ TEST(Suggest, ANameOrNoName) {
 
 TEST(Explain, SaysWhatRunsAndWhyOthersDoNot) {
   const Backend* const list[] = {&kNever, &kNarrow, &kOracle};
-  EXPECT_EQ(explain_json(list, normalised(forward()), kCpu),
-            R"({"case": "fwd fp32 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16", "device": "cpu", )"
+  EXPECT_EQ(explain_json(list, normalised(forward()), kCpu, "the case"),
+            R"({"case": "the case", "device": "cpu", )"
             R"("backend": "narrow", "workspace_bytes": 320, )"
             R"("reasons": {"never": ["no"], "narrow": [], "oracle": ["runs only by name"]}, )"
             R"("backends": [)"
@@ -115,7 +115,7 @@ TEST(Explain, SaysWhatRunsAndWhyOthersDoNot) {
 
 TEST(Explain, CarriesTheSuggestion) {
   const Backend* const list[] = {&kNarrow};
-  const std::string json = explain_json(list, normalised(forward(TESSERA_FP16)), kCpu);
+  const std::string json = explain_json(list, normalised(forward(TESSERA_FP16)), kCpu, "the case");
   EXPECT_NE(json.find(R"("backend": null, "workspace_bytes": null)"), std::string::npos) << json;
   EXPECT_NE(json.find(R"("suggestion": {"text": "convert q, k and v to fp32", )"
                       R"("case": "fwd fp32 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16", )"
@@ -128,10 +128,11 @@ TEST(Explain, HardwareNeedNotBeHere) {
   DummyBackend hopper("hopper", testing::supports_all);
   hopper.missing = "libcuda.so.1 was not found";
   const Backend* const list[] = {&hopper};
-  EXPECT_NE(explain_json(list, normalised(forward()), kHopper)
+  EXPECT_NE(explain_json(list, normalised(forward()), kHopper, "the case")
                 .find(R"("backend": "hopper", "workspace_bytes": 320)"),
             std::string::npos);
-  const std::string here = explain_json(list, normalised(forward()), {TESSERA_CUDA, 0, 0, 0});
+  const std::string here =
+      explain_json(list, normalised(forward()), {TESSERA_CUDA, 0, 0, 0}, "the case");
   EXPECT_NE(here.find(R"("backend": null)"), std::string::npos);
   EXPECT_NE(here.find(R"("id": "not_loaded", "text": "libcuda.so.1 was not found")"),
             std::string::npos);

@@ -35,7 +35,8 @@ std::set<int64_t> bytes_of(const Tensor& t, int rank, int64_t base, bool* twice)
 
 std::string text(const Tensor& t) {
   std::string s = std::string(dtype_name(t.dtype)) + " extent/stride";
-  for (int i = 0; i < 4; ++i) s += " " + std::to_string(t.extent[i]) + "/" + std::to_string(t.stride[i]);
+  for (int i = 0; i < 4; ++i)
+    s += " " + std::to_string(t.extent[i]) + "/" + std::to_string(t.stride[i]);
   return s;
 }
 
@@ -81,18 +82,23 @@ TEST(Overlap, PairsAgreeWithBruteForce) {
     const int rank_a = 1 + static_cast<int>(random.below(4));
     const int rank_b = 1 + static_cast<int>(random.below(4));
     const Tensor a = random.tensor(rank_a, 0), b = random.tensor(rank_b, 0);
-    const int64_t at_a = random.below(40) * size_of(a.dtype), at_b = random.below(40) * size_of(b.dtype);
+    const int64_t at_a = random.below(40) * size_of(a.dtype),
+                  at_b = random.below(40) * size_of(b.dtype);
     bool ignored;
     const std::set<int64_t> bytes_a = bytes_of(a, rank_a, at_a, &ignored);
     const std::set<int64_t> bytes_b = bytes_of(b, rank_b, at_b, &ignored);
     bool shared = false;
     for (const int64_t byte : bytes_a) shared |= bytes_b.contains(byte);
-    const Footprint fa = footprint_of(a, rank_a, reinterpret_cast<void*>(base + static_cast<uintptr_t>(at_a)));
-    const Footprint fb = footprint_of(b, rank_b, reinterpret_cast<void*>(base + static_cast<uintptr_t>(at_b)));
-    ASSERT_EQ(share_memory(fa, fb), shared) << text(a) << " at " << at_a << ", " << text(b) << " at " << at_b;
+    const Footprint fa =
+        footprint_of(a, rank_a, reinterpret_cast<void*>(base + static_cast<uintptr_t>(at_a)));
+    const Footprint fb =
+        footprint_of(b, rank_b, reinterpret_cast<void*>(base + static_cast<uintptr_t>(at_b)));
+    ASSERT_EQ(share_memory(fa, fb), shared)
+        << text(a) << " at " << at_a << ", " << text(b) << " at " << at_b;
     ASSERT_EQ(share_memory(fb, fa), shared);
     sharing += shared;
-    interleaved += !shared && fa.begin < fb.end && fb.begin < fa.end && !bytes_a.empty() && !bytes_b.empty();
+    interleaved +=
+        !shared && fa.begin < fb.end && fb.begin < fa.end && !bytes_a.empty() && !bytes_b.empty();
   }
   EXPECT_GT(sharing, 1000);
   EXPECT_GT(interleaved, 1000);

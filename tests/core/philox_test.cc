@@ -20,8 +20,8 @@ void expect_words(const Philox4& got, uint32_t w0, uint32_t w1, uint32_t w2, uin
 TEST(Philox, KnownAnswers) {
   expect_words(philox4x32_7(0, 0, 0, 0, 0, 0), 0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48);
   const uint32_t ones = 0xffffffff;
-  expect_words(philox4x32_7(ones, ones, ones, ones, ones, ones), 0x5207ddc2, 0x45165e59,
-               0x4d8ee751, 0x8c52f662);
+  expect_words(philox4x32_7(ones, ones, ones, ones, ones, ones), 0x5207ddc2, 0x45165e59, 0x4d8ee751,
+               0x8c52f662);
   expect_words(philox4x32_7(0xa4093822, 0x299f31d0, 0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344),
                0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a);
 }
@@ -32,9 +32,9 @@ bool keep_by_formula(int64_t seed, int64_t offset, uint32_t head, int64_t i, int
   const auto s = static_cast<uint64_t>(seed), o = static_cast<uint64_t>(offset);
   const auto row = static_cast<uint32_t>((i / 16) * 8 + i % 8);
   const auto column = static_cast<uint32_t>((j / 16) * 4 + (j % 8) / 2);
-  const Philox4 out = philox4x32_7(
-      static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
-      static_cast<uint32_t>(o), head, row, column);
+  const Philox4 out = philox4x32_7(static_cast<uint32_t>(s),
+                                   static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
+                                   static_cast<uint32_t>(o), head, row, column);
   const int f = (i % 16 >= 8 ? 4 : 0) + (j % 16 >= 8 ? 2 : 0) + static_cast<int>(j % 2);
   const uint32_t word = out.word[f / 2];
   const uint32_t field = f % 2 == 0 ? word & 0xffff : word >> 16;
@@ -90,9 +90,9 @@ TEST(Dropout, Threshold) {
   EXPECT_EQ(dropout_threshold(1.0 / 65536), 1u);
   EXPECT_EQ(dropout_threshold(0.5 / 65536), 1u);  // rounds half up
   EXPECT_EQ(dropout_threshold(65535.0 / 65536), 65535u);
-  for (const double p : {0.0, 0.49 / 65536, 65535.5 / 65536, 1.0, 2.0, -0.1, 1e300, -1e300,
-                         std::numeric_limits<double>::quiet_NaN(),
-                         std::numeric_limits<double>::infinity()}) {
+  for (const double p :
+       {0.0, 0.49 / 65536, 65535.5 / 65536, 1.0, 2.0, -0.1, 1e300, -1e300,
+        std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
     EXPECT_EQ(dropout_threshold(p), 0u) << p;
   }
 }

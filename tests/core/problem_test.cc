@@ -38,8 +38,9 @@ TEST(Problem, Sizes) {
 }
 
 TEST(Problem, StartingProblemsAreLegal) {
-  for (const Problem& p : {testing::forward(), testing::forward(TESSERA_FP64), testing::packed(),
-                           testing::paged(), testing::backward(), testing::backward(TESSERA_BF16)}) {
+  for (const Problem& p :
+       {testing::forward(), testing::forward(TESSERA_FP64), testing::packed(), testing::paged(),
+        testing::backward(), testing::backward(TESSERA_BF16)}) {
     EXPECT_TRUE(validate(p).ok()) << validate(p).message();
   }
 }

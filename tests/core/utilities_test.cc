@@ -22,8 +22,8 @@ struct Merge {
   Tensor lse_parts[2] = {dense(TESSERA_FP32, {2, 4, 3}), dense(TESSERA_FP32, {2, 4, 3})};
   const void* o_data[2] = {at(0), at(1)};
   const void* lse_data[2] = {at(2), at(3)};
-  MergeArgs args{2,         TESSERA_BSHD, o_parts,    o_data, lse_parts,
-                 lse_data,  o_parts[0],   at(4),      lse_parts[0], at(5)};
+  MergeArgs args{2,        TESSERA_BSHD, o_parts, o_data,       lse_parts,
+                 lse_data, o_parts[0],   at(4),   lse_parts[0], at(5)};
   float* at(int i) { return memory.data() + i * 192; }
 };
 
@@ -46,13 +46,15 @@ TEST(ValidateMerge, EveryRule) {
   expect_invalid("o_parts[0].shape=[2, 3, 0, 8]", [](Merge& m) { m.o_parts[0].extent[2] = 0; });
   expect_invalid("b = 1 for thd", [](Merge& m) { m.args.format = TESSERA_THD; });
   expect_invalid("lse_parts[0].dtype=fp64", [](Merge& m) { m.lse_parts[0].dtype = TESSERA_FP64; });
-  expect_invalid("lse_parts[1].shape=[2, 3, 4]",
-                 [](Merge& m) { m.lse_parts[1] = dense(TESSERA_FP32, {2, 3, 4}); });
+  expect_invalid("lse_parts[1].shape=[2, 3, 4]", [](Merge& m) {
+    m.lse_parts[1] = dense(TESSERA_FP32, {2, 3, 4});
+  });
   expect_invalid("o.dtype=bf16", [](Merge& m) { m.args.o.dtype = TESSERA_BF16; });
   expect_invalid("o.stride=[0, 32, 8, 1]", [](Merge& m) { m.args.o.stride[0] = 0; });
   expect_invalid("o.data=NULL", [](Merge& m) { m.args.o_out = nullptr; });
   expect_invalid("o_parts[1].data=NULL", [](Merge& m) { m.o_data[1] = nullptr; });
-  expect_invalid("o_parts[0].stride=[-96, 32, 8, 1]", [](Merge& m) { m.o_parts[0].stride[0] = -96; });
+  expect_invalid("o_parts[0].stride=[-96, 32, 8, 1]",
+                 [](Merge& m) { m.o_parts[0].stride[0] = -96; });
   expect_invalid("the last axis must have stride 1", [](Merge& m) { m.o_parts[1].stride[3] = 2; });
   expect_invalid("must fit in 63 bits",
                  [](Merge& m) { m.o_parts[1].stride[0] = int64_t{1} << 62; });

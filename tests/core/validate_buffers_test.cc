@@ -32,8 +32,8 @@ void expect_valid(const Problem& p, const Storage& s, const Device& device = kCp
 }
 
 TEST(ValidateBuffers, LegalOnes) {
-  for (const Problem& p : {testing::forward(), testing::backward(), testing::packed(),
-                           testing::paged()}) {
+  for (const Problem& p :
+       {testing::forward(), testing::backward(), testing::packed(), testing::paged()}) {
     expect_valid(p, Storage(p));
   }
 }

@@ -74,16 +74,22 @@ TEST(Validate, WhatBelongsTogether) {
       {"max_logit.shape=[4]: must not be given", gradient,
        [](Problem& p) { tensor(p, TESSERA_MAX_LOGIT) = dense(TESSERA_FP32, {4}); }},
       {"dbias.shape=[2, 4, 5, 7]: needs bias", gradient,
-       [](Problem& p) { tensor(p, TESSERA_DBIAS) = dense(TESSERA_FP32, {2, 4, 5, 7}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_DBIAS) = dense(TESSERA_FP32, {2, 4, 5, 7});
+       }},
       {"dsink.shape=[4]: needs sink", gradient,
        [](Problem& p) {
          p.flags |= TESSERA_SINK_OFF_BY_ONE;
          tensor(p, TESSERA_DSINK) = dense(TESSERA_FP32, {4});
        }},
       {"dalibi_slopes.shape=[1, 4]: needs alibi_slopes", gradient,
-       [](Problem& p) { tensor(p, TESSERA_DALIBI_SLOPES) = dense(TESSERA_FP32, {1, 4}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_DALIBI_SLOPES) = dense(TESSERA_FP32, {1, 4});
+       }},
       {"page_table_v.shape=[2, 3]: needs page_table", fp32,
-       [](Problem& p) { tensor(p, TESSERA_PAGE_TABLE_V) = dense(TESSERA_INT32, {2, 3}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_PAGE_TABLE_V) = dense(TESSERA_INT32, {2, 3});
+       }},
       {"keep.shape=[1, 1, 5, 7]: at most one data mask", fp32,
        [](Problem& p) {
          tensor(p, TESSERA_MASK) = dense(TESSERA_BOOL, {1, 1, 5, 7});
@@ -91,18 +97,26 @@ TEST(Validate, WhatBelongsTogether) {
        }},
       {"TESSERA_MASK_DROP", fp32, [](Problem& p) { p.flags |= TESSERA_MASK_DROP; }},
       {"segment_ids_q.shape=[2, 5]: needs segment_ids_k", fp32,
-       [](Problem& p) { tensor(p, TESSERA_SEGMENT_IDS_Q) = dense(TESSERA_INT32, {2, 5}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_SEGMENT_IDS_Q) = dense(TESSERA_INT32, {2, 5});
+       }},
       {"segment_ids_k.shape=[2, 7]: needs segment_ids_q", fp32,
-       [](Problem& p) { tensor(p, TESSERA_SEGMENT_IDS_K) = dense(TESSERA_INT32, {2, 7}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_SEGMENT_IDS_K) = dense(TESSERA_INT32, {2, 7});
+       }},
       {"sink.shape=[4]: the off-by-one", fp32,
        [](Problem& p) {
          p.flags |= TESSERA_SINK_OFF_BY_ONE;
          tensor(p, TESSERA_SINK) = dense(TESSERA_FP32, {4});
        }},
       {"k_scale.shape=[1, 2]: scales an fp8 k", fp32,
-       [](Problem& p) { tensor(p, TESSERA_K_SCALE) = dense(TESSERA_FP32, {1, 2}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_K_SCALE) = dense(TESSERA_FP32, {1, 2});
+       }},
       {"v_scale.shape=[2, 2]: scales an fp8 v", bf16,
-       [](Problem& p) { tensor(p, TESSERA_V_SCALE) = dense(TESSERA_FP32, {2, 2}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_V_SCALE) = dense(TESSERA_FP32, {2, 2});
+       }},
       {"batch_invariant=True: is a mode of the forward", gradient,
        [](Problem& p) { p.flags |= TESSERA_BATCH_INVARIANT; }},
       {"batch_invariant=True: excludes dropout", fp32,
@@ -167,16 +181,22 @@ TEST(Validate, Dtypes) {
       {"lse.dtype=bf16: must be fp32", bf16,
        [](Problem& p) { tensor(p, TESSERA_LSE).dtype = TESSERA_BF16; }},
       {"bias.dtype=fp16: must be fp32 or bf16", bf16,
-       [](Problem& p) { tensor(p, TESSERA_BIAS) = dense(TESSERA_FP16, {1, 1, 5, 7}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_BIAS) = dense(TESSERA_FP16, {1, 1, 5, 7});
+       }},
       {"keep.dtype=int32: must be bool", fp32,
-       [](Problem& p) { tensor(p, TESSERA_MASK) = dense(TESSERA_INT32, {1, 1, 5, 7}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_MASK) = dense(TESSERA_INT32, {1, 1, 5, 7});
+       }},
       {"drop.dtype=fp32: must be bool", fp32,
        [](Problem& p) {
          tensor(p, TESSERA_MASK) = dense(TESSERA_FP32, {1, 1, 5, 7});
          p.flags |= TESSERA_MASK_DROP;
        }},
       {"key_ranges.dtype=int64: must be int32", fp32,
-       [](Problem& p) { tensor(p, TESSERA_KEY_RANGES) = dense(TESSERA_INT64, {1, 1, 5, 2}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_KEY_RANGES) = dense(TESSERA_INT64, {1, 1, 5, 2});
+       }},
       {"sink.dtype=fp16", bf16,
        [](Problem& p) { tensor(p, TESSERA_SINK) = dense(TESSERA_FP16, {4}); }},
       {"page_table.dtype=int64: must be int32", paged,
@@ -188,7 +208,9 @@ TEST(Validate, Dtypes) {
       {"dq.dtype=fp64: must be fp32", gradient,
        [](Problem& p) { tensor(p, TESSERA_DQ).dtype = TESSERA_FP64; }},
       {"dlse.dtype=fp64: must be fp32", gradient,
-       [](Problem& p) { tensor(p, TESSERA_DLSE) = dense(TESSERA_FP64, {2, 4, 5}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_DLSE) = dense(TESSERA_FP64, {2, 4, 5});
+       }},
   });
 }
 
@@ -196,28 +218,40 @@ TEST(Validate, Shapes) {
   expect_all({
       {"k.shape=[3, 7, 2, 8]: must be [2, sk, hk, 8]", fp32,
        [](Problem& p) { tensor(p, TESSERA_K).extent[0] = 3; }},
-      {"k.shape=[2, 7, 2, 9]: must be", fp32, [](Problem& p) { tensor(p, TESSERA_K).extent[3] = 9; }},
+      {"k.shape=[2, 7, 2, 9]: must be", fp32,
+       [](Problem& p) { tensor(p, TESSERA_K).extent[3] = 9; }},
       {"v.shape=[2, 6, 2, 16]: must be [2, 7, 2, dv]", fp32,
        [](Problem& p) { tensor(p, TESSERA_V).extent[1] = 6; }},
       {"v.shape=[2, 7, 1, 16]", fp32, [](Problem& p) { tensor(p, TESSERA_V).extent[2] = 1; }},
       {"o.shape=[2, 5, 4, 8]: must be [2, 5, 4, 16]", fp32,
        [](Problem& p) { tensor(p, TESSERA_O).extent[3] = 8; }},
       {"lse.shape=[2, 5, 4]: must be [2, 4, 5]", fp32,
-       [](Problem& p) { tensor(p, TESSERA_LSE) = dense(TESSERA_FP32, {2, 5, 4}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_LSE) = dense(TESSERA_FP32, {2, 5, 4});
+       }},
       {"the heads of q (4) must be a multiple of the heads of k and v (3)", fp32,
        [](Problem& p) { tensor(p, TESSERA_K).extent[2] = tensor(p, TESSERA_V).extent[2] = 3; }},
-      {"q.shape=[2, 5, 0, 8]: heads=0", fp32, [](Problem& p) { tensor(p, TESSERA_Q).extent[2] = 0; }},
+      {"q.shape=[2, 5, 0, 8]: heads=0", fp32,
+       [](Problem& p) { tensor(p, TESSERA_Q).extent[2] = 0; }},
       {"head_dim=0", fp32, [](Problem& p) { tensor(p, TESSERA_V).extent[3] = 0; }},
       {"q.shape=[-1, 5, 4, 8]: an extent=-1", fp32,
        [](Problem& p) { tensor(p, TESSERA_Q).extent[0] = -1; }},
       {"bias.shape=[2, 4, 5, 6]: must be [2|1, 4|1, 5|1, 7|1]", fp32,
-       [](Problem& p) { tensor(p, TESSERA_BIAS) = dense(TESSERA_FP32, {2, 4, 5, 6}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_BIAS) = dense(TESSERA_FP32, {2, 4, 5, 6});
+       }},
       {"keep.shape=[2, 2, 5, 7]", fp32,
-       [](Problem& p) { tensor(p, TESSERA_MASK) = dense(TESSERA_BOOL, {2, 2, 5, 7}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_MASK) = dense(TESSERA_BOOL, {2, 2, 5, 7});
+       }},
       {"key_ranges.shape=[1, 1, 5, 3]: must be [2|1, 4|1, 5|1, 2|4]", fp32,
-       [](Problem& p) { tensor(p, TESSERA_KEY_RANGES) = dense(TESSERA_INT32, {1, 1, 5, 3}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_KEY_RANGES) = dense(TESSERA_INT32, {1, 1, 5, 3});
+       }},
       {"key_ranges.shape=[1, 5, 2]: must be [4|1, 9|1, 2|4]", packed,
-       [](Problem& p) { tensor(p, TESSERA_KEY_RANGES) = dense(TESSERA_INT32, {1, 1, 5, 2}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_KEY_RANGES) = dense(TESSERA_INT32, {1, 1, 5, 2});
+       }},
       {"segment_ids_k.shape=[2, 5]: must be [2, 7]", fp32,
        [](Problem& p) {
          tensor(p, TESSERA_SEGMENT_IDS_Q) = tensor(p, TESSERA_SEGMENT_IDS_K) =
@@ -233,9 +267,13 @@ TEST(Validate, Shapes) {
       {"v.shape=[6, 3, 2, 16]: must be [pages, 4, 2, dv]", paged,
        [](Problem& p) { tensor(p, TESSERA_V).extent[1] = 3; }},
       {"page_table_v.shape=[2, 4]: must be [2, 3]", paged,
-       [](Problem& p) { tensor(p, TESSERA_PAGE_TABLE_V) = dense(TESSERA_INT32, {2, 4}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_PAGE_TABLE_V) = dense(TESSERA_INT32, {2, 4});
+       }},
       {"page_table.shape=[2, 0]: max_pages=0", paged,
-       [](Problem& p) { tensor(p, TESSERA_PAGE_TABLE_K) = dense(TESSERA_INT32, {2, 0}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_PAGE_TABLE_K) = dense(TESSERA_INT32, {2, 0});
+       }},
       {"page_size=0", paged,
        [](Problem& p) { tensor(p, TESSERA_K).extent[1] = tensor(p, TESSERA_V).extent[1] = 0; }},
       {"rng_state.shape=[3]: must be [2]", fp32,
@@ -281,7 +319,9 @@ TEST(Validate, ShapesInTheCallersOrder) {
 TEST(Validate, PackedMasksNeedMaxSeqlen) {
   expect_all({
       {"need max_seqlen_q and max_seqlen_k", packed,
-       [](Problem& p) { tensor(p, TESSERA_MASK) = dense(TESSERA_BOOL, {2, 1, 6, 1}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_MASK) = dense(TESSERA_BOOL, {2, 1, 6, 1});
+       }},
       {"bias.shape=[1, 1, 1, 6]: must be [2|1, 4|1, max_seqlen_q|1, 8|1]", packed,
        [](Problem& p) {
          p.flags |= TESSERA_MAX_SEQLEN_K;
@@ -300,9 +340,7 @@ TEST(Validate, SizesThatOverflow) {
   constexpr int64_t kHuge = int64_t{1} << 61;
   expect_all({
       {"must fit in 63 bits", fp32,
-       [](Problem& p) {
-         tensor(p, TESSERA_Q).extent[1] = tensor(p, TESSERA_O).extent[1] = kHuge;
-       }},
+       [](Problem& p) { tensor(p, TESSERA_Q).extent[1] = tensor(p, TESSERA_O).extent[1] = kHuge; }},
       {"must fit in 63 bits", fp32, [](Problem& p) { tensor(p, TESSERA_K).stride[1] = kHuge; }},
       {"must fit in 63 bits", fp32, [](Problem& p) { tensor(p, TESSERA_Q).extent[1] = INT64_MAX; }},
       {"max_pages times page_size", paged,
@@ -368,7 +406,9 @@ TEST(Validate, Band) {
          p.align = TESSERA_ALIGN_NONE;
        }},
       {"align=None: must be given, because alibi_slopes", fp32,
-       [](Problem& p) { tensor(p, TESSERA_ALIBI_SLOPES) = dense(TESSERA_FP32, {1, 4}); }},
+       [](Problem& p) {
+         tensor(p, TESSERA_ALIBI_SLOPES) = dense(TESSERA_FP32, {1, 4});
+       }},
       {"align=None", packed, [](Problem& p) { p.flags |= TESSERA_CAUSAL; }},
       {"align=None", paged,
        [](Problem& p) {  // one array for both sides does not help with pages
@@ -457,8 +497,8 @@ TEST(Validate, LegalOddities) {
 TEST(Validate, RandomEditsAreAnswered) {
   std::mt19937_64 random(7);
   const auto below = [&](uint64_t n) { return static_cast<int64_t>(random() % n); };
-  const int64_t awkward[] = {0, 1, 2, 3, 4, 5, 7, 8, -1, INT64_MAX, INT64_MIN, int64_t{1} << 31,
-                             int64_t{1} << 61};
+  const int64_t awkward[] = {
+      0, 1, 2, 3, 4, 5, 7, 8, -1, INT64_MAX, INT64_MIN, int64_t{1} << 31, int64_t{1} << 61};
   Problem (*const starts[])() = {fp32, bf16, gradient, packed, paged};
   int accepted = 0;
   for (int round = 0; round < 50000; ++round) {
@@ -467,13 +507,30 @@ TEST(Validate, RandomEditsAreAnswered) {
       Tensor& t = p.tensor[below(TESSERA_NUM_TENSORS)];
       const int64_t value = awkward[below(std::size(awkward))];
       switch (below(9)) {
-        case 0: t.dtype = static_cast<int32_t>(below(10)); break;
-        case 1: case 2: t.extent[below(4)] = value; break;
-        case 3: case 4: t.stride[below(4)] = value; break;
-        case 5: p.flags ^= 1u << below(14); break;
-        case 6: p.format_q = static_cast<int32_t>(below(4)); break;
-        case 7: p.format_kv = static_cast<int32_t>(below(4)); break;
-        case 8: p.window_left = p.max_seqlen_q = value; p.align = 1; break;
+        case 0:
+          t.dtype = static_cast<int32_t>(below(10));
+          break;
+        case 1:
+        case 2:
+          t.extent[below(4)] = value;
+          break;
+        case 3:
+        case 4:
+          t.stride[below(4)] = value;
+          break;
+        case 5:
+          p.flags ^= 1u << below(14);
+          break;
+        case 6:
+          p.format_q = static_cast<int32_t>(below(4));
+          break;
+        case 7:
+          p.format_kv = static_cast<int32_t>(below(4));
+          break;
+        case 8:
+          p.window_left = p.max_seqlen_q = value;
+          p.align = 1;
+          break;
       }
     }
     const Status status = validate(p);
