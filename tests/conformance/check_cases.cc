@@ -4,9 +4,13 @@
 // lines that fail, each with why, then `N passed, M refused, K failed`; exits with 1 on any
 // failure. A refusal must stand in refused.<backend> beside the file, and a case that stands there
 // must be refused.
+#include <signal.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <mutex>
@@ -21,10 +25,25 @@ namespace {
 
 using tessera::ConformanceCase;
 
+// A fault (a guard page, most likely) names the cases that were running: several, with --jobs or
+// --threads, and one of them is guilty.
+constexpr int kMaxJobs = 256;
+std::atomic<const char*> running[kMaxJobs];
+
+void on_fault(int signal) {
+  const auto say = [](const char* text) { (void)!write(STDERR_FILENO, text, strlen(text)); };
+  say(signal == SIGSEGV || signal == SIGBUS ? "bad memory access, running:\n" : "died, running:\n");
+  for (const auto& line : running) {
+    if (const char* const text = line.load()) say(text), say("\n");
+  }
+  _exit(3);
+}
+
 struct Options {
   std::vector<std::string> files;
   std::string backend, filter;
   tessera_device device{};
+  bool refusals = false;
   int threads = 1;                                                   // of one case
   int jobs = static_cast<int>(std::thread::hardware_concurrency());  // cases at once
 };
@@ -33,7 +52,7 @@ int usage() {
   std::fprintf(stderr,
                "usage: tessera_check_cases FILE... [--backend NAME] [--cuda ORDINAL] [--threads N] "
                "[--jobs N]\n"
-               "                           [--filter TEXT]\n");
+               "                           [--filter TEXT] [--refusals]\n");
   return 2;
 }
 
@@ -77,31 +96,42 @@ class Checker {
 
   int run() {
     std::atomic<size_t> next{0};
-    const auto work = [&] {
-      for (size_t at; (at = next.fetch_add(1)) < cases_.size();) check(cases_[at]);
+    const auto work = [&](int job) {
+      for (size_t at; (at = next.fetch_add(1)) < cases_.size();) {
+        running[job] = cases_[at].c_str();
+        check(cases_[at]);
+        running[job] = nullptr;
+      }
     };
     std::vector<std::thread> helpers;
-    for (int job = 1; job < options_.jobs; ++job) helpers.emplace_back(work);
-    work();
+    for (int job = 1; job < options_.jobs; ++job) helpers.emplace_back(work, job);
+    work(0);
     for (std::thread& helper : helpers) helper.join();
-    std::printf("%d passed, %d refused, %d failed\n", counts_.passed.load(), counts_.refused.load(),
-                counts_.failed.load());
+    if (!options_.refusals)
+      std::printf("%d passed, %d refused, %d failed\n", counts_.passed.load(),
+                  counts_.refused.load(), counts_.failed.load());
     return counts_.failed > 0 ? 1 : 0;
   }
 
  private:
   void check(const std::string& line) {
     auto made = ConformanceCase::create(line);
-    if (!made.ok()) return fail(line, {made.status().message()});
+    if (!made.ok()) return fail(line, {made.status().message()});  // illegal
     ConformanceCase& c = *made.value();
     const bool listed = listed_.contains(tessera::to_text(c.spec()));
     const tessera::Status status = c.run(options_.backend, options_.device, options_.threads);
     if (status.code() == TESSERA_REFUSED) {
+      if (options_.refusals) {
+        const std::lock_guard lock(print_);
+        std::cout << tessera::to_text(c.spec()) << '\n';
+        return;
+      }
       if (!listed)
         return fail(line, {"refused, and not in the list of refusals: " + status.message()});
       ++counts_.refused;
       return;
     }
+    if (options_.refusals) return;
     if (listed) return fail(line, {"runs, and stands in the list of refusals"});
     const tessera::CaseReport report = c.compare();
     if (!report.passed()) return fail(line, report.failures);
@@ -132,6 +162,8 @@ int main(int argc, char** argv) {
     const bool has_value = i + 1 < argc;
     if (!word.starts_with("--"))
       options.files.push_back(word);
+    else if (word == "--refusals")
+      options.refusals = true;
     else if (!has_value)
       return usage();
     else if (word == "--backend")
@@ -147,7 +179,8 @@ int main(int argc, char** argv) {
     else
       return usage();
   }
-  if (options.files.empty()) return usage();
+  if (options.files.empty() || options.jobs < 1 || options.jobs > kMaxJobs) return usage();
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) signal(fault, on_fault);
   Checker checker(options);
   for (const std::string& file : options.files) checker.add_file(file);
   return checker.run();
