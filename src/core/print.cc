@@ -66,7 +66,8 @@ class CaseLine {
 
   // Lengths of a packed side that add up to its tokens, or a seed where they cannot be listed.
   std::string packed_lengths(int64_t tokens, int64_t longest) const {
-    if (s_.batch == 0 || tokens == s_.batch * longest) return "full";
+    if (s_.batch == 0) return "full";
+    if (tokens % s_.batch == 0 && tokens / s_.batch == longest) return "full";
     if (s_.batch > kListedLengths) return "random:0";
     std::string list;
     for (int64_t n = 0; n < s_.batch; ++n) {

@@ -73,6 +73,14 @@ Result<const Struct*> import_struct(const Struct* caller, Struct& storage, size_
   return &storage;
 }
 
+// max_seqlen of a packed side, no more than its tokens unless a dense mask or bias has that extent.
+int64_t longest(const Problem& p, int axis, int64_t max_seqlen, int64_t tokens) {
+  for (const int i : {TESSERA_BIAS, TESSERA_MASK}) {
+    if (given(p, i) && p.tensor[i].extent[axis] != 1) return max_seqlen;
+  }
+  return std::min(max_seqlen, tokens);
+}
+
 // A 64-bit multiply-mix in three lanes, so that the multiplications overlap: a tensor is 9 words.
 class Hash {
  public:
@@ -190,8 +198,8 @@ Problem normalised(const Problem& problem) {
     p.align = TESSERA_ALIGN_TOP_LEFT;
   }
 
-  if (!has(p, TESSERA_MAX_SEQLEN_Q)) p.max_seqlen_q = 0;
-  if (!has(p, TESSERA_MAX_SEQLEN_K)) p.max_seqlen_k = 0;
+  p.max_seqlen_q = has(p, TESSERA_MAX_SEQLEN_Q) ? longest(p, 2, p.max_seqlen_q, s.sq) : 0;
+  p.max_seqlen_k = has(p, TESSERA_MAX_SEQLEN_K) ? longest(p, 3, p.max_seqlen_k, s.sk) : 0;
   if (!given(p, TESSERA_BIAS)) p.flags &= ~uint32_t{TESSERA_BIAS_PRE_SCALE};
   if (!has(p, TESSERA_DROPOUT)) p.tensor[TESSERA_RNG_STATE] = Tensor{};
   char name[sizeof p.backend] = {};

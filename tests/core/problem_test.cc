@@ -81,6 +81,17 @@ TEST(Problem, EqualProblemsAreEqualBytes) {
   expect_same(edited, "after the name's end");
 }
 
+TEST(Problem, MaxSeqlenIsAtMostTheTokens) {
+  Problem p = testing::packed();
+  p.flags |= TESSERA_MAX_SEQLEN_Q | TESSERA_MAX_SEQLEN_K;
+  p.max_seqlen_q = INT64_MAX;
+  p.max_seqlen_k = 20;
+  p.tensor[TESSERA_MASK] = dense(TESSERA_BOOL, {1, 1, 1, 20});
+  ASSERT_TRUE(validate(p).ok()) << validate(p).message();
+  EXPECT_EQ(normalised(p).max_seqlen_q, 9);
+  EXPECT_EQ(normalised(p).max_seqlen_k, 20);  // an extent of the mask
+}
+
 TEST(Problem, CausalIsAWindow) {
   Problem causal = testing::forward();
   causal.flags |= TESSERA_CAUSAL;
