@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
@@ -11,8 +11,6 @@ import tessera
 from problems import DTYPES, problems
 
 ROUNDING = {"fp32": 4e-6, "bf16": 1.6e-2, "fp16": 2e-3}  # of the sum of absolute terms
-relaxed = dict(deadline=None, derandomize=True,
-               suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def close(name, got, expected, tolerance):
@@ -54,7 +52,7 @@ def rows_inside(truth, shape):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_forward(backend, examples):
+def test_forward(backend, examples, relaxed):
     @settings(max_examples=examples if backend == "cpu" else examples // 4, **relaxed)
     @given(problems())
     def run(problem):
@@ -63,7 +61,7 @@ def test_forward(backend, examples):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_backward(backend, examples):
+def test_backward(backend, examples, relaxed):
     @settings(max_examples=examples if backend == "cpu" else examples // 4, **relaxed)
     @given(problems(), st.booleans(), st.integers(0, 2**32 - 1))
     def run(problem, with_dlse, seed):
