@@ -114,11 +114,11 @@ class CaseLine {
   // Without slack between its rows.
   bool dense(int index) const {
     const Tensor& t = p_.tensor[index];
+    if (element_count(t, tensor_rule(index).rank) == 0) return true;
     const AxisOrder order = caller_order(p_, index);
     int64_t expected = 1;
     for (int i = order.count - 1; i >= 0; --i) {
       const int axis = order.axis[i];
-      if (t.extent[axis] == 0) return true;
       if (t.extent[axis] > 1 && t.stride[axis] != expected) return false;
       expected *= t.extent[axis];
     }

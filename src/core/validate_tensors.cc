@@ -240,7 +240,6 @@ LastAxis last_axis_rule(int index) {
     case TESSERA_DK:
     case TESSERA_DV:
     case TESSERA_DBIAS:
-    case TESSERA_RNG_STATE:
       return LastAxis::kDense;
     case TESSERA_BIAS:
     case TESSERA_MASK:

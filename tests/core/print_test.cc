@@ -34,6 +34,11 @@ TEST(ToCase, Lines) {
   p.align = TESSERA_ALIGN_BOTTOM_RIGHT;
   EXPECT_EQ(to_case(p), "fwd bf16 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16 causal align=bottom_right");
   EXPECT_EQ(to_case(p), to_case(normalised(p)));
+  Problem empty = testing::forward();
+  for (const int i : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O, TESSERA_LSE}) {
+    empty.tensor[i].extent[0] = 0;
+  }
+  EXPECT_EQ(to_case(normalised(empty)), "fwd fp32 b=0 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16");
   EXPECT_EQ(to_case(testing::paged()),
             "fwd fp32 b=2 sq=5 sk=12 hq=4 hk=2 dqk=8 dv=16 lens_k=random:0 page=4 int64");
 }
