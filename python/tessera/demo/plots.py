@@ -177,7 +177,7 @@ def _minus(number):
 def bytes_text(n):
     for unit in ("B", "KB", "MB", "GB"):
         if n < 1000 or unit == "GB":
-            return f"{n:.0f} {unit}" if n >= 10 or unit == "B" else f"{n:.1f} {unit}"
+            return f"{n:.1f}".removesuffix(".0") + f" {unit}" if n < 10 else f"{n:.0f} {unit}"
         n /= 1000
 
 
