@@ -226,6 +226,10 @@ class Backward {
         shift[l] = call_.raw ? lse[l] : static_cast<float>(log2);
         shift_low[l] = call_.raw || lse[l] == kInfinity ? 0.0f : static_cast<float>(log2 - shift[l]);
       }
+      copy_queries(call_.q, strip, call_.dqk, x_.q_rows + strip * W * x_.q_rows_step,
+                   x_.q_rows_step);
+      copy_queries(args_.d_o, strip, call_.dv, x_.do_rows + strip * W * x_.do_rows_step,
+                   x_.do_rows_step);
       add_delta(strip, delta);
       rows.resolve(call_, sequence, n);
       rows.vectors = kVectors;
@@ -238,11 +242,30 @@ class Backward {
     return S::reduce_add(dsink);
   }
 
+  // Words of rows as they lie, padded with zeros.
+  static void copy_rows(const char* const* rows, int count, int64_t dim, Word* to, int64_t step) {
+    if constexpr (kPairs) copy_pairs<S>(rows, count, dim, to, step);
+    else widen_rows<S, T>(rows, count, dim, to, step);
+  }
+
+  void copy_queries(const Rows& from, int64_t strip, int64_t dim, Word* to, int64_t step) const {
+    const char* row[W];
+    for (int l = 0; l < W; ++l) {
+      const int64_t i = strip * W + l;
+      row[l] = i < sequence_->band.len_q
+                   ? row_at(from, sequence_->batch_q, sequence_->first_q + i, head_)
+                   : x_.zeros;
+    }
+    copy_rows(row, W, dim, to, step);
+  }
+
   // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o is
   // v, and dP - delta is 0 as it should be.
   void add_delta(int64_t strip, float* delta) {
-    copy_columns(call_.o, strip * W, 1, call_.dv, x_.v_depth, x_.o_t, x_.d_o, x_.do_step);
-    copy_columns(args_.d_o, strip * W, 1, call_.dv, x_.v_depth, x_.do_t, x_.d_o, x_.do_step);
+    const Word* do_rows = x_.do_rows + strip * W * x_.do_rows_step;
+    copy_queries(call_.o, strip, call_.dv, x_.o_rows, x_.do_rows_step);
+    transpose_rows<S>(x_.o_rows, x_.do_rows_step, x_.v_depth, x_.o_t);
+    transpose_rows<S>(do_rows, x_.do_rows_step, x_.v_depth, x_.do_t);
     for (int v = 0; v < kVectors; ++v) {
       const Word *o = x_.o_t + v * L, *d_o = x_.do_t + v * L;
       F total = S::zero();
@@ -344,13 +367,10 @@ class Backward {
       k[j] = row_of_key(call_.k, call_.k_pages, *sequence_, key, head_k);
       v[j] = row_of_key(call_.v, call_.v_pages, *sequence_, key, head_k);
     }
+    copy_rows(k, rows, call_.dqk, x_.k, x_.k_step);
+    copy_rows(v, rows, call_.dv, x_.v, x_.v_step);
     if constexpr (kPairs) {
-      copy_pairs<S>(k, rows, call_.dqk, x_.k, x_.k_step);
-      copy_pairs<S>(v, rows, call_.dv, x_.v, x_.v_step);
-      interleave_pairs<S>(k, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
-    } else {
-      widen_rows<S, T>(k, rows, call_.dqk, x_.k, x_.k_step);
-      widen_rows<S, T>(v, rows, call_.dv, x_.v, x_.v_step);
+      interleave_pairs<S>(x_.k, x_.k_step, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
     }
   }
 
@@ -368,8 +388,7 @@ class Backward {
     }
     if (last == 0) return;
     if (!keys_ready_) prepare_keys();
-    prepare_queries(call_.q, m0, strips, call_.dqk, x_.qk_depth, x_.q_t, x_.q, x_.q_step);
-    prepare_queries(args_.d_o, m0, strips, call_.dv, x_.v_depth, x_.do_t, x_.d_o, x_.do_step);
+    prepare_queries(m0, strips);
     for (int t = 0; t < strips; ++t) {
       if (seen[t]) {
         strip(m0, t, visible[t]);
@@ -389,42 +408,20 @@ class Backward {
     }
   }
 
-  // Rows of q, o or do of strips from query m0 on, as columns: [strip][depth][W]. Without pairs
-  // they pass through rows.
-  __attribute__((noinline)) void copy_columns(const Rows& from, int64_t m0, int strips, int64_t dim,
-                                              int64_t depth, Word* columns, Word* rows,
-                                              int64_t rows_step) {
-    const char* row[M];
-    find_queries(from, m0, strips * W, row);
+  // Q and dO of a tile: rows, for dK and dV, and columns, for S^T and dP^T.
+  void prepare_queries(int64_t m0, int strips) {
+    const Word *q = x_.q_rows + m0 * x_.q_rows_step, *d_o = x_.do_rows + m0 * x_.do_rows_step;
     if constexpr (kPairs) {
-      copy_pairs<S>(row, strips * W, dim, x_.row_pairs, x_.row_pairs_step);
-      rows = x_.row_pairs, rows_step = x_.row_pairs_step;
+      interleave_pairs<S>(q, x_.q_rows_step, strips * W, call_.dqk, x_.q, x_.q_step);
+      interleave_pairs<S>(d_o, x_.do_rows_step, strips * W, call_.dv, x_.d_o, x_.do_step);
     } else {
-      widen_rows<S, T>(row, strips * W, dim, rows, rows_step);
+      x_.q = const_cast<Word*>(q), x_.d_o = const_cast<Word*>(d_o);
     }
     for (int t = 0; t < strips; ++t) {
-      transpose_rows<S>(reinterpret_cast<const float*>(rows + t * W * rows_step), rows_step, depth,
-                        reinterpret_cast<float*>(columns + t * W * depth));
-    }
-  }
-
-  // The same as rows for dK and dV, and as columns for S^T and dP^T.
-  void prepare_queries(const Rows& from, int64_t m0, int strips, int64_t dim, int64_t depth,
-                       Word* columns, Word* rows, int64_t rows_step) {
-    copy_columns(from, m0, strips, dim, depth, columns, rows, rows_step);
-    if constexpr (kPairs) {
-      const char* row[M];
-      find_queries(from, m0, strips * W, row);
-      interleave_pairs<S>(row, strips * W, dim, rows, rows_step);
-    }
-  }
-
-  void find_queries(const Rows& from, int64_t m0, int count, const char** row) const {
-    for (int l = 0; l < count; ++l) {
-      const int64_t i = m0 + l;
-      row[l] = i < sequence_->band.len_q
-                   ? row_at(from, sequence_->batch_q, sequence_->first_q + i, head_)
-                   : x_.zeros;
+      transpose_rows<S>(q + t * W * x_.q_rows_step, x_.q_rows_step, x_.qk_depth,
+                        x_.q_t + t * W * x_.qk_depth);
+      transpose_rows<S>(d_o + t * W * x_.do_rows_step, x_.do_rows_step, x_.v_depth,
+                        x_.do_t + t * W * x_.v_depth);
     }
   }
 

@@ -32,6 +32,7 @@ struct Scratch {
   // One head. shift is what scores lose before exp2: lse, or lse log2(e) = shift + shift_low where
   // scores are in base 2 (Call.raw); +inf where p is 0 whatever the score. delta = rowsum(do o) - dlse.
   StripRows<S>* rows;      // [strips]
+  Word *q_rows, *do_rows;  // [strips * W][q_rows_step], pairs along head dims
   float *shift, *shift_low, *delta;  // [strips][W]
   float* bias_rows;        // [strips][W]
   float* dq;               // [strips][gradient_rows(dqk)][W]
@@ -45,9 +46,8 @@ struct Scratch {
 
   // One tile of queries.
   Word *q_t, *do_t;  // [M / W][depth][W], pairs along head dims
-  Word* o_t;         // [v_depth][W]: for delta, one strip at a time
-  Word *q, *d_o;     // [M / 2][q_step], pairs along queries
-  Word* row_pairs;   // [M][row_pairs_step]: rows of q or do on their way to q_t, do_t; pairs only
+  Word *o_rows, *o_t;  // [W][do_rows_step], [v_depth][W]: o of a strip, for delta
+  Word *q, *d_o;     // [M / 2][q_step], pairs along queries; q_rows if a word is one element
   Word *p, *ds;      // [B][p_step], pairs along queries
   Word* ds_pairs;    // [B / 2][ds_pairs_step], pairs along keys; ds itself if a word is one element
   float* bias_tile;  // [M][B]
@@ -56,7 +56,8 @@ struct Scratch {
   float *s, *dp, *cap;  // [B][W]
   char* zeros;          // a row of q, k, v, o or do
 
-  int64_t k_step, v_step, k_pairs_step, dk_step, dv_step, q_step, do_step, row_pairs_step;
+  int64_t k_step, v_step, k_pairs_step, dk_step, dv_step;
+  int64_t q_rows_step, do_rows_step, q_step, do_step;
   int64_t p_step, ds_pairs_step, qk_depth, v_depth;
   int64_t bytes;
 
@@ -69,7 +70,7 @@ struct Scratch {
     k_step = odd_lines(kPairs ? qk_depth : dq_rows), v_step = odd_lines(v_depth);
     k_pairs_step = kPairs ? odd_lines(dq_rows) : k_step;
     dk_step = q_step = odd_lines(dqk), dv_step = do_step = odd_lines(dim_v);
-    row_pairs_step = odd_lines(larger(qk_depth, v_depth));
+    q_rows_step = odd_lines(qk_depth), do_rows_step = odd_lines(v_depth);
     p_step = odd_lines(M / kPerWord), ds_pairs_step = kPairs ? odd_lines(M) : p_step;
 
     bytes = 0;
@@ -78,7 +79,9 @@ struct Scratch {
       bytes += pad_to(count * static_cast<int64_t>(sizeof(T)), 64);
     };
     const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
-    take(rows, strips), take(delta, strips * W);
+    take(rows, strips);
+    take(q_rows, strips * W * q_rows_step), take(do_rows, strips * W * do_rows_step);
+    take(delta, strips * W);
     take(shift, strips * W), take(shift_low, strips * W);
     take(bias_rows, args.bias_gradient == BiasGradient::kRows ? strips * W : 0);
     take(dq, args.chunks == 1 ? strips * dq_rows * W : 0);
@@ -88,9 +91,9 @@ struct Scratch {
     else k_pairs = k;
     take(dk, B * dk_step), take(dv, B * dv_step);
     take(bias_keys, args.bias_gradient == BiasGradient::kKeys ? B * S::kLanes : 0);
-    take(q_t, M * qk_depth), take(do_t, M * v_depth), take(o_t, W * v_depth);
-    take(q, M / kPerWord * q_step), take(d_o, M / kPerWord * do_step);
-    take(row_pairs, kPairs ? M * row_pairs_step : 0);
+    take(q_t, M * qk_depth), take(do_t, M * v_depth);
+    take(o_rows, W * do_rows_step), take(o_t, W * v_depth);
+    take(q, kPairs ? M / 2 * q_step : 0), take(d_o, kPairs ? M / 2 * do_step : 0);
     take(p, B * p_step), take(ds, B * p_step);
     if (kPairs) take(ds_pairs, B / 2 * ds_pairs_step);
     else ds_pairs = ds;

@@ -123,11 +123,13 @@ __attribute__((noinline)) void widen_rows(const char* const* rows, int count, in
   }
 }
 
-// out[k][lane] = in[lane][k] for k < depth: words of any kind, vectors x kLanes rows.
-template <typename S>
-__attribute__((noinline)) void transpose_rows(const float* in, int64_t step, int64_t depth,
-                                              float* out) {
+// out[k][lane] = words[lane][k] for k < depth, a strip of rows.
+template <typename S, typename Word>
+__attribute__((noinline)) void transpose_rows(const Word* words, int64_t step, int64_t depth,
+                                              Word* columns) {
   constexpr int L = S::kLanes;
+  const float* in = reinterpret_cast<const float*>(words);  // moved, not computed with
+  float* out = reinterpret_cast<float*>(columns);
   for (int v = 0; v < kVectors; ++v) {
     for (int64_t k = 0; k < depth; k += L) {
       typename S::F x[L];
@@ -155,17 +157,15 @@ __attribute__((noinline)) void copy_pairs(const char* const* rows, int count, in
   }
 }
 
-// out[r / 2][d] = (rows[r][d], rows[r + 1][d]) for even r, 0 from dim up to whole vectors.
+// out[r / 2][d] = (in[r][d], in[r + 1][d]) for even r: rows of bf16, read as whole vectors.
 template <typename S>
-__attribute__((noinline)) void interleave_pairs(const char* const* rows, int count, int64_t dim,
-                                                uint32_t* out, int64_t step) {
-  constexpr int L = S::kLanes;
-  for (int r = 0; r < count; r += 2, out += step) {
-    const Bf16* a = reinterpret_cast<const Bf16*>(rows[r]);
-    const Bf16* b = reinterpret_cast<const Bf16*>(rows[r + 1]);
-    for (int64_t d = 0; d < dim; d += L) {
-      const int n = static_cast<int>(smaller<int64_t>(L, dim - d));
-      S::store_pairs(out + d, S::interleave_rows_n(a + d, b + d, n));
+__attribute__((noinline)) void interleave_pairs(const uint32_t* in, int64_t in_step, int count,
+                                                int64_t dim, uint32_t* out, int64_t step) {
+  for (int r = 0; r < count; r += 2, in += 2 * in_step, out += step) {
+    const Bf16* a = reinterpret_cast<const Bf16*>(in);
+    const Bf16* b = reinterpret_cast<const Bf16*>(in + in_step);
+    for (int64_t d = 0; d < dim; d += S::kLanes) {
+      S::store_pairs(out + d, S::interleave_rows(a + d, b + d));
     }
   }
 }
