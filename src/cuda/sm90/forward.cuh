@@ -32,31 +32,49 @@
 
 #include <cmath>
 #include <cstddef>
+#include <type_traits>
 
+#include "cuda/common/element.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/sm90/blocks.cuh"
+#include "cuda/sm90/features.cuh"
+#include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/output.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/schedule.cuh"
 #include "cuda/sm90/smem_tile.cuh"
+#include "cuda/sm90/tensormap.h"
 #include "cuda/sm90/tiles.h"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace tessera::cuda::sm90 {
 
-// Row: a type with a static constexpr ForwardTile kTile, one row of the table in tiles.h.
+// Row: one row of the table in tiles.h, as a type with the constants kTile and kRich.
 template <typename Element, typename Row>
 struct Forward {
   static constexpr ForwardTile kTile = Row::kTile;
+  static constexpr bool kRich = Row::kRich;
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kGroups = kTileN / 8;
   static constexpr int kWordsPerRow = (kTileN / 4 + 31) / 32;  // of visibility bits a thread holds
   static constexpr int kFirstTurnBarrier = 1;                  // 0 is __syncthreads
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static constexpr float kInfinity = INFINITY;
-  static constexpr float kLn2 = 0.6931471805599453f;
+  // A CTA owns what it was launched with, and what one role claims another must have released:
+  // 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128. A sum above that hangs.
+  static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
+                (1 + kConsumers) * kLaunchRegisters);
 
+  static constexpr int kWorkStages = 3;
+
+  using Schedule = sm90::Schedule<kTileM, kTileN>;
+  using Work = std::conditional_t<kRich, ListedWork, sm90::Work>;
   using QTile = SmemTile<kRows, kTile.dqk>;
   using KTile = SmemTile<kTileN, kTile.dqk>;
   using VTile = SmemTile<kTileN, kTile.dv>;
@@ -67,6 +85,8 @@ struct Forward {
     uint8_t v[kTile.stages][VTile::kBytes];
     uint64_t q_barriers[kConsumers][2 * kTile.q_stages];
     uint64_t k_barriers[2 * kTile.stages], v_barriers[2 * kTile.stages];
+    uint64_t work_barriers[2 * kWorkStages];
+    Work work[kWorkStages];
   };
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -95,112 +115,110 @@ struct Forward {
     __device__ __forceinline__ StageBarriers<kTile.stages> v_barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, v_barriers))};
     }
-  };
-
-  // ---- schedule ----
-
-  // Keys [lo, hi) of a query, never decreasing with the row.
-  struct Keys {
-    int lo, hi;
-  };
-
-  // One row tile: where it is, and the blocks of keys that some query of it sees. There is always at
-  // least one block, if need be a wholly masked one. Blocks in [clean_begin, clean_end) are seen
-  // whole by every row.
-  struct Work {
-    int batch, head, m0;
-    int len_q, len_k, shift;
-    int begin, end, clean_begin, clean_end;
-
-    __device__ __forceinline__ Keys row(const ForwardParams& p, int i) const {
-      const int diagonal = i + shift;
-      Keys keys{0, len_k};
-      if (p.left >= 0) keys.lo = min(max(diagonal - p.left, 0), len_k);
-      if (p.right >= 0) keys.hi = min(max(diagonal + p.right + 1, 0), len_k);
-      return keys;
+    __device__ __forceinline__ StageBarriers<kWorkStages> work_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, work_barriers))};
     }
   };
 
-  // The i-th tile of this CTA; false past the last. Causal problems run longest tile first, each
-  // round of the grid in the opposite order of the one before, which evens out the sums.
-  static __device__ __forceinline__ bool work_at(const ForwardParams& p, int i, Work& work) {
-    const bool reverse = p.longest_first && (i & 1);
-    const int index =
-        i * gridDim.x + (reverse ? gridDim.x - 1 - blockIdx.x : static_cast<unsigned>(blockIdx.x));
-    if (index >= p.tiles) return false;
-    int m, x;
-    if (p.longest_first) {
-      const int per_section = p.heads_per_section * p.tiles_m;
-      const int section = index / per_section, r = index % per_section;
-      const int first = section * p.heads_per_section;
-      const int heads = min(p.heads_per_section, p.batch * p.heads_q - first);
-      m = p.tiles_m - 1 - r / heads;
-      x = first + r % heads;
-    } else {
-      m = index % p.tiles_m;
-      x = index / p.tiles_m;
+  // ---- scheduler: one warp ----
+
+  // Fills the ring of tiles. Tiles that see no key are finished here.
+  static __device__ __forceinline__ void scheduler(const ForwardParams& a, Work* works,
+                                                   const Shared shared) {
+    const int lane = threadIdx.x % kWarp;
+    const auto barriers = shared.work_barriers();
+    Ring<kWorkStages> ring;
+    Dispenser dispenser(a);  // lane 0's
+    mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
+    while (true) {
+      Work& work = works[ring.stage];  // all lanes write the same
+      const int index = uniform(lane == 0 ? dispenser.next() : 0);
+      const bool last = index >= a.tiles;
+      work.last = last;
+      if (!last) {
+        Schedule::decode(a, index, work);
+        __syncwarp();
+        if constexpr (kRich) BlockList<kTileM, kTileN>::fill(a, work, lane);
+        __syncwarp();
+        if (work.begin >= work.end) {
+          Output<Element>{a.problem, work}.store_nothing(work.m0, kTileM, lane);
+          __syncwarp();
+          continue;
+        }
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));
+      if (last) return;
+      ring.advance();
+      mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
     }
-    work.head = x % p.heads_q;
-    work.batch = x / p.heads_q;
-    work.m0 = m * kTileM;
-    work.len_q = p.sq;
-    work.len_k = p.sk;
-    work.shift = p.bottom_right ? work.len_k - work.len_q : 0;
-    const Keys top = work.row(p, work.m0);
-    const Keys bottom = work.row(p, min(work.m0 + kTileM, work.len_q) - 1);
-    work.begin = top.lo / kTileN;
-    work.end = max((bottom.hi + kTileN - 1) / kTileN, work.begin + 1);
-    work.clean_begin = (bottom.lo + kTileN - 1) / kTileN;
-    work.clean_end = top.hi / kTileN;
-    return true;
   }
 
-  // ---- producer ----
+  // The next block of a tile, from right to left; left of begin: none.
+  static __device__ __forceinline__ int block_before(const Work& work, int block) {
+    if constexpr (kRich) return work.before(block);
+    return block - 1;
+  }
 
-  static __device__ __forceinline__ void producer(const ForwardParams& p, const Shared shared) {
+  // ---- producer: one thread ----
+
+  static __device__ __forceinline__ void producer(const ForwardParams& a, const Work* works,
+                                                  const Shared shared) {
     const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
+    const auto work_barriers = shared.work_barriers();
+    Ring<kWorkStages> work_ring;
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;
-    Work work;
-    for (int i = 0; work_at(p, i, work); ++i) {
-      const int kv_head = work.head / p.group;
+    for (;; work_ring.advance()) {
+      work_barriers.wait(work_ring);
+      const Work& work = works[work_ring.stage];
+      if (work.last) return;
+      const int begin = work.begin, end = work.end, head = work.head, kv_head = head / a.problem.group;
+      const int q_batch = work.q.batch, q_row = work.q.first + work.m0;
+      const int batch = work.k.batch, k_row = work.k.first;
+      const int v_row = a.ragged_v ? kRagged - work.k.length : k_row;  // see tensormap.h
+      const int v_shift = a.ragged_v ? k_row + work.k.length : 0;
+      if constexpr (!kRich) work_barriers.release(work_ring);
 #pragma unroll 1
-      for (int j = work.end - 1; j >= work.begin; --j) {
+      for (int j = end - 1; j >= begin; j = block_before(work, j)) {
         k_barriers.acquire(ring, KTile::kBytes);
-        KTile::load(shared.k(ring.stage), &p.k, k_barriers.full(ring.stage), kv_head, j * kTileN, 0,
-                    work.batch);
-        if (j == work.end - 1) {
+        KTile::load(shared.k(ring.stage), &a.k, k_barriers.full(ring.stage), kv_head,
+                    k_row + j * kTileN, 0, batch);
+        if (j == end - 1) {
           for (int w = 0; w < kConsumers; ++w) {
             const auto q_barriers = shared.q_barriers(w);
             q_barriers.acquire(q_ring, QTile::kBytes);
-            QTile::load(shared.q(w, q_ring.stage), &p.q, q_barriers.full(q_ring.stage), work.head,
-                        work.m0 + w * kRows, 0, work.batch);
+            QTile::load(shared.q(w, q_ring.stage), &a.q, q_barriers.full(q_ring.stage), head,
+                        q_row + w * kRows, 0, q_batch);
           }
           q_ring.advance();
         }
         v_barriers.acquire(ring, VTile::kBytes);
-        VTile::load(shared.v(ring.stage), &p.v, v_barriers.full(ring.stage), kv_head, j * kTileN, 0,
-                    work.batch);
+        VTile::load(shared.v(ring.stage), &a.v, v_barriers.full(ring.stage), kv_head,
+                    v_row + j * kTileN, v_shift, batch);
         ring.advance();
       }
+      if constexpr (kRich) work_barriers.release(work_ring);
     }
   }
 
   // ---- consumer ----
 
-  static __device__ __forceinline__ void consumer(const ForwardParams& p, const Shared shared,
-                                                  const int w) {
+  static __device__ __forceinline__ void consumer(const ForwardParams& a, const Work* works,
+                                                  const Shared shared, const int w) {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
     const int thread_row = thread / kWarp * 16 + lane / 4;  // and thread_row + 8
     const bool leader = thread == 0;
     const auto q_barriers = shared.q_barriers(w);
     const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
-    const float c = p.scale_log2;
+    const float c = kRich ? Features<Element, kTileN>::exponent_scale(a.problem)
+                          : log2_scale(a.problem);
 
     float O[kTile.dv / 2], S[kTileN / 2];
     uint32_t P[kTileN / 4], Q[kTile.q_in_registers ? kTile.dqk / 4 : 1];
     float m[2] = {}, l[2] = {}, alpha[2], cm[2];  // of the thread's two rows; cm = c m
 
+    const bool drops = kRich && (a.problem.flags & TESSERA_DROPOUT);
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;  // of the block whose S is in registers
 
@@ -279,9 +297,22 @@ struct Forward {
       for (int i = 0; i < kTileN / 4; ++i) P[i] = pack<Element>(S[2 * i], S[2 * i + 1]);
     };
 
-    Work work, next;
-    bool more = work_at(p, 0, work);
-    if (!more) return;
+    Ring<kWorkStages> work_ring;
+    const auto work_barriers = shared.work_barriers();
+    // What the loops need of a tile; the rest stays in shared memory.
+    struct Blocks {
+      int begin, end, clean_begin, clean_end;
+    };
+    Blocks blocks;
+    const auto next_tile = [&] {  // false past the last
+      work_barriers.wait(work_ring);
+      const Work& work = works[work_ring.stage];
+      if (uniform(work.last)) return false;
+      blocks = {uniform(work.begin), uniform(work.end), uniform(max(work.clean_begin, work.begin)),
+                uniform(max(work.clean_end, work.begin))};
+      return true;
+    };
+    if (!next_tile()) return;
     if (w == kConsumers - 1) give_turn();
     load_q();
     k_barriers.wait(ring);
@@ -292,14 +323,31 @@ struct Forward {
     pin(S);
     if (leader) k_barriers.release(ring);
 
-    for (int i = 1; more; ++i) {  // a tile; S of its first block is in registers
+    for (bool more = true; more;) {  // a tile; S of its first block is in registers
       m[0] = m[1] = -kInfinity;
       l[0] = l[1] = 0.f;
-      if (!kTile.q_in_registers && work.end - work.begin == 1) release_q();
-      mask(p, work, work.m0 + w * kRows + thread_row, work.end - 1, lane, S);
+      if (!kTile.q_in_registers && blocks.end - blocks.begin == 1) release_q();
+      const Work& work = works[work_ring.stage];
+      const int row = work.m0 + w * kRows + thread_row;
+      const KeyInterval keys[2] = {keys_of_row(work.band(), row), keys_of_row(work.band(), row + 8)};
+      const Features<Element, kTileN> features(a, work, row, lane);
+      uint32_t bias[kRich ? kTileN / 4 : 1];
+      const auto finish_scores = [&](int j, bool masked) {
+        if constexpr (kRich) {
+          features.shape(j, bias, S);
+          if (masked) features.hide(keys, j, S);
+        } else {
+          if (masked) mask(keys, j, lane, S);
+        }
+      };
+      if constexpr (kRich) features.load_bias(blocks.end - 1, bias);
+      finish_scores(blocks.end - 1, true);
       row_max();
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) exponentials(g);
+      if constexpr (kRich) {
+        if (drops) features.drop(blocks.end - 1, S);
+      }
       round_p();
 
       int accumulate = 0;
@@ -312,10 +360,11 @@ struct Forward {
         issue_pv(ring.stage, accumulate);
         accumulate = 1;
         give_turn();
+        if constexpr (kRich) features.load_bias(j, bias);
         wgmma_wait<1>();
         pin(S);
-        if (!kTile.q_in_registers && j == work.begin) release_q();
-        if (masked) mask(p, work, work.m0 + w * kRows + thread_row, j, lane, S);
+        if (!kTile.q_in_registers && j == blocks.begin) release_q();
+        finish_scores(j, masked);
         row_max();
 #pragma unroll
         for (int g = 0; g < kTile.early_groups; ++g) exponentials(g);
@@ -330,19 +379,32 @@ struct Forward {
         for (int g = kTile.early_groups; g < kGroups; ++g) exponentials(g);
 #pragma unroll
         for (int e = 0; e < kTile.dv / 2; ++e) O[e] *= alpha[e / 2 % 2];
+        if constexpr (kRich) {
+          if (drops) features.drop(j, S);
+        }
         round_p();
         ring = here;
       };
-      int j = work.end - 2;
+      if constexpr (kRich) {
+        const auto before = [&](int j) { return uniform(work.before(j)); };
 #pragma unroll 1
-      for (; j >= max(work.clean_end, work.begin); --j) step(j, true);
+        for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
+          step(j, uniform(work.is_partial(j)));
+        }
+      } else {
+        int j = blocks.end - 2;
 #pragma unroll 1
-      for (; j >= max(work.clean_begin, work.begin); --j) step(j, false);
+        for (; j >= blocks.clean_end; --j) step(j, true);
 #pragma unroll 1
-      for (; j >= work.begin; --j) step(j, true);
+        for (; j >= blocks.clean_begin; --j) step(j, false);
+#pragma unroll 1
+        for (; j >= blocks.begin; --j) step(j, true);
+      }
 
       if (!kTile.q_in_registers) q_ring.advance();
-      more = work_at(p, i, next);
+      const auto done = work_ring;
+      work_ring.advance();
+      more = next_tile();
       const auto here = ring.next();
       if (more) {
         load_q();
@@ -365,24 +427,21 @@ struct Forward {
       pin(O);
       if (leader) v_barriers.release(ring);
       ring = here;
-      epilogue(p, work, work.m0 + w * kRows + thread_row, lane, O, m, l);
-      work = next;
+      epilogue({a.problem, works[done.stage]}, w * kRows + thread_row, lane, c, O, m, l);
+      __syncwarp();
+      if (lane == 0) work_barriers.release(done);
     }
   }
 
-  // S = -inf where the band hides the key. A thread's elements of a row, e = 0, 1, ..., stand at
-  // columns 8 (e / 2) + e % 2 from its first one, so the visible ones are a range of e.
-  static __device__ __forceinline__ void mask(const ForwardParams& p, const Work& work, int row,
-                                              int block, int lane, float (&S)[kTileN / 2]) {
-    const int first_column = block * kTileN + 2 * (lane % 4);
+  // S = -inf where the band hides the key.
+  static __device__ __forceinline__ void mask(const KeyInterval (&keys)[2], int block, int lane,
+                                              float (&S)[kTileN / 2]) {
+    const int column = block * kTileN + 2 * (lane % 4);  // of element 0
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Keys keys = work.row(p, row + 8 * r);
-      const int lo = elements_before(keys.lo - first_column);
-      const int hi = elements_before(keys.hi - first_column);
 #pragma unroll
       for (int word = 0; word < kWordsPerRow; ++word) {
-        const uint32_t visible = low_bits(hi - 32 * word) & ~low_bits(lo - 32 * word);
+        const uint32_t visible = element_bits(keys[r].lo - column, keys[r].hi - column, word);
 #pragma unroll
         for (int e = 32 * word; e < min(kTileN / 4, 32 * word + 32); ++e) {
           float& s = S[4 * (e / 2) + 2 * r + e % 2];
@@ -391,58 +450,50 @@ struct Forward {
       }
     }
   }
-  // How many of a thread's elements of a row stand before `column`, counted from its first one.
-  static __device__ __forceinline__ int elements_before(int column) {
-    return column <= 0 ? 0 : column / 8 * 2 + min(column % 8, 2);
-  }
-  static __device__ __forceinline__ uint32_t low_bits(int n) {
-    return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
-  }
 
   // ---- epilogue ----
 
   // o = O / l and lse, from registers. The four threads of a row trade pairs of columns for 16 bytes.
-  static __device__ __forceinline__ void epilogue(const ForwardParams& p, const Work& work, int row,
-                                                  int lane, float (&O)[kTile.dv / 2],
-                                                  const float (&m)[2], float (&l)[2]) {
+  static __device__ __forceinline__ void epilogue(const Output<Element>& output, int row_of_tile,
+                                                  int lane, float c, float (&O)[kTile.dv / 2],
+                                                  float (&m)[2], float (&l)[2]) {
     const int quad = lane % 4;
-    Element* o = static_cast<Element*>(p.o) + work.batch * p.o_stride_batch +
-                 work.head * p.o_stride_head;
-    float* lse = p.lse + work.batch * p.lse_stride_batch + work.head * p.lse_stride_head;
+    const Params& p = output.p;
+    if (p.tensor[TESSERA_MAX_LOGIT].data) {
+      const int row = output.work.m0 + row_of_tile;
+      float largest = fmaxf(output.work.exists(row) ? m[0] : -kInfinity,
+                            output.work.exists(row + 8) ? m[1] : -kInfinity);
+      for (int bit = 1; bit < kWarp; bit *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, bit));
+      }
+      if (lane == 0) output.raise_max_logit(largest * (c * kLn2));
+    }
 #pragma unroll
-    for (int r = 0; r < 2; ++r, row += 8) {
+    for (int r = 0; r < 2; ++r) {
+      const int row = output.work.m0 + row_of_tile + 8 * r;
       float sum = l[r];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-      const bool stored = row < p.sq;
-      if (stored && quad == 0) lse[row] = sum == 0.f ? -kInfinity : m[r] * (p.scale_log2 * kLn2) + logf(sum);
+      // Rows past the sequence have seen keys that they should not have, and NaN times 0 is NaN.
+      if (!output.work.exists(row)) sum = 0;
+      const bool nothing = sum == 0;
+      const float factor = output.finish_row(row, m[r] * c, sum);
+      const bool stored = output.work.owns(row);
+      if (stored && quad == 0) output.store_lse(row, sum);
+      Element* o = output.row_of_o(row);
 #pragma unroll
       for (int g = 0; g < kTile.dv / 8; g += 4) {
         uint32_t x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* pair = O + 4 * (g + i) + 2 * r;
-          x[i] = pack<Element>(pair[0] * inverse, pair[1] * inverse);
+          x[i] = nothing ? 0 : pack<Element>(pair[0] * factor, pair[1] * factor);
         }
         transpose_quad(x, quad);
         const int column = 8 * (g + quad);
         if (stored && column < p.dv) {
-          *reinterpret_cast<uint4*>(o + row * p.o_stride_row + column) = {x[0], x[1], x[2], x[3]};
+          *reinterpret_cast<uint4*>(o + column) = uint4{x[0], x[1], x[2], x[3]};
         }
-      }
-    }
-  }
-  // x[i] of thread t becomes x[t] of thread i.
-  static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int thread) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool upper = thread & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i | bit], bit);
-        (upper ? x[i] : x[i | bit]) = got;
       }
     }
   }
@@ -463,18 +514,31 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
     for (int w = 0; w < kConsumers; ++w) shared.q_barriers(w).init(kWarpgroup / kWarp);
     shared.k_barriers().init(kConsumers);
     shared.v_barriers().init(kConsumers);
+    shared.work_barriers().init(1 + kConsumers * (kWarpgroup / kWarp));
     mbarrier_init_fence();
   }
   __syncthreads();
   wait_for_predecessors();
   launch_dependents();
+  auto* works = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->work;
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-    if (threadIdx.x == 0) Kernel::producer(p, shared);
+    if (threadIdx.x / kWarp == 1) {
+      Kernel::scheduler(p, works, shared);
+    } else if (threadIdx.x == 0) {
+      Kernel::producer(p, works, shared);
+    }
   } else {
     registers_claim<Kernel::kConsumerRegisters>();
-    Kernel::consumer(p, shared, warpgroup - 1);
+    Kernel::consumer(p, works, shared, warpgroup - 1);
   }
+}
+
+template <typename Element, typename Row>
+Kernel make_forward(int dtype) {
+  return {dtype, Row::kRich, Row::kTile,
+          static_cast<int>(sizeof(typename Forward<Element, Row>::SharedStorage)),
+          reinterpret_cast<const void*>(&forward<Element, Row>)};
 }
 
 }  // namespace tessera::cuda::sm90

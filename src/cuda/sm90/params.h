@@ -1,29 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel arguments of the sm90 room: plain data, passed by value as __grid_constant__.
+// Kernel arguments of the sm90 room: plain data, passed by value as a __grid_constant__.
 #pragma once
 
 #include <cuda.h>
 
-#include <cstdint>
+#include "cuda/common/params.h"
 
 namespace tessera::cuda::sm90 {
 
-struct ForwardParams {
-  // [head_dim, head, row, row', batch]: boxes of 64 x 1 x tile rows x 1 x 1. A row of the tensor is
-  // the sum of both row coordinates (tensormap.h says why there are two).
-  CUtensorMap q, k, v;
-  void* o;     // [batch, sq, hq, dv], strides below
-  float* lse;  // [batch, hq, sq] or [hq, t]
-  int64_t o_stride_batch, o_stride_row, o_stride_head;
-  int64_t lse_stride_batch, lse_stride_head;
-  int batch, heads_q, group;  // group = hq / hk
-  int sq, sk, dv;             // extents
-  int left, right;            // of the band, -1 = unbounded
-  int bottom_right;           // the diagonal stands at len_k - len_q instead of 0
-  float scale_log2;           // softmax_scale * log2(e), > 0
-  // The schedule: tiles_m row tiles a head; heads in sections whose keys and values fit in L2.
-  int tiles_m, tiles, heads_per_section;
-  int longest_first;
+// Division by a number that the host knows, for dividends below 2^31: one multiplication.
+struct Divisor {
+  int divisor;
+  uint32_t factor, shift;
+
+  static Divisor of(int divisor) {
+    uint32_t shift = 0;
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    const uint64_t factor = ((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor;
+    return {divisor, static_cast<uint32_t>(factor), shift};
+  }
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int x) const {
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(x) * 2, factor) >> shift);
+  }
+#endif
 };
+
+struct TileCounter {
+  uint64_t mark;
+  uint32_t next, finished;
+};
+
+struct ForwardParams {
+  // How TMA sees the inputs (tensormap.h). q and k end at their tensors' extents: rows beyond a
+  // sequence give scores that are masked, or rows that are not stored. v is ragged where lengths are
+  // given, because a weight of 0 does not protect from a NaN.
+  CUtensorMap q, k, v;
+  Params problem;
+
+  // The order of `tiles` row tiles (schedule.cuh). Dense problems have tiles_m a head, and sections of
+  // heads whose keys and values fit in L2 together; sections divide the heads evenly.
+  int tiles;
+  Divisor tiles_m, heads, heads_per_section, per_section;
+  int longest_first;
+  int ragged_v;
+  TileCounter* counter;  // in the workspace; null: every CTA has one tile
+  uint64_t mark;         // of this launch, not 0
+
+  // The dense mask, packed (pack_mask.h); null without one. A batch or head axis that is broadcast has
+  // stride 0; strides count heads.
+  const uint32_t* mask_bits;   // [heads, mask_rows, mask_blocks, 4]
+  const uint8_t* mask_states;  // [heads, mask_tiles, mask_blocks]
+  int mask_rows, mask_tiles, mask_blocks;
+  int mask_stride_batch, mask_stride_head;
+};
+static_assert(sizeof(ForwardParams) <= 4096, "kernel arguments are 4 KB");
 
 }  // namespace tessera::cuda::sm90

@@ -5,10 +5,11 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
+#ifdef TESSERA_BOUNDED_WAITS
+#include <cstdio>
+#endif
 
 namespace tessera::cuda::sm90 {
 
@@ -31,8 +32,29 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Sleeps in hardware, up to 10 ms at a time, until the phase of this parity has completed.
+// Sleeps in hardware, up to 10 ms at a time, until the phase of this parity has completed. A build with
+// TESSERA_BOUNDED_WAITS says who waits for what and traps after some 10 ms instead of hanging.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#ifdef TESSERA_BOUNDED_WAITS
+  const long long start = clock64();
+  for (uint32_t done = 0; !done;) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, 0x2710;\n"
+        "selp.b32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (!done && clock64() - start > 20000000) {
+      printf("cta %d thread %d: waits for barrier %u, parity %u\n", blockIdx.x, threadIdx.x, barrier,
+             parity);
+      __trap();
+    }
+  }
+  return;
+#endif
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -82,29 +104,6 @@ __device__ __forceinline__ void launch_dependents() {
 }
 __device__ __forceinline__ void wait_for_predecessors() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// ---- arithmetic. Not volatile: the compiler may move and interleave them. ----
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Two floats rounded to one register of 16-bit elements, lo in the low half.
-template <typename Element>
-__device__ __forceinline__ uint32_t pack(float lo, float hi);
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float lo, float hi) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float lo, float hi) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
 }
 
 // ---- fragments ----

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm90/backend.h"
+
+#include <string>
+
+#include "cuda/common/launch.h"
+#include "cuda/sm80/backend.h"
+#include "cuda/sm90/plan.h"
+#include "cuda/sm90/tensormap.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kHopper = 90;
+constexpr int kElementsOf16Bytes = 8;
+constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
+
+class Sm90Backend final : public Backend {
+ public:
+  std::string_view name() const override { return "cuda_sm90"; }
+  std::string unavailable() const override { return driver_unavailable(); }
+
+  Support supports(const Problem& p, const Device& device) const override {
+    Support support;
+    support.require(device.kind == TESSERA_CUDA, ReasonId::kDevice, Remedy::kNone,
+                    [] { return std::string("device=cpu: must be a CUDA device"); });
+    if (device.kind == TESSERA_CUDA) {
+      const int arch = arch_of(device);
+      support.require(arch == 0 || arch == kHopper, ReasonId::kDevice, Remedy::kNone, [&] {
+        return "arch=" + std::to_string(arch) + ": must be 90 (Hopper)";
+      });
+    }
+    support.require(!is_backward(p), ReasonId::kFeature, Remedy::kNone,
+                    [] { return std::string("pass=backward: this backend has the forward pass"); });
+    require_dtypes(support, p);
+    require_sizes(support, p);
+    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
+      require_strides(support, p, index);
+    }
+    require_features(support, p);
+    return support;
+  }
+
+  // What the fallback needs is all that a plan of this room depends on.
+  Problem canonical(const Problem& problem) const override {
+    return sm80::backend().canonical(problem);
+  }
+
+  Result<std::unique_ptr<Plan>> plan(const Problem& canonical, const Device& device) const override {
+    auto fallback = sm80::backend().plan(canonical, device);
+    if (!fallback.ok()) return fallback;
+    return plan_forward(canonical, device, std::move(fallback).value());
+  }
+
+  std::string description_json() const override {
+    return "{\"kernels\": " + std::to_string(kernels().size()) + "}";
+  }
+
+ private:
+  static void require_dtypes(Support& support, const Problem& p) {
+    const int q = p.tensor[TESSERA_Q].dtype;
+    support.require(q == TESSERA_BF16 || q == TESSERA_FP16, ReasonId::kDtype, Remedy::kUseBf16, [&] {
+      return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16 or fp16";
+    });
+    for (const int index : {TESSERA_K, TESSERA_V, TESSERA_O}) {
+      const int dtype = p.tensor[index].dtype;
+      support.require(dtype == q, ReasonId::kDtype, Remedy::kUseBf16, [&] {
+        return std::string(tensor_rule(index).name) + ".dtype=" + std::string(dtype_name(dtype)) +
+               ": must be that of q";
+      });
+    }
+  }
+
+  static void require_sizes(Support& support, const Problem& p) {
+    const Sizes s = sizes_of(p);
+    const auto text = [](const char* name, int64_t value, const char* rule) {
+      return std::string(name) + "=" + std::to_string(value) + ": " + rule;
+    };
+    for (const auto& [name, dim] : {std::pair{"head_dim_qk", s.dqk}, {"head_dim_v", s.dv}}) {
+      support.require(dim % kElementsOf16Bytes == 0, ReasonId::kHeadDim, Remedy::kNone,
+                      [&] { return text(name, dim, "must be a multiple of 8"); });
+    }
+    const int dtype = p.tensor[TESSERA_Q].dtype;
+    support.require(find_kernel(false, dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim,
+                    Remedy::kNone, [&] {
+                      return text("head_dim_qk", s.dqk, "and head_dim_v must be at most 256");
+                    });
+    for (const auto& [name, extent] :
+         {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
+      support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
+                      [&] { return text(name, extent, "must be in [1, 2^24]"); });
+    }
+  }
+
+  // TMA counts in 16 bytes and does not repeat rows.
+  static void require_strides(Support& support, const Problem& p, int index) {
+    const Tensor& t = p.tensor[index];
+    for (int axis = 0; axis < 3; ++axis) {
+      if (t.extent[axis] <= 1) continue;
+      const int64_t stride = t.stride[axis];
+      support.require(stride > 0 && stride % kElementsOf16Bytes == 0 && stride < kMostStride,
+                      ReasonId::kLayout, Remedy::kNone, [&] {
+                        return std::string(tensor_rule(index).name) + ".stride[" +
+                               std::to_string(axis) + "]=" + std::to_string(stride) +
+                               ": must be a positive multiple of 8 elements";
+                      });
+    }
+  }
+
+  static void require_features(Support& support, const Problem& p) {
+    const auto refuse = [&](bool asked, const char* what) {
+      support.require(!asked, ReasonId::kFeature, Remedy::kNone, [&] {
+        return std::string(what) + ": the Hopper kernels do not have it";
+      });
+    };
+    for (const int index : {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
+                            TESSERA_ALIBI_SLOPES, TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE,
+                            TESSERA_V_SCALE}) {
+      refuse(given(p, index), tensor_rule(index).name);
+    }
+    refuse(has(p, TESSERA_SOFTCAP), "softcap");
+    refuse(has(p, TESSERA_DROPOUT), "dropout_p");
+  }
+};
+
+}  // namespace
+
+const Backend& backend() {
+  static const Sm90Backend instance;
+  return instance;
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which blocks of keys a row tile needs when more than the band decides: dense masks, key ranges and
+// segments leave blocks out. The scheduler warp looks, a lane a block, and writes two bits each.
+#pragma once
+
+#include <climits>
+
+#include "cuda/sm90/schedule.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// State of a block of a dense mask under a row tile, as pack_mask writes it.
+enum BlockState : uint8_t { kBlockHidden = 0, kBlockPartial = 1, kBlockFull = 2 };
+
+// A tile with its live blocks. Beyond kMost blocks nothing is left out.
+struct ListedWork : Work {
+  static constexpr int kWords = 32, kMost = 32 * kWords;
+  uint32_t live[kWords], partial[kWords];  // bit b % 32 of word (b - base) / 32
+  int base;                                // of the bits: begin, rounded down to 32
+  bool listed;
+
+  // The nearest live block left of b; begin - 1 if there is none.
+  __device__ __forceinline__ int before(int b) const {
+    if (!listed) return b - 1;
+    for (--b; b >= begin;) {
+      const uint32_t bits = live[(b - base) / 32] & ~0u >> (31 - b % 32);
+      if (bits) return b - b % 32 + 31 - __clz(bits);
+      b -= b % 32 + 1;
+    }
+    return begin - 1;
+  }
+  __device__ __forceinline__ bool is_partial(int b) const {
+    return !listed || partial[(b - base) / 32] >> (b % 32) & 1;
+  }
+};
+
+template <int kTileM, int kTileN>
+class BlockList {
+ public:
+  // By all lanes of a warp: lists the blocks of a decoded tile and shrinks [begin, end) to those alive.
+  static __device__ __forceinline__ void fill(const ForwardParams& a, ListedWork& work, int lane) {
+    const int begin = work.begin, end = work.end, base = begin & ~31;
+    work.base = base;
+    work.listed = end - base <= ListedWork::kMost;
+    if (!work.listed) return;
+    const RangeHull ranges = hull_of_ranges(a.problem, work, lane);
+    const Keys segments = hull_of_segments(a.problem, work, lane);
+    int first = end, last = begin;
+    for (int start = base; start < end; start += kWarp) {
+      const int block = start + lane;
+      bool live = begin <= block && block < end;
+      bool partial = block < work.clean_begin || block >= work.clean_end;
+      if (live && a.mask_states) {
+        const BlockState state = mask_state(a, work, block);
+        live = state != kBlockHidden;
+        partial |= state != kBlockFull;
+      }
+      if (live && a.problem.num_ranges) ranges.narrow(block, live, partial);
+      if (live && a.problem.tensor[TESSERA_SEGMENT_IDS_Q].data) {
+        narrow_to_segments(a.problem, work, segments, block, live, partial);
+      }
+      const uint32_t live_bits = __ballot_sync(kAllLanes, live);
+      work.live[(start - base) / 32] = live_bits;
+      work.partial[(start - base) / 32] = __ballot_sync(kAllLanes, partial);
+      if (live_bits) {
+        first = min(first, start + __ffs(live_bits) - 1);
+        last = start + 31 - __clz(live_bits);
+      }
+    }
+    __syncwarp();
+    work.begin = first;
+    work.end = first < end ? last + 1 : first;
+  }
+
+ private:
+  struct Keys {
+    int lo, hi;
+    __device__ __forceinline__ bool meets(int begin, int end) const { return lo < end && begin < hi; }
+    __device__ __forceinline__ bool holds(int begin, int end) const {
+      return lo <= begin && end <= hi;
+    }
+  };
+
+  // What some row of the tile sees through range i lies in any[i]; all rows see the whole of all[i].
+  struct RangeHull {
+    Keys any[2], all[2];
+    __device__ __forceinline__ void narrow(int block, bool& live, bool& partial) const {
+      const int begin = block * kTileN, end = begin + kTileN;
+      live = any[0].meets(begin, end) || any[1].meets(begin, end);
+      partial |= !all[0].holds(begin, end) && !all[1].holds(begin, end);
+    }
+  };
+
+  static __device__ __forceinline__ int lowest(int x) {
+    return __reduce_min_sync(kAllLanes, x);
+  }
+  static __device__ __forceinline__ int highest(int x) {
+    return __reduce_max_sync(kAllLanes, x);
+  }
+
+  static __device__ __forceinline__ RangeHull hull_of_ranges(const Params& p, const Work& work,
+                                                             int lane) {
+    RangeHull hull;
+    for (int i = 0; i < 2; ++i) {
+      hull.any[i] = {INT_MAX, INT_MIN};
+      hull.all[i] = {INT_MIN, INT_MAX};
+      if (i >= p.num_ranges) {
+        hull.all[i] = {0, INT_MIN};
+        continue;
+      }
+      const View& view = p.tensor[TESSERA_KEY_RANGES];
+      for (int row = work.m0 + lane; row < work.m0 + kTileM; row += kWarp) {
+        if (!work.exists(row)) continue;
+        const int* range = static_cast<const int*>(view.data) +
+                           offset_of(view, work.q.batch, work.head, work.q.first + row, 2 * i);
+        const int lo = range[0], hi = range[view.stride[3]];
+        hull.all[i] = {max(hull.all[i].lo, lo), min(hull.all[i].hi, hi)};
+        if (lo < hi) hull.any[i] = {min(hull.any[i].lo, lo), max(hull.any[i].hi, hi)};
+      }
+      hull.any[i] = {lowest(hull.any[i].lo), highest(hull.any[i].hi)};
+      hull.all[i] = {highest(hull.all[i].lo), lowest(hull.all[i].hi)};
+    }
+    return hull;
+  }
+
+  static __device__ __forceinline__ int segment_at(const Params& p, int index, const Rows& rows,
+                                                   int row) {
+    const View& view = p.tensor[index];
+    return static_cast<const int*>(view.data)[offset_of(view, rows.batch, rows.first + row)];
+  }
+
+  // Lowest and highest id of the tile's rows, both inclusive.
+  static __device__ __forceinline__ Keys hull_of_segments(const Params& p, const Work& work,
+                                                          int lane) {
+    Keys hull{INT_MAX, INT_MIN};
+    if (!p.tensor[TESSERA_SEGMENT_IDS_Q].data) return hull;
+    for (int row = work.m0 + lane; row < work.m0 + kTileM; row += kWarp) {
+      if (!work.exists(row)) continue;
+      const int id = segment_at(p, TESSERA_SEGMENT_IDS_Q, work.q, row);
+      hull = {min(hull.lo, id), max(hull.hi, id)};
+    }
+    return {lowest(hull.lo), highest(hull.hi)};
+  }
+
+  static __device__ __forceinline__ void narrow_to_segments(const Params& p, const Work& work,
+                                                            const Keys& rows, int block, bool& live,
+                                                            bool& partial) {
+    Keys keys{INT_MAX, INT_MIN};
+    const int end = min((block + 1) * kTileN, work.k.length);
+#pragma unroll 8
+    for (int key = block * kTileN; key < end; ++key) {
+      const int id = segment_at(p, TESSERA_SEGMENT_IDS_K, work.k, key);
+      keys = {min(keys.lo, id), max(keys.hi, id)};
+    }
+    live = keys.lo <= rows.hi && rows.lo <= keys.hi;
+    partial |= rows.lo != rows.hi || keys.lo != rows.lo || keys.hi != rows.lo;
+  }
+
+  static __device__ __forceinline__ BlockState mask_state(const ForwardParams& a, const Work& work,
+                                                          int block) {
+    const int64_t head = work.n * a.mask_stride_batch + work.head * a.mask_stride_head;
+    const int64_t tile = head * a.mask_tiles + work.m0 / kTileM;
+    return static_cast<BlockState>(a.mask_states[tile * a.mask_blocks + block]);
+  }
+};
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the rich kernel does to a block of scores beyond the lean one, one function a feature, over the
+// fragment of one warpgroup: bias, softcap, ALiBi, dense masks, key ranges, segments, dropout.
+// Everything is switched by uniform run-time branches.
+//
+// A thread has two rows, r = 0 and 1, eight apart, and of each the elements e = 0, 1, ... at columns
+// 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of row r.
+#pragma once
+
+#include "core/philox.h"
+#include "cuda/common/element.cuh"
+#include "cuda/sm90/blocks.cuh"
+#include "cuda/sm90/fragment.cuh"
+
+namespace tessera::cuda::sm90 {
+
+template <typename Element, int kTileN>
+class Features {
+ public:
+  static constexpr int kElements = kTileN / 4;  // of a row that a thread holds
+  
+
+  __device__ __forceinline__ Features(const ForwardParams& a, const Work& work, int row, int lane)
+      : a_(a), p_(a.problem), work_(work), row_(row), quad_(lane % 4) {
+    const View& slopes = p_.tensor[TESSERA_ALIBI_SLOPES];
+    if (slopes.data) {
+      slope_ = kLog2e * load_float(slopes.data, offset_of(slopes, work.n, work.head), slopes.dtype);
+    }
+  }
+
+  // What scores are multiplied by before exp2: 1 where shape() has left them in units of log2.
+  static __device__ __forceinline__ float exponent_scale(const Params& p) {
+    const bool shaped = (p.flags & TESSERA_SOFTCAP) || p.tensor[TESSERA_ALIBI_SLOPES].data ||
+                        (p.tensor[TESSERA_BIAS].data && !(p.flags & TESSERA_BIAS_PRE_SCALE));
+    return shaped ? 1.f : log2_scale(p);
+  }
+
+  // Bias of a block where its rows allow 16-byte loads; queued early, so that it arrives with S.
+  __device__ __forceinline__ void load_bias(int block, uint32_t (&bias)[kElements]) const {
+    if (!is_vector_bias()) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row = row_of_bias(row_ + 8 * r);
+      const bool exists = work_.exists(row_ + 8 * r);
+#pragma unroll
+      for (int g = 0; g < kTileN / 8; g += 4) {  // this thread loads group g + quad of the row
+        const int key = block * kTileN + 8 * (g + quad_);
+        uint32_t x[4] = {};
+        if (exists && key + 8 <= work_.k.length) {
+          const uint4 v = *reinterpret_cast<const uint4*>(bias_data() + row + key);
+          x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+        } else if (exists) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const uint32_t one = key + i < work_.k.length ? bias_data()[row + key + i] : 0;
+            x[i / 2] |= one << (i % 2 * 16);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bias[(g + i) * 2 + r] = x[i];
+      }
+    }
+  }
+
+  // Scores to x of docs/semantics.md without the masks; in units of log2, see exponent_scale().
+  __device__ __forceinline__ void shape(int block, uint32_t (&bias)[kElements],
+                                        float (&S)[kTileN / 2]) const {
+    const bool has_bias = p_.tensor[TESSERA_BIAS].data;
+    const bool pre = has_bias && (p_.flags & TESSERA_BIAS_PRE_SCALE);
+    const bool softcap = p_.flags & TESSERA_SOFTCAP;
+    if (has_bias && is_vector_bias()) trade_bias(bias);
+    if (pre) add_bias(block, bias, 1.f, 1.f, S);
+    if (softcap) {
+      cap(S, pre);
+      if (has_bias && !pre) add_bias(block, bias, 1.f, kLog2e, S);
+    } else if (has_bias && !pre) {
+      add_bias(block, bias, log2_scale(p_), kLog2e, S);
+    } else if (p_.tensor[TESSERA_ALIBI_SLOPES].data) {
+      const float c = log2_scale(p_);
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i) S[i] *= c;
+    }
+    if (p_.tensor[TESSERA_ALIBI_SLOPES].data) add_alibi(block, S);
+  }
+
+  // S = -inf where a key is hidden. keys: of the band, for both rows.
+  __device__ __forceinline__ void hide(const KeyInterval (&keys)[2], int block,
+                                       float (&S)[kTileN / 2]) const {
+    const int column = block * kTileN + 2 * quad_;  // of element 0
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t visible = element_bits(keys[r].lo - column, keys[r].hi - column);
+      if (work_.exists(row_ + 8 * r)) visible &= visible_data(row_ + 8 * r, block, column);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        float& s = S[4 * (e / 2) + 2 * r + e % 2];
+        s = visible >> e & 1 ? s : -kInfinity;
+      }
+    }
+  }
+
+  // P = 0 where dropout says so. One Philox call decides what a thread holds of a 16 x 16 patch.
+  __device__ __forceinline__ void drop(int block, float (&S)[kTileN / 2]) const {
+    const View& state = p_.tensor[TESSERA_RNG_STATE];
+    const int64_t* words = static_cast<const int64_t*>(state.data);
+    const Dropout dropout =
+        Dropout::make(words[0], words[state.stride[0]], p_.dropout_threshold);
+    const uint32_t head = static_cast<uint32_t>(work_.n) * p_.hq + work_.head;
+    const uint32_t patch_row = row_ / 16 * 8 + row_ % 8;
+#pragma unroll
+    for (int i = 0; i < kTileN / 16; ++i) {
+      const uint32_t patch_column = (block * (kTileN / 16) + i) * 4 + quad_;
+      const Philox4 random = philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head,
+                                          patch_row, patch_column);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {  // row word / 2, group 2 i + word % 2
+        float* pair = S + 4 * (2 * i + word % 2) + 2 * (word / 2);
+        pair[0] = (random.word[word] & 0xffff) >= dropout.threshold ? pair[0] : 0.f;
+        pair[1] = random.word[word] >> 16 >= dropout.threshold ? pair[1] : 0.f;
+      }
+    }
+  }
+
+ private:
+  // ---- bias ----
+
+  __device__ __forceinline__ bool is_vector_bias() const {
+    const View& bias = p_.tensor[TESSERA_BIAS];
+    return bias.data && bias.dtype != TESSERA_FP32 && bias.vector_bytes == 16 && bias.stride[3] == 1;
+  }
+  __device__ __forceinline__ const uint16_t* bias_data() const {
+    return static_cast<const uint16_t*>(p_.tensor[TESSERA_BIAS].data);
+  }
+  __device__ __forceinline__ int64_t row_of_bias(int row) const {
+    return offset_of(p_.tensor[TESSERA_BIAS], work_.n, work_.head, row);
+  }
+
+  // After load_bias a thread holds 8 columns of every fourth group; it needs 2 columns of each.
+  __device__ __forceinline__ void trade_bias(uint32_t (&bias)[kElements]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int g = 0; g < kTileN / 8; g += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = bias[(g + i) * 2 + r];
+        transpose_quad(x, quad_);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bias[(g + i) * 2 + r] = x[i];
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float to_float(uint32_t half_word, int dtype) {
+    const auto bits = static_cast<uint16_t>(half_word);
+    return dtype == TESSERA_BF16 ? __uint_as_float(half_word << 16)
+                                 : __half2float(__ushort_as_half(bits));
+  }
+
+  // S = c S + factor * bias.
+  __device__ __forceinline__ void add_bias(int block, const uint32_t (&bias)[kElements], float c,
+                                           float factor, float (&S)[kTileN / 2]) const {
+    const View& view = p_.tensor[TESSERA_BIAS];
+    if (is_vector_bias()) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {  // pair of row i % 2, group i / 2
+        float* pair = S + 4 * (i / 2) + 2 * (i % 2);
+        pair[0] = fmaf(pair[0], c, factor * to_float(bias[i] & 0xffff, view.dtype));
+        pair[1] = fmaf(pair[1], c, factor * to_float(bias[i] >> 16, view.dtype));
+      }
+      return;
+    }
+    if (view.dtype == TESSERA_FP32) {
+      add_bias_by_element<float>(block, c, factor, S);
+    } else {
+      add_bias_by_element<Element>(block, c, factor, S);
+    }
+  }
+
+  // Rows of any alignment, and bias that is one value a row.
+  template <typename Bias>
+  __device__ __forceinline__ void add_bias_by_element(int block, float c, float factor,
+                                                      float (&S)[kTileN / 2]) const {
+    const View& view = p_.tensor[TESSERA_BIAS];
+    const int column = block * kTileN + 2 * quad_;
+    const int64_t stride = not_hoisted(view.stride[3]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Bias* row = static_cast<const Bias*>(view.data) + row_of_bias(row_ + 8 * r);
+      const int end = work_.exists(row_ + 8 * r) ? work_.k.length : 0;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const int key = column + 8 * (e / 2) + e % 2;
+        const float b = key < end ? static_cast<float>(row[key * stride]) : 0.f;
+        float& s = S[4 * (e / 2) + 2 * r + e % 2];
+        s = fmaf(s, c, factor * b);
+        if (e % kLoadsAtOnce == kLoadsAtOnce - 1) no_loads_across();
+      }
+    }
+  }
+
+  // ---- softcap and ALiBi ----
+
+  // S = log2(e) * softcap * tanh(softmax_scale S / softcap).
+  __device__ __forceinline__ void cap(float (&S)[kTileN / 2], bool may_be_hidden) const {
+    const float y_scale = p_.softmax_scale / p_.softcap, x_scale = kLog2e * p_.softcap;
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) largest = fmaxf(largest, fabsf(S[i]));
+    // Scores are small beside the cap in most problems. There a polynomial on the idle FMA pipe does,
+    // off by 4e-7 of the cap; the exponential unit is the busiest of the kernel.
+    constexpr float kSmall = 0.4f;
+    if (__all_sync(kAllLanes, largest * y_scale <= kSmall)) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 2; ++i) {
+        const float y = S[i] * y_scale, y2 = y * y;
+        float t = fmaf(y2, 62.f / 2835, -17.f / 315);
+        t = fmaf(y2, t, 2.f / 15);
+        t = fmaf(y2, t, -1.f / 3);
+        t = fmaf(y2, t, 1.f);
+        S[i] = x_scale * y * t;
+      }
+      return;
+    }
+    const float e_scale = 2 * kLog2e * y_scale;
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) {
+      const float t = __frcp_rn(1 + exp2_approx(S[i] * e_scale));
+      const float x = fmaf(-2 * x_scale, t, x_scale);
+      S[i] = may_be_hidden && S[i] == -kInfinity ? S[i] : x;
+    }
+  }
+
+  __device__ __forceinline__ void add_alibi(int block, float (&S)[kTileN / 2]) const {
+    const float distance0 =
+        static_cast<float>(row_ + work_.shift - (block * kTileN + 2 * quad_));
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float distance = distance0 + static_cast<float>(8 * r - (8 * (e / 2) + e % 2));
+        float& s = S[4 * (e / 2) + 2 * r + e % 2];
+        s = fmaf(-slope_, fabsf(distance), s);
+      }
+    }
+  }
+
+  // ---- masks ----
+
+  __device__ __forceinline__ uint32_t visible_data(int row, int block, int column) const {
+    uint32_t visible = ~0u;
+    if (a_.mask_bits) {
+      const int64_t head = work_.n * a_.mask_stride_batch + work_.head * a_.mask_stride_head;
+      visible = a_.mask_bits[((head * a_.mask_rows + row) * a_.mask_blocks + block) * 4 + quad_];
+    }
+    if (p_.num_ranges) {
+      const View& view = p_.tensor[TESSERA_KEY_RANGES];
+      uint32_t in_range = 0;
+      for (int i = 0; i < p_.num_ranges; ++i) {
+        const int* range = static_cast<const int*>(view.data) +
+                           offset_of(view, work_.q.batch, work_.head, work_.q.first + row, 2 * i);
+        // Clamped, so that the difference does not overflow.
+        const int lo = max(range[0], 0), hi = max(range[view.stride[3]], 0);
+        in_range |= element_bits(lo - column, hi - column);
+      }
+      visible &= in_range;
+    }
+    const View& ids_q = p_.tensor[TESSERA_SEGMENT_IDS_Q];
+    if (ids_q.data) {
+      const View& ids_k = p_.tensor[TESSERA_SEGMENT_IDS_K];
+      const int id = static_cast<const int*>(
+          ids_q.data)[offset_of(ids_q, work_.q.batch, work_.q.first + row)];
+      const int* id_k = static_cast<const int*>(ids_k.data) +
+                        offset_of(ids_k, work_.k.batch, work_.k.first);
+      const int64_t stride = not_hoisted(ids_k.stride[1]);
+      uint32_t same = 0;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const int key = column + 8 * (e / 2) + e % 2;
+        if (key < work_.k.length && id_k[key * stride] == id) same |= 1u << e;
+        if (e % kLoadsAtOnce == kLoadsAtOnce - 1) no_loads_across();
+      }
+      visible &= same;
+    }
+    return visible;
+  }
+
+  // Loads in flight take registers: a few at a time, where all at once would spill.
+  static constexpr int kLoadsAtOnce = 4;
+  // And so do the multiples of a stride, one an element, that would be kept across blocks.
+  static __device__ __forceinline__ int64_t not_hoisted(int64_t stride) {
+    asm volatile("" : "+l"(stride));
+    return stride;
+  }
+  static __device__ __forceinline__ void no_loads_across() { asm volatile("" ::: "memory"); }
+
+  const ForwardParams& a_;
+  const Params& p_;
+  const Work& work_;
+  int row_, quad_;
+  float slope_ = 0;
+};
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of the forward pass: tensor maps, the order of tiles, the launch.
+#include <algorithm>
+#include <atomic>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/merge.h"
+#include "cuda/common/sequence.cuh"
+#include "cuda/sm90/plan.h"
+#include "cuda/sm90/tensormap.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kRowsOfConsumer = 64;
+constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
+constexpr int64_t kL2Bytes = 32 << 20;  // what keys and values of the heads in flight may take of 50 MB
+
+class ForwardPlan final : public Plan {
+ public:
+  ForwardPlan(const Kernel& kernel, int multiprocessors, std::unique_ptr<Plan> fallback)
+      : kernel_(kernel), multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    return std::max<int64_t>(sizeof(TileCounter), fallback_->workspace_bytes(problem, num_threads));
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!aligned(buffers)) return fallback_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    ForwardParams a{};
+    a.problem = params_of(problem, buffers);
+    a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+    const int tile_n = kernel_.tile.tile_n;
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
+    order_tiles(buffers, a);
+    if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
+      TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
+                                          a.problem.hq, -__builtin_huge_valf(), stream));
+    }
+    return launch(a, stream);
+  }
+
+ private:
+  // Strides are rules of support; addresses are only known now.
+  static bool aligned(const Buffers& buffers) {
+    uintptr_t bits = 0;
+    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
+      bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
+    }
+    return bits % 16 == 0;
+  }
+
+  static Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows,
+                       bool ragged, CUtensorMap* map) {
+    const Tensor& t = problem.tensor[index];
+    MapShape shape;
+    shape.type = t.dtype == TESSERA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    shape.batch = t.extent[0];
+    shape.rows = t.extent[1];
+    shape.heads = t.extent[2];
+    shape.head_dim = t.extent[3];
+    shape.stride_batch = t.stride[0];
+    shape.stride_row = t.stride[1];
+    shape.stride_head = t.stride[2];
+    shape.box_rows = box_rows;
+    shape.ragged = ragged;
+    return make_tensor_map(shape, buffers.data[index], map);
+  }
+
+  void order_tiles(const Buffers& buffers, ForwardParams& a) const {
+    const Params& p = a.problem;
+    const int tile_m = kernel_.tile.tile_m();
+    const int tiles_m = (p.sq + tile_m - 1) / tile_m;
+    const int heads = p.batch * p.hq;
+    a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
+    a.longest_first = p.right >= 0;
+    const int64_t bytes_of_kv_head = int64_t{2} * p.sk * (p.dqk + p.dv);
+    int per_section = static_cast<int>(
+        std::clamp<int64_t>(kL2Bytes * p.group / bytes_of_kv_head, 1, heads));
+    while (heads % per_section != 0) --per_section;
+    a.tiles_m = Divisor::of(tiles_m);
+    a.heads = Divisor::of(p.hq);
+    a.heads_per_section = Divisor::of(per_section);
+    a.per_section = Divisor::of(per_section * tiles_m);
+    a.counter = a.tiles > multiprocessors_ ? static_cast<TileCounter*>(buffers.workspace) : nullptr;
+    static std::atomic<uint64_t> launches{0};
+    a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  Status launch(const ForwardParams& a, cudaStream_t stream) const {
+    cudaLaunchAttribute overlap{};  // with the end of the kernel before (wait_for_predecessors)
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors_)));
+    config.blockDim = dim3(static_cast<unsigned>(kernel_.tile.threads()));
+    config.dynamicSmemBytes = static_cast<size_t>(kernel_.shared_bytes);
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    void* arguments[] = {const_cast<ForwardParams*>(&a)};
+    return cuda_status(cudaLaunchKernelExC(&config, kernel_.function, arguments),
+                       "cudaLaunchKernel (forward)");
+  }
+
+  const Kernel& kernel_;
+  int multiprocessors_;
+  std::unique_ptr<Plan> fallback_;
+};
+
+}  // namespace
+
+const Kernel* find_kernel(bool rich, int dtype, int64_t dqk, int64_t dv) {
+  for (const Kernel& kernel : kernels()) {
+    if (kernel.rich == rich && kernel.dtype == dtype && kernel.tile.dqk >= dqk &&
+        kernel.tile.dv >= dv) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
+                                           std::unique_ptr<Plan> fallback) {
+  const Sizes s = sizes_of(canonical);
+  const Kernel& kernel = *find_kernel(false, canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  const Result<DeviceInfo> info = device_info(device.ordinal);
+  if (!info.ok()) return info.status();
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  TESSERA_RETURN_IF_ERROR(cuda_status(
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           kernel.shared_bytes),
+      "cudaFuncSetAttribute"));
+  return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(kernel, info.value().multiprocessors,
+                                                             std::move(fallback)));
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the sm90 room runs a problem.
+#pragma once
+
+#include <memory>
+
+#include "core/backend.h"
+#include "cuda/sm90/kernels.h"
+
+namespace tessera::cuda::sm90 {
+
+// The first row of the table that holds the head dims; null: none.
+const Kernel* find_kernel(bool rich, int dtype, int64_t dqk, int64_t dv);
+
+// fallback: runs the same problems when a base address is not what TMA wants.
+Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
+                                           std::unique_ptr<Plan> fallback);
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which row tiles a CTA computes, and which keys each of them needs.
+//
+// One warp of each CTA finds the tiles and puts them into a ring in shared memory; producer and
+// consumers read them there. So lengths, offsets and masks are looked at once a tile and ahead of
+// time, and tiles without work cost the tensor cores nothing.
+#pragma once
+
+#include "cuda/common/sequence.cuh"
+#include "cuda/sm90/params.h"
+#include "cuda/sm90/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+struct Work {
+  int last;  // there is no tile: the CTA is done
+  int n, head;
+  int m0;  // first row of the tile; the sequence's rows are below
+  Rows q, k;
+  int shift, left, right;  // the band, see core/mask.h
+  // Blocks of keys [begin, end) that some row of the tile sees. Every row that exists sees the whole
+  // of blocks [clean_begin, clean_end).
+  int begin, end, clean_begin, clean_end;
+
+  __device__ __forceinline__ Band band() const { return {q.length, k.length, shift, left, right}; }
+  __device__ __forceinline__ bool exists(int row) const { return row >= 0 && row < q.length; }
+  __device__ __forceinline__ bool owns(int row) const {
+    return row >= q.owned_lo && row < q.owned_hi;
+  }
+};
+
+template <int kTileM, int kTileN>
+struct Schedule {
+  // The tile that stands at `index` in the order of all tiles. Causal problems have the longest tiles
+  // first; the heads of a section, whose keys fit in L2 together, stand side by side.
+  static __device__ __forceinline__ void decode(const ForwardParams& a, int index, Work& work) {
+    const Params& p = a.problem;
+    if (p.thd_q) {
+      const int slot = index / p.hq;
+      const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot, kTileM);
+      work.n = tile.n;
+      work.head = index - slot * p.hq;
+      work.m0 = tile.begin;
+    } else {
+      int x;  // head of the batch
+      if (a.longest_first) {
+        const int section = a.per_section.quotient(index);
+        const int r = index - section * a.per_section.divisor;
+        const int round = a.heads_per_section.quotient(r);
+        work.m0 = (a.tiles_m.divisor - 1 - round) * kTileM;
+        x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
+      } else {
+        x = a.tiles_m.quotient(index);
+        work.m0 = (index - x * a.tiles_m.divisor) * kTileM;
+      }
+      work.n = a.heads.quotient(x);
+      work.head = x - work.n * a.heads.divisor;
+    }
+    const Sequence sequence = sequence_of(p, work.n);
+    work.q = sequence.q;
+    work.k = sequence.k;
+    work.shift = static_cast<int>(sequence.band.shift);
+    work.left = static_cast<int>(sequence.band.left);
+    work.right = static_cast<int>(sequence.band.right);
+    set_blocks(work);
+  }
+
+  static __device__ __forceinline__ void set_blocks(Work& work) {
+    const Band band = work.band();
+    const int first = max(work.m0, 0), last = min(work.m0 + kTileM, work.q.length) - 1;
+    const Interval top = band.row(first), bottom = band.row(last);  // of rows that exist, or empty
+    const bool sees = first <= last && top.lo < bottom.hi;
+    work.begin = sees ? static_cast<int>(top.lo) / kTileN : 0;
+    work.end = sees ? (static_cast<int>(bottom.hi) + kTileN - 1) / kTileN : 0;
+    work.clean_begin = (static_cast<int>(bottom.lo) + kTileN - 1) / kTileN;
+    work.clean_end = static_cast<int>(top.hi) / kTileN;
+  }
+};
+
+// Hands out the tiles: CTA i starts with tile i and takes the next one that nobody has when it is about
+// to run out. By one lane.
+//
+// The counter lies in the workspace, whose content is unknown at first. CTA 0 resets it and then sets
+// the mark of this launch; the last CTA to finish removes the mark, because a graph launches again with
+// the same one. Nobody waits in practice: the mark is there long before the first tile is done.
+class Dispenser {
+ public:
+  __device__ __forceinline__ explicit Dispenser(const ForwardParams& a) : a_(a) {
+    if (!a.counter || blockIdx.x != 0) return;
+    a.counter->next = gridDim.x;
+    a.counter->finished = 0;
+    __threadfence();
+    store_mark(a.mark);
+  }
+
+  // Index of the next tile; at or past the number of tiles when there is none, asked once.
+  __device__ __forceinline__ int next() {
+    if (first_) {
+      first_ = false;
+      return blockIdx.x;
+    }
+    if (!a_.counter) return a_.tiles;
+    while (load_mark() != a_.mark) __nanosleep(100);
+    const int index = static_cast<int>(atomicAdd(&a_.counter->next, 1u));
+    if (index >= a_.tiles && atomicAdd(&a_.counter->finished, 1u) == gridDim.x - 1) store_mark(0);
+    return index;
+  }
+
+ private:
+  __device__ __forceinline__ void store_mark(uint64_t mark) const {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&a_.counter->mark), "l"(mark)
+                 : "memory");
+  }
+  __device__ __forceinline__ uint64_t load_mark() const {
+    uint64_t mark;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                 : "=l"(mark)
+                 : "l"(&a_.counter->mark)
+                 : "memory");
+    return mark;
+  }
+
+  const ForwardParams& a_;
+  bool first_ = true;
+};
+
+}  // namespace tessera::cuda::sm90
