@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/philox.h"  // TESSERA_HOST_DEVICE
 #include "tessera.h"
 
 namespace tessera::cuda {
@@ -42,5 +43,26 @@ struct Params {
   float dropout_scale;         // 1 without dropout
 };
 static_assert(sizeof(Params) <= 2048, "kernel arguments are 4 KB, and kernels add their own");
+
+// True when something beyond scale and band shapes the scores, or keys need more than a plain copy:
+// such problems run the rich kernels.
+TESSERA_HOST_DEVICE bool is_rich(const Params& p) {
+  constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
+  return (p.flags & kFlags) != 0 || p.tensor[TESSERA_BIAS].data || p.tensor[TESSERA_MASK].data ||
+         p.num_ranges != 0 || p.tensor[TESSERA_SEGMENT_IDS_Q].data ||
+         p.tensor[TESSERA_ALIBI_SLOPES].data || p.tensor[TESSERA_K_SCALE].data ||
+         p.tensor[TESSERA_V_SCALE].data || p.tensor[TESSERA_K].dtype >= TESSERA_E4M3 ||
+         p.page_size != 0;
+}
+
+// Every row of k and v can be copied by 16 bytes.
+TESSERA_HOST_DEVICE bool has_aligned_keys(const Params& p) {
+  return p.tensor[TESSERA_K].vector_bytes == 16 && p.tensor[TESSERA_V].vector_bytes == 16;
+}
+
+// Slots of a grid over the rows of one side; sequence.cuh says what is in them.
+TESSERA_HOST_DEVICE int num_tile_slots(bool packed, int extent, int batch, int tile) {
+  return packed ? extent / tile + batch + 1 : (extent + tile - 1) / tile * batch;
+}
 
 }  // namespace tessera::cuda

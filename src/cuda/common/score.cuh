@@ -45,193 +45,246 @@ __device__ inline KeyInterval keys_of_all_rows(const Band& band, int m0, int m1)
                                             ? 0 : keys_of_row(band, m0).hi};
 }
 
-// True when something beyond scale and band shapes the scores: such problems run the rich kernels.
-TESSERA_HOST_DEVICE bool is_rich(const Params& p) {
-  constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
-  return (p.flags & kFlags) != 0 || p.tensor[TESSERA_BIAS].data || p.tensor[TESSERA_MASK].data ||
-         p.num_ranges != 0 || p.tensor[TESSERA_SEGMENT_IDS_Q].data ||
-         p.tensor[TESSERA_ALIBI_SLOPES].data || p.tensor[TESSERA_K_SCALE].data ||
-         p.tensor[TESSERA_V_SCALE].data || p.tensor[TESSERA_K].dtype >= TESSERA_E4M3 ||
-         p.page_size != 0;
-}
-
 // Factor from raw scores to exponents of 2 where nothing stands between them. A scale of 0 becomes the
 // smallest normal number: the same scores, and -inf stays -inf.
 __device__ inline float log2_scale(const Params& p) {
   return fmaxf(p.softmax_scale * kLog2e, 1.17549435e-38f);
 }
 
-// ---- what a score depends on by its query ----
+// ---- walking a fragment ----
 
-struct QueryRow {
-  int query;
-  KeyInterval band;
-  KeyInterval range[2];  // read when there are ranges
-  int segment;           // read when there are segment ids
-  float slope;           // ALiBi; 0 without
-  const void* bias;      // row of the bias
-  const uint8_t* mask;   // row of the mask
+// Which query and head a row of a tile is: rows of a tile are queries from `origin` on, or, where `pack`
+// heads of a group share a tile, query by query the heads from head0 on.
+struct TileRows {
+  int origin, head0, pack;
+  __device__ int query(int row) const { return origin + (pack == 1 ? row : row / pack); }
+  __device__ int head(int row) const { return head0 + (pack == 1 ? 0 : row % pack); }
 };
 
-// One head of one sequence: everything a score depends on besides s and its position.
-class ScoreOfHead {
- public:
-  __device__ ScoreOfHead(const Params& p, const Sequence& sequence, int head)
-      : p_(p), sequence_(sequence), head_(head), n_(sequence.n) {
-    const View& k_scale = p.tensor[TESSERA_K_SCALE];
-    if (k_scale.data) k_scale_ = load_float(k_scale.data, offset_of(k_scale, n_, head / p.group), TESSERA_FP32);
-    const View& slopes = p.tensor[TESSERA_ALIBI_SLOPES];
-    if (slopes.data) slope_ = load_float(slopes.data, offset_of(slopes, n_, head), slopes.dtype);
-  }
-
-  __device__ int head() const { return head_; }
-  __device__ float k_scale() const { return k_scale_; }
-
-  __device__ QueryRow row(int query) const {
-    QueryRow r{};
-    r.query = query;
-    r.band = keys_of_row(sequence_.band, query);
-    r.slope = slope_;
-    if (r.band.lo >= r.band.hi) return r;  // nothing below is read for rows that see no key
-    const View& bias = p_.tensor[TESSERA_BIAS];
-    if (bias.data) {
-      const int64_t at = offset_of(bias, n_, head_, query);
-      r.bias = static_cast<const char*>(bias.data) + at * (bias.dtype == TESSERA_FP32 ? 4 : 2);
-    }
-    const View& mask = p_.tensor[TESSERA_MASK];
-    if (mask.data) r.mask = static_cast<const uint8_t*>(mask.data) + offset_of(mask, n_, head_, query);
-    const int stored = sequence_.q.first + query;
-    const View& ranges = p_.tensor[TESSERA_KEY_RANGES];
-    for (int i = 0; i < p_.num_ranges; ++i) {
-      const int* range = static_cast<const int*>(ranges.data) +
-                         offset_of(ranges, sequence_.q.batch, head_, stored, 2 * i);
-      r.range[i] = {range[0], range[ranges.stride[3]]};
-    }
-    const View& segments = p_.tensor[TESSERA_SEGMENT_IDS_Q];
-    if (segments.data) {
-      r.segment = static_cast<const int*>(
-          segments.data)[offset_of(segments, sequence_.q.batch, stored)];
-    }
-    return r;
-  }
-
-  __device__ bool visible(const QueryRow& r, int key) const {
-    if (!r.band.contains(key)) return false;
-    const View& mask = p_.tensor[TESSERA_MASK];
-    if (mask.data && (r.mask[key * mask.stride[3]] != 0) == ((p_.flags & TESSERA_MASK_DROP) != 0)) {
-      return false;
-    }
-    if (p_.num_ranges == 1 && !r.range[0].contains(key)) return false;
-    if (p_.num_ranges == 2 && !r.range[0].contains(key) && !r.range[1].contains(key)) return false;
-    const View& segments = p_.tensor[TESSERA_SEGMENT_IDS_K];
-    return !segments.data ||
-           static_cast<const int*>(segments.data)[offset_of(
-               segments, sequence_.k.batch, sequence_.k.first + key)] == r.segment;
-  }
-
-  // The exponent of 2 for one score; -inf when hidden. cap_slope: derivative of the softcap there.
-  template <bool kPrecise>
-  __device__ float exponent(float s, const QueryRow& r, int key, float& cap_slope) const {
-    cap_slope = 1;
-    if (!visible(r, key)) return -kInfinity;
-    float bias = 0;
-    const View& view = p_.tensor[TESSERA_BIAS];
-    if (view.data) {
-      bias = load_float(r.bias, key * view.stride[3], view.dtype);
-      if (bias == -kInfinity) return bias;
-    }
-    s *= k_scale_;
-    const bool pre_scale = (p_.flags & TESSERA_BIAS_PRE_SCALE) != 0;
-    float x = p_.softmax_scale * (pre_scale ? s + bias : s);
-    if (p_.flags & TESSERA_SOFTCAP) {
-      const float t = hyperbolic_tangent<kPrecise>(x / p_.softcap);
-      cap_slope = 1 - t * t;
-      x = p_.softcap * t;
-    }
-    if (!pre_scale) x += bias;
-    x -= r.slope * distance(r.query, key);
-    return x * kLog2e;
-  }
-
-  // |i + shift - j|, what ALiBi multiplies.
-  __device__ float distance(int query, int key) const {
-    return fabsf(static_cast<float>(query + static_cast<int>(sequence_.band.shift) - key));
-  }
-
-  // Bits e of the fragment's values that dropout keeps; 16-aligned fragments cost one Philox call for
-  // eight values.
-  template <int kN, Major kMajor>
-  __device__ void dropout_bits(const Dropout& dropout, int major0, int minor0,
-                               uint32_t (&bits)[(kN + 63) / 64]) const;
-
- private:
-  template <bool kPrecise>
-  __device__ static float hyperbolic_tangent(float x) {
-    if constexpr (kPrecise) return tanhf(x);
-    return 1 - __fdividef(2.f, 1 + exp2_approx(fminf(x, 40.f) * (2 * kLog2e)));
-  }
-
-  const Params& p_;
-  const Sequence& sequence_;
-  int head_, n_;
-  float k_scale_ = 1, slope_ = 0;
-};
-
-// ---- whole fragments ----
-
-// Calls body(e, row, key) for each value of the fragment at (major0, minor0), rows outermost.
-template <int kN, Major kMajor, typename Body>
-__device__ __forceinline__ void for_each_score(const ScoreOfHead& score, int major0, int minor0,
+// Calls body(e, row, key, of_row(row)) for each value of the fragment at (major0, minor0); of_row once for
+// each row. Rows are those of a tile, keys are positions.
+template <int kN, Major kMajor, typename OfRow, typename Body>
+__device__ __forceinline__ void for_each_score(int major0, int minor0, const OfRow& of_row,
                                                const Body& body) {
   const int major = major0 + lane_major(), minor = minor0 + lane_minor();
   if constexpr (kMajor == Major::kQueries) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const QueryRow row = score.row(major + 8 * half);
+      const int row = major + 8 * half;
+      const auto data = of_row(row);
 #pragma unroll
       for (int i = 0; i < kN / 4; ++i) {
-        body(4 * (i / 2) + 2 * half + i % 2, row, minor + 8 * (i / 2) + i % 2);
+        body(4 * (i / 2) + 2 * half + i % 2, row, minor + 8 * (i / 2) + i % 2, data);
       }
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
-      const QueryRow row = score.row(minor + 8 * (i / 2) + i % 2);
+      const int row = minor + 8 * (i / 2) + i % 2;
+      const auto data = of_row(row);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        body(4 * (i / 2) + 2 * half + i % 2, row, major + 8 * half);
+        body(4 * (i / 2) + 2 * half + i % 2, row, major + 8 * half, data);
       }
     }
   }
 }
 
-// Hides what the band hides, for one of the thread's two rows (S) of the fragment at key0.
-template <int kN>
-__device__ __forceinline__ void apply_band(float (&s)[kN / 2], int half, KeyInterval keys,
-                                           int key0) {
-  const int lo = keys.lo - key0 - lane_minor(), hi = keys.hi - key0 - lane_minor();
-#pragma unroll
-  for (int i = 0; i < kN / 4; ++i) {
-    const int column = 8 * (i / 2) + i % 2;
-    float& value = s[4 * (i / 2) + 2 * half + i % 2];
-    value = lo <= column && column < hi ? value : -kInfinity;
+// ---- the steps; each is one loop over the fragment behind one uniform branch ----
+
+// Hides what the band hides.
+template <int kN, Major kMajor>
+__device__ __forceinline__ void apply_band(float (&s)[kN / 2], const Band& band,
+                                           const TileRows& rows, int major0, int minor0) {
+  for_each_score<kN, kMajor>(
+      major0, minor0, [&](int row) { return keys_of_row(band, rows.query(row)); },
+      [&](int e, int, int key, KeyInterval keys) {
+        s[e] = keys.contains(key) ? s[e] : -kInfinity;
+      });
+}
+
+template <bool kPrecise>
+__device__ inline float hyperbolic_tangent(float x) {
+  if constexpr (kPrecise) return tanhf(x);
+  return 1 - __fdividef(2.f, 1 + exp2_approx(fminf(x, 40.f) * (2 * kLog2e)));
+}
+
+// The bias of every score of the fragment, in type B: body(e, bias), where query and key exist.
+template <typename B, int kN, Major kMajor, typename Body>
+__device__ __forceinline__ void for_each_bias(const Params& p, const Sequence& sequence,
+                                              const TileRows& rows, int major0, int minor0,
+                                              const Body& body) {
+  const View& bias = p.tensor[TESSERA_BIAS];
+  for_each_score<kN, kMajor>(
+      major0, minor0,
+      [&](int row) -> const B* {
+        const int query = rows.query(row);
+        if (query < 0 || query >= sequence.q.length) return nullptr;
+        return static_cast<const B*>(bias.data) +
+               offset_of(bias, sequence.n, rows.head(row), query);
+      },
+      [&](int e, int, int key, const B* row) {
+        if (row && key < sequence.k.length) body(e, static_cast<float>(row[key * bias.stride[3]]));
+      });
+}
+template <typename T, int kN, Major kMajor, typename Body>
+__device__ __forceinline__ void for_each_bias_of_any(const Params& p, const Sequence& sequence,
+                                                     const TileRows& rows, int major0, int minor0,
+                                                     const Body& body) {
+  if (sizeof(T) == 4 || p.tensor[TESSERA_BIAS].dtype == TESSERA_FP32) {
+    for_each_bias<float, kN, kMajor>(p, sequence, rows, major0, minor0, body);
+  } else {
+    for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0, body);
   }
 }
+
+__device__ inline float slope_of(const Params& p, int n, int head) {
+  const View& slopes = p.tensor[TESSERA_ALIBI_SLOPES];
+  return load_float(slopes.data, offset_of(slopes, n, head), slopes.dtype);
+}
+
+// |i + shift - j|, what ALiBi multiplies.
+__device__ inline float alibi_distance(const Sequence& sequence, int query, int key) {
+  return fabsf(static_cast<float>(query + static_cast<int>(sequence.band.shift) - key));
+}
+
+// Hides what masks over (query, key) hide: dense mask, key ranges, segments.
+template <int kN, Major kMajor>
+__device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Params& p,
+                                                 const Sequence& sequence, const TileRows& rows,
+                                                 int major0, int minor0) {
+  const auto exists = [&](int query) { return query >= 0 && query < sequence.q.length; };
+  if (const View& mask = p.tensor[TESSERA_MASK]; mask.data) {
+    const bool drops = (p.flags & TESSERA_MASK_DROP) != 0;
+    for_each_score<kN, kMajor>(
+        major0, minor0,
+        [&](int row) -> const uint8_t* {
+          const int query = rows.query(row);
+          if (!exists(query)) return nullptr;
+          return static_cast<const uint8_t*>(mask.data) +
+                 offset_of(mask, sequence.n, rows.head(row), query);
+        },
+        [&](int e, int, int key, const uint8_t* row) {
+          const bool shown =
+              row && key < sequence.k.length && (row[key * mask.stride[3]] != 0) != drops;
+          s[e] = shown ? s[e] : -kInfinity;
+        });
+  }
+  if (p.num_ranges > 0) {
+    const View& ranges = p.tensor[TESSERA_KEY_RANGES];
+    struct Pair {
+      KeyInterval a, b;
+    };
+    for_each_score<kN, kMajor>(
+        major0, minor0,
+        [&](int row) {
+          const int query = rows.query(row);
+          if (!exists(query)) return Pair{{0, 0}, {0, 0}};
+          const int* at = static_cast<const int*>(ranges.data) +
+                          offset_of(ranges, sequence.q.batch, rows.head(row), sequence.q.first + query);
+          const int64_t step = ranges.stride[3];
+          return Pair{{at[0], at[step]},
+                      p.num_ranges > 1 ? KeyInterval{at[2 * step], at[3 * step]} : KeyInterval{0, 0}};
+        },
+        [&](int e, int, int key, const Pair& pair) {
+          s[e] = pair.a.contains(key) || pair.b.contains(key) ? s[e] : -kInfinity;
+        });
+  }
+  if (const View& of_query = p.tensor[TESSERA_SEGMENT_IDS_Q]; of_query.data) {
+    const View& of_key = p.tensor[TESSERA_SEGMENT_IDS_K];
+    const int* keys = static_cast<const int*>(of_key.data) +
+                      offset_of(of_key, sequence.k.batch, sequence.k.first);
+    for_each_score<kN, kMajor>(
+        major0, minor0,
+        [&](int row) {
+          const int query = rows.query(row);
+          return exists(query) ? static_cast<const int*>(of_query.data)[offset_of(
+                                     of_query, sequence.q.batch, sequence.q.first + query)]
+                               : 0;
+        },
+        [&](int e, int, int key, int segment) {
+          const bool shown = key >= 0 && key < sequence.k.length &&
+                             keys[key * of_key.stride[1]] == segment;
+          s[e] = shown ? s[e] : -kInfinity;
+        });
+  }
+}
+
+// All of it: raw scores become exponents of 2, hidden ones -inf. clean: the band hides nothing here.
+// cap_slope, where not null, becomes the softcap's derivative.
+template <typename T, int kN, Major kMajor>
+__device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slope)[kN / 2],
+                                             const Params& p, const Sequence& sequence,
+                                             const TileRows& rows, int major0, int minor0,
+                                             bool clean) {
+  constexpr int kCount = kN / 2;
+  const bool has_bias = p.tensor[TESSERA_BIAS].data != nullptr;
+  const bool pre_scale = has_bias && (p.flags & TESSERA_BIAS_PRE_SCALE) != 0;
+  const bool capped = (p.flags & TESSERA_SOFTCAP) != 0;
+  float scale = log2_scale(p);
+  if (const View& k_scale = p.tensor[TESSERA_K_SCALE]; k_scale.data) {
+    const float factor = load_float(
+        k_scale.data, offset_of(k_scale, sequence.n, rows.head0 / p.group), TESSERA_FP32);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] *= factor;
+  }
+  if (pre_scale) {
+    for_each_bias_of_any<T, kN, kMajor>(p, sequence, rows, major0, minor0,
+                                        [&](int e, float bias) { s[e] += bias; });
+  }
+  if (capped) {
+    const float inner = p.softmax_scale / p.softcap, outer = p.softcap * kLog2e;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const float t = hyperbolic_tangent<sizeof(T) == 4>(s[e] * inner);
+      if (cap_slope) (*cap_slope)[e] = 1 - t * t;
+      s[e] = t * outer;
+    }
+    if (pre_scale) {  // the cap made -inf finite
+      for_each_bias_of_any<T, kN, kMajor>(
+          p, sequence, rows, major0, minor0,
+          [&](int e, float bias) { s[e] = bias == -kInfinity ? bias : s[e]; });
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] *= scale;
+    if (cap_slope) {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) (*cap_slope)[e] = 1;
+    }
+  }
+  if (has_bias && !pre_scale) {
+    for_each_bias_of_any<T, kN, kMajor>(p, sequence, rows, major0, minor0,
+                                        [&](int e, float bias) { s[e] += bias * kLog2e; });
+  }
+  if (p.tensor[TESSERA_ALIBI_SLOPES].data) {
+    for_each_score<kN, kMajor>(
+        major0, minor0,
+        [&](int row) { return slope_of(p, sequence.n, rows.head(row)) * kLog2e; },
+        [&](int e, int row, int key, float slope) {
+          s[e] -= slope * alibi_distance(sequence, rows.query(row), key);
+        });
+  }
+  apply_data_masks<kN, kMajor>(s, p, sequence, rows, major0, minor0);
+  if (!clean) apply_band<kN, kMajor>(s, sequence.band, rows, major0, minor0);
+}
+
+// ---- dropout ----
 
 // The fragment layout of Philox (core/philox.h): with both origins multiples of 16, a thread of an S
 // fragment needs one call for the eight values of two neighbouring 8-column tiles. A thread of an S^T
 // fragment needs halves of two calls, and the thread whose lane differs by 4 the other halves: each
 // makes one call and they trade.
+//
+// Sets bit e where value e of the fragment is kept. head_index = n * hq + h; positions are absolute.
 template <int kN, Major kMajor>
-__device__ __forceinline__ void ScoreOfHead::dropout_bits(const Dropout& dropout, int major0,
-                                                          int minor0,
-                                                          uint32_t (&bits)[(kN + 63) / 64]) const {
-  const uint32_t head_index = static_cast<uint32_t>(n_) * p_.hq + head_;
+__device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t head_index, int major0,
+                                             int minor0, uint32_t (&bits)[(kN + 63) / 64]) {
 #pragma unroll
   for (int i = 0; i < (kN + 63) / 64; ++i) bits[i] = 0;
   const int lane = threadIdx.x % 32;
 
-  if ((major0 | minor0) % 16 != 0) {  // packed heads, odd pages
+  if ((major0 | minor0) % 16 != 0) {  // pages of odd sizes
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e) {
       const int major = major0 + lane / 4 + 8 * (e / 2 % 2);

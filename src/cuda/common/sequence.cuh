@@ -104,10 +104,6 @@ struct TileOfRows {
   int begin;  // first row, a multiple of the tile; may lie past owned_hi (nothing to do)
 };
 
-TESSERA_HOST_DEVICE int num_tile_slots(bool packed, int extent, int batch, int tile) {
-  return packed ? extent / tile + batch + 1 : (extent + tile - 1) / tile * batch;
-}
-
 // Tiles of a sequence come last row first: under a causal mask the longest work starts earliest.
 template <typename Side>
 __device__ TileOfRows tile_of_slot(const Params& p, int slot, int tile) {

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/common/merge.h"
+
+#include <algorithm>
+
+#include "core/philox.h"
+#include "cuda/common/element.cuh"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// One warp a row: lane p holds the weight of part p.
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeLaunch m) {
+  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= int64_t{m.batch} * m.sq * m.hq) return;
+  const int head = static_cast<int>(row % m.hq);
+  const int64_t query = row / m.hq % m.sq, n = row / m.hq / m.sq;
+
+  float part_lse = -kInfinity;
+  if (lane < m.num_parts) {
+    const View& lse = m.part[lane].lse;
+    part_lse = static_cast<const float*>(lse.data)[offset_of(lse, n, head, query)];
+  }
+  float max = part_lse;
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
+  if (max == -kInfinity) max = 0;
+  float weight = part_lse == -kInfinity ? 0 : exp2_approx((part_lse - max) * kLog2e);
+  float sum = weight;
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+  const float lse = sum == 0 ? -kInfinity : max + logf(sum);
+  weight = sum == 0 ? 0 : weight / sum;
+
+  for (int c0 = 0; c0 < m.dv; c0 += 32) {
+    const int c = c0 + lane;
+    float value = 0;
+    for (int p = 0; p < m.num_parts; ++p) {
+      const float w = __shfl_sync(~0u, weight, p);
+      if (w == 0 || c >= m.dv) continue;
+      const View& o = m.part[p].o;
+      value += w * load_float(o.data, offset_of(o, n, query, head, c), o.dtype);
+    }
+    if (c < m.dv) store_float(m.o.data, offset_of(m.o, n, query, head, c), m.o.dtype, value);
+  }
+  if (m.lse.data && lane == 0) {
+    static_cast<float*>(m.lse.data)[offset_of(m.lse, n, head, query)] = lse;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) dropout_mask_kernel(DropoutMaskArgs a) {
+  const Dropout dropout = Dropout::make(a.rng_state[0], a.rng_state[1], a.threshold);
+  const int64_t count = a.b * a.hq * a.sq * a.sk, step = int64_t{gridDim.x} * kThreads;
+  for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < count; at += step) {
+    const int64_t j = at % a.sk, i = at / a.sk % a.sq, head = at / a.sk / a.sq;
+    a.keep[at] = dropout.keep(static_cast<uint32_t>(head), i, j);
+  }
+}
+
+__global__ void fill_kernel(float* to, int64_t stride, int count, float value) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i * stride] = value;
+}
+
+View view_of(const Tensor& t, const void* data, int rank) {
+  View view{};
+  view.data = const_cast<void*>(data);
+  view.dtype = t.dtype;
+  view.vector_bytes = 1;
+  for (int axis = 0; axis < rank; ++axis) view.stride[axis] = t.extent[axis] > 1 ? t.stride[axis] : 0;
+  return view;
+}
+
+}  // namespace
+
+Status launch_merge(const MergeLaunch& merge, cudaStream_t stream) {
+  const int64_t rows = int64_t{merge.batch} * merge.sq * merge.hq;
+  if (rows == 0) return {};
+  const int64_t ctas = (rows * 32 + kThreads - 1) / kThreads;
+  merge_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(merge);
+  return cuda_status(cudaGetLastError(), "merge kernel");
+}
+
+Status merge(const MergeArgs& args, const Buffers& context, const Device& device) {
+  if (args.o.dtype == TESSERA_FP64) {
+    return Status(TESSERA_REFUSED, "o.dtype=fp64: CUDA merges fp32, bf16 and fp16; merge on the CPU");
+  }
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  MergeLaunch m{};
+  m.batch = static_cast<int32_t>(args.o.extent[0]);
+  m.sq = static_cast<int32_t>(args.o.extent[1]);
+  m.hq = static_cast<int32_t>(args.o.extent[2]);
+  m.dv = static_cast<int32_t>(args.o.extent[3]);
+  m.o = view_of(args.o, args.o_out, 4);
+  m.lse = view_of(args.lse, args.lse_out, 3);
+  // More parts than a warp has lanes: what is merged so far is the first part of the next round.
+  for (int64_t next = 0; next < args.num_parts;) {
+    m.num_parts = 0;
+    if (next > 0) m.part[m.num_parts++] = {m.o, m.lse};
+    for (; m.num_parts < kMaxMergeParts && next < args.num_parts; ++next) {
+      m.part[m.num_parts++] = {view_of(args.o_parts[next], args.o_data[next], 4),
+                               view_of(args.lse_parts[next], args.lse_data[next], 3)};
+    }
+    TESSERA_RETURN_IF_ERROR(launch_merge(m, static_cast<cudaStream_t>(context.stream)));
+  }
+  return {};
+}
+
+Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context, const Device& device) {
+  const int64_t count = args.b * args.hq * args.sq * args.sk;
+  if (count == 0) return {};
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  const int64_t ctas = std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 16);
+  dropout_mask_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
+  return cuda_status(cudaGetLastError(), "dropout_mask kernel");
+}
+
+Status launch_fill(float* to, int64_t stride, int count, float value, cudaStream_t stream) {
+  fill_kernel<<<1, 256, 0, stream>>>(to, stride, count, value);
+  return cuda_status(cudaGetLastError(), "fill kernel");
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The small kernels that every CUDA room shares. All queue on a stream and return; none allocates.
+#pragma once
+
+#include "core/backend.h"
+#include "cuda/common/launch.h"
+
+namespace tessera::cuda {
+
+// o = sum_p exp(lse_p - lse) o_p, lse = log sum_p exp(lse_p) over parts of one shape, in order. A part
+// whose lse is -inf is not read. Views as o [b, sq, hq, dv] and lse [b, hq, sq]; lse out may be null.
+inline constexpr int kMaxMergeParts = 32;
+struct MergePart {
+  View o, lse;
+};
+struct MergeLaunch {
+  int num_parts;
+  int32_t batch, sq, hq, dv;
+  View o, lse;
+  MergePart part[kMaxMergeParts];
+};
+Status launch_merge(const MergeLaunch& merge, cudaStream_t stream);
+
+// tessera_merge: any number of parts.
+Status merge(const MergeArgs& args, const Buffers& context, const Device& device);
+
+// tessera_dropout_mask.
+Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context, const Device& device);
+
+// to[i * stride] = value for i < count.
+Status launch_fill(float* to, int64_t stride, int count, float value, cudaStream_t stream);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// What each kernel is told beside the problem: how the host cut it into CTAs, and the workspace.
+#pragma once
+
+#include "cuda/common/params.h"
+
+namespace tessera::cuda::sm80 {
+
+struct ForwardArgs {
+  Params params;
+  int pack;       // query heads that share a tile; divides the group
+  int dv_pieces;  // of output_columns columns
+  int splits;     // parts of the keys, merged afterwards; 1: o and lse are final
+  int64_t rows;   // all stored rows of q, for the partial results
+  float* partial_o;    // [splits, rows, hq, dv]
+  float* partial_lse;  // [splits, rows, hq]
+};
+
+// The workspace of the backward pass: one float for each row and head, [b, hq, sq] as lse.
+struct BackwardArgs {
+  Params params;
+  float* lse2;        // lse in units of log2; 0 where a row is outside its sequence or empty
+  float* delta;       // rowsum(do o) - dlse; 0 there
+  float* slope_rows;  // what each row gives to dalibi_slopes; null: not asked
+};
+
+struct DqArgs {
+  BackwardArgs b;
+  int pieces;  // of output_columns columns of dq
+};
+
+enum DkdvOutput { kDk = 1, kDv = 2 };
+struct DkdvArgs {
+  BackwardArgs b;
+  int outputs;       // DkdvOutput, what to write
+  int pieces_k;      // of dk; where one CTA makes both, 1
+  int pool;          // the tensor whose pages are walked, TESSERA_K or TESSERA_V; read with pages
+  int tiles_a_page;  // read with pages
+};
+
+struct DbiasArgs {
+  BackwardArgs b;
+  int extent[4];  // of the bias
+};
+
+}  // namespace tessera::cuda::sm80

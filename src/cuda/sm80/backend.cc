@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm80/backend.h"
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/common/merge.h"
+#include "cuda/sm80/plan.h"
+
+namespace tessera::cuda::sm80 {
+namespace {
+
+constexpr int kLeastArch = 80;
+constexpr int64_t kMostHeadDim = 576;
+constexpr int64_t kMostRows = int64_t{1} << 29;  // positions and their sums are 32-bit in the kernels
+constexpr int64_t kMostGridY = 65535;
+
+class Sm80Backend final : public Backend {
+ public:
+  std::string_view name() const override { return "cuda_sm80"; }
+  std::string unavailable() const override { return driver_unavailable(); }
+
+  Support supports(const Problem& p, const Device& device) const override {
+    Support support;
+    const Sizes s = sizes_of(p);
+    const int32_t q = p.tensor[TESSERA_Q].dtype, k = p.tensor[TESSERA_K].dtype;
+    support.require(device.kind == TESSERA_CUDA, ReasonId::kDevice, Remedy::kNone,
+                    [] { return std::string("device=cpu: must be a CUDA device"); });
+    if (device.kind == TESSERA_CUDA) {
+      const int arch = arch_of(device);
+      support.require(arch == 0 || arch >= kLeastArch, ReasonId::kDevice, Remedy::kDeviceCpu, [&] {
+        return "arch=" + std::to_string(arch) + ": must be 80 or later";
+      });
+    }
+    support.require(q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype, Remedy::kUseBf16, [&] {
+      return "q.dtype=" + std::string(dtype_name(q)) + ": must be fp32, bf16 or fp16";
+    });
+    support.require(!is_backward(p) || !is_fp8(k), ReasonId::kDtype, Remedy::kUseBf16, [&] {
+      return "k.dtype=" + std::string(dtype_name(k)) + ": has no gradient; must be that of q";
+    });
+    require_most(support, ReasonId::kHeadDim, "head_dim_qk", s.dqk, kMostHeadDim);
+    require_most(support, ReasonId::kHeadDim, "head_dim_v", s.dv, kMostHeadDim);
+    require_most(support, ReasonId::kSize, "sq", s.sq, kMostRows);
+    require_most(support, ReasonId::kSize, "sk", s.sk, kMostRows);
+    require_most(support, ReasonId::kSize, "batch", s.batch, kMostRows);
+    require_most(support, ReasonId::kSize, "num_heads_q", s.hq, kMostGridY);
+    return support;
+  }
+
+  Problem canonical(const Problem& problem) const override {
+    Problem p{};
+    p.struct_size = problem.struct_size;
+    p.pass = problem.pass;
+    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
+      p.tensor[index].dtype = problem.tensor[index].dtype;
+      for (int axis = 0; axis < 3; ++axis) p.tensor[index].extent[axis] = 1;
+      p.tensor[index].extent[3] = problem.tensor[index].extent[3];
+    }
+    return p;
+  }
+
+  Result<std::unique_ptr<Plan>> plan(const Problem& canonical, const Device& device) const override {
+    return is_backward(canonical) ? plan_backward(canonical, device) : plan_forward(canonical, device);
+  }
+
+  bool owns_utilities(const Device& device) const override { return device.kind == TESSERA_CUDA; }
+  Status merge(const MergeArgs& args, const Buffers& context, const Device& device) const override {
+    return cuda::merge(args, context, device);
+  }
+  Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context,
+                      const Device& device) const override {
+    return cuda::dropout_mask(args, context, device);
+  }
+
+  std::string description_json() const override {
+    return "{\"kernels\": " + std::to_string(kernels().size()) + "}";
+  }
+
+ private:
+  static void require_most(Support& support, ReasonId id, const char* name, int64_t value,
+                           int64_t most) {
+    support.require(value <= most, id, Remedy::kNone, [&] {
+      return std::string(name) + "=" + std::to_string(value) + ": must be at most " +
+             std::to_string(most);
+    });
+  }
+};
+
+}  // namespace
+
+const Backend& backend() {
+  static const Sm80Backend instance;
+  return instance;
+}
+
+const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes) {
+  for (const bool want_rich : {rich, true}) {
+    for (const Kernel& kernel : kernels()) {
+      if (kernel.pass == pass && kernel.rich == want_rich && kernel.dtype == dtype &&
+          kernel.bucket >= head_dim && kernel.shared_bytes <= shared_bytes) {
+        return &kernel;
+      }
+    }
+  }
+  return nullptr;
+}
+
+Status prepare(const Kernel* kernel) {
+  if (!kernel) {
+    return Status(TESSERA_REFUSED, "head_dim: no kernel fits in this device's shared memory; use "
+                                   "bf16 or fp16");
+  }
+  return cuda_status(cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          kernel->shared_bytes),
+                     "cudaFuncSetAttribute");
+}
+
+Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream) {
+  void* arguments[] = {const_cast<void*>(args)};
+  return cuda_status(cudaLaunchKernel(kernel.function, grid, dim3(kernel.tile.threads()), arguments,
+                                      static_cast<size_t>(kernel.shared_bytes), stream),
+                     "cudaLaunchKernel");
+}
+
+}  // namespace tessera::cuda::sm80

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products instead
+// of five, and in return no atomics: it is always deterministic), dbias, and sums over rows.
+#include <algorithm>
+
+#include "cuda/sm80/plan.h"
+#include "cuda/sm80/row_kernels.h"
+
+namespace tessera::cuda::sm80 {
+namespace {
+
+constexpr int kMostOfBoth = 128;  // head dims up to this: one CTA makes dK and dV
+
+int divided_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+struct Kernels {
+  const Kernel* dq;
+  const Kernel* dkdv;
+  const Kernel* dbias;
+};
+
+Kernels kernels_of(int dtype, int64_t head_dim, bool rich, int shared_bytes) {
+  return {find_kernel(Pass::backward_dq, rich, dtype, head_dim, shared_bytes),
+          find_kernel(Pass::backward_dkdv, rich, dtype, head_dim, shared_bytes),
+          find_kernel(Pass::backward_dbias, true, dtype, head_dim, shared_bytes)};
+}
+
+class BackwardPlan final : public Plan {
+ public:
+  BackwardPlan(const Kernels& lean, const Kernels& rich) : lean_(lean), rich_(rich) {}
+
+  int64_t workspace_bytes(const Problem& problem, int) const override {
+    const int arrays = given(problem, TESSERA_DALIBI_SLOPES) ? 3 : 2;
+    return arrays * row_bytes(problem);
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    BackwardArgs args{};
+    args.params = params_of(problem, buffers);
+    const Params& p = args.params;
+    auto* workspace = static_cast<char*>(buffers.workspace);
+    args.lse2 = reinterpret_cast<float*>(workspace);
+    args.delta = reinterpret_cast<float*>(workspace + row_bytes(problem));
+    if (given(problem, TESSERA_DALIBI_SLOPES)) {
+      args.slope_rows = reinterpret_cast<float*>(workspace + 2 * row_bytes(problem));
+    }
+
+    const bool rich = is_rich(p) || !has_aligned_keys(p) || !has_aligned_queries(p);
+    const Kernels& kernels = rich ? rich_ : lean_;
+    TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, stream));
+    TESSERA_RETURN_IF_ERROR(run_dq(*kernels.dq, args, stream));
+    TESSERA_RETURN_IF_ERROR(run_dkdv(*kernels.dkdv, problem, args, stream));
+    TESSERA_RETURN_IF_ERROR(run_dbias(*kernels.dbias, problem, args, stream));
+    return launch_row_sums(args, stream);
+  }
+
+ private:
+  // Of one float for each row and head, rounded so that each array keeps the workspace's alignment.
+  static int64_t row_bytes(const Problem& problem) {
+    const Sizes s = sizes_of(problem);
+    return (problem.tensor[TESSERA_Q].extent[0] * s.sq * s.hq * 4 + 255) / 256 * 256;
+  }
+
+  static bool has_aligned_queries(const Params& p) {
+    return p.tensor[TESSERA_Q].vector_bytes == 16 && p.tensor[TESSERA_DO].vector_bytes == 16;
+  }
+
+  static Status run_dq(const Kernel& kernel, const BackwardArgs& b, cudaStream_t stream) {
+    const Params& p = b.params;
+    const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.rows());
+    if ((!p.tensor[TESSERA_DQ].data && !b.slope_rows) || slots == 0) return {};
+    DqArgs args{b, divided_up(p.dqk, output_columns(kernel.bucket))};
+    const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq),
+                    static_cast<unsigned>(args.pieces));
+    return launch(kernel, grid, &args, stream);
+  }
+
+  static Status run_dkdv(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
+                         cudaStream_t stream) {
+    const Params& p = b.params;
+    const int outputs = (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
+    if (outputs == 0) return {};
+    // Tables of their own: the pages of k and of v are walked one after the other.
+    if (is_paged(problem) && given(problem, TESSERA_PAGE_TABLE_V)) {
+      TESSERA_RETURN_IF_ERROR(launch_dkdv(kernel, b, outputs & kDk, TESSERA_K, stream));
+      return launch_dkdv(kernel, b, outputs & kDv, TESSERA_V, stream);
+    }
+    return launch_dkdv(kernel, b, outputs, TESSERA_K, stream);
+  }
+
+  static Status launch_dkdv(const Kernel& kernel, const BackwardArgs& b, int outputs, int pool,
+                            cudaStream_t stream) {
+    const Params& p = b.params;
+    const int rows = kernel.tile.rows();
+    DkdvArgs args{b, outputs, 1, pool, divided_up(p.page_size, rows)};
+    int pieces = 1;
+    if (kernel.bucket > kMostOfBoth) {
+      const int columns = output_columns(kernel.bucket);
+      args.pieces_k = outputs & kDk ? divided_up(p.dqk, columns) : 0;
+      pieces = args.pieces_k + (outputs & kDv ? divided_up(p.dv, columns) : 0);
+    }
+    const int pages = (outputs & kDk ? p.pages_k : 0) > (outputs & kDv ? p.pages_v : 0) ? p.pages_k
+                                                                                        : p.pages_v;
+    const int64_t slots = p.page_size != 0 ? int64_t{pages} * args.tiles_a_page
+                                           : num_tile_slots(p.thd_k, p.sk, p.batch, rows);
+    if (outputs == 0 || slots == 0) return {};
+    const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hk),
+                    static_cast<unsigned>(pieces));
+    return launch(kernel, grid, &args, stream);
+  }
+
+  static Status run_dbias(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
+                          cudaStream_t stream) {
+    if (!b.params.tensor[TESSERA_DBIAS].data) return {};
+    DbiasArgs args{b, {}};
+    for (int axis = 0; axis < 4; ++axis) {
+      args.extent[axis] = static_cast<int>(problem.tensor[TESSERA_BIAS].extent[axis]);
+      if (args.extent[axis] == 0) return {};
+    }
+    const dim3 grid(static_cast<unsigned>(divided_up(args.extent[3], kernel.tile.step)),
+                    static_cast<unsigned>(divided_up(args.extent[2], kernel.tile.rows())),
+                    static_cast<unsigned>(args.extent[0] * args.extent[1]));
+    return launch(kernel, grid, &args, stream);
+  }
+
+  Kernels lean_, rich_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device) {
+  const Sizes s = sizes_of(canonical);
+  Result<DeviceInfo> info = device_info(device.ordinal);
+  if (!info.ok()) return info.status();
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  Kernels kernels[2];
+  for (const bool rich : {false, true}) {
+    kernels[rich] = kernels_of(canonical.tensor[TESSERA_Q].dtype, std::max(s.dqk, s.dv), rich,
+                               info.value().shared_memory_per_cta);
+    for (const Kernel* kernel : {kernels[rich].dq, kernels[rich].dkdv, kernels[rich].dbias}) {
+      TESSERA_RETURN_IF_ERROR(prepare(kernel));
+    }
+  }
+  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(kernels[0], kernels[1]));
+}
+
+}  // namespace tessera::cuda::sm80

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// dK and dV: the other half of the backward pass, transposed so that P and dS never leave registers.
+//
+//     S^T = K Q^T     dP^T = V dO^T     P = 2^(x(S) - lse2)     dS = P (dP - delta)
+//     dV = P^T dO     dK = dS^T Q scale
+//
+// A CTA owns a tile of keys of one key head; k and v stay in shared memory, q and do of every head of
+// the group pass by, so that the sum over the group needs no second kernel. With pages it owns rows of
+// one page and walks all places of all sequences where the page is used.
+//
+//     copies    Q(j+1) .......................... dO(j+1) .......
+//     warps     wait | S^T(j), dP^T(j) | dS | dV += P^T dO | meet | dK += dS^T Q | wait ...
+//
+// Up to 128 columns one CTA makes both; beyond, a CTA makes one piece of one of them.
+#pragma once
+
+#include "cuda/sm80/gradient.cuh"
+#include "cuda/sm80/kernels.h"
+
+namespace tessera::cuda::sm80 {
+
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileM>
+struct DkdvStorage {
+  static constexpr int kTileN = 16 * kRowTiles * kWarps;
+  static constexpr int kBuffers = sizeof(T) == 4 && kD > 256 ? 1 : 2;  // 163 KB of an sm80
+  T k[kTileN * kSmemStride<T, kD>];
+  T v[kTileN * kSmemStride<T, kD>];
+  T q[kBuffers][kTileM * kSmemStride<T, kD>];
+  T grad_o[kTileM * kSmemStride<T, kD>];
+  float lse2[kBuffers][kTileM];
+  float delta[kBuffers][kTileM];
+};
+
+// A place where the tile's rows stand in a sequence.
+struct Use {
+  int n;     // sequence
+  int key0;  // position of the tile's first row
+};
+
+// Finds, from entry `cursor` on, the next table entry that holds the page, and moves the cursor behind
+// it; false when there is none. All threads of a warp together.
+__device__ inline bool next_use(const Params& p, int pool, int page, int64_t& cursor, Use& use) {
+  const View& table = p.tensor[pool == TESSERA_K ? TESSERA_PAGE_TABLE_K : TESSERA_PAGE_TABLE_V];
+  const int* pages = static_cast<const int*>(table.data);
+  const int64_t entries = int64_t{p.batch} * p.max_pages;
+  for (; cursor < entries; cursor += 32) {
+    const int64_t at = cursor + threadIdx.x % 32;
+    const int n = static_cast<int>(at / p.max_pages), i = static_cast<int>(at % p.max_pages);
+    const bool here = at < entries && i * int64_t{p.page_size} < length_of<SideOfKeys>(p, n) &&
+                      pages[offset_of(table, n, i)] == page;
+    const unsigned found = __ballot_sync(~0u, here);
+    if (found == 0) continue;
+    cursor += __ffs(found) - 1;
+    use = {static_cast<int>(cursor / p.max_pages),
+           static_cast<int>(cursor % p.max_pages) * p.page_size};
+    ++cursor;
+    return true;
+  }
+  return false;
+}
+
+template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileM, bool kRich>
+__global__ void __launch_bounds__(32 * kWarps)
+    backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
+  using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM>;
+  constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN;
+  constexpr bool kBoth = kD <= 128;
+  extern __shared__ __align__(16) char shared[];
+  Storage& smem = *reinterpret_cast<Storage*>(shared);
+  const Params& p = args.b.params;
+  const bool paged = p.page_size != 0;
+
+  // ---- which keys, and what of them ----
+  const int kv_head = blockIdx.y, piece = blockIdx.z;
+  const bool makes_dk = kBoth || piece < args.pieces_k, makes_dv = kBoth || !makes_dk;
+  const int first = kBoth ? 0 : (makes_dk ? piece : piece - args.pieces_k) * kOut;
+  const int page = paged ? blockIdx.x / args.tiles_a_page : 0;
+  const int page_row = paged ? blockIdx.x % args.tiles_a_page * kTileN : 0;
+  int64_t cursor = 0;
+  Use use{};
+  bool used = true;
+  if (paged) {
+    used = next_use(p, args.pool, page, cursor, use);
+    use.key0 += page_row;
+  } else {
+    const TileOfRows tile = tile_of_slot<SideOfKeys>(p, blockIdx.x, kTileN);
+    use = {tile.n, tile.begin};
+    if (tile.begin >= rows_of<SideOfKeys>(p, tile.n).owned_hi) return;
+  }
+
+  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  float dk[kRowTiles][kOut / 2];                // or, unless kBoth, whichever this CTA makes
+  float dv[kRowTiles][kBoth ? kOut / 2 : 1];
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int e = 0; e < kOut / 2; ++e) dk[r][e] = 0;
+#pragma unroll
+    for (int e = 0; e < (kBoth ? kOut / 2 : 1); ++e) dv[r][e] = 0;
+  }
+
+  while (used) {
+    const Sequence sequence = sequence_of(p, use.n);
+    const int key0 = use.key0;
+    const Interval queries = key0 < 0 ? Interval{0, 0} : sequence.band.rows(key0, key0 + kTileN);
+    const int query_begin = static_cast<int>(queries.lo) / kTileM * kTileM;
+    const int steps =
+        queries.empty() ? 0 : (static_cast<int>(queries.hi) - query_begin + kTileM - 1) / kTileM;
+    const int total = steps * p.group;
+    const auto head_of = [&](int step) { return kv_head * p.group + step / steps; };
+    const auto query_of = [&](int step) { return query_begin + step % steps * kTileM; };
+    const auto load_q = [&](int step, int buffer) {
+      const int head = head_of(step), query0 = query_of(step);
+      load_queries<T, kTileM, kD, kThreads, kRich>(smem.q[buffer], p, TESSERA_Q, sequence, head,
+                                                   query0, p.dqk);
+      const int64_t at = statistics_at(p, sequence, head) + query0;
+      for (int i = threadIdx.x; i < kTileM; i += kThreads) {
+        const bool exists = query0 + i < sequence.q.length;
+        copy_async<4>(&smem.lse2[buffer][i], args.b.lse2 + at + (exists ? i : 0), exists ? 4 : 0);
+        copy_async<4>(&smem.delta[buffer][i], args.b.delta + at + (exists ? i : 0), exists ? 4 : 0);
+      }
+      commit_copies();
+    };
+    const auto load_grad_o = [&](int step) {
+      load_queries<T, kTileM, kD, kThreads, kRich>(smem.grad_o, p, TESSERA_DO, sequence,
+                                                   head_of(step), query_of(step), p.dv);
+      commit_copies();
+    };
+
+    if (total > 0) {
+      const int head0 = kv_head * p.group;
+      KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, p.group);
+      KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, p.group);
+      load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
+      load_keys<T, kTileN, kD, kThreads, kRich>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
+      load_q(0, 0);
+      load_grad_o(0);
+    }
+    int buffer = 0;
+    for (int step = 0; step < total; ++step) {
+      const bool more = step + 1 < total;
+      const int head = head_of(step), query0 = query_of(step);
+      wait_for_copies<0>();
+      __syncthreads();  // Q(j) and dO(j) are there, and Q(j - 1) has been used
+      if (Storage::kBuffers == 2 && more) load_q(step + 1, buffer ^ 1);
+
+      // S^T = K Q^T, dP^T = V dO^T
+      float s[kRowTiles][kTileM / 2], dp[kRowTiles][kTileM / 2];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int e = 0; e < kTileM / 2; ++e) s[r][e] = dp[r][e] = 0;
+      }
+      multiply_nt<T, kRowTiles, kTileM, kD>(s, smem.k, warp_row, smem.q[buffer], p.dqk);
+      if (makes_dk) multiply_nt<T, kRowTiles, kTileM, kD>(dp, smem.v, warp_row, smem.grad_o, p.dv);
+
+      // P, dS
+      const KeyInterval clean = keys_of_all_rows(sequence.band, query0, query0 + kTileM);
+      const auto row = [&](int column) {
+        const int i = lane_minor() + column / 2 * 8 + column % 2;
+        return RowStatistics{smem.lse2[buffer][i], smem.delta[buffer][i]};
+      };
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        float slope[2] = {};
+        score_gradient<T, kTileM, Major::kKeys, kRich, false>(
+            s[r], dp[r], p, sequence, TileRows{query0, head, 1}, key0 + warp_row + 16 * r, 0,
+            key0 >= clean.lo && key0 + kTileN <= clean.hi, row, slope);
+      }
+
+      // dV += P^T dO
+      if constexpr (kBoth) {
+        multiply_nn<T, kRowTiles, kOut, kTileM, kD>(dv, s, smem.grad_o, 0, p.dv);
+      } else if (makes_dv) {
+        multiply_nn<T, kRowTiles, kOut, kTileM, kD>(dk, s, smem.grad_o, first, p.dv);
+      }
+      __syncthreads();  // dO's buffer is free
+      if (more) load_grad_o(step + 1);
+
+      // dK += dS^T Q
+      if (makes_dk) {
+        multiply_nn<T, kRowTiles, kOut, kTileM, kD>(dk, dp, smem.q[buffer], first, p.dqk);
+      }
+      if constexpr (Storage::kBuffers == 2) {
+        buffer ^= 1;
+      } else if (more) {
+        __syncthreads();  // Q's only buffer is free
+        load_q(step + 1, 0);
+      }
+    }
+    used = paged && next_use(p, args.pool, page, cursor, use);
+    use.key0 += page_row;
+    if (used) __syncthreads();  // all buffers are free
+  }
+
+  // ---- epilogue ----
+  const Rows owner = paged ? Rows{} : rows_of<SideOfKeys>(p, use.n);
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = warp_row + 16 * r + 8 * half + lane_major();
+      const auto store = [&](int tensor, const auto& c, float factor, int width, int pages) {
+        const View& out = p.tensor[tensor];
+        const int row = paged ? page_row + i : use.key0 + i;
+        const bool mine = paged ? row < p.page_size && page < pages
+                                : row >= owner.owned_lo && row < owner.owned_hi;
+        if (!out.data || !mine) return;
+        const int64_t at = paged ? offset_of(out, page, row, kv_head, first)
+                                 : offset_of(out, owner.batch, owner.first + row, kv_head, first);
+        store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, c, half, factor,
+                           width - first);
+      };
+      if (makes_dk && args.outputs & kDk) store(TESSERA_DK, dk[r], p.softmax_scale, p.dqk, p.pages_k);
+      if (makes_dv && args.outputs & kDv) {
+        if constexpr (kBoth) {
+          store(TESSERA_DV, dv[r], p.dropout_scale, p.dv, p.pages_v);
+        } else {
+          store(TESSERA_DV, dk[r], p.dropout_scale, p.dv, p.pages_v);
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+Kernel make_backward_dkdv(int dtype) {
+  constexpr int kOut = output_columns(kBucket);
+  return {Pass::backward_dkdv, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+          sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep>),
+          reinterpret_cast<const void*>(
+              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>)};
+}
+
+}  // namespace tessera::cuda::sm80

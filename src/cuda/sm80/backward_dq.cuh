@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// dQ: one half of the backward pass on mma.sync, without atomics and so reproducible bit for bit.
+//
+//     S = Q K^T      dP = dO V^T      P = 2^(x(S) - lse2)      dS = P (dP - delta)      dQ = dS K scale
+//
+// A CTA owns a tile of queries of one head; q and do stay in shared memory, k and v pass by. K has two
+// buffers (it is needed until the end of a step), V one:
+//
+//     copies    K(j+1) ............ V(j+1) ...........
+//     warps     wait | S(j), dP(j) | meet | dS | dQ += dS K(j) | wait ...
+#pragma once
+
+#include "cuda/sm80/gradient.cuh"
+#include "cuda/sm80/kernels.h"
+
+namespace tessera::cuda::sm80 {
+
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileN>
+struct DqStorage {
+  static constexpr int kTileM = 16 * kRowTiles * kWarps;
+  static constexpr int kBuffers = sizeof(T) == 4 && kD > 256 ? 1 : 2;  // 163 KB of an sm80
+  T q[kTileM * kSmemStride<T, kD>];
+  T grad_o[kTileM * kSmemStride<T, kD>];
+  T k[kBuffers][kTileN * kSmemStride<T, kD>];
+  T v[kTileN * kSmemStride<T, kD>];
+};
+
+template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileN, bool kRich>
+__global__ void __launch_bounds__(32 * kWarps)
+    backward_dq_kernel(const __grid_constant__ DqArgs args) {
+  using Storage = DqStorage<T, kD, kRowTiles, kWarps, kTileN>;
+  constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
+  extern __shared__ __align__(16) char shared[];
+  Storage& smem = *reinterpret_cast<Storage*>(shared);
+  const Params& p = args.b.params;
+
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
+  const Sequence sequence = sequence_of(p, tile.n);
+  if (tile.begin >= sequence.q.owned_hi) return;
+  const int head = blockIdx.y, first = blockIdx.z * kOut;
+  const Interval visible = sequence.band.keys(tile.begin, tile.begin + kTileM);
+  const int key_begin = static_cast<int>(visible.lo) / kTileN * kTileN;
+  const int key_end = visible.empty() ? key_begin : static_cast<int>(visible.hi);
+  const KeyInterval clean = keys_of_all_rows(sequence.band, tile.begin, tile.begin + kTileM);
+
+  KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
+  KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
+  const auto load_k = [&](int key0, int buffer) {
+    load_keys<T, kTileN, kD, kThreads, kRich>(smem.k[buffer], k_rows, key0, p.dqk,
+                                              p.tensor[TESSERA_K]);
+    commit_copies();
+  };
+  const auto load_v = [&](int key0) {
+    load_keys<T, kTileN, kD, kThreads, kRich>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
+    commit_copies();
+  };
+
+  // ---- the rows of this thread ----
+  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  const int64_t statistics = statistics_at(p, sequence, head);
+  RowStatistics rows[kRowTiles][2];
+  float slope[kRowTiles][2];
+  float dq[kRowTiles][kOut / 2];
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = tile.begin + warp_row + 16 * r + 8 * half + lane_major();
+      rows[r][half] = statistics_of(args.b, sequence, statistics, query);
+      slope[r][half] = 0;
+    }
+#pragma unroll
+    for (int e = 0; e < kOut / 2; ++e) dq[r][e] = 0;
+  }
+
+  // ---- the loop over keys ----
+  const TileRows tile_rows{tile.begin, head, 1};
+  int key0 = key_begin + (key_end - 1 - key_begin) / kTileN * kTileN, buffer = 0;
+  if (key_begin < key_end) {
+    load_tile<T, kTileM, kD, kThreads>(
+        smem.q, query_rows(p, TESSERA_Q, sequence, head, tile.begin, 1, kTileM), p.dqk,
+        p.tensor[TESSERA_Q]);
+    load_tile<T, kTileM, kD, kThreads>(
+        smem.grad_o, query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kTileM), p.dv,
+        p.tensor[TESSERA_DO]);
+    load_k(key0, 0);
+    load_v(key0);
+  }
+  for (; key_begin < key_end && key0 >= key_begin; key0 -= kTileN) {
+    const bool more = key0 > key_begin;
+    wait_for_copies<0>();
+    __syncthreads();  // K(j) and V(j) are there, and K(j - 1) has been used
+    if (Storage::kBuffers == 2 && more) load_k(key0 - kTileN, buffer ^ 1);
+
+    // S = Q K^T, dP = dO V^T
+    float s[kRowTiles][kTileN / 2], dp[kRowTiles][kTileN / 2];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int e = 0; e < kTileN / 2; ++e) s[r][e] = dp[r][e] = 0;
+    }
+    multiply_nt<T, kRowTiles, kTileN, kD>(s, smem.q, warp_row, smem.k[buffer], p.dqk);
+    multiply_nt<T, kRowTiles, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
+    __syncthreads();  // V's buffer is free
+    if (more) load_v(key0 - kTileN);
+
+    // dS = P (dP - delta)
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      score_gradient<T, kTileN, Major::kQueries, kRich, false>(
+          s[r], dp[r], p, sequence, tile_rows, warp_row + 16 * r, key0,
+          key0 >= clean.lo && key0 + kTileN <= clean.hi, [&](int half) { return rows[r][half]; },
+          slope[r]);
+    }
+
+    // dQ += dS K
+    multiply_nn<T, kRowTiles, kOut, kTileN, kD>(dq, dp, smem.k[buffer], first, p.dqk);
+    if constexpr (Storage::kBuffers == 2) {
+      buffer ^= 1;
+    } else if (more) {
+      __syncthreads();  // K's only buffer is free
+      load_k(key0 - kTileN, 0);
+    }
+  }
+
+  // ---- epilogue ----
+  const View& out = p.tensor[TESSERA_DQ];
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = tile.begin + warp_row + 16 * r + 8 * half + lane_major();
+      float row_slope = slope[r][half];
+      row_slope += __shfl_xor_sync(~0u, row_slope, 1);
+      row_slope += __shfl_xor_sync(~0u, row_slope, 2);
+      if (query < sequence.q.owned_lo || query >= sequence.q.owned_hi) continue;
+      if (args.b.slope_rows && blockIdx.z == 0 && threadIdx.x % 4 == 0) {
+        args.b.slope_rows[statistics + query] = row_slope;
+      }
+      if (!out.data) continue;
+      const int64_t at = offset_of(out, sequence.q.batch, sequence.q.first + query, head, first);
+      store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, dq[r], half, p.softmax_scale,
+                         p.dqk - first);
+    }
+  }
+}
+
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+Kernel make_backward_dq(int dtype) {
+  constexpr int kOut = output_columns(kBucket);
+  return {Pass::backward_dq, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+          sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
+          reinterpret_cast<const void*>(
+              &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>)};
+}
+
+}  // namespace tessera::cuda::sm80

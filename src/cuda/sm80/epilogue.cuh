@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What leaves the registers: rows of results, and the values of one row that the kernels share.
+#pragma once
+
+#include "cuda/sm80/load.cuh"
+
+namespace tessera::cuda::sm80 {
+
+__device__ inline bool has_sink(const Params& p) {
+  return p.tensor[TESSERA_SINK].data || (p.flags & TESSERA_SINK_OFF_BY_ONE);
+}
+__device__ inline float sink_of(const Params& p, int head) {
+  const View& sink = p.tensor[TESSERA_SINK];
+  return sink.data ? load_float(sink.data, head * sink.stride[0], sink.dtype) : 0.f;
+}
+
+// Columns [0, width) of a thread's share of row `half`, times factor, to element `at` on of base, in the
+// type T or fp32. vector_bytes: what divides the row's address.
+template <typename T, int kN>
+__device__ __forceinline__ void store_row(void* base, int64_t at, int dtype, int vector_bytes,
+                                          const float (&c)[kN / 2], int half, float factor,
+                                          int width) {
+  const bool fp32 = sizeof(T) == 4 || dtype == TESSERA_FP32;
+  const bool pairs = vector_bytes >= (fp32 ? 8 : 4);
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const int column = 8 * i + lane_minor();
+    const float low = c[4 * i + 2 * half] * factor, high = c[4 * i + 2 * half + 1] * factor;
+    if (pairs && column + 1 < width) {
+      if (fp32) {
+        *reinterpret_cast<float2*>(static_cast<float*>(base) + at + column) = {low, high};
+      } else if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint32_t*>(static_cast<T*>(base) + at + column) = pack<T>(low, high);
+      }
+    } else {
+      if (column < width) store_float(base, at + column, dtype, low);
+      if (column + 1 < width) store_float(base, at + column + 1, dtype, high);
+    }
+  }
+}
+
+}  // namespace tessera::cuda::sm80

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward pass on mma.sync and cp.async.
+//
+//     S = Q K^T            x = pipeline(S), in units of log2         P = 2^(x - m)
+//     O = sum P V          m, l: running row maximum and sum         o = O / l,  lse = m ln 2 + log l
+//
+// A CTA owns a tile of queries of one head (or of `pack` heads that share keys, interleaved by rows) and
+// walks the keys that the band leaves, right to left: partial tiles come first. K and V have one
+// buffer each. V(j) arrives under S(j), K(j+1) under the softmax and P V:
+//
+//     copies    V(j) ........... K(j+1) ..........
+//     warps     wait K | S(j) | wait V | softmax | O += P V | wait K ...
+//
+// Each warp owns 16 x row_tiles rows from S to O; warps meet only at the two waits.
+#pragma once
+
+#include "cuda/sm80/args.h"
+#include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/kernels.h"
+
+namespace tessera::cuda::sm80 {
+
+template <typename T, int kD, int kDv, int kRowTiles, int kWarps, int kTileN>
+struct ForwardStorage {
+  static constexpr int kTileM = 16 * kRowTiles * kWarps;
+  T q[kTileM * kSmemStride<T, kD>];
+  T k[kTileN * kSmemStride<T, kD>];
+  T v[kTileN * kSmemStride<T, kDv>];
+};
+
+// Running softmax of the two rows (8 apart) that a thread shares with three others.
+struct SoftmaxRows {
+  float max[2] = {-kInfinity, -kInfinity};  // in the units of the scores
+  float sum[2] = {0, 0};                    // of this thread's columns
+
+  // s becomes 2^(scale (s - max)); returns in `rescale` what earlier sums and O are worth now.
+  template <int kN>
+  __device__ void update(float (&s)[kN / 2], float scale, float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float row_max = max[half];
+#pragma unroll
+      for (int i = 0; i < kN / 4; ++i) row_max = fmaxf(row_max, s[4 * (i / 2) + 2 * half + i % 2]);
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
+      const float offset = row_max == -kInfinity ? 0 : row_max * scale;
+      rescale[half] = exp2_approx(max[half] * scale - offset);
+      max[half] = row_max;
+      float row_sum = 0;
+#pragma unroll
+      for (int i = 0; i < kN / 4; ++i) {
+        float& value = s[4 * (i / 2) + 2 * half + i % 2];
+        value = exp2_approx(value * scale - offset);
+        row_sum += value;
+      }
+      sum[half] = sum[half] * rescale[half] + row_sum;
+    }
+  }
+
+  __device__ float total(int half) const {
+    float row_sum = sum[half];
+    row_sum += __shfl_xor_sync(~0u, row_sum, 1);
+    return row_sum + __shfl_xor_sync(~0u, row_sum, 2);
+  }
+};
+
+__device__ inline void atomic_max(float* address, float value) {
+  if (value >= 0) {
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+  } else {
+    atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
+  }
+}
+
+// The greatest logit of a row, combined over the warp where its rows are of one head.
+__device__ inline void report_max_logit(const View& max_logit, int pack, int head, float value) {
+  if (pack == 1) {
+#pragma unroll
+    for (int lane = 4; lane < 32; lane *= 2) {
+      value = fmaxf(value, __shfl_xor_sync(~0u, value, lane));
+    }
+  }
+  if (threadIdx.x % (pack == 1 ? 32 : 4) == 0 && value > -kInfinity) {
+    atomic_max(static_cast<float*>(max_logit.data) + head * max_logit.stride[0], value);
+  }
+}
+
+// Dropped probabilities become 0; what is kept is scaled in the epilogue. Not with packed heads.
+template <int kN>
+__device__ __forceinline__ void drop(float (&s)[kN / 2], const Params& p, int n, int head,
+                                     int query0, int key0) {
+  uint32_t kept[(kN + 63) / 64];
+  dropout_bits<kN, Major::kQueries>(dropout_of(p), static_cast<uint32_t>(n) * p.hq + head, query0, key0,
+                                    kept);
+#pragma unroll
+  for (int e = 0; e < kN / 2; ++e) s[e] = kept[e / 32] >> (e % 32) & 1 ? s[e] : 0.f;
+}
+
+template <typename T, int kD, int kDv, int kRowTiles, int kWarps, int kTileN, bool kRich>
+__global__ void __launch_bounds__(32 * kWarps)
+    forward_kernel(const __grid_constant__ ForwardArgs args) {
+  using Storage = ForwardStorage<T, kD, kDv, kRowTiles, kWarps, kTileN>;
+  constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
+  extern __shared__ __align__(16) char shared[];
+  Storage& smem = *reinterpret_cast<Storage*>(shared);
+  const Params& p = args.params;
+
+  // ---- which queries, which keys ----
+  const int queries = kTileM / args.pack;  // of a tile
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, queries);
+  const Sequence sequence = sequence_of(p, tile.n);
+  if (tile.begin >= sequence.q.owned_hi) return;
+  const int head0 = blockIdx.y * args.pack;
+  const int dv_first = blockIdx.z % args.dv_pieces * kDv, split = blockIdx.z / args.dv_pieces;
+  const int dv_here = min(p.dv - dv_first, kDv);
+
+  const Interval visible = sequence.band.keys(tile.begin, tile.begin + queries);
+  int key_begin = static_cast<int>(visible.lo) / kTileN * kTileN;
+  int key_end = visible.empty() ? key_begin : static_cast<int>(visible.hi);
+  if (args.splits > 1) {
+    const int steps = (key_end - key_begin + kTileN - 1) / kTileN;
+    const int steps_a_split = (steps + args.splits - 1) / args.splits;
+    key_begin += split * steps_a_split * kTileN;
+    key_end = min(key_end, key_begin + steps_a_split * kTileN);
+  }
+
+  const QueryRows q_rows =
+      query_rows(p, TESSERA_Q, sequence, head0, tile.begin, args.pack, queries * args.pack);
+  KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, args.pack);
+  KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, args.pack);
+  const int v_element = element_bytes(p.tensor[TESSERA_V].dtype);
+  v_rows.base += dv_first * v_element;
+  const auto load_k = [&](int key0) {
+    load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
+    commit_copies();
+  };
+  const auto load_v = [&](int key0) {
+    load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, v_rows, key0, dv_here,
+                                               p.tensor[TESSERA_V]);
+    commit_copies();
+  };
+
+  // ---- the rows of this thread ----
+  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  const TileRows rows{tile.begin, head0, args.pack};
+  const auto row_of = [&](int r, int half) { return warp_row + 16 * r + 8 * half + lane_major(); };
+  const KeyInterval clean_keys = keys_of_all_rows(sequence.band, tile.begin, tile.begin + queries);
+
+  SoftmaxRows softmax[kRowTiles];
+  float o[kRowTiles][kDv / 2];
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int e = 0; e < kDv / 2; ++e) o[r][e] = 0;
+  }
+
+  // ---- the loop over keys ----
+  const float scale = kRich ? 1.f : log2_scale(p);
+  int key0 = key_begin + (key_end - 1 - key_begin) / kTileN * kTileN;
+  if (key_begin < key_end) {
+    load_tile<T, kTileM, kD, kThreads>(smem.q, q_rows, p.dqk, p.tensor[TESSERA_Q]);
+    load_k(key0);
+  }
+  for (; key_begin < key_end && key0 >= key_begin; key0 -= kTileN) {
+    wait_for_copies<0>();
+    __syncthreads();  // K(j) is there, and V's buffer is free
+    load_v(key0);
+
+    // S = Q K^T
+    float s[kRowTiles][kTileN / 2];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int e = 0; e < kTileN / 2; ++e) s[r][e] = 0;
+    }
+    multiply_nt<T, kRowTiles, kTileN, kD>(s, smem.q, warp_row, smem.k, p.dqk);
+
+    wait_for_copies<0>();
+    __syncthreads();  // V(j) is there, and K's buffer is free
+    if (key0 > key_begin) load_k(key0 - kTileN);
+
+    // P = 2^(x - m)
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      const int row0 = warp_row + 16 * r;
+      const bool clean = key0 >= clean_keys.lo && key0 + kTileN <= clean_keys.hi;
+      if constexpr (kRich) {
+        shape_scores<T, kTileN, Major::kQueries>(s[r], nullptr, p, sequence, rows, row0, key0, clean);
+      } else if (!clean) {
+        apply_band<kTileN, Major::kQueries>(s[r], sequence.band, rows, row0, key0);
+      }
+      float rescale[2];
+      softmax[r].template update<kTileN>(s[r], scale, rescale);
+#pragma unroll
+      for (int e = 0; e < kDv / 2; ++e) o[r][e] *= rescale[e / 2 % 2];
+      if constexpr (kRich) {
+        if (p.flags & TESSERA_DROPOUT) {
+          drop<kTileN>(s[r], p, tile.n, head0, tile.begin + row0, key0);
+        }
+      }
+    }
+
+    // O += P V
+    multiply_nn<T, kRowTiles, kDv, kTileN, kDv>(o, s, smem.v, 0, dv_here);
+  }
+
+  // ---- epilogue ----
+  const View& v_scales = p.tensor[TESSERA_V_SCALE];
+  const float v_scale =
+      kRich && v_scales.data
+          ? load_float(v_scales.data, offset_of(v_scales, tile.n, head0 / p.group), TESSERA_FP32)
+          : 1.f;
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_of(r, half), query = rows.query(row), head = rows.head(row);
+      const bool mine = row < queries * args.pack && query >= sequence.q.owned_lo &&
+                        query < sequence.q.owned_hi;
+      float sum = softmax[r].total(half), max = softmax[r].max[half] * scale;
+      if (p.tensor[TESSERA_MAX_LOGIT].data && dv_first == 0) {
+        const bool real = mine && query >= 0 && query < sequence.q.length;
+        report_max_logit(p.tensor[TESSERA_MAX_LOGIT], args.pack, head,
+                         real ? max * kLn2 : -kInfinity);
+      }
+      float factor = p.dropout_scale * v_scale;
+      if (max == -kInfinity) max = 0;
+      if (split == 0 && has_sink(p) && query >= 0 && query < sequence.q.length) {
+        const float sink = sink_of(p, head) * kLog2e;
+        const float with_sink = sum == 0 ? sink : fmaxf(max, sink);
+        const float rescale = sum == 0 ? 0 : exp2_approx(max - with_sink);
+        sum = sum * rescale + exp2_approx(sink - with_sink);
+        factor *= rescale;
+        max = with_sink;
+      }
+      factor = sum == 0 ? 0 : factor / sum;
+      if (!mine) continue;
+      const float lse = sum == 0 ? -kInfinity : max * kLn2 + logf(sum);
+      const int64_t stored = sequence.q.first + query;
+      if (args.splits == 1) {
+        const View& out = p.tensor[TESSERA_O];
+        const int64_t at = offset_of(out, sequence.q.batch, stored, head, dv_first);
+        store_row<T, kDv>(out.data, at, out.dtype, out.vector_bytes, o[r], half, factor, dv_here);
+        const View& lse_view = p.tensor[TESSERA_LSE];
+        if (lse_view.data && dv_first == 0 && threadIdx.x % 4 == 0) {
+          static_cast<float*>(
+              lse_view.data)[offset_of(lse_view, sequence.q.batch, head, stored)] = lse;
+        }
+      } else {
+        const int64_t at = ((split * args.rows + int64_t{sequence.q.batch} * p.sq + stored) * p.hq) + head;
+        if (lse != -kInfinity) {
+          store_row<T, kDv>(args.partial_o, at * p.dv + dv_first, TESSERA_FP32, p.dv % 2 == 0 ? 8 : 4,
+                         o[r], half, factor, dv_here);
+        }
+        if (dv_first == 0 && threadIdx.x % 4 == 0) args.partial_lse[at] = lse;
+      }
+    }
+  }
+}
+
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+Kernel make_forward(int dtype) {
+  constexpr int kDv = output_columns(kBucket);
+  return {Pass::forward, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+          sizeof(ForwardStorage<T, kBucket, kDv, kRowTiles, kWarps, kStep>),
+          reinterpret_cast<const void*>(
+              &forward_kernel<T, kBucket, kDv, kRowTiles, kWarps, kStep, kRich>)};
+}
+
+}  // namespace tessera::cuda::sm80

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// The score pipeline backwards, for one fragment: from raw scores and dP = dO V^T to P and dS.
+//
+//     P = 2^(x - lse2)      P~ = P keep      dX = P (dP keep * dropout_scale - delta)
+//     dS = dX * softcap'    (softmax_scale is applied to dQ, dK and a pre-scale dbias as they leave)
+#pragma once
+
+#include "cuda/sm80/args.h"
+#include "cuda/sm80/epilogue.cuh"
+
+namespace tessera::cuda::sm80 {
+
+// What the gradient needs of one query.
+struct RowStatistics {
+  float lse2, delta;
+};
+
+// Where the statistics of a head of a sequence begin; index by row.
+__device__ inline int64_t statistics_at(const Params& p, const Sequence& sequence, int head) {
+  return (int64_t{sequence.q.batch} * p.hq + head) * p.sq + sequence.q.first;
+}
+
+__device__ inline RowStatistics statistics_of(const BackwardArgs& b, const Sequence& sequence,
+                                              int64_t at, int query) {
+  if (query < 0 || query >= sequence.q.length) return {0, 0};
+  return {b.lse2[at + query], b.delta[at + query]};
+}
+
+// s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack = 1.
+// statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4 for S^T.
+// slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides nothing here.
+template <typename T, int kN, Major kMajor, bool kRich, bool kOfLogit, typename Statistics>
+__device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[kN / 2],
+                                               const Params& p, const Sequence& sequence,
+                                               const TileRows& rows, int major0, int minor0,
+                                               bool clean, const Statistics& statistics,
+                                               float (&slope)[2]) {
+  const auto row_of = [&](int e) {
+    return statistics(kMajor == Major::kQueries ? e / 2 % 2 : e / 4 * 2 + e % 2);
+  };
+  if constexpr (!kRich) {
+    if (!clean) apply_band<kN, kMajor>(s, sequence.band, rows, major0, minor0);
+    const float scale = log2_scale(p);
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e) {
+      const RowStatistics row = row_of(e);
+      s[e] = exp2_approx(s[e] * scale - row.lse2);
+      dp[e] = s[e] * (dp[e] - row.delta);
+    }
+  } else {
+    float cap_slope[kN / 2];
+    shape_scores<T, kN, kMajor>(s, &cap_slope, p, sequence, rows, major0, minor0, clean);
+    uint32_t kept[(kN + 63) / 64];
+    if (p.flags & TESSERA_DROPOUT) {
+      const int row0 = rows.origin + (kMajor == Major::kQueries ? major0 : minor0);
+      dropout_bits<kN, kMajor>(dropout_of(p),
+                               static_cast<uint32_t>(sequence.n) * p.hq + rows.head0,
+                               kMajor == Major::kQueries ? row0 : major0,
+                               kMajor == Major::kQueries ? minor0 : row0, kept);
+    } else {
+#pragma unroll
+      for (uint32_t& word : kept) word = ~0u;
+    }
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e) {
+      const RowStatistics row = row_of(e);
+      const bool keep = kept[e / 32] >> (e % 32) & 1;
+      const float probability = exp2_approx(s[e] - row.lse2);
+      const float gradient = keep ? dp[e] * p.dropout_scale : 0.f;
+      dp[e] = s[e] == -kInfinity ? 0.f : probability * (gradient - row.delta);
+      s[e] = keep ? probability : 0.f;
+    }
+    if (kMajor == Major::kQueries && p.tensor[TESSERA_ALIBI_SLOPES].data) {
+      for_each_score<kN, kMajor>(
+          major0, minor0, [](int) { return 0; }, [&](int e, int row, int key, int) {
+            slope[e / 2 % 2] -= dp[e] * alibi_distance(sequence, rows.query(row), key);
+          });
+    }
+    if (!kOfLogit && (p.flags & TESSERA_SOFTCAP)) {
+#pragma unroll
+      for (int e = 0; e < kN / 2; ++e) dp[e] *= cap_slope[e];
+    }
+  }
+}
+
+}  // namespace tessera::cuda::sm80

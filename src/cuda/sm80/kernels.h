@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// The built kernels: one row for each line of tiles.def and each element type of its size.
+#pragma once
+
+#include <span>
+
+#include "cuda/sm80/tiles.h"
+
+namespace tessera::cuda::sm80 {
+
+enum class Pass { forward, backward_dq, backward_dkdv, backward_dbias };
+
+struct Kernel {
+  Pass pass;
+  bool rich;    // understands every feature; lean: scale and band, aligned rows
+  int dtype;    // of q
+  int bucket;   // head dims up to this
+  Tile tile;
+  int shared_bytes;
+  const void* function;
+};
+
+// In the table's order, buckets ascending.
+std::span<const Kernel> kernels();
+
+}  // namespace tessera::cuda::sm80

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the sm80 room runs a problem: which kernels, cut how, with what workspace.
+#pragma once
+
+#include <memory>
+
+#include "core/backend.h"
+#include "cuda/common/launch.h"
+#include "cuda/sm80/kernels.h"
+
+namespace tessera::cuda::sm80 {
+
+// The first kernel of the table that holds the head dims and fits in the device's shared memory a CTA;
+// lean falls back to rich where the table has no lean row. Null: none.
+const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes);
+
+// Allows the kernel its shared memory on the current device; refuses null.
+Status prepare(const Kernel* kernel);
+
+// Queues a kernel whose only argument is *args.
+Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream);
+
+Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device);
+Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device);
+
+}  // namespace tessera::cuda::sm80

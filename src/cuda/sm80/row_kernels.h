@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// The small kernels around the backward pass: one value a row before it, sums over rows after it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/status.h"
+#include "cuda/sm80/args.h"
+
+namespace tessera::cuda::sm80 {
+
+// lse2 and delta of every row and head.
+Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream);
+
+// dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows; each if asked.
+Status launch_row_sums(const BackwardArgs& args, cudaStream_t stream);
+
+}  // namespace tessera::cuda::sm80

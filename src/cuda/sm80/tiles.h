@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shape of a kernel's CTA; tiles.def lists them.
+#pragma once
+
+namespace tessera::cuda::sm80 {
+
+// `warps` warps of 16 x row_tiles rows each on the resident side, the other side in steps of `step`.
+struct Tile {
+  int row_tiles, warps, step;
+
+  constexpr int rows() const { return 16 * row_tiles * warps; }
+  constexpr int threads() const { return 32 * warps; }
+};
+
+// Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
+constexpr int output_columns(int bucket) { return bucket <= 256 ? bucket : 192; }
+
+}  // namespace tessera::cuda::sm80
