@@ -77,7 +77,6 @@ class PlanCache {
   // refusal is a failed Status here; TESSERA_INVALID and failures of the device are not remembered.
   Result<std::shared_ptr<const Planned>> find(const Problem& problem, const Device& device);
 
-  BackendList backends() const { return backends_; }
   size_t problem_count() const;
   size_t plan_count() const;
 
