@@ -17,6 +17,8 @@ struct Comparison {
   bool ok() const { return failure.empty(); }
 };
 
+// Both limits also allow 2^-125: what lies below the smallest normal fp32 may be flushed to 0.
+//
 // o or a gradient, dense and in one order. max_terms: the largest sum of |terms| for gradients that
 // are sums over rows, heads or a broadcast axis, otherwise 0. dtype is the output's.
 //   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max_terms

@@ -119,6 +119,9 @@ struct CaseGeometry {
 // problem itself is legal is validate()'s to say.
 Result<Case> parse_case(std::string_view text);
 
+// The rules that join several keys; parse_case asks it.
+Status check_case(const Case& c);
+
 // The canonical line: parse_case(to_text(c)) == c.
 std::string to_text(const Case& c);
 

@@ -387,30 +387,4 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
   return out;
 }
 
-std::vector<double> load_dense(const Tensor& t, int rank, const void* data) {
-  std::vector<double> values;
-  values.reserve(element_count(t, rank));
-  int64_t extent[4], index[4];
-  for (int axis = 0; axis < 4; ++axis) extent[axis] = axis < rank ? t.extent[axis] : 1;
-  for (index[0] = 0; index[0] < extent[0]; ++index[0])
-    for (index[1] = 0; index[1] < extent[1]; ++index[1])
-      for (index[2] = 0; index[2] < extent[2]; ++index[2])
-        for (index[3] = 0; index[3] < extent[3]; ++index[3])
-          values.push_back(
-              load_element(data, offset_of(t, index[0], index[1], index[2], index[3]), t.dtype));
-  return values;
-}
-
-void store_dense(const Tensor& t, int rank, const std::vector<double>& values, void* data) {
-  size_t next = 0;
-  int64_t extent[4], index[4];
-  for (int axis = 0; axis < 4; ++axis) extent[axis] = axis < rank ? t.extent[axis] : 1;
-  for (index[0] = 0; index[0] < extent[0]; ++index[0])
-    for (index[1] = 0; index[1] < extent[1]; ++index[1])
-      for (index[2] = 0; index[2] < extent[2]; ++index[2])
-        for (index[3] = 0; index[3] < extent[3]; ++index[3])
-          store_element(data, offset_of(t, index[0], index[1], index[2], index[3]), t.dtype,
-                        values[next++]);
-}
-
 }  // namespace tessera::cpu
