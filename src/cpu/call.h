@@ -60,10 +60,10 @@ struct Call {
   Strided slopes;    // [b, hq]
 
   // Visibility beside the band.
-  Strided mask;       // [b, hq, sq, sk] bytes of 0 and 1
-  uint8_t mask_hides; // the byte that hides
-  bool mask_by_key;   // one row for all queries: hidden keys may hold anything, NaN included
-  Strided key_ranges; // [b, hq, row, 2 or 4] int32; the row of a packed buffer for thd
+  Strided mask;        // [b, hq, sq, sk] bytes of 0 and 1
+  uint8_t mask_hides;  // the byte that hides
+  bool mask_by_key;    // one row for all queries: hidden keys may hold anything, NaN included
+  Strided key_ranges;  // [b, hq, row, 2 or 4] int32; the row of a packed buffer for thd
   int key_range_columns;
   bool key_ranges_thd;
   Strided segments_q, segments_k;  // [batch axis of the side, row of the side] int32

@@ -4,14 +4,13 @@
 // A sequence of more than kSplitTokens queries is cut into tiles of queries; one of fewer (decode)
 // is packed over the heads of a group and cut along its keys, in chunks of a fixed size that are
 // merged in order. Which of the two depends on the sequence alone, and so do a row's bits.
-#include "cpu/forward_run.h"
-
 #include <algorithm>
 #include <bit>
 #include <limits>
 
 #include "core/sequence.h"
 #include "cpu/forward_args.h"
+#include "cpu/forward_run.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
 #include "cpu/tiles.h"
@@ -137,8 +136,8 @@ class TaskList {
                                         std::min(len_q - begin, tokens));
         const Band& band = sequence.band;
         const Interval top = band.row(begin), bottom = band.row(begin + task.count - 1);
-        const int64_t keys = std::max<int64_t>(top.hi - top.lo, 0) +
-                             std::max<int64_t>(bottom.hi - bottom.lo, 0);
+        const int64_t keys =
+            std::max<int64_t>(top.hi - top.lo, 0) + std::max<int64_t>(bottom.hi - bottom.lo, 0);
         emit_(task, task.count * task.heads * keys / 2 + 1);
       }
     }
@@ -148,32 +147,43 @@ class TaskList {
     return std::min(heads, call_.group - h % call_.group);
   }
 
+  // Chunk by chunk over all heads, whose keys are neighbours in most layouts.
   void split(const CallSequence& sequence) {
     const int64_t rows = sequence.band.len_q * call_.group;
     const Interval keys = sequence.band.keys(0, sequence.band.len_q);
     const int64_t first = keys.lo / layout_.chunk;
     const int64_t chunks = keys.empty() ? 0 : ceil_div(keys.hi, layout_.chunk) - first;
-    for (int64_t h = 0; h < call_.hq; h += call_.group) {
-      for (int64_t begin = 0; begin < rows; begin += layout_.tile_m) {
-        const int64_t count = std::min(rows - begin, layout_.tile_m);
-        ForwardTask task =
-            rows_of_task(ForwardTask::kSplit, sequence, h, call_.group, begin, count);
-        if (chunks <= 1) {
-          emit_(task, count * (keys.hi - keys.lo) + 1);
-          continue;
+    const int64_t base = next_partial_;
+    if (chunks > 1) next_partial_ += call_.hk * ceil_div(rows, layout_.tile_m) * chunks;
+    const auto each_tile = [&](auto body) {
+      int64_t index = 0;
+      for (int64_t h = 0; h < call_.hq; h += call_.group) {
+        for (int64_t begin = 0; begin < rows; begin += layout_.tile_m, ++index) {
+          body(rows_of_task(ForwardTask::kSplit, sequence, h, call_.group, begin,
+                            std::min(rows - begin, layout_.tile_m)),
+               index);
         }
-        ForwardTask merge = task;
-        merge.kind = ForwardTask::kMerge;
-        merge.partial = next_partial_, merge.partials = chunks;
-        for (int64_t c = 0; c < chunks; ++c) {
-          task.key_begin = (first + c) * layout_.chunk;
-          task.key_end = task.key_begin + layout_.chunk;
-          task.partial = next_partial_++;
-          emit_(task, count * layout_.chunk);
-        }
-        emit_(merge, 0);
       }
+    };
+    if (chunks <= 1) {
+      each_tile([&](const ForwardTask& task, int64_t) {
+        emit_(task, task.count * (keys.hi - keys.lo) + 1);
+      });
+      return;
     }
+    for (int64_t c = 0; c < chunks; ++c) {
+      each_tile([&](ForwardTask task, int64_t index) {
+        task.key_begin = (first + c) * layout_.chunk;
+        task.key_end = task.key_begin + layout_.chunk;
+        task.partial = base + index * chunks + c;
+        emit_(task, task.count * layout_.chunk);
+      });
+    }
+    each_tile([&](ForwardTask task, int64_t index) {
+      task.kind = ForwardTask::kMerge;
+      task.partial = base + index * chunks, task.partials = chunks;
+      emit_(task, 0);
+    });
   }
 
   static ForwardTask rows_of_task(ForwardTask::Kind kind, const CallSequence& sequence,
@@ -211,7 +221,7 @@ int bucket_of(int64_t cost) {
 struct Order {
   int64_t parallel;  // tasks before the merges
   int64_t tasks;
-  int64_t cost;      // scores of all
+  int64_t cost;  // scores of all
 };
 
 Order fill_tasks(const Problem& problem, const Buffers& buffers, const Layout& layout,

@@ -22,6 +22,21 @@
 namespace tessera::cpu {
 namespace {
 
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// f(Constant<vectors>{}), for 1 or 2.
+template <typename S, typename F>
+TESSERA_INLINE void by_vectors(int vectors, F f) {
+  if constexpr (S::kNarrow) {
+    f(Constant<1>{});
+  } else {
+    vectors == 1 ? f(Constant<1>{}) : f(Constant<2>{});
+  }
+}
+
 // ---- state of a strip over the blocks ----
 
 template <typename S>
@@ -46,9 +61,9 @@ struct ForwardScratch {
   alignas(64) uint32_t keep[Tile<S>::kBlock / 32][Tile<S>::kStrip];
   alignas(64) float maximum[Tile<S>::kStrip];
   alignas(64) float alpha[Tile<S>::kStrip];
-  float* scores;       // [kBlock + 8][strip]: S^T, then P^T
-  uint32_t* p_pairs;   // [kBlock / 2 + 4][strip]
-  float* state;        // m, l, O^T of all strips
+  float* scores;      // [kBlock + 8][strip]: S^T, then P^T
+  uint32_t* p_pairs;  // [kBlock / 2 + 4][strip]
+  float* state;       // m, l, O^T of all strips
   Strip<S>* strips;
 };
 
@@ -72,7 +87,7 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   auto* scratch = arena.take<ForwardScratch<S>>(1);
   auto* table = arena.take<Strip<S>>(strips);
   char* zeros = arena.take<char>(longest * 4);
-  const int64_t k_stride = round_up(shape.dqk, S::kLanes);
+  const int64_t k_stride = round_up(shape.dqk, 16);  // whole vectors of any level
   const int64_t v_stride = round_up(shape.dv, 16);
   float* k = arena.take<float>(shape.convert_k ? kBlock * k_stride : 0);
   float* v = arena.take<float>(shape.convert_v && !shape.bf16 ? kBlock * v_stride : 0);
@@ -97,7 +112,8 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
 // Bytes of scratch of one worker.
 template <typename S>
 int64_t forward_scratch_bytes(const ForwardShape& shape) {
-  return lay_out<S>(shape, nullptr, nullptr);
+  return larger(lay_out<S>(shape, nullptr, nullptr),
+                lay_out<typename S::Narrow>(shape, nullptr, nullptr));
 }
 
 template <typename S>
@@ -115,8 +131,8 @@ void place_state(const ForwardShape& shape, int strip, float* state, Strip<S>& t
 
 // ---- softmax of one strip over one block ----
 
-// P^T = exp2(c S^T - m') in place, or as pairs of bf16 for kPairs; m, l and alpha follow. Sums go to
-// four partial sums by key index, so that how the block is trimmed changes no bit.
+// P^T = exp2(c S^T - m') in place, or as pairs of bf16 for kPairs; m, l and alpha follow. Sums go
+// to four partial sums by key index, so that how the block is trimmed changes no bit.
 template <typename S, int N, bool kPairs, bool kDrop>
 __attribute__((noinline)) void exponentiate(float c, int first, int last,
                                             const uint32_t (*keep)[Tile<S>::kStrip],
@@ -170,18 +186,39 @@ __attribute__((noinline)) void exponentiate(float c, int first, int last,
   }
 }
 
-// O^T = alpha O^T + V^T P^T over all head dims.
+// S^T of a strip and a block, from `first` to `last`.
+template <typename S, typename Product, int N>
+void multiply(const Call& call, const Block<S>& block, const float* q_t, bool maximum, int first,
+              int last, ForwardScratch<S>& scratch) {
+  auto* kernel = maximum ? multiply_keys<S, Product, N, true> : multiply_keys<S, Product, N, false>;
+  kernel(block.k_rows, block.next_k_rows, reinterpret_cast<const typename Product::Word*>(q_t),
+         call.dqk, first, last, scratch.scores, scratch.maximum);
+}
+
+// O^T = alpha O^T + V^T P^T over all head dims. Scratch has whole groups of 16 of them.
 template <typename S, int N>
 void accumulate(const Block<S>& block, int64_t dv, const float* p, int first, int last,
                 const float* alpha, float* o_t) {
+  constexpr int kRows = S::kNarrow ? 16 : S::kRows;
+  const ValueRows values{block.v_rows};
+  const auto rows_from = [&](int64_t d, auto rows) {
+    accumulate_values<S, Fp32Product<S>, rows.value, N>(values, block.next_v_rows, d, p, first,
+                                                        last, alpha, o_t);
+  };
   int64_t d = 0;
-  for (; d + S::kRows <= dv; d += S::kRows) {
-    accumulate_values<S, S::kRows, N>(block.v_rows, d, p, first, last, alpha, o_t);
+  for (; d + kRows <= dv; d += kRows) rows_from(d, Constant<kRows>{});
+  for (; d + 4 <= dv; d += 4) rows_from(d, Constant<4>{});
+  for (; d < dv; ++d) rows_from(d, Constant<1>{});
+}
+template <typename S, int N>
+void accumulate_pairs(const Block<S>& block, int64_t dv, const uint32_t* p, int first, int last,
+                      const float* alpha, float* o_t) {
+  constexpr int kRows = S::kNarrow ? 16 : S::kRows;
+  const ValuePairs values{block.v_pairs, block.v_stride};
+  for (int64_t d = 0; d < dv; d += kRows) {
+    accumulate_values<S, Bf16Product<S>, kRows, N>(values, block.next_v_rows, d, p, first / 2,
+                                                   (last + 1) / 2, alpha, o_t);
   }
-  for (; d + 4 <= dv; d += 4) {
-    accumulate_values<S, 4, N>(block.v_rows, d, p, first, last, alpha, o_t);
-  }
-  for (; d < dv; ++d) accumulate_values<S, 1, N>(block.v_rows, d, p, first, last, alpha, o_t);
 }
 
 template <typename S, int N>
@@ -192,26 +229,21 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, ForwardScratc
   const Block<S>& block = scratch.block;
   const int first = visible.first, last = visible.last;
   const bool plain = call.raw && visible.full && (last - first) % S::kRows == 0;
-  const bool bf16 = S::kHasBf16Dot && args.shape.bf16;
 
   // S = Q K^T
-  if constexpr (S::kHasBf16Dot) {
-    if (bf16) {
-      const auto* q_t = reinterpret_cast<const uint32_t*>(strip.q_t);
-      (plain ? multiply_keys_bf16<S, N, true> : multiply_keys_bf16<S, N, false>)(
-          block.k_rows, q_t, call.dqk, first, last, scratch.scores, scratch.maximum);
+  if (args.shape.bf16) {
+    if constexpr (S::kHasBf16Dot) {
+      multiply<S, Bf16Product<S>, N>(call, block, strip.q_t, plain, first, last, scratch);
     }
-  }
-  if (!bf16) {
-    (plain ? multiply_keys<S, N, true> : multiply_keys<S, N, false>)(
-        block.k_rows, strip.q_t, call.dqk, first, last, scratch.scores, scratch.maximum);
+  } else {
+    multiply<S, Fp32Product<S>, N>(call, block, strip.q_t, plain, first, last, scratch);
   }
   if (!plain) {
     finish_scores<S, N>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
                         scratch.maximum, nullptr);
   }
 
-  // P = exp2(S - m), l += P
+  // P = exp2(S - m), l += P; O += P V
   const float c = call.raw ? call.scale_log2 : 1.0f;
   if (call.has_dropout) {
     fill_keep_bits<S, N>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
@@ -220,20 +252,16 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, ForwardScratc
     kernel(c, first, last, scratch.keep, scratch.maximum, scratch.scores, scratch.p_pairs, strip.m,
            strip.l, scratch.alpha);
   };
-
-  // O += P V
-  if constexpr (S::kHasBf16Dot) {
-    if (bf16) {
+  if (args.shape.bf16) {
+    if constexpr (S::kHasBf16Dot) {
       softmax(call.has_dropout ? exponentiate<S, N, true, true> : exponentiate<S, N, true, false>);
-      for (int64_t d = 0; d < call.dv; d += S::kRows) {
-        accumulate_values_bf16<S, S::kRows, N>(block.v_pairs, block.v_stride, d, scratch.p_pairs,
-                                               first, last, scratch.alpha, strip.o_t);
-      }
-      return;
+      accumulate_pairs<S, N>(block, call.dv, scratch.p_pairs, first, last, scratch.alpha,
+                             strip.o_t);
     }
+  } else {
+    softmax(call.has_dropout ? exponentiate<S, N, false, true> : exponentiate<S, N, false, false>);
+    accumulate<S, N>(block, call.dv, scratch.scores, first, last, scratch.alpha, strip.o_t);
   }
-  softmax(call.has_dropout ? exponentiate<S, N, false, true> : exponentiate<S, N, false, false>);
-  accumulate<S, N>(block, call.dv, scratch.scores, first, last, scratch.alpha, strip.o_t);
 }
 
 // ---- end of a strip ----
@@ -295,7 +323,8 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
     const bool real = lane < strip.rows.count;
     const int64_t head = strip.rows.head[lane];
     float m = strip.m[lane], l = strip.l[lane], shrink = 1.0f, sink = 0.0f;
-    if (real && call.max_logit.data) raise_max_logit(const_cast<char*>(at(call.max_logit, head)), m * kLn2);
+    if (real && call.max_logit.data)
+      raise_max_logit(const_cast<char*>(at(call.max_logit, head)), m * kLn2);
     const bool saw = m > -kInfinity;
     if (call.has_sink) {
       if (call.sink.data) sink = load_scalar<S>(at(call.sink, head), call.sink.dtype);
@@ -308,14 +337,18 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
     factor[lane] = empty || l == 0 ? 0.0f : call.dropout_scale * shrink / l;
     const float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
     if (real && call.lse.data) {
-      const char* to = at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]);
+      const char* to =
+          at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]);
       memcpy(const_cast<char*>(to), &lse, sizeof lse);
     }
   }
   switch (call.o.dtype) {
-    case TESSERA_FP32: return store_rows<S, N, float>(call, sequence, strip, factor);
-    case TESSERA_BF16: return store_rows<S, N, Bf16>(call, sequence, strip, factor);
-    default: return store_rows<S, N, Fp16>(call, sequence, strip, factor);
+    case TESSERA_FP32:
+      return store_rows<S, N, float>(call, sequence, strip, factor);
+    case TESSERA_BF16:
+      return store_rows<S, N, Bf16>(call, sequence, strip, factor);
+    default:
+      return store_rows<S, N, Fp16>(call, sequence, strip, factor);
   }
 }
 
@@ -362,8 +395,9 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
     const int64_t lanes = strip.rows.vectors * S::kLanes;
     memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 16) * lanes) * 4);
     if (strip.rows.key_end > 0) {
-      (strip.rows.vectors == 1 ? pack_queries<S, 1> : pack_queries<S, 2>)(
-          call, sequence, strip.rows, args.shape.bf16, strip.q_t);
+      by_vectors<S>(strip.rows.vectors, [&](auto n) {
+        pack_queries<S, n.value>(call, sequence, strip.rows, args.shape.bf16, strip.q_t);
+      });
     }
     begin = smaller(begin, strip.rows.key_begin), end = larger(end, strip.rows.key_end);
   }
@@ -378,17 +412,20 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
       if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
       if (!ready) {
         block.point_at_rows(call, sequence, kv_head);
+        if constexpr (S::kNarrow) block.point_ahead(call, sequence, kv_head);
         if (call.mask_by_key) block.forget_hidden_keys(call, sequence, task.head, task.heads);
         block.convert(call, sequence, args.shape, kv_head);
         ready = true;
       }
-      (strip.rows.vectors == 1 ? attend<S, 1> : attend<S, 2>)(args, sequence, scratch, strip);
+      by_vectors<S>(strip.rows.vectors,
+                    [&](auto n) { attend<S, n.value>(args, sequence, scratch, strip); });
     }
   }
   if (task.partial >= 0) return;
   for (int s = 0; s < count; ++s) {
     const Strip<S>& strip = scratch.strips[s];
-    (strip.rows.vectors == 1 ? finish_strip<S, 1> : finish_strip<S, 2>)(call, sequence, strip);
+    by_vectors<S>(strip.rows.vectors,
+                  [&](auto n) { finish_strip<S, n.value>(call, sequence, strip); });
   }
 }
 
@@ -426,7 +463,8 @@ void run_merge(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<
       place_state(args.shape, s, state_of(p), other);
       merge_strip(call.dv, strip.rows.vectors, strip, other);
     }
-    (strip.rows.vectors == 1 ? finish_strip<S, 1> : finish_strip<S, 2>)(call, sequence, strip);
+    by_vectors<S>(strip.rows.vectors,
+                  [&](auto n) { finish_strip<S, n.value>(call, sequence, strip); });
   }
 }
 
@@ -445,13 +483,23 @@ TESSERA_INLINE void run_fill(const Call& call, const ForwardTask& task) {
 }
 
 template <typename S>
-void forward_task(const ForwardArgs& args, int64_t index, char* memory) {
-  const ForwardTask& task = args.tasks[index];
-  if (task.kind == ForwardTask::kFill) return run_fill(args.call, task);
-  ForwardScratch<S>* scratch;
+void run_task(const ForwardArgs& args, const ForwardTask& task, char* memory) {
+  ForwardScratch<S>* scratch = nullptr;
   lay_out<S>(args.shape, memory, &scratch);
   if (task.kind == ForwardTask::kMerge) return run_merge(args, task, *scratch);
   run_tile(args, task, *scratch);
+}
+
+template <typename S>
+void forward_task(const ForwardArgs& args, int64_t index, char* memory) {
+  const ForwardTask& task = args.tasks[index];
+  if (task.kind == ForwardTask::kFill) return run_fill(args.call, task);
+  using Narrow = typename S::Narrow;
+  const bool packed = task.kind == ForwardTask::kSplit || task.kind == ForwardTask::kMerge;
+  if (Narrow::kNarrow && packed && task.count <= Narrow::kLanes) {
+    return run_task<Narrow>(args, task, memory);
+  }
+  run_task<S>(args, task, memory);
 }
 
 }  // namespace

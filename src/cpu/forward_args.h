@@ -27,7 +27,7 @@ struct ForwardTask {
 // Whatever decides how much scratch a worker needs.
 struct ForwardShape {
   int64_t dqk, dv;
-  int64_t rows;  // of a tile
+  int64_t rows;               // of a tile
   bool convert_k, convert_v;  // not multiplied as they lie
   bool bf16;                  // bf16 products
 };
@@ -36,7 +36,7 @@ struct ForwardArgs {
   Call call;
   ForwardShape shape;
   const ForwardTask* tasks;
-  char* partials;           // m, l, O^T of the strips of a split tile, each partial_bytes long
+  char* partials;  // m, l, O^T of the strips of a split tile, each partial_bytes long
   int64_t partial_bytes;
 };
 

@@ -34,21 +34,27 @@ void convert_row(const char* from, int32_t dtype, int64_t n, float scale, float*
       return convert_row_of<S>(reinterpret_cast<const Fp16*>(from), n, scale, to);
     case TESSERA_E4M3:
       return convert_row_of<S>(reinterpret_cast<const E4m3*>(from), n, scale, to);
-    default: return convert_row_of<S>(reinterpret_cast<const E5m2*>(from), n, scale, to);
+    default:
+      return convert_row_of<S>(reinterpret_cast<const E5m2*>(from), n, scale, to);
   }
 }
 
-TESSERA_INLINE const char* key_row(const Rows& rows, const Pages& pages,
-                                   const CallSequence& sequence, int64_t head, int64_t j) {
+// Where keys [begin, begin + n) of one head lie.
+TESSERA_INLINE void find_rows(const Rows& rows, const Pages& pages, const CallSequence& sequence,
+                              int64_t head, int64_t begin, int n, const char** table) {
+  const char* base = rows.data + head * rows.head;
   if (!pages.table) {
-    return rows.data + sequence.batch_k * rows.batch + (sequence.first_k + j) * rows.row +
-           head * rows.head;
+    base += sequence.batch_k * rows.batch + (sequence.first_k + begin) * rows.row;
+    for (int j = 0; j < n; ++j, base += rows.row) table[j] = base;
+    return;
   }
-  const int64_t slot = j / pages.page_size;
-  const int64_t page =
-      load_int32(pages.table + sequence.n * pages.stride[0] + slot * pages.stride[1]);
-  return rows.data + page * rows.batch + (j - slot * pages.page_size) * rows.row +
-         head * rows.head;
+  const char* slots = pages.table + sequence.n * pages.stride[0];
+  int64_t slot = begin / pages.page_size, place = begin % pages.page_size;
+  for (int j = 0; j < n; ++slot, place = 0) {
+    const int64_t page = load_int32(slots + slot * pages.stride[1]);
+    const char* row = base + page * rows.batch + place * rows.row;
+    for (; place < pages.page_size && j < n; ++place, row += rows.row) table[j++] = row;
+  }
 }
 
 template <typename S>
@@ -59,6 +65,9 @@ struct Block {
   Keys<S> keys;
   const char* k_rows[kTable];
   const char* v_rows[kTable];
+  // The next block's rows, for decode to ask for in time; this block's again if there is none.
+  const char* next_k_rows[kTable];
+  const char* next_v_rows[kTable];
   // Scratch, as the shape asks for: rows of k_stride and v_stride elements.
   const char* zeros;
   float* k;
@@ -67,6 +76,7 @@ struct Block {
   int64_t k_stride, v_stride;
 
   void point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head);
+  void point_ahead(const Call& call, const CallSequence& sequence, int64_t kv_head);
   void forget_hidden_keys(const Call& call, const CallSequence& sequence, int64_t head,
                           int64_t heads);
   void convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
@@ -75,11 +85,20 @@ struct Block {
 
 template <typename S>
 void Block<S>::point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head) {
-  for (int j = 0; j < keys.count; ++j) {
-    k_rows[j] = key_row(call.k, call.k_pages, sequence, kv_head, keys.n0 + j);
-    v_rows[j] = key_row(call.v, call.v_pages, sequence, kv_head, keys.n0 + j);
-  }
+  find_rows(call.k, call.k_pages, sequence, kv_head, keys.n0, keys.count, k_rows);
+  find_rows(call.v, call.v_pages, sequence, kv_head, keys.n0, keys.count, v_rows);
   for (int j = keys.count; j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
+}
+
+template <typename S>
+void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, int64_t kv_head) {
+  memcpy(next_k_rows, k_rows, sizeof k_rows);
+  memcpy(next_v_rows, v_rows, sizeof v_rows);
+  const int64_t n0 = keys.n0 + kBlock;
+  const int n = static_cast<int>(smaller<int64_t>(sequence.band.len_k - n0, kBlock));
+  if (n <= 0) return;
+  find_rows(call.k, call.k_pages, sequence, kv_head, n0, n, next_k_rows);
+  find_rows(call.v, call.v_pages, sequence, kv_head, n0, n, next_v_rows);
 }
 
 // A mask of keys alone may hide padding, whose contents are nobody's business: 0 x NaN is NaN.
@@ -92,9 +111,8 @@ void Block<S>::forget_hidden_keys(const Call& call, const CallSequence& sequence
     for (int64_t h = head; h < head + heads; ++h) {
       const char* row = at(call.mask, sequence.n, h);
       const auto* bytes = reinterpret_cast<const uint8_t*>(row);
-      const uint32_t bits = call.mask.stride[3]
-                                ? S::nonzero_bytes(bytes + keys.n0 + word * 32, n)
-                                : (*bytes ? ~uint32_t{0} : 0);
+      const uint32_t bits = call.mask.stride[3] ? S::nonzero_bytes(bytes + keys.n0 + word * 32, n)
+                                                : (*bytes ? ~uint32_t{0} : 0);
       seen |= call.mask_hides ? ~bits : bits;
     }
     for (int j = 0; j < n; ++j) {
@@ -116,7 +134,7 @@ void Block<S>::convert(const Call& call, const CallSequence& sequence, const For
     const float factor = scale_of(scale);
     for (int j = 0; j < keys.count; ++j) {
       if (table[j] == zeros) continue;
-      convert_row<S>(table[j], rows.dtype, head_dim, factor, to + j * stride);
+      convert_row<typename S::Wide>(table[j], rows.dtype, head_dim, factor, to + j * stride);
       table[j] = reinterpret_cast<const char*>(to + j * stride);
     }
   };
@@ -126,18 +144,19 @@ void Block<S>::convert(const Call& call, const CallSequence& sequence, const For
   }
   if constexpr (S::kHasBf16Dot) {
     if (!shape.bf16) return;
-    constexpr int L = S::kLanes;
+    using W = typename S::Wide;
+    constexpr int L = W::kLanes;
     for (int j = 0; j < keys.count; j += 2) {
       const auto* even = reinterpret_cast<const Bf16*>(v_rows[j]);
       const auto* odd = reinterpret_cast<const Bf16*>(v_rows[j + 1]);
       uint32_t* to = v_pairs + j / 2 * v_stride;
       int64_t d = 0;
       for (; d + L <= call.dv; d += L) {
-        S::store_pairs(to + d, S::interleave_rows(even + d, odd + d));
+        W::store_pairs(to + d, W::interleave_rows(even + d, odd + d));
       }
       if (d < call.dv) {
         const int n = static_cast<int>(call.dv - d);
-        S::store_pairs(to + d, S::interleave_rows_n(even + d, odd + d, n));
+        W::store_pairs(to + d, W::interleave_rows_n(even + d, odd + d, n));
       }
     }
   }
@@ -190,9 +209,14 @@ __attribute__((noinline)) void pack_queries(const Call& call, const CallSequence
       });
     };
     switch (call.q.dtype) {
-      case TESSERA_FP32: pack(float{}); break;
-      case TESSERA_BF16: pack(Bf16{}); break;
-      default: pack(Fp16{});
+      case TESSERA_FP32:
+        pack(float{});
+        break;
+      case TESSERA_BF16:
+        pack(Bf16{});
+        break;
+      default:
+        pack(Fp16{});
     }
   }
 }

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The register tiles of the forward pass. Both read one matrix by broadcasts from rows that lie
 // where the caller put them (a table of row pointers: pages, strides and tails cost nothing) and
-// the other as vectors of queries. Each keeps kRows x N sums in registers; head dims and keys are
-// loop bounds at run time, so one instance serves all shapes. Not inlined: the sums must not spill.
+// the other as vectors of queries. Each keeps 16 sums in registers; head dims and keys are loop
+// bounds at run time, so one instance serves all shapes. Not inlined: the sums must not spill.
+//
+// Strips of S::kNarrow decode and wait for memory. Each of their iterations reads one line's worth
+// of K or V, and asks for one line of the next block; `ahead` are the rows of that.
 #pragma once
 
 #include "cpu/simd/types.h"
@@ -11,41 +14,88 @@
 namespace tessera::cpu {
 namespace {
 
+// What is multiplied: elements as fp32, or pairs of bf16 with two products a lane. Word is what a
+// lane of the query side takes in memory, kDepth the elements in it.
+template <typename S>
+struct Fp32Product {
+  using Element = float;
+  using Word = float;
+  static constexpr int kDepth = 1;
+  TESSERA_INLINE auto load(const Word* p) { return S::load(p); }
+  TESSERA_INLINE auto broadcast(const Element* p) { return S::broadcast(p); }
+  TESSERA_INLINE auto add(typename S::F sum, typename S::F a, typename S::F b) {
+    return S::fma(a, b, sum);
+  }
+};
+template <typename S>
+struct Bf16Product {
+  using Element = Bf16;
+  using Word = uint32_t;
+  static constexpr int kDepth = 2;
+  TESSERA_INLINE auto load(const Word* p) { return S::load_pairs(p); }
+  TESSERA_INLINE auto broadcast(const Element* p) { return S::broadcast_pair(p); }
+  TESSERA_INLINE auto broadcast_last(const Element* p) { return S::broadcast_half(p); }
+  template <typename Pairs>
+  TESSERA_INLINE auto add(typename S::F sum, Pairs a, Pairs b) {
+    return S::dot(sum, a, b);
+  }
+};
+
 // S^T[j][lane] = sum_d K[j][d] Q^T[d][lane] for j in [first, last), rounded up to whole tiles: the
-// table has valid rows up to there. maximum, if kMax: of each lane over the rows, which then must
+// tables have valid rows up to there. maximum, if kMax: of each lane over the rows, which then must
 // be whole tiles; NaN is passed over.
-template <typename S, int N, bool kMax>
-__attribute__((noinline)) void multiply_keys(const char* const* k_rows, const float* q_t,
-                                             int64_t dqk, int first, int last, float* scores,
-                                             float* maximum) {
-  constexpr int R = S::kRows, L = S::kLanes;
+template <typename S, typename Product, int N, bool kMax>
+__attribute__((noinline)) void multiply_keys(const char* const* k_rows, const char* const* ahead,
+                                             const typename Product::Word* q_t, int64_t dqk,
+                                             int first, int last, float* scores, float* maximum) {
+  using Element = typename Product::Element;
   using F = typename S::F;
+  constexpr int R = S::kRows, L = S::kLanes, kDepth = Product::kDepth;
+  // Half the lanes are multiplied at twice the rate, which needs twice the independent sums.
+  constexpr int kSums = S::kNarrow ? 2 : 1;
   F top[N];
   for (int v = 0; v < N; ++v) top[v] = S::set1(-__builtin_inff());
   for (int j = first; j < last; j += R) {
-    const float* k[R];
+    const Element* k[R];
     TESSERA_UNROLL
-    for (int r = 0; r < R; ++r) k[r] = reinterpret_cast<const float*>(k_rows[j + r]);
-    F sum[R][N];
-    TESSERA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < N; ++v) sum[r][v] = S::zero();
-    }
-    const float* q = q_t;
-    for (int64_t d = 0; d < dqk; ++d, q += N * L) {
-      F x[N];
-      for (int v = 0; v < N; ++v) x[v] = S::load(q + v * L);
+    for (int r = 0; r < R; ++r) k[r] = reinterpret_cast<const Element*>(k_rows[j + r]);
+    F sum[kSums][R][N];
+    for (int u = 0; u < kSums; ++u) {
       TESSERA_UNROLL
       for (int r = 0; r < R; ++r) {
-        const F y = S::broadcast(k[r] + d);
-        for (int v = 0; v < N; ++v) sum[r][v] = S::fma(y, x[v], sum[r][v]);
+        for (int v = 0; v < N; ++v) sum[u][r][v] = S::zero();
       }
+    }
+    const typename Product::Word* q = q_t;
+    int64_t d = 0;
+    const auto step = [&](int u, auto broadcast) {
+      decltype(Product::load(q)) x[N];
+      for (int v = 0; v < N; ++v) x[v] = Product::load(q + v * L);
+      TESSERA_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto y = broadcast(k[r] + d);
+        for (int v = 0; v < N; ++v) sum[u][r][v] = Product::add(sum[u][r][v], y, x[v]);
+      }
+      d += kDepth, q += N * L;
+    };
+    const auto whole = [](const Element* p) { return Product::broadcast(p); };
+    if constexpr (S::kNarrow) {
+      for (int64_t line = 0; d + 2 * kDepth <= dqk; ++line) {
+        prefetch(ahead[j + line % R] + line / R * 64);
+        step(0, whole);
+        step(1, whole);
+      }
+    }
+    while (d + kDepth <= dqk) step(0, whole);
+    if constexpr (kDepth == 2) {
+      if (d < dqk) step(0, [](const Element* p) { return Product::broadcast_last(p); });
     }
     TESSERA_UNROLL
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < N; ++v) {
-        S::store(scores + ((j + r) * N + v) * L, sum[r][v]);
-        if (kMax) top[v] = S::max(sum[r][v], top[v]);
+        const F s = kSums == 2 ? S::add(sum[0][r][v], sum[kSums - 1][r][v]) : sum[0][r][v];
+        S::store(scores + ((j + r) * N + v) * L, s);
+        if (kMax) top[v] = S::max(s, top[v]);
       }
     }
   }
@@ -54,62 +104,25 @@ __attribute__((noinline)) void multiply_keys(const char* const* k_rows, const fl
   }
 }
 
-// The same for bf16: q_t holds pairs of head dims, a lane a word.
-template <typename S, int N, bool kMax>
-__attribute__((noinline)) void multiply_keys_bf16(const char* const* k_rows, const uint32_t* q_t,
-                                                  int64_t dqk, int first, int last, float* scores,
-                                                  float* maximum) {
-  constexpr int R = S::kRows, L = S::kLanes;
-  using F = typename S::F;
-  F top[N];
-  for (int v = 0; v < N; ++v) top[v] = S::set1(-__builtin_inff());
-  for (int j = first; j < last; j += R) {
-    const Bf16* k[R];
-    TESSERA_UNROLL
-    for (int r = 0; r < R; ++r) k[r] = reinterpret_cast<const Bf16*>(k_rows[j + r]);
-    F sum[R][N];
-    TESSERA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < N; ++v) sum[r][v] = S::zero();
-    }
-    const uint32_t* q = q_t;
-    int64_t d = 0;
-    for (; d + 2 <= dqk; d += 2, q += N * L) {
-      typename S::Pairs x[N];
-      for (int v = 0; v < N; ++v) x[v] = S::load_pairs(q + v * L);
-      TESSERA_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const auto y = S::broadcast_pair(k[r] + d);
-        for (int v = 0; v < N; ++v) sum[r][v] = S::dot(sum[r][v], y, x[v]);
-      }
-    }
-    if (d < dqk) {  // the last of an odd head dim
-      TESSERA_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const auto y = S::broadcast_half(k[r] + d);
-        for (int v = 0; v < N; ++v) sum[r][v] = S::dot(sum[r][v], y, S::load_pairs(q + v * L));
-      }
-    }
-    TESSERA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < N; ++v) {
-        S::store(scores + ((j + r) * N + v) * L, sum[r][v]);
-        if (kMax) top[v] = S::max(sum[r][v], top[v]);
-      }
-    }
-  }
-  if (kMax) {
-    for (int v = 0; v < N; ++v) S::store(maximum + v * L, top[v]);
-  }
-}
+// Rows of V for accumulate_values: as they lie, or as pairs of keys, Word (V[j][d], V[j + 1][d]).
+struct ValueRows {
+  const char* const* rows;
+  const float* operator()(int j) const { return reinterpret_cast<const float*>(rows[j]); }
+};
+struct ValuePairs {
+  const uint32_t* pairs;
+  int64_t stride;
+  const Bf16* operator()(int j) const { return reinterpret_cast<const Bf16*>(pairs + j * stride); }
+};
 
 // O^T[d][lane] = alpha[lane] O^T[d][lane] + sum_j V[j][d] P^T[j][lane] for R head dims from d on.
-template <typename S, int R, int N>
-__attribute__((noinline)) void accumulate_values(const char* const* v_rows, int64_t d,
-                                                 const float* p, int first, int last,
-                                                 const float* alpha, float* o_t) {
-  constexpr int L = S::kLanes;
+// [first, last) counts keys, or pairs of them.
+template <typename S, typename Product, int R, int N, typename Values>
+__attribute__((noinline)) void accumulate_values(Values values, const char* const* ahead, int64_t d,
+                                                 const typename Product::Word* p, int first,
+                                                 int last, const float* alpha, float* o_t) {
   using F = typename S::F;
+  constexpr int L = S::kLanes, kDepth = Product::kDepth;
   F sum[R][N];
   o_t += d * N * L;
   TESSERA_UNROLL
@@ -119,45 +132,20 @@ __attribute__((noinline)) void accumulate_values(const char* const* v_rows, int6
     }
   }
   for (int j = first; j < last; ++j) {
-    const float* value = reinterpret_cast<const float*>(v_rows[j]) + d;
-    F x[N];
-    for (int v = 0; v < N; ++v) x[v] = S::load(p + (j * N + v) * L);
+    const auto* value = values(j) + d * kDepth;
+    if constexpr (S::kNarrow) {  // 16 head dims of two keys are half a line of each
+      if constexpr (kDepth == 2) {
+        prefetch(ahead[2 * j + d / R % 2] + d / (2 * R) * 64);
+      } else {
+        prefetch(ahead[j] + d * 4);
+      }
+    }
+    decltype(Product::load(p)) x[N];
+    for (int v = 0; v < N; ++v) x[v] = Product::load(p + (j * N + v) * L);
     TESSERA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const F y = S::broadcast(value + r);
-      for (int v = 0; v < N; ++v) sum[r][v] = S::fma(y, x[v], sum[r][v]);
-    }
-  }
-  TESSERA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < N; ++v) S::store(o_t + (r * N + v) * L, sum[r][v]);
-  }
-}
-
-// The same for bf16: v_pairs[j / 2][d] = (V[j][d], V[j + 1][d]), rows of stride words; p likewise a
-// word for two keys. first is even; an odd last counts one key of weight 0.
-template <typename S, int R, int N>
-__attribute__((noinline)) void accumulate_values_bf16(const uint32_t* v_pairs, int64_t stride,
-                                                      int64_t d, const uint32_t* p, int first,
-                                                      int last, const float* alpha, float* o_t) {
-  constexpr int L = S::kLanes;
-  using F = typename S::F;
-  F sum[R][N];
-  o_t += d * N * L;
-  TESSERA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < N; ++v) {
-      sum[r][v] = S::mul(S::load(o_t + (r * N + v) * L), S::load(alpha + v * L));
-    }
-  }
-  const uint32_t* value = v_pairs + first / 2 * stride + d;
-  for (int j = first / 2; j < (last + 1) / 2; ++j, value += stride) {
-    typename S::Pairs x[N];
-    for (int v = 0; v < N; ++v) x[v] = S::load_pairs(p + (j * N + v) * L);
-    TESSERA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const auto y = S::broadcast_pair(reinterpret_cast<const Bf16*>(value + r));
-      for (int v = 0; v < N; ++v) sum[r][v] = S::dot(sum[r][v], y, x[v]);
+      const auto y = Product::broadcast(value + r * kDepth);
+      for (int v = 0; v < N; ++v) sum[r][v] = Product::add(sum[r][v], y, x[v]);
     }
   }
   TESSERA_UNROLL

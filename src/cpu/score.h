@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of one strip of queries against one block of keys, as S^T: a key a row of kVectors vectors,
-// a query a lane. What both passes share: which keys a strip sees, and what becomes of q.k before
-// the softmax. Included by kernels_*.cc only; see simd/types.h for S.
+// Scores of one strip of queries against one block of keys, as S^T: a key a row of kVectors
+// vectors, a query a lane. What both passes share: which keys a strip sees, and what becomes of q.k
+// before the softmax. Included by kernels_*.cc only; see simd/types.h for S.
 //
 //   StripRows     which (token, head) each lane is, with its interval of keys, segment, slope
 //   find_visible  which keys of a block its lanes see: none, all, or one bit each
-//   finish_scores S := x log2(e) (scale, biases, softcap, ALiBi), hidden := -inf, and its row maximum
+//   finish_scores S := x log2(e) (scale, biases, softcap, ALiBi), hidden := -inf, and its row
+//   maximum
 //
 // A mask is one function here: band and key ranges are an interval a lane, and everything else that
 // hides is ANDed into the same bits.
@@ -44,9 +45,14 @@ template <typename S>
 TESSERA_INLINE float load_scalar(const char* p, int32_t dtype) {
   float lanes[S::kLanes];
   switch (dtype) {
-    case TESSERA_FP32: memcpy(lanes, p, sizeof(float)); break;
-    case TESSERA_BF16: S::store(lanes, S::load_n(reinterpret_cast<const Bf16*>(p), 1)); break;
-    default: S::store(lanes, S::load_n(reinterpret_cast<const Fp16*>(p), 1));
+    case TESSERA_FP32:
+      memcpy(lanes, p, sizeof(float));
+      break;
+    case TESSERA_BF16:
+      S::store(lanes, S::load_n(reinterpret_cast<const Bf16*>(p), 1));
+      break;
+    default:
+      S::store(lanes, S::load_n(reinterpret_cast<const Fp16*>(p), 1));
   }
   return lanes[0];
 }
@@ -215,8 +221,8 @@ void and_segment_bits(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>&
       auto same = S::set1i(0);
       for (int j = word * 32; j < smaller(word * 32 + 32, keys.count); ++j) {
         const auto bit = S::set1i(static_cast<int32_t>(uint32_t{1} << (j % 32)));
-        same = S::bit_or(same, S::select(S::equal(mine, S::set1i(keys.segment[j])), bit,
-                                         S::set1i(0)));
+        same =
+            S::bit_or(same, S::select(S::equal(mine, S::set1i(keys.segment[j])), bit, S::set1i(0)));
       }
       S::store(bits, S::bit_and(S::load(bits), same));
     }
@@ -274,8 +280,7 @@ bool find_visible(const Call& call, const StripRows<S>& rows, const Keys<S>& key
 // tanh(y) = y P(y^2) / Q(y^2), relative error 3e-8 of the fit on [0, 9], past which it is 1.
 constexpr float kTanhP[5] = {0.9999999803f, 0.1338288815f, 0.00349779982f, 2.064550906e-5f,
                              1.340531968e-8f};
-constexpr float kTanhQ[5] = {1.0f, 0.4671620432f, 0.02588539678f, 3.289252482e-4f,
-                             7.797245558e-7f};
+constexpr float kTanhQ[5] = {1.0f, 0.4671620432f, 0.02588539678f, 3.289252482e-4f, 7.797245558e-7f};
 
 template <typename S>
 TESSERA_INLINE typename S::F tanh(typename S::F y) {
@@ -302,9 +307,12 @@ TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_
     row += j * step;
     prefetch(row + Tile<S>::kBlock * step);
     switch (call.bias.dtype) {
-      case TESSERA_FP32: return S::load_n(reinterpret_cast<const float*>(row), n);
-      case TESSERA_BF16: return S::load_n(reinterpret_cast<const Bf16*>(row), n);
-      default: return S::load_n(reinterpret_cast<const Fp16*>(row), n);
+      case TESSERA_FP32:
+        return S::load_n(reinterpret_cast<const float*>(row), n);
+      case TESSERA_BF16:
+        return S::load_n(reinterpret_cast<const Bf16*>(row), n);
+      default:
+        return S::load_n(reinterpret_cast<const Fp16*>(row), n);
     }
   };
   if (call.bias.stride[2] == 0 && (rows.one_head || call.bias.stride[1] == 0)) {  // one row for all

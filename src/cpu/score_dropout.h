@@ -9,8 +9,8 @@
 namespace tessera::cpu {
 namespace {
 
-// Where key j of a block stands in its word of 32 keys: even keys in the lower half, odd ones in the
-// upper, as the random words have them.
+// Where key j of a block stands in its word of 32 keys: even keys in the lower half, odd ones in
+// the upper, as the random words have them.
 TESSERA_INLINE int32_t keep_bit(int j) {
   return static_cast<int32_t>(uint32_t{1} << ((j % 32) / 2 + (j % 2) * 16));
 }
@@ -75,8 +75,8 @@ __attribute__((noinline)) void fill_keep_bits(const Call& call, const CallSequen
                                               uint32_t (*keep)[Tile<S>::kStrip]) {
   constexpr int L = S::kLanes;
   using I = typename S::I;
-  const bool shared = L >= 8 && N == 2 && rows.one_head && rows.consecutive &&
-                      rows.token[0] % 16 == 0;
+  const bool shared =
+      L >= 8 && N == 2 && rows.one_head && rows.consecutive && rows.token[0] % 16 == 0;
   const I threshold = S::set1i(static_cast<int32_t>(call.dropout.threshold * 0x10001u));
 
   Philox<S> philox[N];

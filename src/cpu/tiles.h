@@ -35,8 +35,8 @@ constexpr int64_t forward_tile_m(int64_t dqk, int64_t dv) {
 // (16 rows fill a vector), and its keys are split.
 inline constexpr int64_t kSplitTokens = 16;
 
-// Blocks of keys of a split: 1024 keys are 512 KiB of bf16 K and V at d 128, long enough to hide the
-// start of a stream and the merge, short enough for 8 threads to share one head of 8k keys.
+// Blocks of keys of a split: 1024 keys are 512 KiB of bf16 K and V at d 128, long enough to hide
+// the start of a stream and the merge, short enough for 8 threads to share one head of 8k keys.
 inline constexpr int64_t kSplitBlocks = 8;
 
 // Rows of o (all heads) that one task sets to zero outside the sequences.

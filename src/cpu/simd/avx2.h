@@ -10,8 +10,12 @@ namespace tessera::cpu {
 namespace {
 
 struct Avx2 {
+  using Narrow = Avx2;
+  using Wide = Avx2;
+  static constexpr bool kNarrow = false;
   static constexpr int kLanes = 8;
-  static constexpr int kRows = 6;  // 6x2 sums, 2 vectors of queries and 1 broadcast: 15 of 16 registers
+  static constexpr int kRows =
+      6;  // 6x2 sums, 2 vectors of queries and 1 broadcast: 15 of 16 registers
   static constexpr bool kHasBf16Dot = false;
   using F = __m256;
   using I = __m256i;
@@ -140,9 +144,7 @@ struct Avx2 {
   TESSERA_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   TESSERA_INLINE I as_int(F a) { return _mm256_castps_si256(a); }
   TESSERA_INLINE F as_float(I a) { return _mm256_castsi256_ps(a); }
-  TESSERA_INLINE void interleave_halves(I a, I b, I& first, I& second) {
-    first = a, second = b;
-  }
+  TESSERA_INLINE void interleave_halves(I a, I b, I& first, I& second) { first = a, second = b; }
 
   // ---- predicates ----
   TESSERA_INLINE M test_bit(I words, I bit) {  // bit has one bit set
@@ -161,7 +163,8 @@ struct Avx2 {
     F t[kLanes];
     for (int i = 0; i < 8; i += 4) {  // 4x4 inside each 128-bit half
       const F a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
-      const F c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+      const F c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]),
+              d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
       t[i] = _mm256_shuffle_ps(a, c, 0x44), t[i + 1] = _mm256_shuffle_ps(a, c, 0xEE);
       t[i + 2] = _mm256_shuffle_ps(b, d, 0x44), t[i + 3] = _mm256_shuffle_ps(b, d, 0xEE);
     }

@@ -8,7 +8,11 @@
 namespace tessera::cpu {
 namespace {
 
+struct Avx512Bf16Narrow;
+
 struct Avx512Bf16 : Avx512 {
+  using Narrow = Avx512Bf16Narrow;
+  using Wide = Avx512Bf16;
   static constexpr bool kHasBf16Dot = true;
   using Pairs = __m512i;  // a lane holds two bf16: an even index in the low half, the next above it
 
@@ -64,6 +68,39 @@ struct Avx512Bf16 : Avx512 {
   }
   TESSERA_INLINE __m512i interleave_index() {  // 0, 16, 1, 17, ...
     return _mm512_add_epi32(_mm512_mullo_epi32(iota(), set1i(0x10001)), set1i(0x100000));
+  }
+};
+
+struct Avx512Bf16Narrow : Avx512Narrow {
+  using Narrow = Avx512Bf16Narrow;
+  using Wide = Avx512Bf16;
+  static constexpr bool kHasBf16Dot = true;
+  using Pairs = __m256i;
+
+  TESSERA_INLINE Pairs load_pairs(const uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  TESSERA_INLINE void store_pairs(uint32_t* p, Pairs a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+  }
+  TESSERA_INLINE Pairs broadcast_pair(const Bf16* p) {
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    return _mm256_set1_epi32(word);
+  }
+  TESSERA_INLINE Pairs broadcast_half(const Bf16* p) { return _mm256_set1_epi32(p->bits); }
+  TESSERA_INLINE F dot(F sum, Pairs a, Pairs b) {
+    return _mm256_dpbf16_ps(sum, reinterpret_cast<__m256bh>(a), reinterpret_cast<__m256bh>(b));
+  }
+  TESSERA_INLINE Pairs make_pairs(F even, F odd) {
+    const __m256i low_then_high = reinterpret_cast<__m256i>(_mm256_cvtne2ps_pbh(odd, even));
+    const __m256i low = _mm256_permute4x64_epi64(low_then_high, 0x10);  // quadwords 0, -, 1, -
+    const __m256i high = _mm256_permute4x64_epi64(low_then_high, 0x32);
+    return _mm256_unpacklo_epi16(low, high);
+  }
+  TESSERA_INLINE Pairs load_row_n(const Bf16* p, int n) {
+    const __mmask16 lanes = n >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1);
+    return _mm256_maskz_loadu_epi16(lanes, p);
   }
 };
 

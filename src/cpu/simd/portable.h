@@ -9,6 +9,9 @@ namespace tessera::cpu {
 namespace {
 
 struct Portable {
+  using Narrow = Portable;
+  using Wide = Portable;
+  static constexpr bool kNarrow = false;
   static constexpr int kLanes = 4;
 #if defined(__aarch64__)
   static constexpr int kRows = 8;  // 16 sums of 32 registers
@@ -163,9 +166,7 @@ struct Portable {
   TESSERA_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
   TESSERA_INLINE I as_int(F a) { return reinterpret_cast<I>(a); }
   TESSERA_INLINE F as_float(I a) { return reinterpret_cast<F>(a); }
-  TESSERA_INLINE void interleave_halves(I a, I b, I& first, I& second) {
-    first = a, second = b;
-  }
+  TESSERA_INLINE void interleave_halves(I a, I b, I& first, I& second) { first = a, second = b; }
 
   // ---- predicates ----
   TESSERA_INLINE M test_bit(I words, I bit) { return (words & bit) != I{}; }
@@ -192,8 +193,8 @@ struct Portable {
     return a * b + c;
 #else
     typedef double D __attribute__((vector_size(32)));
-    const auto wide = [](F x) { return __builtin_convertvector(x, D); };
-    return __builtin_convertvector(wide(a) * wide(b) + wide(c), F);
+    const D product = __builtin_convertvector(a, D) * __builtin_convertvector(b, D);
+    return __builtin_convertvector(product + __builtin_convertvector(c, D), F);
 #endif
   }
   TESSERA_INLINE U unsigned_of(I a) { return reinterpret_cast<U>(a); }

@@ -6,6 +6,8 @@
 //
 //   kLanes               fp32 lanes of a vector F; queries stand in lanes
 //   kRows                rows (keys or head dims) of a register tile of kRows x 2 vectors
+//   Narrow, Wide         the same machine with half the lanes, for strips of few queries, and back;
+//                        itself where there is none. kNarrow: this is the half
 //   kHasBf16Dot          Pairs and dot() exist: two bf16 products a lane, summed in fp32
 //   F, I, M              vector of fp32, of int32, of lane predicates
 //   load, load_n         kLanes elements of a storage type as fp32; of n < kLanes, others 0: bytes
@@ -53,7 +55,7 @@ namespace {
 // 2^f on [-1/2, 1/2] = 1 + f * poly(f); minimax in relative error with the constant fixed at 1, so
 // that a rescaling by 2^0 changes no bit.
 constexpr float kExp2[5] = {0.6931469776f, 0.2402224207f, 0.05550733768f, 0.009671513152f,
-                            0.00132647198f};  // 9.1e-8
+                            0.00132647198f};                                   // 9.1e-8
 constexpr float kExp2Fast[3] = {0.6932829396f, 0.2422109785f, 0.0550088683f};  // 1.0e-4
 
 // e4m3fn to fp16 keeps the mantissa and moves the exponent by 8: exact with a factor of 2^8, also
