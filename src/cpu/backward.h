@@ -383,6 +383,7 @@ class Backward {
     for (int t = 0; t < strips; ++t) {
       seen[t] = find_visible(call_, x_.rows[m0 / W + t], keys_, visible[t]);
       if (!seen[t]) continue;
+      visible[t].first -= visible[t].first % R;  // the bits say that no lane sees what this adds
       first = smaller(first, visible[t].first);
       last = larger(last, static_cast<int>(pad_to(visible[t].last, R)));
     }

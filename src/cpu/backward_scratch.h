@@ -25,7 +25,7 @@ struct Scratch {
   // Queries of a tile: the depth of the products for dK and dV, whose sums are loaded and stored
   // once a tile. 64 words make that 3 % of the work, and at d = 128 what a tile touches is half of a
   // 1 MiB L2.
-  static constexpr int M = 64 * kPerWord;
+  static constexpr int M = 128;
   static_assert(M % W == 0);
   using Word = typename WordOf<kPairs>::Type;
 
