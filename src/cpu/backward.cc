@@ -53,6 +53,7 @@ Layout::Layout(const Problem& problem, int num_threads, void* workspace) {
   args.call.hq = sizes.hq, args.call.hk = sizes.hk, args.call.group = sizes.group();
   args.call.dqk = sizes.dqk, args.call.dv = sizes.dv;
   args.call.q.dtype = problem.tensor[TESSERA_Q].dtype;
+  args.call.has_dropout = has(problem, TESSERA_DROPOUT);
   args.call.softcap = has(problem, TESSERA_SOFTCAP) ? 1.0f : 0.0f;
   args.packed_q = is_thd_q(problem), args.packed_k = is_thd_k(problem);
   args.bound_q = sizes.sq, args.bound_k = sizes.sk;
@@ -132,6 +133,15 @@ void zero_tensor(const Problem& problem, const Buffers& buffers, int index) {
       std::memset(data + at * size, 0, static_cast<size_t>(t.extent[3] * size));
     }
   });
+}
+
+// Whether every query of the extents sees every key, so that tasks reach all of dbias.
+bool all_visible(const Problem& p) {
+  for (int index : {TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q, TESSERA_SEQLENS_Q,
+                    TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_K}) {
+    if (given(p, index)) return false;
+  }
+  return !has_band(p);
 }
 
 // Whether a row of a pool belongs to two keys. Marks the pages in used, a byte each.
@@ -258,8 +268,8 @@ void run_backward(const Problem& problem, const Buffers& buffers) {
     zero_tensor(problem, buffers, TESSERA_DK);
     zero_tensor(problem, buffers, TESSERA_DV);
   }
-  if (empty || args.bias_gradient == BiasGradient::kStore ||
-      args.bias_gradient == BiasGradient::kAdd) {
+  if (empty || args.bias_gradient == BiasGradient::kAdd ||
+      (args.bias_gradient == BiasGradient::kStore && !all_visible(problem))) {
     zero_tensor(problem, buffers, TESSERA_DBIAS);
   }
   if (args.shared_pages) {

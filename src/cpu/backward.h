@@ -269,9 +269,9 @@ class Backward {
     for (int v = 0; v < kVectors; ++v) {
       const Word *o = x_.o_t + v * L, *d_o = x_.do_t + v * L;
       F total = S::zero();
-      for (int64_t begin = 0; begin < x_.v_depth; begin += kDepthPiece) {
+      for (int64_t begin = 0; begin < x_.v_depth; begin += x_.depth_piece) {
         F sum = S::zero();
-        for (int64_t k = begin; k < smaller(begin + kDepthPiece, x_.v_depth); ++k) {
+        for (int64_t k = begin; k < smaller(begin + x_.depth_piece, x_.v_depth); ++k) {
           sum = multiply_lanes<S>(o + k * W, d_o + k * W, sum);
         }
         total = begin == 0 ? sum : S::add(total, sum);
@@ -450,10 +450,10 @@ class Backward {
     const StripRows<S>& rows = x_.rows[index];
     const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
     for (int j = visible.first; j < visible.last; j += R) {
-      multiply_rows<S>(x_.qk_depth, x_.k + j * x_.k_step, x_.k_step, q_t, x_.s + j * W);
+      multiply_rows<S>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t, x_.s + j * W);
     }
     for (int j = visible.first; j < visible.last; j += R) {
-      multiply_rows<S>(x_.v_depth, x_.v + j * x_.v_step, x_.v_step, do_t, x_.dp + j * W);
+      multiply_rows<S>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t, x_.dp + j * W);
     }
     if (!(call_.raw && visible.full)) {
       float maximum[W];

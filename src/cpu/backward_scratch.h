@@ -23,8 +23,7 @@ struct Scratch {
   static constexpr int kPerWord = kPairs ? 2 : 1;
   static constexpr int W = Tile<S>::kStrip, B = Tile<S>::kBlock;
   // Queries of a tile: the depth of the products for dK and dV, whose sums are loaded and stored
-  // once a tile. 64 words make that 3 % of the work, and at d = 128 what a tile touches is half of a
-  // 1 MiB L2.
+  // once a tile. 64 cost 3 points of peak at d = 64 in fp32.
   static constexpr int M = 128;
   static_assert(M % W == 0);
   using Word = typename WordOf<kPairs>::Type;
@@ -59,6 +58,7 @@ struct Scratch {
   int64_t k_step, v_step, k_pairs_step, dk_step, dv_step;
   int64_t q_rows_step, do_rows_step, q_step, do_step;
   int64_t p_step, ds_pairs_step, qk_depth, v_depth;
+  int64_t depth_piece;  // words of head dims that are summed on their own
   int64_t bytes;
 
   // base may be null: then only bytes is of use.
@@ -67,6 +67,8 @@ struct Scratch {
     const int64_t dqk = call.dqk, dim_v = call.dv, strips = pad_to(args.bound_q, W) / W;
     const int64_t dq_rows = gradient_rows(dqk);
     qk_depth = pad_to(dqk, kPerWord) / kPerWord, v_depth = pad_to(dim_v, kPerWord) / kPerWord;
+    // Dropout scales dP after and o before its rounding, so that sums do not cancel where they should.
+    depth_piece = call.has_dropout && !kPairs ? 32 : 128;
     k_step = odd_lines(kPairs ? qk_depth : dq_rows), v_step = odd_lines(v_depth);
     k_pairs_step = kPairs ? odd_lines(dq_rows) : k_step;
     dk_step = q_step = odd_lines(dqk), dv_step = do_step = odd_lines(dim_v);
