@@ -53,6 +53,16 @@ TESSERA_INLINE void store_row(To* to, const float* from, const float* more, floa
   }
 }
 
+// Strips [begin, end) of a tile.
+struct Span {
+  int begin, end;
+};
+
+template <int kVec>
+struct Vectors {
+  static constexpr int kCount = kVec;
+};
+
 template <typename S, bool kPairs, typename T>
 class Backward {
   static constexpr int L = S::kLanes, R = S::kRows;
@@ -400,12 +410,20 @@ class Backward {
       }
     }
     if (in_bias_block_) return;
-    const int64_t depth = strips * W / kPerWord;
+    // The strips that see each register tile of keys: those between the first and the last.
+    Span span[B / R];
+    for (int j = first; j < last; j += R) {
+      Span& sees = span[j / R] = {strips, 0};
+      for (int t = 0; t < strips; ++t) {
+        if (!seen[t] || visible[t].first > j || visible[t].last <= j) continue;
+        sees = {smaller(sees.begin, t), t + 1};
+      }
+    }
     if (args_.dv.data) {
-      add_outer(x_.p, x_.d_o, x_.do_step, depth, first, last, call_.dv, x_.dv, x_.dv_step);
+      add_outer(x_.p, x_.d_o, x_.do_step, span, first, last, call_.dv, x_.dv, x_.dv_step);
     }
     if (args_.dk.data) {
-      add_outer(x_.ds, x_.q, x_.q_step, depth, first, last, call_.dqk, x_.dk, x_.dk_step);
+      add_outer(x_.ds, x_.q, x_.q_step, span, first, last, call_.dqk, x_.dk, x_.dk_step);
     }
   }
 
@@ -427,20 +445,22 @@ class Backward {
   }
 
   // sum[key][d] += sum_q weight[key][q] row[q][d]
-  void add_outer(const Word* weight, const Word* row, int64_t row_step, int64_t depth, int first,
+  void add_outer(const Word* weight, const Word* row, int64_t row_step, const Span* span, int first,
                  int last, int64_t dim, float* sum, int64_t sum_step) {
-    int64_t d = 0;
-    for (; d + L < dim; d += 2 * L) {
+    constexpr int kWords = W / kPerWord;  // of a strip
+    const auto add = [&](auto vectors, int64_t d) {
       for (int j = first; j < last; j += R) {
-        multiply_tile<S, 2, false, true>(depth, weight + j * x_.p_step, x_.p_step, row + d,
-                                         row_step, sum + j * sum_step + d, sum_step);
+        const Span sees = span[j / R];
+        if (sees.begin >= sees.end) continue;
+        multiply_tile<S, decltype(vectors)::kCount, false, true>(
+            (sees.end - sees.begin) * kWords, weight + j * x_.p_step + sees.begin * kWords,
+            x_.p_step, row + sees.begin * kWords * row_step + d, row_step, sum + j * sum_step + d,
+            sum_step);
       }
-    }
-    if (d >= dim) return;
-    for (int j = first; j < last; j += R) {
-      multiply_tile<S, 1, false, true>(depth, weight + j * x_.p_step, x_.p_step, row + d, row_step,
-                                       sum + j * sum_step + d, sum_step);
-    }
+    };
+    int64_t d = 0;
+    for (; d + L < dim; d += 2 * L) add(Vectors<2>{}, d);
+    if (d < dim) add(Vectors<1>{}, d);
   }
 
   // ---- a strip of queries ----
@@ -450,10 +470,14 @@ class Backward {
     const StripRows<S>& rows = x_.rows[index];
     const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
     for (int j = visible.first; j < visible.last; j += R) {
-      multiply_rows<S>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t, x_.s + j * W);
+      prefetch_bias(call_.bias, rows, visible, j);
+      multiply_rows<S>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t,
+                       x_.s + j * W);
     }
     for (int j = visible.first; j < visible.last; j += R) {
-      multiply_rows<S>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t, x_.dp + j * W);
+      prefetch_bias(args_.dbias, rows, visible, j);
+      multiply_rows<S>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t,
+                       x_.dp + j * W);
     }
     if (!(call_.raw && visible.full)) {
       float maximum[W];
@@ -485,6 +509,21 @@ class Backward {
     for (int64_t d = 0; d < call_.dqk; d += R) {
       multiply_tile<S, 2, true, true>(last - first, x_.k_pairs + first * x_.k_pairs_step + d,
                                       x_.k_pairs_step, ds, x_.ds_pairs_step, dq + d * W, W);
+    }
+  }
+
+  // Asks for this step's share of the lines that a bias, or its gradient, has for the strip: all at
+  // once they would fill the queues that the products' own loads wait in.
+  void prefetch_bias(const Strided& bias, const StripRows<S>& rows,
+                     const Visible<S>& visible, int j) const {
+    if (!bias.data || bias.stride[3] == 0) return;
+    const int steps = (visible.last - visible.first + R - 1) / R, step = (j - visible.first) / R;
+    for (int l = W * step / steps; l < W * (step + 1) / steps; ++l) {
+      const char* row = at(bias, sequence_->n, head_, rows.token[l], keys_.n0);
+      const int64_t end = visible.last * bias.stride[3];
+      for (int64_t byte = visible.first * bias.stride[3]; byte < end; byte += 64) {
+        __builtin_prefetch(row + byte, 0, 2);
+      }
     }
   }
 

@@ -103,6 +103,14 @@ TESSERA_INLINE void multiply_rows(int64_t depth, int64_t piece, const Word* a, i
 
 // ---- copies ----
 
+// Asks for the next rows of a table: they lie a head's or a page's distance apart, which hardware
+// does not guess.
+TESSERA_INLINE void prefetch_row(const char* const* rows, int r, int count, int64_t bytes) {
+  constexpr int kAhead = 6;
+  if (r + kAhead >= count) return;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[r + kAhead] + at);
+}
+
 template <typename S>
 TESSERA_INLINE void clear(float* p, int64_t n) {  // n a multiple of kLanes
   for (int64_t i = 0; i < n; i += S::kLanes) S::store(p + i, S::zero());
@@ -114,6 +122,7 @@ __attribute__((noinline)) void widen_rows(const char* const* rows, int count, in
                                           float* out, int64_t step) {
   constexpr int L = S::kLanes;
   for (int r = 0; r < count; ++r) {
+    prefetch_row(rows, r, count, dim * static_cast<int64_t>(sizeof(T)));
     const T* row = reinterpret_cast<const T*>(rows[r]);
     float* to = out + r * step;
     int64_t d = 0;
@@ -148,6 +157,7 @@ __attribute__((noinline)) void copy_pairs(const char* const* rows, int count, in
                                           uint32_t* out, int64_t step) {
   constexpr int L = S::kLanes;
   for (int r = 0; r < count; ++r) {
+    prefetch_row(rows, r, count, dim * static_cast<int64_t>(sizeof(Bf16)));
     const Bf16* row = reinterpret_cast<const Bf16*>(rows[r]);
     for (int64_t d = 0; d < dim; d += 2 * L) {
       const int n = static_cast<int>(smaller<int64_t>(2 * L, dim - d));
