@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
@@ -15,14 +13,12 @@ DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16),
           "fp16": np.dtype(np.float16)}
 
 
-@dataclasses.dataclass
 class Drawn:
-    q: np.ndarray  # poisoned
-    k: np.ndarray
-    v: np.ndarray
-    keywords: dict
-    clean: dict  # q, k, v, bias without poison
-    dtype: str
+    """q, k, v and keywords are poisoned; clean holds q, k, v and bias without poison."""
+
+    def __init__(self, q, k, v, keywords, clean, dtype):
+        self.q, self.k, self.v = q, k, v
+        self.keywords, self.clean, self.dtype = keywords, clean, dtype
 
     def oracle(self):
         keywords = dict(self.keywords)

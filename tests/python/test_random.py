@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random legal problems through tessera.attention and attention_backward, against the oracle."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 import oracle
 import tessera
 from problems import DTYPES, problems
+from tessera import _numpy
 
 ROUNDING = {"fp32": 4e-6, "bf16": 1.6e-2, "fp16": 2e-3}  # of the sum of absolute terms
 
@@ -89,6 +92,59 @@ def test_backward(backend, examples, relaxed):
             assert got.dtype == of.dtype and got.flags.c_contiguous
             worst = max(ROUNDING[problem.dtype], rounding)
             close(name, got, expected[name], worst * (truth.size[name] + 1e-6))
+    run()
+
+
+class Memory:
+    """Stands for tessera._numpy's allocations: full of one byte, with a fence on both sides."""
+    FENCE = 4096
+
+    def __init__(self, monkeypatch):
+        self.fill, self.made = 0, []
+        monkeypatch.setattr(_numpy, "empty", self.empty)
+        monkeypatch.setattr(_numpy, "workspace", self.workspace)
+
+    def empty(self, _, name, shape, dtype):
+        dtype = np.dtype(dtype)
+        inside = self.allocate(name, math.prod(shape) * dtype.itemsize)
+        return inside.view(dtype).reshape(shape)
+
+    def workspace(self, _, size):
+        inside = self.allocate("workspace", size)
+        return _numpy.pointer(inside), inside
+
+    def allocate(self, name, size):
+        raw = np.full(size + 2 * self.FENCE + 64, self.fill, np.uint8)
+        begin = self.FENCE + -(_numpy.pointer(raw) + self.FENCE) % 64
+        self.made.append((name, raw, begin, begin + size))
+        return raw[begin:begin + size]
+
+    def check(self):
+        for name, raw, begin, end in self.made:
+            assert (raw[:begin] == self.fill).all(), f"written before {name}"
+            assert (raw[end:] == self.fill).all(), f"written after {name}"
+        self.made.clear()
+
+
+def test_memory(monkeypatch, examples, relaxed):
+    """What memory held before does not matter, and nothing is written beside it."""
+    memory = Memory(monkeypatch)
+
+    @settings(max_examples=examples // 2, **relaxed)
+    @given(problems())
+    def run(problem):
+        names, results = gradient_names(problem.keywords), []
+        for memory.fill in (0x00, 0x7F, 0xFF):
+            o, lse, max_logit = tessera.attention(problem.q, problem.k, problem.v,
+                                                  **problem.keywords, return_lse=True,
+                                                  return_max_logit=True)
+            g = tessera.attention_backward(np.ones_like(o), problem.q, problem.k, problem.v, o, lse,
+                                           grads=names, **problem.keywords)
+            memory.check()
+            results.append([o, lse, max_logit] + [getattr(g, name) for name in names])
+        for other in results[1:]:
+            for name, a, b in zip(("o", "lse", "max_logit", *names), results[0], other):
+                np.testing.assert_array_equal(a, b, err_msg=name)
     run()
 
 
