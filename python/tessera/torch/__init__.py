@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera on PyTorch tensors: the functions of ``tessera``, in the dispatcher and in autograd.
+
+    o      = tessera.torch.attention(q, k, v, causal=True)         # o.sum().backward() works
+    o, lse = tessera.torch.attention(q, k, v, causal=True, return_lse=True)
+    print(tessera.torch.explain(q, k, v, causal=True))             # which backend, why
+
+Tensors are used where they are, whatever their strides. They run under torch.compile without graph
+breaks, under autocast, checkpointing and vmap. docs/semantics.md is the contract.
+"""
+
+from .._lib import Refused
+from ._functions import attention, dropout_mask, explain, merge
+
+__all__ = ["attention", "merge", "explain", "dropout_mask", "Refused"]

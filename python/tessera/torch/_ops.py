@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators tessera::* of PyTorch's dispatcher: schemas, and the rules of autograd, fake tensors
+and vmap. Kernels are binding.cc's, or _kernels.py's where that was not built.
+
+    attention(q, k, v, bias?, ... rng_state?, flags, ... dropout_p, max_logit) -> (o, lse, max_logit)
+    attention_backward(do, o, lse, dlse?, q, ... dropout_p, grads) -> Tensor[]
+
+max_logit is empty unless asked for; attention_backward returns the gradients of the bits of `grads`,
+in the order of _describe.GRADIENT_OF.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .. import _lib
+from . import _describe, _kernels, _tensors
+
+_TYPES = {"backend": "str", "softmax_scale": "float", "softcap": "float", "dropout_p": "float",
+          "window_left": "SymInt", "window_right": "SymInt", "max_seqlen_q": "SymInt",
+          "max_seqlen_k": "SymInt"}
+_ARGUMENTS = ", ".join(
+    [f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in _describe.INPUTS] +
+    [f"{_TYPES.get(name, 'int')} {name}" for name in _describe.SCALARS])
+_NUM_INPUTS = len(_describe.INPUTS)
+_DIFFERENTIABLE = tuple(map(_describe.INPUTS.index, _describe.GRADIENT_OF.values()))
+
+_library = torch.library.Library("tessera", "DEF")
+for _schema in (f"attention({_ARGUMENTS}, bool max_logit) -> (Tensor, Tensor, Tensor)",
+                "attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, "
+                f"{_ARGUMENTS}, int grads) -> Tensor[]",
+                "merge(Tensor[] o, Tensor[] lse, int format) -> (Tensor, Tensor)",
+                "dropout_mask(Tensor rng_state, SymInt b, SymInt hq, SymInt sq, SymInt sk, "
+                "float dropout_p) -> Tensor"):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+
+def _load_binding() -> bool:
+    """The compiled kernels: beside this file in a wheel, in build/lib in a checkout."""
+    here = Path(__file__).resolve().parent
+    for place in (here / "libtessera_torch.so",
+                  here.parents[2] / "build" / "lib" / "libtessera_torch.so"):
+        if place.exists():
+            torch.ops.load_library(str(place))
+            return True
+    return False
+
+
+has_binding = _load_binding()
+for _name in ("merge", "dropout_mask") if has_binding else \
+        ("attention", "attention_backward", "merge", "dropout_mask"):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, getattr(_kernels, _name), _key)
+
+attention = torch.ops.tessera.attention.default
+attention_backward = torch.ops.tessera.attention_backward.default
+merge = torch.ops.tessera.merge.default
+dropout_mask = torch.ops.tessera.dropout_mask.default
+
+
+# ---- fake tensors: shapes, and at trace time every error that shapes and options make ----
+
+def _refuse(operation: str, arguments, **more):
+    inputs, values = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
+    try:
+        call = _describe.Call(operation, _describe.keywords(inputs, values),
+                              same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
+    except _tensors.NoHint:
+        return  # extents that only the run will know: it will check them
+    call.prepare(torch.get_num_threads())
+
+
+@torch.library.register_fake("tessera::attention", lib=_library)
+def _(*arguments):
+    *arguments, max_logit = arguments
+    _refuse("attention", arguments, max_logit=max_logit)
+    q, k, v = arguments[:3]
+    layout = tuple(_lib.FORMATS)[arguments[_NUM_INPUTS + 2]]
+    rows = _tensors.statistics_dtype(q)
+    heads = q.shape[-3] if layout == "bhsd" else q.shape[-2]
+    return (q.new_empty(_tensors.output_shape(q, v)),
+            q.new_empty(_tensors.row_shape(q, layout), dtype=rows),
+            q.new_empty(heads if max_logit else 0, dtype=rows))
+
+
+@torch.library.register_fake("tessera::attention_backward", lib=_library)
+def _(do, o, lse, dlse, *arguments):
+    *arguments, wanted = arguments
+    names = _kernels.grads_of(wanted)
+    _refuse("attention_backward", arguments, grads=names,
+            backward={"do": None, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})})
+    given = dict(zip(_describe.INPUTS, arguments))
+    return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
+                             memory_format=torch.contiguous_format) for name in names]
+
+
+@torch.library.register_fake("tessera::merge", lib=_library)
+def _(os, lses, format):
+    return (torch.empty_like(os[0], memory_format=torch.contiguous_format),
+            torch.empty_like(lses[0], memory_format=torch.contiguous_format))
+
+
+@torch.library.register_fake("tessera::dropout_mask", lib=_library)
+def _(rng_state, b, hq, sq, sk, dropout_p):
+    return rng_state.new_empty((b, hq, sq, sk), dtype=torch.bool)
+
+
+# ---- autograd ----
+
+def _save(ctx, inputs, output):
+    o, lse, max_logit = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_logit)
+    ctx.save_for_backward(o, lse, *inputs[:_NUM_INPUTS])
+    ctx.values = inputs[_NUM_INPUTS:-1]
+
+
+def _backward(ctx, do, dlse, _):
+    o, lse, *inputs = ctx.saved_tensors
+    grads = [None] * (len(inputs) + len(ctx.values) + 1)
+    wanted = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
+    if (do is None and dlse is None) or not wanted:
+        return tuple(grads)
+    if do is None:
+        do = o.new_zeros(o.shape[-1]).expand(o.shape)
+    bits = sum(1 << _DIFFERENTIABLE.index(i) for i in wanted)
+    results = attention_backward(do, o, lse, dlse, *inputs, *ctx.values, bits)
+    for i, result in zip(wanted, results):
+        grads[i] = result
+    return tuple(grads)
+
+
+def _no_second_order(ctx, *_):
+    raise _lib.Refused("tessera.attention: create_graph=True: second derivatives are not there yet; "
+                       "differentiate once, or use torch.nn.attention's math backend for this call")
+
+
+def _save_parts(ctx, inputs, output):
+    os, lses, ctx.format = inputs
+    ctx.parts = len(os)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*os, *lses, *output)
+
+
+def _merge_backward(ctx, do, dlse):
+    """o = sum of w_i o_i with w_i = exp(lse_i - lse), so dlse_i = w_i (do . (o_i - o) + dlse)."""
+    saved = ctx.saved_tensors
+    os, lses, (o, lse) = saved[:ctx.parts], saved[ctx.parts:-2], saved[-2:]
+    layout = tuple(_lib.FORMATS)[ctx.format]
+
+    def as_o(x):  # the axes of lse, in the order of o's, and one for dv
+        x = x.movedim(-2 if layout != "bhsd" else -1, -1) if layout != "bhsd" else x
+        return (x.movedim(0, 1) if layout == "sbhd" else x).unsqueeze(-1)
+
+    dos, dlses = [], []
+    for o_i, lse_i in zip(os, lses):
+        w = torch.where(lse_i == -torch.inf, 0.0, (lse_i - lse).exp())
+        live = as_o(w) > 0
+        if do is None:
+            dos.append(None)
+            row = torch.zeros_like(w)
+        else:
+            dos.append((as_o(w) * do).to(o.dtype))
+            difference = torch.where(live, o_i.to(w.dtype) - o.to(w.dtype), 0.0)
+            row = (difference * do).sum(-1)
+            row = row.movedim(0, 1) if layout == "sbhd" else row
+            row = row if layout == "bhsd" else row.movedim(-1, -2)
+        dlses.append(w * (row if dlse is None else row + dlse))
+    return dos, dlses, None
+
+
+torch.library.register_autograd("tessera::attention", _backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("tessera::attention_backward", _no_second_order, lib=_library)
+torch.library.register_autograd("tessera::merge", _merge_backward, setup_context=_save_parts,
+                                lib=_library)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's adapter for _args. Extents may be symbolic: a problem is described by their hints, the
+values of the call being traced, without a guard on them."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _lib
+from .._args import ORDERS, ArrayInfo
+
+noun = "PyTorch tensor"
+
+
+def info(x) -> ArrayInfo | None:
+    if not isinstance(x, torch.Tensor):
+        return None
+    dtype = str(x.dtype)[len("torch."):]
+    flaw = ""
+    if x.layout is not torch.strided or x.is_nested:
+        flaw = f"layout={x.layout}: must be strided; use to_dense(), or layout=\"thd\" for lengths"
+        return ArrayInfo(dtype, tuple(x.shape), (0,) * x.dim(), str(x.device), True, flaw)
+    if x.device.type not in ("cpu", "cuda"):
+        flaw = f"device={str(x.device)!r}: must be on the CPU or on a CUDA device"
+    elif x.is_conj() or x.is_neg():
+        flaw = "is_neg()=True: must hold its values as they are; use resolve_neg()"
+    return ArrayInfo(dtype, hints(x.shape), hints(x.stride()), str(x.device), True, flaw)
+
+
+class NoHint(Exception):
+    """An extent is known only when the graph runs."""
+
+
+def hints(values) -> tuple[int, ...]:
+    return tuple(map(hint, values))
+
+
+def hint(value):
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if not value.node.has_hint():
+        raise NoHint
+    return value.node.hint
+
+
+def device(tensor) -> _lib.Device:
+    if tensor.device.type == "cpu":
+        return _lib.CPU_DEVICE
+    return _lib.Device(kind=_lib.CUDA, ordinal=tensor.device.index or 0)
+
+
+def statistics_dtype(q) -> torch.dtype:
+    """The dtype of lse, dlse and max_logit."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def output_shape(q, v) -> tuple:
+    """o's shape in q's layout: q's axes, with v's head dim."""
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def row_shape(q, layout: str) -> tuple:
+    """The shape of lse: [b, hq, sq], packed [hq, t]."""
+    b, s, h, _ = ORDERS[layout]
+    return (q.shape[h], q.shape[s]) if b is None else (q.shape[b], q.shape[h], q.shape[s])

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m tessera check --through torch: a case by tessera.torch.attention and autograd."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..cli import case_lines
+from . import attention
+
+
+def runner(args):
+    """A function that computes a case's outputs into its own arrays."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise case_lines.UsageError("--device cuda: PyTorch sees no CUDA device")
+    return lambda case: run(case, args.backend, args.device)
+
+
+def run(case, backend: str | None, device: str = "cpu"):
+    outputs = case.group("outputs")
+    case.poison_outputs()
+    place = _Placer(device)
+    arguments = {name: place(value) for name, value in case.arguments().items()}
+    with_gradient = [name[1:] for name in outputs] if case.is_backward else []
+    for name in with_gradient:
+        arguments[name].requires_grad_()
+    want_lse = case.is_backward or "lse" in outputs
+    results = attention(**{**arguments, "return_lse": want_lse}, backend=backend)
+    if not case.is_backward:
+        results = dict(zip(outputs, results if isinstance(results, tuple) else (results,)))
+    else:
+        backward = {name: place(value) for name, value in case.group("backward").items()}
+        roots = list(zip(results, (backward["do"], backward.get("dlse"))))
+        roots = [(x, dx) for x, dx in roots if dx is not None]
+        gradients = torch.autograd.grad([x for x, _ in roots],
+                                        [arguments[name] for name in with_gradient],
+                                        [dx for _, dx in roots])
+        results = dict(zip(outputs, gradients))
+    for name, result in results.items():
+        if tuple(result.shape) != outputs[name].shape:
+            raise ValueError(f"tessera.check: {name}: {list(result.shape)} came back, not "
+                             f"{list(outputs[name].shape)}")
+        outputs[name][...] = to_numpy(result.detach().cpu(), outputs[name].dtype)
+
+
+class _Placer:
+    """NumPy arrays as tensors of the same strides; one array given twice stays one tensor."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.seen: dict[int, tuple] = {}  # id -> the array, kept alive, and its tensor
+
+    def __call__(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self, value))
+        if not isinstance(value, np.ndarray):
+            return value
+        if id(value) not in self.seen:
+            self.seen[id(value)] = value, to_torch(value).to(self.device)
+        return self.seen[id(value)][1]
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """The same memory, ml_dtypes' types included."""
+    dtype = getattr(torch, array.dtype.name)
+    plain = array.view(f"i{array.dtype.itemsize}") if array.dtype.kind == "V" or \
+        array.dtype.name.startswith(("bfloat", "float8")) else array
+    strides = [stride // array.itemsize for stride in array.strides]
+    if array.size == 0:
+        return torch.empty_strided(array.shape, strides, dtype=dtype)
+    flat = np.lib.stride_tricks.as_strided(
+        plain, [sum((n - 1) * s for n, s in zip(array.shape, strides)) + 1], [array.itemsize])
+    return torch.as_strided(torch.from_numpy(flat).view(dtype), array.shape, strides)
+
+
+def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    if str(tensor.dtype) != f"torch.{dtype.name}":
+        raise ValueError(f"tessera.check: {tensor.dtype} came back, not {dtype.name}")
+    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        integers = torch.int16 if tensor.element_size() == 2 else torch.int8
+        return tensor.view(integers).numpy().view(dtype)
+    return tensor.numpy()
