@@ -15,6 +15,7 @@
 // the tile, the thread or the layout. Blocks begin at multiples of kBlock for the same reason.
 #pragma once
 
+#include "cpu/decode.h"
 #include "cpu/forward_block.h"
 #include "cpu/forward_tile.h"
 #include "cpu/score_dropout.h"
@@ -64,6 +65,8 @@ struct ForwardScratch {
   float* scores;      // [kBlock + 8][strip]: S^T, then P^T
   uint32_t* p_pairs;  // [kBlock / 2 + 4][strip]
   float* state;       // m, l, O^T of all strips
+  float* q_rows;      // [kDotRows][dqk, rounded up to 16], times k_scale; and one of O
+  float* o_row;
   Strip<S>* strips;
 };
 
@@ -94,6 +97,8 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   auto* v_pairs = arena.take<uint32_t>(shape.bf16 ? kBlock / 2 * v_stride : 0);
   float* scores = arena.take<float>(kTable * kStrip);
   auto* p_pairs = arena.take<uint32_t>(shape.bf16 ? kTable / 2 * kStrip : 0);
+  float* q_rows = arena.take<float>(kDotRows * k_stride);
+  float* o_row = arena.take<float>(v_stride);
   float* q_t = arena.take<float>(strips * kStrip * shape.dqk);
   float* state = arena.take<float>(strips * strip_state_floats<S>(shape.dv));
   if (base) {
@@ -102,6 +107,7 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
     scratch->block.k_stride = k_stride, scratch->block.v_stride = v_stride;
     scratch->scores = scores, scratch->p_pairs = p_pairs;
     scratch->state = state, scratch->strips = table;
+    scratch->q_rows = q_rows, scratch->o_row = o_row;
     memset(zeros, 0, static_cast<size_t>(longest) * 4);
     for (int64_t s = 0; s < strips; ++s) table[s].q_t = q_t + s * kStrip * shape.dqk;
     *result = scratch;
@@ -264,6 +270,50 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, ForwardScratc
   }
 }
 
+// The same for one or two rows, with head dims in the lanes: see decode.h.
+template <typename S>
+void attend_dots(const Call& call, const CallSequence& sequence, int64_t kv_head,
+                 ForwardScratch<S>& scratch, Strip<S>& strip) {
+  const Visible<S>& visible = scratch.visible;
+  const Block<S>& block = scratch.block;
+  const int first = visible.first, last = visible.last;
+  for (int r = 0; r < strip.rows.count; ++r) {
+    by_dtype(call.k.dtype, [&](auto element) {
+      dot_keys<S, decltype(element)>(block.k_rows, block.next_k_rows,
+                                     scratch.q_rows + r * block.k_stride, call.dqk, r, first, last,
+                                     scratch.scores);
+    });
+  }
+  finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
+                      scratch.maximum, nullptr);
+  if (call.has_dropout) {
+    fill_keep_bits<S, 1>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
+  }
+  auto* softmax =
+      call.has_dropout ? exponentiate<S, 1, false, true> : exponentiate<S, 1, false, false>;
+  softmax(call.raw ? call.scale_log2 : 1.0f, first, last, scratch.keep, scratch.maximum,
+          scratch.scores, scratch.p_pairs, strip.m, strip.l, scratch.alpha);
+  const float scale = scale_of(call.v_scale, sequence, kv_head);
+  for (int r = 0; r < strip.rows.count; ++r) {
+    by_dtype(call.v.dtype, [&](auto element) {
+      add_all_values<S, decltype(element)>(block, scratch.scores, scale, scratch.alpha[r], r, first,
+                                           last, call.dv, scratch.o_row, strip.o_t);
+    });
+  }
+}
+
+// q of the rows that attend_dots takes, as fp32.
+template <typename S>
+void widen_queries(const Call& call, const CallSequence& sequence, int64_t kv_head,
+                   const StripRows<S>& rows, ForwardScratch<S>& scratch) {
+  const float scale = scale_of(call.k_scale, sequence, kv_head);
+  for (int r = 0; r < rows.count; ++r) {
+    const char* row = call.q.data + sequence.batch_q * call.q.batch +
+                      (sequence.first_q + rows.token[r]) * call.q.row + rows.head[r] * call.q.head;
+    convert_row<S>(row, call.q.dtype, call.dqk, scale, scratch.q_rows + r * scratch.block.k_stride);
+  }
+}
+
 // ---- end of a strip ----
 
 TESSERA_INLINE void raise_max_logit(char* where, float x) {
@@ -383,6 +433,7 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
   const CallSequence& sequence = call.sequences[task.sequence];
   const int64_t kv_head = task.head / call.group;
   const int count = lay_strips(call, sequence, task, scratch.strips);
+  const bool by_dots = task.kind == ForwardTask::kSplit && task.count <= kDotRows;
   float* state = scratch.state;
   if (task.partial >= 0) {
     state = reinterpret_cast<float*>(args.partials + task.partial * args.partial_bytes);
@@ -394,7 +445,9 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
     for (int l = 0; l < Tile<S>::kStrip; ++l) strip.m[l] = -kInfinity, strip.l[l] = 0;
     const int64_t lanes = strip.rows.vectors * S::kLanes;
     memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 16) * lanes) * 4);
-    if (strip.rows.key_end > 0) {
+    if (by_dots) {
+      widen_queries(call, sequence, kv_head, strip.rows, scratch);
+    } else if (strip.rows.key_end > 0) {
       by_vectors<S>(strip.rows.vectors, [&](auto n) {
         pack_queries<S, n.value>(call, sequence, strip.rows, args.shape.bf16, strip.q_t);
       });
@@ -412,10 +465,14 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
       if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
       if (!ready) {
         block.point_at_rows(call, sequence, kv_head);
-        if constexpr (S::kNarrow) block.point_ahead(call, sequence, kv_head);
+        if (S::kNarrow || by_dots) block.point_ahead(call, sequence, kv_head);
         if (call.mask_by_key) block.forget_hidden_keys(call, sequence, task.head, task.heads);
-        block.convert(call, sequence, args.shape, kv_head);
+        if (!by_dots) block.convert(call, sequence, args.shape, kv_head);
         ready = true;
+      }
+      if (by_dots) {
+        attend_dots(call, sequence, kv_head, scratch, strip);
+        continue;
       }
       by_vectors<S>(strip.rows.vectors,
                     [&](auto n) { attend<S, n.value>(args, sequence, scratch, strip); });

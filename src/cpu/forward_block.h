@@ -23,20 +23,35 @@ TESSERA_INLINE void convert_row_of(const T* from, int64_t n, float scale, float*
   for (; d + S::kLanes <= n; d += S::kLanes) S::store(to + d, S::mul(S::load(from + d), factor));
   if (d < n) S::store(to + d, S::mul(S::load_n(from + d, static_cast<int>(n - d)), factor));
 }
-template <typename S>
-void convert_row(const char* from, int32_t dtype, int64_t n, float scale, float* to) {
+// f(T{}) with the storage type of dtype.
+template <typename F>
+TESSERA_INLINE void by_dtype(int32_t dtype, F f) {
   switch (dtype) {
     case TESSERA_FP32:
-      return convert_row_of<S>(reinterpret_cast<const float*>(from), n, scale, to);
+      return f(float{});
     case TESSERA_BF16:
-      return convert_row_of<S>(reinterpret_cast<const Bf16*>(from), n, scale, to);
+      return f(Bf16{});
     case TESSERA_FP16:
-      return convert_row_of<S>(reinterpret_cast<const Fp16*>(from), n, scale, to);
+      return f(Fp16{});
     case TESSERA_E4M3:
-      return convert_row_of<S>(reinterpret_cast<const E4m3*>(from), n, scale, to);
+      return f(E4m3{});
     default:
-      return convert_row_of<S>(reinterpret_cast<const E5m2*>(from), n, scale, to);
+      return f(E5m2{});
   }
+}
+
+template <typename S>
+void convert_row(const char* from, int32_t dtype, int64_t n, float scale, float* to) {
+  by_dtype(dtype, [&](auto element) {
+    convert_row_of<S>(reinterpret_cast<const decltype(element)*>(from), n, scale, to);
+  });
+}
+
+// What the elements of an fp8 tensor are multiplied by.
+TESSERA_INLINE float scale_of(const Strided& scale, const CallSequence& sequence, int64_t kv_head) {
+  float factor = 1.0f;
+  if (scale.data) memcpy(&factor, at(scale, sequence.n, kv_head), sizeof factor);
+  return factor;
 }
 
 // Where keys [begin, begin + n) of one head lie.
@@ -124,14 +139,9 @@ void Block<S>::forget_hidden_keys(const Call& call, const CallSequence& sequence
 template <typename S>
 void Block<S>::convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
                        int64_t kv_head) {
-  const auto scale_of = [&](const Strided& scale) {
-    float factor = 1.0f;
-    if (scale.data) memcpy(&factor, at(scale, sequence.n, kv_head), sizeof factor);
-    return factor;
-  };
   const auto convert_rows = [&](const Rows& rows, const Strided& scale, int64_t head_dim,
                                 int64_t stride, float* to, const char** table) {
-    const float factor = scale_of(scale);
+    const float factor = scale_of(scale, sequence, kv_head);
     for (int j = 0; j < keys.count; ++j) {
       if (table[j] == zeros) continue;
       convert_row<typename S::Wide>(table[j], rows.dtype, head_dim, factor, to + j * stride);
