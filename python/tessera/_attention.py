@@ -184,7 +184,7 @@ def _signature(x):
         return None
     if type(x) is np.ndarray:
         return x.shape, x.strides, x.dtype, x.flags.writeable
-    if type(x) is str:
+    if type(x) is str or x is NEW:
         return x
     if type(x) is tuple:
         return tuple(map(_signature, x))

@@ -94,6 +94,12 @@ def test_check_refusals(tmp_path):
     cases.write_text(f"{runs}\n\n{refused}   # comment\n")
     done = run("check", "--cases", cases, "--refused", listed, "--backend", "cpu")
     assert lines_of(done)[-1] == "1 passed, 1 refused, 0 failed"
+    refused_again = tmp_path / "again.cases"
+    refused_again.write_text("fwd fp64 d=8 b=1 s=8 h=1")
+    # the list holds canonical lines; another order of tokens is the same case
+    listed.write_text(json.loads(run("explain", refused, "--json").stdout)[0]["case"])
+    done = run("check", "--cases", refused_again, "--refused", listed, "--backend", "cpu")
+    assert lines_of(done)[-1] == "0 passed, 1 refused, 0 failed"
     listed.write_text(runs)
     done = run("check", "--cases", cases, "--refused", listed, "--backend", "cpu")
     assert done.returncode == 1
@@ -113,9 +119,9 @@ def test_check_sees_wrong_results():
         output[...] = output + np.asarray(0.5, output.dtype)
 
     for case in ("fwd fp32 b=1 s=33 h=2 d=16", "bwd bf16 b=1 s=33 h=2 d=16"):
-        outcome, why = check.judge(case, wrong)
+        outcome, why, _ = check.judge(case, wrong)
         assert outcome == "failed" and "error" in why
-    outcome, why = check.judge("fwd fp32 b=1 s=33 h=2 d=16", conformance.Case.poison_outputs)
+    outcome, why, _ = check.judge("fwd fp32 b=1 s=33 h=2 d=16", conformance.Case.poison_outputs)
     assert outcome == "failed" and why
 
 

@@ -52,8 +52,8 @@ def main(args) -> int:
     counts = {"passed": 0, "refused": 0, "failed": 0}
     with terminal.Progress(len(cases), "check") as progress:
         for case in cases:
-            outcome, why = judge(case, run)
-            listed = _plain(case) in refusals
+            outcome, why, canonical = judge(case, run)
+            listed = canonical in refusals or _plain(case) in refusals
             if outcome == "refused" and not listed:
                 outcome, why = "failed", f"refused, and not listed: {why}"
             elif outcome == "passed" and listed:
@@ -66,21 +66,23 @@ def main(args) -> int:
     return 1 if counts["failed"] else 0
 
 
-def judge(text: str, run) -> tuple[str, str]:
-    """("passed" | "refused" | "failed", why) of one case."""
+def judge(text: str, run) -> tuple[str, str, str]:
+    """("passed" | "refused" | "failed", why, the case in its canonical spelling)."""
     from . import conformance
+    canonical = _plain(text)
     try:
         with conformance.Case(text) as case:
+            canonical = case.text
             try:
                 run(case)
             except _lib.Refused as error:
-                return "refused", _one_line(error)
+                return "refused", _one_line(error), canonical
             verdict = case.compare()
     except (ValueError, RuntimeError, MemoryError, TypeError) as error:
-        return "failed", _one_line(error)
+        return "failed", _one_line(error), canonical
     if verdict["passed"]:
-        return "passed", ""
-    return "failed", _one_line("; ".join(verdict["failures"]) or "no verdict")
+        return "passed", "", canonical
+    return "failed", _one_line("; ".join(verdict["failures"]) or "no verdict"), canonical
 
 
 def runner(args):
