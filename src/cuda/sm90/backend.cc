@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "cuda/common/general.h"
 #include "cuda/common/launch.h"
-#include "cuda/sm80/backend.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensormap.h"
 
@@ -43,11 +43,11 @@ class Sm90Backend final : public Backend {
 
   // What the fallback needs is all that a plan of this room depends on.
   Problem canonical(const Problem& problem) const override {
-    return sm80::backend().canonical(problem);
+    return general_backend().canonical(problem);
   }
 
   Result<std::unique_ptr<Plan>> plan(const Problem& canonical, const Device& device) const override {
-    auto fallback = sm80::backend().plan(canonical, device);
+    auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
     return plan_forward(canonical, device, std::move(fallback).value());
   }
@@ -108,18 +108,19 @@ class Sm90Backend final : public Backend {
   }
 
   static void require_features(Support& support, const Problem& p) {
-    const auto refuse = [&](bool asked, const char* what) {
-      support.require(!asked, ReasonId::kFeature, Remedy::kNone, [&] {
-        return std::string(what) + ": the Hopper kernels do not have it";
+    for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
+      support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {
+        return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
       });
-    };
-    for (const int index : {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
-                            TESSERA_ALIBI_SLOPES, TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE,
-                            TESSERA_V_SCALE}) {
-      refuse(given(p, index), tensor_rule(index).name);
     }
-    refuse(has(p, TESSERA_SOFTCAP), "softcap");
-    refuse(has(p, TESSERA_DROPOUT), "dropout_p");
+    // A mask of keys alone promises that NaN in the v it hides does no harm; this kernel multiplies it
+    // by 0.
+    const Tensor& mask = p.tensor[TESSERA_MASK];
+    support.require(!given(p, TESSERA_MASK) || (mask.extent[2] > 1 && mask.extent[3] > 1),
+                    ReasonId::kFeature, Remedy::kNone, [&] {
+                      return "mask.shape=" + shape_text(p, TESSERA_MASK) +
+                             ": must have more than one query and more than one key";
+                    });
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include <climits>
 
+#include "cuda/common/element.cuh"
 #include "cuda/sm90/schedule.cuh"
 
 namespace tessera::cuda::sm90 {

@@ -7,6 +7,8 @@
 // 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of row r.
 #pragma once
 
+#include <type_traits>
+
 #include "core/philox.h"
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/blocks.cuh"
@@ -18,6 +20,7 @@ template <typename Element, int kTileN>
 class Features {
  public:
   static constexpr int kElements = kTileN / 4;  // of a row that a thread holds
+  using MaskWord = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
   
 
   __device__ __forceinline__ Features(const ForwardParams& a, const Work& work, int row, int lane)
@@ -35,52 +38,34 @@ class Features {
     return shaped ? 1.f : log2_scale(p);
   }
 
-  // Bias of a block where its rows allow 16-byte loads; queued early, so that it arrives with S.
+  // Bias of a block as 16-bit pairs: that of row r and group g is bias[2 g + r]. An fp32 bias comes in two
+  // halves, of which this is the first; a rounding of 2^-16 of a bias is far below that of P. Queued
+  // before S is waited for, so that both arrive together.
   __device__ __forceinline__ void load_bias(int block, uint32_t (&bias)[kElements]) const {
-    if (!is_vector_bias()) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = row_of_bias(row_ + 8 * r);
-      const bool exists = work_.exists(row_ + 8 * r);
-#pragma unroll
-      for (int g = 0; g < kTileN / 8; g += 4) {  // this thread loads group g + quad of the row
-        const int key = block * kTileN + 8 * (g + quad_);
-        uint32_t x[4] = {};
-        if (exists && key + 8 <= work_.k.length) {
-          const uint4 v = *reinterpret_cast<const uint4*>(bias_data() + row + key);
-          x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-        } else if (exists) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const uint32_t one = key + i < work_.k.length ? bias_data()[row + key + i] : 0;
-            x[i / 2] |= one << (i % 2 * 16);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bias[(g + i) * 2 + r] = x[i];
-      }
+    const View& view = p_.tensor[TESSERA_BIAS];
+    if (!view.data) return;
+    if (view.dtype == TESSERA_FP32) {
+      load_fp32_bias(block, kHigh, bias);
+    } else if (view.vector_bytes == 16 && view.stride[3] == 1) {
+      load_vectors(block, bias);
+    } else {
+      load_elements(block, bias);
     }
   }
 
   // Scores to x of docs/semantics.md without the masks; in units of log2, see exponent_scale().
   __device__ __forceinline__ void shape(int block, uint32_t (&bias)[kElements],
                                         float (&S)[kTileN / 2]) const {
-    const bool has_bias = p_.tensor[TESSERA_BIAS].data;
-    const bool pre = has_bias && (p_.flags & TESSERA_BIAS_PRE_SCALE);
+    const bool has_bias = p_.tensor[TESSERA_BIAS].data, alibi = p_.tensor[TESSERA_ALIBI_SLOPES].data;
+    const bool pre = has_bias && (p_.flags & TESSERA_BIAS_PRE_SCALE), post = has_bias && !pre;
     const bool softcap = p_.flags & TESSERA_SOFTCAP;
-    if (has_bias && is_vector_bias()) trade_bias(bias);
-    if (pre) add_bias(block, bias, 1.f, 1.f, S);
-    if (softcap) {
-      cap(S, pre);
-      if (has_bias && !pre) add_bias(block, bias, 1.f, kLog2e, S);
-    } else if (has_bias && !pre) {
-      add_bias(block, bias, log2_scale(p_), kLog2e, S);
-    } else if (p_.tensor[TESSERA_ALIBI_SLOPES].data) {
-      const float c = log2_scale(p_);
-#pragma unroll
-      for (int i = 0; i < kTileN / 2; ++i) S[i] *= c;
+    if (pre && softcap) add_bias(block, 1.f, 1.f, bias, S);
+    if (softcap) cap(S, pre);
+    if (has_bias && !(pre && softcap)) {
+      const float c = pre || softcap ? 1.f : log2_scale(p_);
+      add_bias(block, c, post ? kLog2e : 1.f, bias, S);
     }
-    if (p_.tensor[TESSERA_ALIBI_SLOPES].data) add_alibi(block, S);
+    if (alibi) add_alibi(block, post || softcap ? 1.f : log2_scale(p_), S);
   }
 
   // S = -inf where a key is hidden. keys: of the band, for both rows.
@@ -124,26 +109,36 @@ class Features {
  private:
   // ---- bias ----
 
-  __device__ __forceinline__ bool is_vector_bias() const {
-    const View& bias = p_.tensor[TESSERA_BIAS];
-    return bias.data && bias.dtype != TESSERA_FP32 && bias.vector_bytes == 16 && bias.stride[3] == 1;
+  enum Half { kHigh, kLow };
+
+  __device__ __forceinline__ const void* row_of_bias(int row, int bytes) const {
+    const View& view = p_.tensor[TESSERA_BIAS];
+    return static_cast<const char*>(view.data) + offset_of(view, work_.n, work_.head, row) * bytes;
   }
-  __device__ __forceinline__ const uint16_t* bias_data() const {
-    return static_cast<const uint16_t*>(p_.tensor[TESSERA_BIAS].data);
-  }
-  __device__ __forceinline__ int64_t row_of_bias(int row) const {
-    return offset_of(p_.tensor[TESSERA_BIAS], work_.n, work_.head, row);
+  // Columns of the row that may be read.
+  __device__ __forceinline__ int end_of_bias(int row) const {
+    return work_.exists(row) ? work_.k.length : 0;
   }
 
-  // After load_bias a thread holds 8 columns of every fourth group; it needs 2 columns of each.
-  __device__ __forceinline__ void trade_bias(uint32_t (&bias)[kElements]) const {
+  // Each thread of a quad loads 8 columns of every fourth group and trades them for 2 of each.
+  __device__ __forceinline__ void load_vectors(int block, uint32_t (&bias)[kElements]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const auto* row = static_cast<const uint16_t*>(row_of_bias(row_ + 8 * r, 2));
+      const int end = end_of_bias(row_ + 8 * r);
 #pragma unroll
       for (int g = 0; g < kTileN / 8; g += 4) {
-        uint32_t x[4];
+        const int key = block * kTileN + 8 * (g + quad_);
+        uint32_t x[4] = {};
+        if (key + 8 <= end) {
+          const uint4 v = *reinterpret_cast<const uint4*>(row + key);
+          x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = bias[(g + i) * 2 + r];
+          for (int i = 0; i < 7; ++i) {
+            if (key + i < end) x[i / 2] |= static_cast<uint32_t>(row[key + i]) << (i % 2 * 16);
+          }
+        }
         transpose_quad(x, quad_);
 #pragma unroll
         for (int i = 0; i < 4; ++i) bias[(g + i) * 2 + r] = x[i];
@@ -151,52 +146,77 @@ class Features {
     }
   }
 
-  static __device__ __forceinline__ float to_float(uint32_t half_word, int dtype) {
-    const auto bits = static_cast<uint16_t>(half_word);
-    return dtype == TESSERA_BF16 ? __uint_as_float(half_word << 16)
-                                 : __half2float(__ushort_as_half(bits));
+  // Rows of any alignment, and a bias that is one value a row.
+  __device__ __forceinline__ void load_elements(int block, uint32_t (&bias)[kElements]) const {
+    const int column = block * kTileN + 2 * quad_;
+    const bool one_value = p_.tensor[TESSERA_BIAS].stride[3] == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto* row = static_cast<const uint16_t*>(row_of_bias(row_ + 8 * r, 2));
+      const int end = end_of_bias(row_ + 8 * r);
+#pragma unroll
+      for (int g = 0; g < kTileN / 8; ++g) {
+        const int key = column + 8 * g;
+        const uint32_t low = key < end ? row[one_value ? 0 : key] : 0;
+        const uint32_t high = key + 1 < end ? row[one_value ? 0 : key + 1] : 0;
+        bias[2 * g + r] = low | high << 16;
+        if (g % kLoadsAtOnce == kLoadsAtOnce - 1) no_loads_across();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_fp32_bias(int block, Half half,
+                                                 uint32_t (&bias)[kElements]) const {
+    const int column = block * kTileN + 2 * quad_;
+    const bool one_value = p_.tensor[TESSERA_BIAS].stride[3] == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto* row = static_cast<const float*>(row_of_bias(row_ + 8 * r, 4));
+      const int end = end_of_bias(row_ + 8 * r);
+#pragma unroll
+      for (int g = 0; g < kTileN / 8; ++g) {
+        const int key = column + 8 * g;
+        const float low = key < end ? row[one_value ? 0 : key] : 0.f;
+        const float high = key + 1 < end ? row[one_value ? 0 : key + 1] : 0.f;
+        bias[2 * g + r] =
+            half == kHigh ? __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632)
+                          : pack<__nv_bfloat16>(low_half(low), low_half(high));
+        if (g % kLoadsAtOnce == kLoadsAtOnce - 1) no_loads_across();
+      }
+    }
+  }
+  // What the upper 16 bits of x leave out.
+  static __device__ __forceinline__ float low_half(float x) {
+    return isinf(x) ? 0.f : x - __uint_as_float(__float_as_uint(x) & 0xffff0000u);
   }
 
   // S = c S + factor * bias.
-  __device__ __forceinline__ void add_bias(int block, const uint32_t (&bias)[kElements], float c,
-                                           float factor, float (&S)[kTileN / 2]) const {
-    const View& view = p_.tensor[TESSERA_BIAS];
-    if (is_vector_bias()) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {  // pair of row i % 2, group i / 2
-        float* pair = S + 4 * (i / 2) + 2 * (i % 2);
-        pair[0] = fmaf(pair[0], c, factor * to_float(bias[i] & 0xffff, view.dtype));
-        pair[1] = fmaf(pair[1], c, factor * to_float(bias[i] >> 16, view.dtype));
-      }
-      return;
-    }
-    if (view.dtype == TESSERA_FP32) {
-      add_bias_by_element<float>(block, c, factor, S);
+  __device__ __forceinline__ void add_bias(int block, float c, float factor,
+                                           uint32_t (&bias)[kElements],
+                                           float (&S)[kTileN / 2]) const {
+    if (p_.tensor[TESSERA_BIAS].dtype == TESSERA_FP32) {
+      add_pairs<__nv_bfloat16>(c, factor, bias, S);
+      load_fp32_bias(block, kLow, bias);
+      add_pairs<__nv_bfloat16>(1.f, factor, bias, S);
     } else {
-      add_bias_by_element<Element>(block, c, factor, S);
+      add_pairs<Element>(c, factor, bias, S);
     }
   }
-
-  // Rows of any alignment, and bias that is one value a row.
   template <typename Bias>
-  __device__ __forceinline__ void add_bias_by_element(int block, float c, float factor,
-                                                      float (&S)[kTileN / 2]) const {
-    const View& view = p_.tensor[TESSERA_BIAS];
-    const int column = block * kTileN + 2 * quad_;
-    const int64_t stride = not_hoisted(view.stride[3]);
+  static __device__ __forceinline__ void add_pairs(float c, float factor,
+                                                   const uint32_t (&bias)[kElements],
+                                                   float (&S)[kTileN / 2]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Bias* row = static_cast<const Bias*>(view.data) + row_of_bias(row_ + 8 * r);
-      const int end = work_.exists(row_ + 8 * r) ? work_.k.length : 0;
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        const int key = column + 8 * (e / 2) + e % 2;
-        const float b = key < end ? static_cast<float>(row[key * stride]) : 0.f;
-        float& s = S[4 * (e / 2) + 2 * r + e % 2];
-        s = fmaf(s, c, factor * b);
-        if (e % kLoadsAtOnce == kLoadsAtOnce - 1) no_loads_across();
-      }
+    for (int i = 0; i < kElements; ++i) {
+      float* pair = S + 4 * (i / 2) + 2 * (i % 2);
+      pair[0] = fmaf(pair[0], c, factor * to_float<Bias>(bias[i] & 0xffff));
+      pair[1] = fmaf(pair[1], c, factor * to_float<Bias>(bias[i] >> 16));
     }
+  }
+  template <typename Bias>
+  static __device__ __forceinline__ float to_float(uint32_t bits) {
+    if constexpr (std::is_same_v<Bias, __nv_bfloat16>) return __uint_as_float(bits << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
   }
 
   // ---- softcap and ALiBi ----
@@ -231,17 +251,13 @@ class Features {
     }
   }
 
-  __device__ __forceinline__ void add_alibi(int block, float (&S)[kTileN / 2]) const {
-    const float distance0 =
-        static_cast<float>(row_ + work_.shift - (block * kTileN + 2 * quad_));
+  // S = c S - slope |i + shift - j|.
+  __device__ __forceinline__ void add_alibi(int block, float c, float (&S)[kTileN / 2]) const {
+    const float distance0 = static_cast<float>(row_ + work_.shift - (block * kTileN + 2 * quad_));
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float distance = distance0 + static_cast<float>(8 * r - (8 * (e / 2) + e % 2));
-        float& s = S[4 * (e / 2) + 2 * r + e % 2];
-        s = fmaf(-slope_, fabsf(distance), s);
-      }
+    for (int i = 0; i < kTileN / 2; ++i) {  // group i / 4, row i / 2 % 2, column i % 2 of the pair
+      const float distance = distance0 + static_cast<float>(8 * (i / 2 % 2) - (8 * (i / 4) + i % 2));
+      S[i] = fmaf(-slope_, fabsf(distance), S[i] * c);
     }
   }
 
@@ -251,7 +267,8 @@ class Features {
     uint32_t visible = ~0u;
     if (a_.mask_bits) {
       const int64_t head = work_.n * a_.mask_stride_batch + work_.head * a_.mask_stride_head;
-      visible = a_.mask_bits[((head * a_.mask_rows + row) * a_.mask_blocks + block) * 4 + quad_];
+      visible = static_cast<const MaskWord*>(
+          a_.mask_bits)[((head * a_.mask_rows + row) * a_.mask_blocks + block) * 4 + quad_];
     }
     if (p_.num_ranges) {
       const View& view = p_.tensor[TESSERA_KEY_RANGES];

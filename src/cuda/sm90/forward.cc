@@ -6,6 +6,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
 #include "cuda/common/sequence.cuh"
+#include "cuda/sm90/pack_mask.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensormap.h"
 
@@ -16,13 +17,32 @@ constexpr int kRowsOfConsumer = 64;
 constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
 constexpr int64_t kL2Bytes = 32 << 20;  // what keys and values of the heads in flight may take of 50 MB
 
+// True when something beyond scale, band, lengths and sinks shapes the result.
+bool is_rich(const Problem& p) {
+  constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
+  if (has(p, kFlags)) return true;
+  for (const int index : {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
+                          TESSERA_ALIBI_SLOPES}) {
+    if (given(p, index)) return true;
+  }
+  return false;
+}
+
 class ForwardPlan final : public Plan {
  public:
-  ForwardPlan(const Kernel& kernel, int multiprocessors, std::unique_ptr<Plan> fallback)
-      : kernel_(kernel), multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
+  ForwardPlan(const Kernel& lean, const Kernel& rich, int multiprocessors,
+              std::unique_ptr<Plan> fallback)
+      : lean_(lean),
+        rich_(rich),
+        multiprocessors_(multiprocessors),
+        fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    return std::max<int64_t>(sizeof(TileCounter), fallback_->workspace_bytes(problem, num_threads));
+    int64_t bytes = sizeof(TileCounter);
+    if (given(problem, TESSERA_MASK)) {
+      bytes += packed_mask_bytes(problem.tensor[TESSERA_MASK], rich_.tile);
+    }
+    return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -33,16 +53,22 @@ class ForwardPlan final : public Plan {
     ForwardParams a{};
     a.problem = params_of(problem, buffers);
     a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
-    const int tile_n = kernel_.tile.tile_n;
+    const Kernel& kernel = is_rich(problem) ? rich_ : lean_;
+    const int tile_n = kernel.tile.tile_n;
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
-    order_tiles(buffers, a);
+    order_tiles(kernel, buffers, a);
+    if (given(problem, TESSERA_MASK)) {
+      auto* packed = static_cast<char*>(buffers.workspace) + sizeof(TileCounter);
+      TESSERA_RETURN_IF_ERROR(
+          pack_mask(problem.tensor[TESSERA_MASK], kernel.tile, packed, a, stream));
+    }
     if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
       TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
                                           a.problem.hq, -__builtin_huge_valf(), stream));
     }
-    return launch(a, stream);
+    return launch(kernel, a, stream);
   }
 
  private:
@@ -73,9 +99,9 @@ class ForwardPlan final : public Plan {
     return make_tensor_map(shape, buffers.data[index], map);
   }
 
-  void order_tiles(const Buffers& buffers, ForwardParams& a) const {
+  void order_tiles(const Kernel& kernel, const Buffers& buffers, ForwardParams& a) const {
     const Params& p = a.problem;
-    const int tile_m = kernel_.tile.tile_m();
+    const int tile_m = kernel.tile.tile_m();
     const int tiles_m = (p.sq + tile_m - 1) / tile_m;
     const int heads = p.batch * p.hq;
     a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
@@ -93,23 +119,24 @@ class ForwardPlan final : public Plan {
     a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);
   }
 
-  Status launch(const ForwardParams& a, cudaStream_t stream) const {
+  Status launch(const Kernel& kernel, const ForwardParams& a, cudaStream_t stream) const {
     cudaLaunchAttribute overlap{};  // with the end of the kernel before (wait_for_predecessors)
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors_)));
-    config.blockDim = dim3(static_cast<unsigned>(kernel_.tile.threads()));
-    config.dynamicSmemBytes = static_cast<size_t>(kernel_.shared_bytes);
+    config.blockDim = dim3(static_cast<unsigned>(kernel.tile.threads()));
+    config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = 1;
     void* arguments[] = {const_cast<ForwardParams*>(&a)};
-    return cuda_status(cudaLaunchKernelExC(&config, kernel_.function, arguments),
+    return cuda_status(cudaLaunchKernelExC(&config, kernel.function, arguments),
                        "cudaLaunchKernel (forward)");
   }
 
-  const Kernel& kernel_;
+  const Kernel& lean_;
+  const Kernel& rich_;
   int multiprocessors_;
   std::unique_ptr<Plan> fallback_;
 };
@@ -129,16 +156,20 @@ const Kernel* find_kernel(bool rich, int dtype, int64_t dqk, int64_t dv) {
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback) {
   const Sizes s = sizes_of(canonical);
-  const Kernel& kernel = *find_kernel(false, canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
+  const Kernel& lean = *find_kernel(false, dtype, s.dqk, s.dv);
+  const Kernel& rich = *find_kernel(true, dtype, s.dqk, s.dv);
   const Result<DeviceInfo> info = device_info(device.ordinal);
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  TESSERA_RETURN_IF_ERROR(cuda_status(
-      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           kernel.shared_bytes),
-      "cudaFuncSetAttribute"));
-  return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(kernel, info.value().multiprocessors,
+  for (const Kernel* kernel : {&lean, &rich}) {
+    TESSERA_RETURN_IF_ERROR(cuda_status(
+        cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel->shared_bytes),
+        "cudaFuncSetAttribute"));
+  }
+  return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(lean, rich, info.value().multiprocessors,
                                                              std::move(fallback)));
 }
 

@@ -26,7 +26,7 @@ struct Divisor {
 #endif
 };
 
-struct TileCounter {
+struct alignas(64) TileCounter {
   uint64_t mark;
   uint32_t next, finished;
 };
@@ -49,7 +49,7 @@ struct ForwardParams {
 
   // The dense mask, packed (pack_mask.h); null without one. A batch or head axis that is broadcast has
   // stride 0; strides count heads.
-  const uint32_t* mask_bits;   // [heads, mask_rows, mask_blocks, 4]
+  const void* mask_bits;       // [heads, mask_rows, mask_blocks, 4] of tile_n / 4 bits
   const uint8_t* mask_states;  // [heads, mask_tiles, mask_blocks]
   int mask_rows, mask_tiles, mask_blocks;
   int mask_stride_batch, mask_stride_head;
