@@ -151,6 +151,40 @@ def test_paged_is_plain():
     assert (g.dk[4] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_fp8_keys_with_scales(dtype, shape):
+    q, k, v = qkv(2, 5, 40, 4, 2, 32, 32, ml_dtypes.bfloat16)
+    k8, v8 = k.astype(dtype), v.astype(dtype)
+    k_scale, v_scale = (RNG.uniform(0.5, 2, shape).astype(np.float32) for _ in range(2))
+    per_head = lambda x, scale: x.astype(np.float32) * np.broadcast_to(scale, (2, 2))[:, None, :,
+                                                                                      None]
+    got = tessera.attention(q, k8, v8, k_scale=k_scale, v_scale=v_scale)
+    truth = oracle.Oracle(q, per_head(k8, k_scale), per_head(v8, v_scale)).o
+    assert got.dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(got.astype(np.float64), truth, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("sq", [1, 7, 40])
+def test_batch_invariance(dtype, sq):
+    """A sequence alone is the same sequence in a batch, for any number of threads."""
+    q, k, v = qkv(4, sq, 300, 8, 2, 32, 32, dtype)
+    lens = np.array([300, 17, 0, 129], np.int32)
+    kw = dict(causal=True, align="bottom_right", batch_invariant=True, return_lse=True)
+    together = tessera.attention(q, k, v, seqlens_k=lens, **kw)
+    try:
+        for threads in (1, 2):
+            tessera.set_num_threads(threads)
+            for n in range(4):
+                one = slice(n, n + 1)
+                alone = tessera.attention(q[one], k[one], v[one], seqlens_k=lens[one], **kw)
+                for a, b in zip(together, alone):
+                    np.testing.assert_array_equal(a[one], b)
+    finally:
+        tessera.set_num_threads(None)
+
+
 # ---- outputs of the caller ----
 
 def test_out_is_written_and_returned():
@@ -432,6 +466,21 @@ def test_signatures_name_every_keyword():
         assert parameters >= set(_args.ARRAYS) | set(_args.OPTIONS)
     with pytest.raises(TypeError, match="colour"):
         tessera.attention(*qkv(), colour=1)
+
+
+def test_log_is_silent_unless_asked():
+    code = """
+import numpy as np, tessera
+q = np.ones((1, 4, 2, 8), np.float32)
+tessera.attention(q, q, q, causal=True)
+"""
+    import os
+    quiet = {name: value for name, value in os.environ.items() if name != "TESSERA_LOG"}
+    for topics, expected in (("", ""), ("dispatch", "tessera.dispatch: cpu runs fwd fp32")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              check=True, env=dict(quiet, TESSERA_LOG=topics))
+        assert done.stdout == ""
+        assert expected in done.stderr if expected else done.stderr == ""
 
 
 def test_import_needs_numpy_alone_and_is_silent():
