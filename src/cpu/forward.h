@@ -201,9 +201,14 @@ void multiply(const Call& call, const Block<S>& block, const float* q_t, bool ma
          call.dqk, first, last, scratch.scores, scratch.maximum);
 }
 
+// Which of the tile's strips this is.
+struct Part {
+  int index, count;
+};
+
 // O^T = alpha O^T + V^T P^T over all head dims. Scratch has whole groups of 16 of them.
 template <typename S, int N>
-void accumulate(const Block<S>& block, int64_t dv, const float* p, int first, int last,
+void accumulate(const Block<S>& block, Part part, int64_t dv, const float* p, int first, int last,
                 const float* alpha, float* o_t) {
   constexpr int kRows = S::kNarrow ? 16 : S::kRows;
   const ValueRows values{block.v_rows};
@@ -212,24 +217,28 @@ void accumulate(const Block<S>& block, int64_t dv, const float* p, int first, in
                                                         last, alpha, o_t);
   };
   int64_t d = 0;
-  for (; d + kRows <= dv; d += kRows) rows_from(d, Constant<kRows>{});
+  for (; d + kRows <= dv; d += kRows) {
+    if (!S::kNarrow) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
+    rows_from(d, Constant<kRows>{});
+  }
   for (; d + 4 <= dv; d += 4) rows_from(d, Constant<4>{});
   for (; d < dv; ++d) rows_from(d, Constant<1>{});
 }
 template <typename S, int N>
-void accumulate_pairs(const Block<S>& block, int64_t dv, const uint32_t* p, int first, int last,
-                      const float* alpha, float* o_t) {
+void accumulate_pairs(const Block<S>& block, Part part, int64_t dv, const uint32_t* p, int first,
+                      int last, const float* alpha, float* o_t) {
   constexpr int kRows = S::kNarrow ? 16 : S::kRows;
   const ValuePairs values{block.v_pairs, block.v_stride};
   for (int64_t d = 0; d < dv; d += kRows) {
+    if (!S::kNarrow) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
     accumulate_values<S, Bf16Product<S>, kRows, N>(values, block.next_v_rows, d, p, first / 2,
                                                    (last + 1) / 2, alpha, o_t);
   }
 }
 
 template <typename S, int N>
-void attend(const ForwardArgs& args, const CallSequence& sequence, ForwardScratch<S>& scratch,
-            Strip<S>& strip) {
+void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
+            ForwardScratch<S>& scratch, Strip<S>& strip) {
   const Call& call = args.call;
   const Visible<S>& visible = scratch.visible;
   const Block<S>& block = scratch.block;
@@ -261,12 +270,12 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, ForwardScratc
   if (args.shape.bf16) {
     if constexpr (S::kHasBf16Dot) {
       softmax(call.has_dropout ? exponentiate<S, N, true, true> : exponentiate<S, N, true, false>);
-      accumulate_pairs<S, N>(block, call.dv, scratch.p_pairs, first, last, scratch.alpha,
+      accumulate_pairs<S, N>(block, part, call.dv, scratch.p_pairs, first, last, scratch.alpha,
                              strip.o_t);
     }
   } else {
     softmax(call.has_dropout ? exponentiate<S, N, false, true> : exponentiate<S, N, false, false>);
-    accumulate<S, N>(block, call.dv, scratch.scores, first, last, scratch.alpha, strip.o_t);
+    accumulate<S, N>(block, part, call.dv, scratch.scores, first, last, scratch.alpha, strip.o_t);
   }
 }
 
@@ -465,7 +474,7 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
       if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
       if (!ready) {
         block.point_at_rows(call, sequence, kv_head);
-        if (S::kNarrow || by_dots) block.point_ahead(call, sequence, kv_head);
+        block.point_ahead(call, sequence, kv_head);
         if (call.mask_by_key) block.forget_hidden_keys(call, sequence, task.head, task.heads);
         if (!by_dots) block.convert(call, sequence, args.shape, kv_head);
         ready = true;
@@ -474,8 +483,9 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
         attend_dots(call, sequence, kv_head, scratch, strip);
         continue;
       }
-      by_vectors<S>(strip.rows.vectors,
-                    [&](auto n) { attend<S, n.value>(args, sequence, scratch, strip); });
+      by_vectors<S>(strip.rows.vectors, [&](auto n) {
+        attend<S, n.value>(args, sequence, Part{s, count}, scratch, strip);
+      });
     }
   }
   if (task.partial >= 0) return;

@@ -80,9 +80,10 @@ struct Block {
   Keys<S> keys;
   const char* k_rows[kTable];
   const char* v_rows[kTable];
-  // The next block's rows, for decode to ask for in time; this block's again if there is none.
+  // The next block's rows, to ask for in time; this block's again if there is none.
   const char* next_k_rows[kTable];
   const char* next_v_rows[kTable];
+  int64_t k_bytes, v_bytes;  // of a row
   // Scratch, as the shape asks for: rows of k_stride and v_stride elements.
   const char* zeros;
   float* k;
@@ -92,6 +93,7 @@ struct Block {
 
   void point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head);
   void point_ahead(const Call& call, const CallSequence& sequence, int64_t kv_head);
+  void prefetch_part(int64_t begin, int64_t whole, int64_t length) const;
   void forget_hidden_keys(const Call& call, const CallSequence& sequence, int64_t head,
                           int64_t heads);
   void convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
@@ -109,11 +111,26 @@ template <typename S>
 void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, int64_t kv_head) {
   memcpy(next_k_rows, k_rows, sizeof k_rows);
   memcpy(next_v_rows, v_rows, sizeof v_rows);
+  const auto size = [](int32_t dtype) {
+    return dtype == TESSERA_FP32 ? 4 : dtype == TESSERA_BF16 || dtype == TESSERA_FP16 ? 2 : 1;
+  };
+  k_bytes = call.dqk * size(call.k.dtype), v_bytes = call.dv * size(call.v.dtype);
   const int64_t n0 = keys.n0 + kBlock;
   const int n = static_cast<int>(smaller<int64_t>(sequence.band.len_k - n0, kBlock));
   if (n <= 0) return;
   find_rows(call.k, call.k_pages, sequence, kv_head, n0, n, next_k_rows);
   find_rows(call.v, call.v_pages, sequence, kv_head, n0, n, next_v_rows);
+}
+
+// Tiles of many strips ask for the next block between their products: [begin, begin + length) of
+// `whole` equal parts of it at a time.
+template <typename S>
+void Block<S>::prefetch_part(int64_t begin, int64_t whole, int64_t length) const {
+  const int64_t end = smaller(kBlock * (begin + length) / whole, int64_t{kBlock});
+  for (int64_t j = kBlock * begin / whole; j < end; ++j) {
+    for (int64_t b = 0; b < k_bytes; b += 64) prefetch(next_k_rows[j] + b);
+    for (int64_t b = 0; b < v_bytes; b += 64) prefetch(next_v_rows[j] + b);
+  }
 }
 
 // A mask of keys alone may hide padding, whose contents are nobody's business: 0 x NaN is NaN.
