@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cpu backend. One plan serves all problems: the kernels' level is the machine's, and everything
-// else is cheap enough to be decided at each call.
+// The cpu backend. One plan serves all problems: the kernels' level is the machine's, and
+// everything else is cheap enough to be decided at each call.
 #include "cpu/backend.h"
 
 #include "core/json.h"
@@ -37,11 +37,10 @@ class CpuBackend final : public Backend {
     support.require(device.kind == TESSERA_CPU, ReasonId::kDevice, Remedy::kDeviceCpu, [&] {
       return "device=cuda:" + std::to_string(device.ordinal) + ": must be the CPU";
     });
-    support.require(q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype,
-                    is_fp8(q) ? Remedy::kUseBf16 : Remedy::kUseFp32, [&] {
-                      return "q.dtype=" + std::string(dtype_name(q)) +
-                             ": must be fp32, bf16 or fp16";
-                    });
+    support.require(
+        q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype,
+        is_fp8(q) ? Remedy::kUseBf16 : Remedy::kUseFp32,
+        [&] { return "q.dtype=" + std::string(dtype_name(q)) + ": must be fp32, bf16 or fp16"; });
     support.require(!is_backward(problem) || !is_fp8(k) || is_fp8(q), ReasonId::kDtype,
                     Remedy::kUseBf16, [&] {
                       return "k.dtype=" + std::string(dtype_name(k)) +

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpu/backward_run.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "core/sequence.h"
 #include "cpu/backward_args.h"
+#include "cpu/backward_run.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
 
@@ -39,8 +38,8 @@ BiasGradient bias_gradient_of(const Problem& p, const Sizes& sizes) {
   const Tensor& bias = p.tensor[TESSERA_DBIAS];
   if (bias.extent[3] == 1) return BiasGradient::kRows;
   if (bias.extent[2] == 1) return BiasGradient::kKeys;
-  const bool summed = (bias.extent[0] == 1 && sizes.batch > 1) ||
-                      (bias.extent[1] == 1 && sizes.hq > 1);
+  const bool summed =
+      (bias.extent[0] == 1 && sizes.batch > 1) || (bias.extent[1] == 1 && sizes.hq > 1);
   if (!summed) return BiasGradient::kStore;
   return bias.dtype == TESSERA_FP32 ? BiasGradient::kAdd : BiasGradient::kBlock;
 }
@@ -111,8 +110,7 @@ Layout::Layout(const Problem& problem, int num_threads, void* workspace) {
     take(args.dk_pool, args.pool_rows_k * sizes.hk * sizes.dqk);
     take(args.dv_pool, args.pool_rows_v * sizes.hk * sizes.dv);
   }
-  take(args.bias_keys,
-       args.bias_gradient == BiasGradient::kKeys ? sizes.hq * args.key_slots : 0);
+  take(args.bias_keys, args.bias_gradient == BiasGradient::kKeys ? sizes.hq * args.key_slots : 0);
   take(args.bias_rows, args.bias_gradient == BiasGradient::kRows ? args.chunks * dq_floats : 0);
   take(args.slope_parts,
        given(problem, TESSERA_DALIBI_SLOPES) ? args.chunks * sizes.hq * batch : 0);
@@ -152,8 +150,7 @@ bool shares_pages(const Problem& problem, const Buffers& buffers, const Layout& 
   std::memset(layout.used_pages, 0, static_cast<size_t>(layout.used_pages_bytes));
   for (int64_t n = 0; n < layout.args.call.batch; ++n) {
     for (int64_t place = 0; place * page_size < layout.sequences[n].band.len_k; ++place) {
-      const int32_t page =
-          static_cast<const int32_t*>(buffers.data[table])[offset_of(t, n, place)];
+      const int32_t page = static_cast<const int32_t*>(buffers.data[table])[offset_of(t, n, place)];
       if (layout.used_pages[page]++ != 0) return true;
     }
   }

@@ -20,38 +20,11 @@
 #pragma once
 
 #include "cpu/backward_bias.h"
-#include "cpu/backward_scratch.h"
+#include "cpu/backward_rows.h"
 #include "cpu/score_dropout.h"
 
 namespace tessera::cpu {
 namespace {
-
-TESSERA_INLINE char* row_at(const Rows& t, int64_t batch, int64_t row, int64_t head) {
-  return t.data + batch * t.batch + row * t.row + head * t.head;
-}
-
-// Row of key j: in its page, or in its sequence.
-TESSERA_INLINE char* row_of_key(const Rows& t, const Pages& pages, const CallSequence& sequence,
-                             int64_t j, int64_t head) {
-  if (!pages.table) return row_at(t, sequence.batch_k, sequence.first_k + j, head);
-  const int64_t place = j / pages.page_size;
-  const int32_t page =
-      load_int32(pages.table + sequence.n * pages.stride[0] + place * pages.stride[1]);
-  return row_at(t, page, j % pages.page_size, head);
-}
-
-// to[d] = scale (from[d] + more[d]), rounded once; more may be null.
-template <typename S, typename To>
-TESSERA_INLINE void store_row(To* to, const float* from, const float* more, float scale,
-                              int64_t dim) {
-  constexpr int L = S::kLanes;
-  for (int64_t d = 0; d < dim; d += L) {
-    const int n = static_cast<int>(smaller<int64_t>(L, dim - d));
-    auto x = S::load_n(from + d, n);
-    if (more) x = S::add(S::load_n(more + d, n), x);
-    S::store_n(to + d, S::mul(x, S::set1(scale)), n);
-  }
-}
 
 // Strips [begin, end) of a tile.
 struct Span {
@@ -64,17 +37,20 @@ struct Vectors {
 };
 
 template <typename S, bool kPairs, typename T>
-class Backward {
-  static constexpr int L = S::kLanes, R = S::kRows;
-  using Mine = Scratch<S, kPairs>;
-  static constexpr int W = Mine::W, B = Mine::B, M = Mine::M, kPerWord = Mine::kPerWord;
-  using Word = typename Mine::Word;
-  using F = typename S::F;
+class Backward : BackwardRows<S, kPairs, T> {
+  using Base = BackwardRows<S, kPairs, T>;
+  using Base::args_, Base::call_, Base::x_, Base::sequence_, Base::head_, Base::part_, Base::keys_;
+  using Base::copy_queries, Base::prepare_keys, Base::prepare_queries;
+  using Base::dq_part, Base::slot, Base::store_dq, Base::flush_key, Base::reduce_key;
+  using Base::first_of_group_, Base::last_of_group_, Base::keys_ready_;
+  using Base::store_pool, Base::zero_keys_outside, Base::zero_queries_outside;
+  using typename Base::F;
+  using typename Base::Word;
+  static constexpr int L = Base::L, R = Base::R, W = Base::W, B = Base::B, M = Base::M;
+  static constexpr int kPerWord = Base::kPerWord;
 
  public:
-  Backward(const BackwardArgs& args, char* scratch) : args_(args), call_(args.call), x_(args, scratch) {
-    memset(x_.zeros, 0, static_cast<size_t>(4 * larger(call_.dqk, call_.dv)));
-  }
+  Backward(const BackwardArgs& args, char* scratch) : Base(args, scratch) {}
 
   void main_task(int64_t task) {
     const int64_t part = task % args_.parts;
@@ -116,8 +92,12 @@ class Backward {
     sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hk];
     const int64_t keys = sequence_->band.len_k;
     for (int64_t j = keys * share / kReduceParts; j < keys * (share + 1) / kReduceParts; ++j) {
-      if (args_.dk.data) reduce_key(args_.dk, args_.dk_parts, j, head, call_.dqk, call_.softmax_scale);
-      if (args_.dv.data) reduce_key(args_.dv, args_.dv_parts, j, head, call_.dv, call_.dropout_scale);
+      if (args_.dk.data) {
+        reduce_key(args_.dk, args_.dk_parts, j, head, call_.dqk, call_.softmax_scale);
+      }
+      if (args_.dv.data) {
+        reduce_key(args_.dv, args_.dv_parts, j, head, call_.dv, call_.dropout_scale);
+      }
     }
     if (share == 0) zero_keys_outside(head);
   }
@@ -134,8 +114,8 @@ class Backward {
     }
   }
 
-  // A block of keys of one [sq, sk] plane of dbias: every sequence and head that shares the plane is
-  // computed again (2 of the 5 products), a tile of queries at a time, so that the sum is fp32.
+  // A block of keys of one [sq, sk] plane of dbias: every sequence and head that shares the plane
+  // is computed again (2 of the 5 products), a tile of queries at a time, so that the sum is fp32.
   void bias_block_task(int64_t task) {
     in_bias_block_ = true;
     const Strided& bias = args_.dbias;
@@ -154,8 +134,7 @@ class Backward {
         sequence_ = &call_.sequences[n];
         if (m0 >= sequence_->band.len_q || n0 >= sequence_->band.len_k) continue;
         keys_.resolve(call_, *sequence_, n0);
-        const int64_t strips =
-            smaller<int64_t>(M, pad_to(sequence_->band.len_q - m0, W)) / W;
+        const int64_t strips = smaller<int64_t>(M, pad_to(sequence_->band.len_q - m0, W)) / W;
         for (int64_t h = h_begin; h < h_end; ++h) {
           head_ = h;
           prepare_head(m0 / W, m0 / W + strips);
@@ -189,8 +168,7 @@ class Backward {
 
     if (args_.dq.data && args_.chunks == 1) store_dq(0, strips, dq_, 0), zero_queries_outside();
     if (args_.bias_rows) {
-      float* to = args_.bias_rows +
-                  ((chunk * call_.hq + head) * args_.strip_slots + slot()) * W;
+      float* to = args_.bias_rows + ((chunk * call_.hq + head) * args_.strip_slots + slot()) * W;
       memcpy(to, x_.bias_rows, static_cast<size_t>(strips * W) * sizeof(float));
     }
     if (args_.slope_parts) {
@@ -202,17 +180,11 @@ class Backward {
     }
   }
 
-  int64_t slot() const { return strip_slot(args_, *sequence_, W); }
-  float* dq_part(int64_t chunk) const {
-    return args_.dq_parts + ((chunk * call_.hq + head_) * args_.strip_slots + slot()) *
-                                gradient_rows(call_.dqk) * W;
-  }
-
   // The rows of strips [begin, end); returns the head's dsink.
   float prepare_head(int64_t begin, int64_t end) {
     const CallSequence& sequence = *sequence_;
-    const float sink = args_.sink_parts
-                           ? load_scalar<S>(at(call_.sink, head_), call_.sink.dtype) : 0.0f;
+    const float sink =
+        args_.sink_parts ? load_scalar<S>(at(call_.sink, head_), call_.sink.dtype) : 0.0f;
     F dsink = S::zero();
     for (int64_t strip = begin; strip < end; ++strip) {
       StripRows<S>& rows = x_.rows[strip];
@@ -234,7 +206,8 @@ class Backward {
         }
         const double log2 = lse[l] * 1.4426950408889634;
         shift[l] = call_.raw ? lse[l] : static_cast<float>(log2);
-        shift_low[l] = call_.raw || lse[l] == kInfinity ? 0.0f : static_cast<float>(log2 - shift[l]);
+        const bool exact = call_.raw || lse[l] == kInfinity;
+        shift_low[l] = exact ? 0.0f : static_cast<float>(log2 - shift[l]);
       }
       copy_queries(call_.q, strip, call_.dqk, x_.q_rows + strip * W * x_.q_rows_step,
                    x_.q_rows_step);
@@ -252,25 +225,8 @@ class Backward {
     return S::reduce_add(dsink);
   }
 
-  // Words of rows as they lie, padded with zeros.
-  static void copy_rows(const char* const* rows, int count, int64_t dim, Word* to, int64_t step) {
-    if constexpr (kPairs) copy_pairs<S>(rows, count, dim, to, step);
-    else widen_rows<S, T>(rows, count, dim, to, step);
-  }
-
-  void copy_queries(const Rows& from, int64_t strip, int64_t dim, Word* to, int64_t step) const {
-    const char* row[W];
-    for (int l = 0; l < W; ++l) {
-      const int64_t i = strip * W + l;
-      row[l] = i < sequence_->band.len_q
-                   ? row_at(from, sequence_->batch_q, sequence_->first_q + i, head_)
-                   : x_.zeros;
-    }
-    copy_rows(row, W, dim, to, step);
-  }
-
-  // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o is
-  // v, and dP - delta is 0 as it should be.
+  // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o
+  // is v, and dP - delta is 0 as it should be.
   void add_delta(int64_t strip, float* delta) {
     const Word* do_rows = x_.do_rows + strip * W * x_.do_rows_step;
     copy_queries(call_.o, strip, call_.dv, x_.o_rows, x_.do_rows_step);
@@ -317,73 +273,6 @@ class Backward {
     }
   }
 
-  // A row of dk or dv of this head: to the gradient if it is the last addend, to the sums if not.
-  void flush_key(const Rows& gradient, const Pages& pages, float* parts, float* pool, float* sums,
-                 const float* row, int j, int64_t dim, float scale) {
-    const int64_t key = keys_.n0 + j, head_k = head_ / call_.group;
-    float* sum = sums + key * dim;
-    if (parts) {
-      sum = parts + ((part_ * call_.hk + head_k) * args_.key_slots + key_slot(args_, *sequence_) +
-                     key) * dim;
-    }
-    const float* before = first_of_group_ ? nullptr : sum;
-    if (parts || !last_of_group_) return store_row<S>(sum, row, before, 1.0f, dim);
-    if (args_.shared_pages) {
-      const int64_t place = key / pages.page_size;
-      const int32_t page =
-          load_int32(pages.table + sequence_->n * pages.stride[0] + place * pages.stride[1]);
-      float* to = pool + ((page * pages.page_size + key % pages.page_size) * call_.hk + head_k) * dim;
-      if (before) store_row<S>(sum, row, before, 1.0f, dim);
-      return store_row<S>(to, before ? sum : row, to, 1.0f, dim);
-    }
-    char* to = row_of_key(gradient, pages, *sequence_, key, head_k);
-    store_row<S>(reinterpret_cast<T*>(to), row, before, scale, dim);
-  }
-
-  void reduce_key(const Rows& gradient, const float* parts, int64_t j, int64_t head, int64_t dim,
-                  float scale) {
-    const int64_t step = call_.hk * args_.key_slots * dim;
-    const float* from = parts + (head * args_.key_slots + key_slot(args_, *sequence_) + j) * dim;
-    for (int part = 1; part + 1 < args_.parts; ++part) {
-      store_row<S>(const_cast<float*>(from), from + part * step, from, 1.0f, dim);
-    }
-    char* to = row_at(gradient, sequence_->batch_k, sequence_->first_k + j, head);
-    store_row<S>(reinterpret_cast<T*>(to), from + (args_.parts - 1) * step, from, scale, dim);
-  }
-
-  void store_pool(const Rows& gradient, const float* pool, int64_t rows, int64_t page_size,
-                  int64_t head, int64_t share, int64_t dim, float scale) {
-    for (int64_t r = rows * share / kReduceParts; r < rows * (share + 1) / kReduceParts; ++r) {
-      char* to = row_at(gradient, r / page_size, r % page_size, head);
-      store_row<S>(reinterpret_cast<T*>(to), pool + (r * call_.hk + head) * dim, nullptr, scale,
-                   dim);
-    }
-  }
-
-  // K and V of the block. A key that a mask by key hides from this head may hold anything.
-  __attribute__((noinline)) void prepare_keys() {
-    keys_ready_ = true;
-    const int64_t head_k = head_ / call_.group;
-    const int rows = static_cast<int>(pad_to(keys_.count, R));
-    const char *k[B], *v[B];
-    for (int j = 0; j < rows; ++j) {
-      k[j] = v[j] = x_.zeros;
-      const int64_t key = keys_.n0 + j;
-      if (j >= keys_.count) continue;
-      if (call_.mask_by_key &&
-          static_cast<uint8_t>(*at(call_.mask, sequence_->n, head_, 0, key)) == call_.mask_hides) {
-        continue;
-      }
-      k[j] = row_of_key(call_.k, call_.k_pages, *sequence_, key, head_k);
-      v[j] = row_of_key(call_.v, call_.v_pages, *sequence_, key, head_k);
-    }
-    copy_rows(k, rows, call_.dqk, x_.k, x_.k_step);
-    copy_rows(v, rows, call_.dv, x_.v, x_.v_step);
-    if constexpr (kPairs) {
-      interleave_pairs<S>(x_.k, x_.k_step, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
-    }
-  }
-
   // ---- a tile of queries ----
 
   void query_tile(int64_t m0, int strips) {
@@ -424,23 +313,6 @@ class Backward {
     }
     if (args_.dk.data) {
       add_outer(x_.ds, x_.q, x_.q_step, span, first, last, call_.dqk, x_.dk, x_.dk_step);
-    }
-  }
-
-  // Q and dO of a tile: rows, for dK and dV, and columns, for S^T and dP^T.
-  void prepare_queries(int64_t m0, int strips) {
-    const Word *q = x_.q_rows + m0 * x_.q_rows_step, *d_o = x_.do_rows + m0 * x_.do_rows_step;
-    if constexpr (kPairs) {
-      interleave_pairs<S>(q, x_.q_rows_step, strips * W, call_.dqk, x_.q, x_.q_step);
-      interleave_pairs<S>(d_o, x_.do_rows_step, strips * W, call_.dv, x_.d_o, x_.do_step);
-    } else {
-      x_.q = const_cast<Word*>(q), x_.d_o = const_cast<Word*>(d_o);
-    }
-    for (int t = 0; t < strips; ++t) {
-      transpose_rows<S>(q + t * W * x_.q_rows_step, x_.q_rows_step, x_.qk_depth,
-                        x_.q_t + t * W * x_.qk_depth);
-      transpose_rows<S>(d_o + t * W * x_.do_rows_step, x_.do_rows_step, x_.v_depth,
-                        x_.do_t + t * W * x_.v_depth);
     }
   }
 
@@ -514,8 +386,8 @@ class Backward {
 
   // Asks for this step's share of the lines that a bias, or its gradient, has for the strip: all at
   // once they would fill the queues that the products' own loads wait in.
-  void prefetch_bias(const Strided& bias, const StripRows<S>& rows,
-                     const Visible<S>& visible, int j) const {
+  void prefetch_bias(const Strided& bias, const StripRows<S>& rows, const Visible<S>& visible,
+                     int j) const {
     if (!bias.data || bias.stride[3] == 0) return;
     const int steps = (visible.last - visible.first + R - 1) / R, step = (j - visible.first) / R;
     for (int l = W * step / steps; l < W * (step + 1) / steps; ++l) {
@@ -527,8 +399,8 @@ class Backward {
     }
   }
 
-  // P and dX from S and dP: into the tile's P and dS at once, or, if watched, P into the tile and dX
-  // back into dp, for what looks at it first.
+  // P and dX from S and dP: into the tile's P and dS at once, or, if watched, P into the tile and
+  // dX back into dp, for what looks at it first.
   template <bool kDropout, bool kWatched>
   __attribute__((noinline)) void weigh(int64_t index, int t, const Visible<S>& visible) {
     F shift[kVectors], shift_low[kVectors], delta[kVectors];
@@ -578,7 +450,9 @@ class Backward {
   // The gradients that dX and dS^T hold beside dq, dk and dv; then dS^T into the tile.
   __attribute__((noinline)) void watch(int64_t m0, int t, const StripRows<S>& rows,
                                        const Visible<S>& visible) {
-    if (args_.slope_parts && !in_bias_block_) add_slopes<S>(*sequence_, rows, keys_, visible, x_.dp, slope_);
+    if (args_.slope_parts && !in_bias_block_) {
+      add_slopes<S>(*sequence_, rows, keys_, visible, x_.dp, slope_);
+    }
     if (!call_.bias_pre_scale) put_bias(m0, t, rows, visible);
     for (int j = visible.first; j < visible.last; j += 2) {
       F ds[2][kVectors];
@@ -604,7 +478,8 @@ class Backward {
       return const_cast<char*>(at(args_.dbias, sequence_->n, head_, i, keys_.n0));
     };
     switch (args_.bias_gradient) {
-      case BiasGradient::kNone: return;
+      case BiasGradient::kNone:
+        return;
       case BiasGradient::kStore:
         return store_bias<S, false>(rows, visible, x_.dp, scale, args_.dbias.dtype, plane_row);
       case BiasGradient::kAdd:
@@ -616,7 +491,8 @@ class Backward {
         };
         return store_bias<S, true>(rows, visible, x_.dp, 1.0f, TESSERA_FP32, tile_row);
       }
-      case BiasGradient::kKeys: return add_bias_keys<S>(visible, x_.dp, scale, x_.bias_keys);
+      case BiasGradient::kKeys:
+        return add_bias_keys<S>(visible, x_.dp, scale, x_.bias_keys);
       case BiasGradient::kRows:
         return add_bias_rows<S>(visible, x_.dp, scale, x_.bias_rows + m0 + t * W);
     }
@@ -651,71 +527,10 @@ class Backward {
     }
   }
 
-  // ---- outputs ----
-
-  // dq of strips [begin, end) from chunks of partial sums that are step floats apart.
-  __attribute__((noinline)) void store_dq(int64_t begin, int64_t end, const float* parts,
-                                          int64_t step) {
-    const int64_t dqk = call_.dqk, tile = gradient_rows(dqk) * W;
-    const F scale = S::set1(call_.softmax_scale);
-    for (int64_t strip = begin; strip < end; ++strip) {
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t i = strip * W + v * L;
-        const int rows = static_cast<int>(smaller<int64_t>(L, sequence_->band.len_q - i));
-        for (int64_t d = 0; d < dqk && rows > 0; d += L) {
-          const int n = static_cast<int>(smaller<int64_t>(L, dqk - d));
-          F x[L];
-          for (int k = 0; k < L; ++k) {
-            x[k] = S::zero();
-            if (k >= n) continue;
-            const float* from = parts + strip * tile + (d + k) * W + v * L;
-            x[k] = S::load(from);
-            for (int c = 1; c < args_.chunks; ++c) x[k] = S::add(x[k], S::load(from + c * step));
-            x[k] = S::mul(x[k], scale);
-          }
-          S::transpose(x);
-          for (int r = 0; r < rows; ++r) {
-            char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i + r, head_);
-            S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
-          }
-        }
-      }
-    }
-  }
-
-  void zero_queries_outside() {
-    zero_rows(args_.dq, sequence_->batch_q, args_.owned_q[sequence_->n], sequence_->first_q,
-              sequence_->band.len_q, head_, call_.dqk);
-  }
-  void zero_keys_outside(int64_t head) {
-    const Interval owned = args_.owned_k[sequence_->n];
-    const int64_t first = sequence_->first_k, len = sequence_->band.len_k, n = sequence_->batch_k;
-    if (args_.dk.data) zero_rows(args_.dk, n, owned, first, len, head, call_.dqk);
-    if (args_.dv.data) zero_rows(args_.dv, n, owned, first, len, head, call_.dv);
-  }
-
-  // Rows that a sequence owns outside its own [first, first + len).
-  static void zero_rows(const Rows& t, int64_t batch, Interval owned, int64_t first, int64_t len,
-                        int64_t head, int64_t dim) {
-    const auto zero = [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        memset(row_at(t, batch, r, head), 0, static_cast<size_t>(dim) * sizeof(T));
-      }
-    };
-    zero(owned.lo, smaller(first, owned.hi));
-    zero(larger(first + len, owned.lo), owned.hi);
-  }
-
-  const BackwardArgs& args_;
-  const Call& call_;
-  Mine x_;
-  const CallSequence* sequence_ = nullptr;
-  int64_t head_ = 0, part_ = 0, block_begin_ = 0, block_end_ = 0;
-  bool first_of_group_ = true, last_of_group_ = true, keys_ready_ = false;
+  int64_t block_begin_ = 0, block_end_ = 0;
   bool in_bias_block_ = false;
   float* dq_ = nullptr;
-  F slope_[kVectors];
-  Keys<S> keys_;
+  F slope_[kVectors];  // of dalibi_slopes
   alignas(64) uint32_t keep_[B / 32][W];
 };
 
@@ -723,20 +538,28 @@ template <typename S, bool kPairs, typename T>
 void run_backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch) {
   Backward<S, kPairs, T> work(args, scratch);
   switch (phase) {
-    case BackwardPhase::kMain: return work.main_task(task);
-    case BackwardPhase::kReduceQ: return work.reduce_q_task(task);
-    case BackwardPhase::kReduceKv: return work.reduce_kv_task(task);
-    case BackwardPhase::kStorePages: return work.store_pages_task(task);
-    case BackwardPhase::kBiasBlock: return work.bias_block_task(task);
+    case BackwardPhase::kMain:
+      return work.main_task(task);
+    case BackwardPhase::kReduceQ:
+      return work.reduce_q_task(task);
+    case BackwardPhase::kReduceKv:
+      return work.reduce_kv_task(task);
+    case BackwardPhase::kStorePages:
+      return work.store_pages_task(task);
+    case BackwardPhase::kBiasBlock:
+      return work.bias_block_task(task);
   }
 }
 
 template <typename S>
 void backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch) {
   switch (args.call.q.dtype) {
-    case TESSERA_FP32: return run_backward_task<S, false, float>(args, phase, task, scratch);
-    case TESSERA_FP16: return run_backward_task<S, false, Fp16>(args, phase, task, scratch);
-    default: return run_backward_task<S, S::kHasBf16Dot, Bf16>(args, phase, task, scratch);
+    case TESSERA_FP32:
+      return run_backward_task<S, false, float>(args, phase, task, scratch);
+    case TESSERA_FP16:
+      return run_backward_task<S, false, Fp16>(args, phase, task, scratch);
+    default:
+      return run_backward_task<S, S::kHasBf16Dot, Bf16>(args, phase, task, scratch);
   }
 }
 

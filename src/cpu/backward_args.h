@@ -18,12 +18,12 @@
 namespace tessera::cpu {
 
 enum class BackwardPhase : int {
-  kMain,         // task: see above
-  kReduceQ,      // task: (sequence, head, kReduceParts-th of the rows); dq from its partial sums
-  kReduceKv,     // task: (sequence, kv head, kReduceParts-th of the rows); dk and dv likewise
-  kStorePages,   // task: (kv head, kReduceParts-th of the pool); dk and dv from the fp32 pool
-  kBiasBlock,    // task: (sequence or 0, head or 0, block of keys): a 16-bit dbias with sums over
-                 // sequences or heads, recomputed block by block so that its sums are fp32
+  kMain,        // task: see above
+  kReduceQ,     // task: (sequence, head, kReduceParts-th of the rows); dq from its partial sums
+  kReduceKv,    // task: (sequence, kv head, kReduceParts-th of the rows); dk and dv likewise
+  kStorePages,  // task: (kv head, kReduceParts-th of the pool); dk and dv from the fp32 pool
+  kBiasBlock,   // task: (sequence or 0, head or 0, block of keys): a 16-bit dbias with sums over
+                // sequences or heads, recomputed block by block so that its sums are fp32
 };
 inline constexpr int kReduceParts = 8;
 
@@ -46,16 +46,16 @@ struct BackwardArgs {
   BiasGradient bias_gradient;
   bool bias_over_sequences, bias_over_heads;  // dbias is summed over them
 
-  int64_t bound_q;      // no sequence has more queries
-  int64_t bound_k;      // or keys
+  int64_t bound_q;          // no sequence has more queries
+  int64_t bound_k;          // or keys
   const Interval* owned_q;  // [batch] rows of dq that sequence n writes, beyond its own with zeros
   const Interval* owned_k;
 
   // This round's sequences and kv heads.
   int64_t sequence_begin, sequence_end;
   int64_t head_begin, head_end;
-  int chunks;  // of keys
-  int parts;   // of a head group
+  int chunks;         // of keys
+  int parts;          // of a head group
   bool shared_pages;  // dk and dv are added to the pool; chunks == parts == 1
 
   // fp32 partial sums in the workspace; null where there are none.
@@ -78,8 +78,8 @@ inline __attribute__((always_inline)) int64_t gradient_rows(int64_t head_dim) {
   return (head_dim + 23) / 24 * 24;
 }
 
-// Where the first strip of queries, and key 0, of a sequence stand in partial sums. Packed sequences
-// lie at their place in the buffer (one strip more each, as they do not begin on strips).
+// Where the first strip of queries, and key 0, of a sequence stand in partial sums. Packed
+// sequences lie at their place in the buffer (one strip more each, as they do not begin on strips).
 inline int64_t strip_slots_of(bool packed, int64_t batch, int64_t extent, int strip) {
   return packed ? extent / strip + batch + 1 : batch * ((extent + strip - 1) / strip);
 }

@@ -69,7 +69,8 @@ __attribute__((noinline)) void store_bias(const StripRows<S>& rows, const Visibl
       const int n = smaller(L, visible.last - j);
       typename S::F x[L];
       for (int k = 0; k < L; ++k) {
-        x[k] = k < n ? S::mul(S::load(dx + ((j + k) * kVectors + v) * L), S::set1(scale)) : S::zero();
+        x[k] = k < n ? S::load(dx + ((j + k) * kVectors + v) * L) : S::zero();
+        x[k] = S::mul(x[k], S::set1(scale));
       }
       S::transpose(x);
       for (int l = 0; l < lanes; ++l) {
@@ -83,7 +84,8 @@ __attribute__((noinline)) void store_bias(const StripRows<S>& rows, const Visibl
             put_bias_row<S, kAdd>(reinterpret_cast<Bf16*>(row) + j, x[l], n);
             break;
           }
-          default: put_bias_row<S, kAdd>(reinterpret_cast<Fp16*>(row) + j, x[l], n);
+          default:
+            put_bias_row<S, kAdd>(reinterpret_cast<Fp16*>(row) + j, x[l], n);
         }
       }
     }

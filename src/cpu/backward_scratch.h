@@ -29,13 +29,14 @@ struct Scratch {
   using Word = typename WordOf<kPairs>::Type;
 
   // One head. shift is what scores lose before exp2: lse, or lse log2(e) = shift + shift_low where
-  // scores are in base 2 (Call.raw); +inf where p is 0 whatever the score. delta = rowsum(do o) - dlse.
-  StripRows<S>* rows;      // [strips]
-  Word *q_rows, *do_rows;  // [strips * W][q_rows_step], pairs along head dims
+  // scores are in base 2 (Call.raw); +inf where p is 0 whatever the score. delta = rowsum(do o) -
+  // dlse.
+  StripRows<S>* rows;                // [strips]
+  Word *q_rows, *do_rows;            // [strips * W][q_rows_step], pairs along head dims
   float *shift, *shift_low, *delta;  // [strips][W]
-  float* bias_rows;        // [strips][W]
-  float* dq;               // [strips][gradient_rows(dqk)][W]
-  float *dk_sum, *dv_sum;  // [bound_k][dqk or dv]: of the group's heads so far
+  float* bias_rows;                  // [strips][W]
+  float* dq;                         // [strips][gradient_rows(dqk)][W]
+  float *dk_sum, *dv_sum;            // [bound_k][dqk or dv]: of the group's heads so far
 
   // One block of keys.
   Word *k, *v;       // [B][k_step], pairs along head dims
@@ -44,10 +45,10 @@ struct Scratch {
   float* bias_keys;  // [B][kLanes]
 
   // One tile of queries.
-  Word *q_t, *do_t;  // [M / W][depth][W], pairs along head dims
+  Word *q_t, *do_t;    // [M / W][depth][W], pairs along head dims
   Word *o_rows, *o_t;  // [W][do_rows_step], [v_depth][W]: o of a strip, for delta
-  Word *q, *d_o;     // [M / 2][q_step], pairs along queries; q_rows if a word is one element
-  Word *p, *ds;      // [B][p_step], pairs along queries
+  Word *q, *d_o;       // [M / 2][q_step], pairs along queries; q_rows if a word is one element
+  Word *p, *ds;        // [B][p_step], pairs along queries
   Word* ds_pairs;    // [B / 2][ds_pairs_step], pairs along keys; ds itself if a word is one element
   float* bias_tile;  // [M][B]
 
@@ -67,7 +68,8 @@ struct Scratch {
     const int64_t dqk = call.dqk, dim_v = call.dv, strips = pad_to(args.bound_q, W) / W;
     const int64_t dq_rows = gradient_rows(dqk);
     qk_depth = pad_to(dqk, kPerWord) / kPerWord, v_depth = pad_to(dim_v, kPerWord) / kPerWord;
-    // Dropout scales dP after and o before its rounding, so that sums do not cancel where they should.
+    // Dropout scales dP after and o before its rounding, so that sums do not cancel where they
+    // should.
     depth_piece = call.has_dropout && !kPairs ? 32 : 128;
     k_step = odd_lines(kPairs ? qk_depth : dq_rows), v_step = odd_lines(v_depth);
     k_pairs_step = kPairs ? odd_lines(dq_rows) : k_step;
@@ -77,7 +79,8 @@ struct Scratch {
 
     bytes = 0;
     const auto take = [&]<typename T>(T*& place, int64_t count) {
-      place = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(bytes));
+      place =
+          reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(bytes));
       bytes += pad_to(count * static_cast<int64_t>(sizeof(T)), 64);
     };
     const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
@@ -89,16 +92,20 @@ struct Scratch {
     take(dq, args.chunks == 1 ? strips * dq_rows * W : 0);
     take(dk_sum, summed * dqk), take(dv_sum, summed * dim_v);
     take(k, B * k_step), take(v, B * v_step);
-    if (kPairs) take(k_pairs, B / 2 * k_pairs_step);
-    else k_pairs = k;
+    if (kPairs)
+      take(k_pairs, B / 2 * k_pairs_step);
+    else
+      k_pairs = k;
     take(dk, B * dk_step), take(dv, B * dv_step);
     take(bias_keys, args.bias_gradient == BiasGradient::kKeys ? B * S::kLanes : 0);
     take(q_t, M * qk_depth), take(do_t, M * v_depth);
     take(o_rows, W * do_rows_step), take(o_t, W * v_depth);
     take(q, kPairs ? M / 2 * q_step : 0), take(d_o, kPairs ? M / 2 * do_step : 0);
     take(p, B * p_step), take(ds, B * p_step);
-    if (kPairs) take(ds_pairs, B / 2 * ds_pairs_step);
-    else ds_pairs = ds;
+    if (kPairs)
+      take(ds_pairs, B / 2 * ds_pairs_step);
+    else
+      ds_pairs = ds;
     take(bias_tile, args.bias_gradient == BiasGradient::kBlock ? M * B : 0);
     take(s, B * W), take(dp, B * W), take(cap, call.softcap > 0 ? B * W : 0);
     take(zeros, 4 * pad_to(larger(dqk, dim_v), 64));

@@ -11,10 +11,10 @@
 //   dK          key       head dim  query     dS^T          Q
 //   dQ^T        head dim  query     key       K             dS^T
 //
-// A Word is an fp32 element, or two bf16 neighbours in k, which one instruction multiplies and adds.
-// Operands are copies in the worker's scratch: converted, padded with zeros to whole tiles (so that
-// tails cost nothing and nothing outside the problem is read), in rows that are an odd number of
-// cache lines apart (at a power of two, 64 rows fall on 16 of the 64 sets of L1).
+// A Word is an fp32 element, or two bf16 neighbours in k, which one instruction multiplies and
+// adds. Operands are copies in the worker's scratch: converted, padded with zeros to whole tiles
+// (so that tails cost nothing and nothing outside the problem is read), in rows that are an odd
+// number of cache lines apart (at a power of two, 64 rows fall on 16 of the 64 sets of L1).
 #pragma once
 
 #include "cpu/score.h"

@@ -62,9 +62,12 @@ double control_group_quota() {
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
     std::string path = line.substr(second + 1);
     std::string root;
-    if (controllers == ",,") root = "/sys/fs/cgroup";
-    else if (controllers.find(",cpu,") != std::string::npos) root = "/sys/fs/cgroup/cpu";
-    else continue;
+    if (controllers == ",,")
+      root = "/sys/fs/cgroup";
+    else if (controllers.find(",cpu,") != std::string::npos)
+      root = "/sys/fs/cgroup/cpu";
+    else
+      continue;
     for (;;) {
       quota = std::min(quota, quota_of_folder(root + path));
       const size_t slash = path.rfind('/');

@@ -16,9 +16,9 @@ void write_band(const DropoutMaskArgs& args, const Dropout& dropout, uint32_t he
   for (int64_t j0 = 0; j0 < args.sk; j0 += 16) {
     for (int r = 0; r < 8; ++r) {
       for (int c = 0; c < 8; c += 2) {
-        const Philox4 random = philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
-                                            static_cast<uint32_t>(i0 / 2 + r),
-                                            static_cast<uint32_t>(j0 / 4 + c / 2));
+        const Philox4 random =
+            philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
+                         static_cast<uint32_t>(i0 / 2 + r), static_cast<uint32_t>(j0 / 4 + c / 2));
         for (int field = 0; field < 8; ++field) {
           const int64_t i = i0 + r + (field & 4 ? 8 : 0);
           const int64_t j = j0 + c + (field & 2 ? 8 : 0) + (field & 1);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over a union of disjoint key sets: o = sum_p exp(lse_p - lse) o_p, in order of the parts.
+// Attention over a union of disjoint key sets: o = sum_p exp(lse_p - lse) o_p, in order of the
+// parts.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -81,8 +82,10 @@ void merge(const MergeArgs& args, const Buffers& context) {
       const Row row{task / sq, task % sq, h};
       const double lse = merged_lse(args, row);
       store_element(args.lse_out, offset_of(args.lse, row.n, h, row.i), args.lse.dtype, lse);
-      if (args.o.dtype == TESSERA_FP64) merge_row_fp64(args, row, lse);
-      else merge_row(args, row, lse);
+      if (args.o.dtype == TESSERA_FP64)
+        merge_row_fp64(args, row, lse);
+      else
+        merge_row(args, row, lse);
     }
   });
 }

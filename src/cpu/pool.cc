@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/pool.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
-
-#include <pthread.h>
 
 #include "core/environment.h"
 #include "cpu/cores.h"
@@ -75,7 +75,9 @@ class Pool {
   static constexpr uint32_t kOnePlace = 0x10000;
   static uint32_t open_for(int places) { return static_cast<uint32_t>(places) * kOnePlace; }
 
-  Pool() { pthread_atfork(nullptr, nullptr, [] { instance().forget_threads(); }); }
+  Pool() {
+    pthread_atfork(nullptr, nullptr, [] { instance().forget_threads(); });
+  }
 
   ~Pool() {  // so that the library can be unloaded
     stop_.store(true, std::memory_order_relaxed);

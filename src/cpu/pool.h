@@ -23,11 +23,12 @@ int default_num_threads();
 int num_threads_or_default(int num_threads);
 inline constexpr int kMaxThreads = 256;
 
-// Calls fn(task, worker) once for each task in [0, n), in any order; worker < num_threads_or_default
-// and no two calls with one worker index run at the same time. Returns when all are done, and what
-// they wrote is visible. fn must not throw. Allocates nothing once the pool has its threads.
-// Every task runs with one floating-point mode (round to nearest, subnormals flushed), whatever the
-// caller's is: results do not depend on it, and the caller's is back on return.
+// Calls fn(task, worker) once for each task in [0, n), in any order; worker <
+// num_threads_or_default and no two calls with one worker index run at the same time. Returns when
+// all are done, and what they wrote is visible. fn must not throw. Allocates nothing once the pool
+// has its threads. Every task runs with one floating-point mode (round to nearest, subnormals
+// flushed), whatever the caller's is: results do not depend on it, and the caller's is back on
+// return.
 template <typename F>
 void parallel_for(const Buffers& buffers, int64_t n, F&& fn);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tessera_merge and tessera_dropout_mask on the CPU. The arguments are validated. Neither allocates;
-// context gives the threads.
+// tessera_merge and tessera_dropout_mask on the CPU. The arguments are validated. Neither
+// allocates; context gives the threads.
 #pragma once
 
 #include "core/backend.h"

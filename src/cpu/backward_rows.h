@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a backward task reads and writes: rows of q, do, o, k, v into its scratch, rows of dq, dk,
+// dv out of it, rounded once or as partial sums.
+#pragma once
+
+#include "cpu/backward_scratch.h"
+
+namespace tessera::cpu {
+namespace {
+
+TESSERA_INLINE char* row_at(const Rows& t, int64_t batch, int64_t row, int64_t head) {
+  return t.data + batch * t.batch + row * t.row + head * t.head;
+}
+
+// Row of key j: in its page, or in its sequence.
+TESSERA_INLINE char* row_of_key(const Rows& t, const Pages& pages, const CallSequence& sequence,
+                                int64_t j, int64_t head) {
+  if (!pages.table) return row_at(t, sequence.batch_k, sequence.first_k + j, head);
+  const int64_t place = j / pages.page_size;
+  const int32_t page =
+      load_int32(pages.table + sequence.n * pages.stride[0] + place * pages.stride[1]);
+  return row_at(t, page, j % pages.page_size, head);
+}
+
+// to[d] = scale (from[d] + more[d]), rounded once; more may be null.
+template <typename S, typename To>
+TESSERA_INLINE void store_row(To* to, const float* from, const float* more, float scale,
+                              int64_t dim) {
+  constexpr int L = S::kLanes;
+  for (int64_t d = 0; d < dim; d += L) {
+    const int n = static_cast<int>(smaller<int64_t>(L, dim - d));
+    auto x = S::load_n(from + d, n);
+    if (more) x = S::add(S::load_n(more + d, n), x);
+    S::store_n(to + d, S::mul(x, S::set1(scale)), n);
+  }
+}
+
+template <typename S, bool kPairs, typename T>
+class BackwardRows {
+ protected:
+  static constexpr int L = S::kLanes, R = S::kRows;
+  using Mine = Scratch<S, kPairs>;
+  static constexpr int W = Mine::W, B = Mine::B, M = Mine::M, kPerWord = Mine::kPerWord;
+  using Word = typename Mine::Word;
+  using F = typename S::F;
+
+  BackwardRows(const BackwardArgs& args, char* scratch)
+      : args_(args), call_(args.call), x_(args, scratch) {
+    memset(x_.zeros, 0, static_cast<size_t>(4 * larger(call_.dqk, call_.dv)));
+  }
+
+  // ---- in ----
+
+  // Words of rows as they lie, padded with zeros.
+  static void copy_rows(const char* const* rows, int count, int64_t dim, Word* to, int64_t step) {
+    if constexpr (kPairs)
+      copy_pairs<S>(rows, count, dim, to, step);
+    else
+      widen_rows<S, T>(rows, count, dim, to, step);
+  }
+
+  void copy_queries(const Rows& from, int64_t strip, int64_t dim, Word* to, int64_t step) const {
+    const char* row[W];
+    for (int l = 0; l < W; ++l) {
+      const int64_t i = strip * W + l;
+      row[l] = i < sequence_->band.len_q
+                   ? row_at(from, sequence_->batch_q, sequence_->first_q + i, head_)
+                   : x_.zeros;
+    }
+    copy_rows(row, W, dim, to, step);
+  }
+
+  // K and V of the block. A key that a mask by key hides from this head may hold anything.
+  __attribute__((noinline)) void prepare_keys() {
+    keys_ready_ = true;
+    const int64_t head_k = head_ / call_.group;
+    const int rows = static_cast<int>(pad_to(keys_.count, R));
+    const char *k[B], *v[B];
+    for (int j = 0; j < rows; ++j) {
+      k[j] = v[j] = x_.zeros;
+      const int64_t key = keys_.n0 + j;
+      if (j >= keys_.count) continue;
+      if (call_.mask_by_key &&
+          static_cast<uint8_t>(*at(call_.mask, sequence_->n, head_, 0, key)) == call_.mask_hides) {
+        continue;
+      }
+      k[j] = row_of_key(call_.k, call_.k_pages, *sequence_, key, head_k);
+      v[j] = row_of_key(call_.v, call_.v_pages, *sequence_, key, head_k);
+    }
+    copy_rows(k, rows, call_.dqk, x_.k, x_.k_step);
+    copy_rows(v, rows, call_.dv, x_.v, x_.v_step);
+    if constexpr (kPairs) {
+      interleave_pairs<S>(x_.k, x_.k_step, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
+    }
+  }
+
+  // Q and dO of a tile: rows, for dK and dV, and columns, for S^T and dP^T.
+  void prepare_queries(int64_t m0, int strips) {
+    const Word *q = x_.q_rows + m0 * x_.q_rows_step, *d_o = x_.do_rows + m0 * x_.do_rows_step;
+    if constexpr (kPairs) {
+      interleave_pairs<S>(q, x_.q_rows_step, strips * W, call_.dqk, x_.q, x_.q_step);
+      interleave_pairs<S>(d_o, x_.do_rows_step, strips * W, call_.dv, x_.d_o, x_.do_step);
+    } else {
+      x_.q = const_cast<Word*>(q), x_.d_o = const_cast<Word*>(d_o);
+    }
+    for (int t = 0; t < strips; ++t) {
+      transpose_rows<S>(q + t * W * x_.q_rows_step, x_.q_rows_step, x_.qk_depth,
+                        x_.q_t + t * W * x_.qk_depth);
+      transpose_rows<S>(d_o + t * W * x_.do_rows_step, x_.do_rows_step, x_.v_depth,
+                        x_.do_t + t * W * x_.v_depth);
+    }
+  }
+
+  // ---- out ----
+
+  // dq of strips [begin, end) from chunks of partial sums that are step floats apart.
+  __attribute__((noinline)) void store_dq(int64_t begin, int64_t end, const float* parts,
+                                          int64_t step) {
+    const int64_t dqk = call_.dqk, tile = gradient_rows(dqk) * W;
+    const F scale = S::set1(call_.softmax_scale);
+    for (int64_t strip = begin; strip < end; ++strip) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t i = strip * W + v * L;
+        const int rows = static_cast<int>(smaller<int64_t>(L, sequence_->band.len_q - i));
+        for (int64_t d = 0; d < dqk && rows > 0; d += L) {
+          const int n = static_cast<int>(smaller<int64_t>(L, dqk - d));
+          F x[L];
+          for (int k = 0; k < L; ++k) {
+            x[k] = S::zero();
+            if (k >= n) continue;
+            const float* from = parts + strip * tile + (d + k) * W + v * L;
+            x[k] = S::load(from);
+            for (int c = 1; c < args_.chunks; ++c) x[k] = S::add(x[k], S::load(from + c * step));
+            x[k] = S::mul(x[k], scale);
+          }
+          S::transpose(x);
+          for (int r = 0; r < rows; ++r) {
+            char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i + r, head_);
+            S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
+          }
+        }
+      }
+    }
+  }
+
+  void zero_queries_outside() {
+    zero_rows(args_.dq, sequence_->batch_q, args_.owned_q[sequence_->n], sequence_->first_q,
+              sequence_->band.len_q, head_, call_.dqk);
+  }
+  void zero_keys_outside(int64_t head) {
+    const Interval owned = args_.owned_k[sequence_->n];
+    const int64_t first = sequence_->first_k, len = sequence_->band.len_k, n = sequence_->batch_k;
+    if (args_.dk.data) zero_rows(args_.dk, n, owned, first, len, head, call_.dqk);
+    if (args_.dv.data) zero_rows(args_.dv, n, owned, first, len, head, call_.dv);
+  }
+
+  // Rows that a sequence owns outside its own [first, first + len).
+  static void zero_rows(const Rows& t, int64_t batch, Interval owned, int64_t first, int64_t len,
+                        int64_t head, int64_t dim) {
+    const auto zero = [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        memset(row_at(t, batch, r, head), 0, static_cast<size_t>(dim) * sizeof(T));
+      }
+    };
+    zero(owned.lo, smaller(first, owned.hi));
+    zero(larger(first + len, owned.lo), owned.hi);
+  }
+
+  // A row of dk or dv of this head: to the gradient if it is the last addend, to the sums if not.
+  void flush_key(const Rows& gradient, const Pages& pages, float* parts, float* pool, float* sums,
+                 const float* row, int j, int64_t dim, float scale) {
+    const int64_t key = keys_.n0 + j, head_k = head_ / call_.group;
+    float* sum = sums + key * dim;
+    if (parts) {
+      sum =
+          parts +
+          ((part_ * call_.hk + head_k) * args_.key_slots + key_slot(args_, *sequence_) + key) * dim;
+    }
+    const float* before = first_of_group_ ? nullptr : sum;
+    if (parts || !last_of_group_) return store_row<S>(sum, row, before, 1.0f, dim);
+    if (args_.shared_pages) {
+      const int64_t place = key / pages.page_size;
+      const int32_t page =
+          load_int32(pages.table + sequence_->n * pages.stride[0] + place * pages.stride[1]);
+      const int64_t pool_row = page * pages.page_size + key % pages.page_size;
+      float* to = pool + (pool_row * call_.hk + head_k) * dim;
+      if (before) store_row<S>(sum, row, before, 1.0f, dim);
+      return store_row<S>(to, before ? sum : row, to, 1.0f, dim);
+    }
+    char* to = row_of_key(gradient, pages, *sequence_, key, head_k);
+    store_row<S>(reinterpret_cast<T*>(to), row, before, scale, dim);
+  }
+
+  void reduce_key(const Rows& gradient, const float* parts, int64_t j, int64_t head, int64_t dim,
+                  float scale) {
+    const int64_t step = call_.hk * args_.key_slots * dim;
+    const float* from = parts + (head * args_.key_slots + key_slot(args_, *sequence_) + j) * dim;
+    for (int part = 1; part + 1 < args_.parts; ++part) {
+      store_row<S>(const_cast<float*>(from), from + part * step, from, 1.0f, dim);
+    }
+    char* to = row_at(gradient, sequence_->batch_k, sequence_->first_k + j, head);
+    store_row<S>(reinterpret_cast<T*>(to), from + (args_.parts - 1) * step, from, scale, dim);
+  }
+
+  void store_pool(const Rows& gradient, const float* pool, int64_t rows, int64_t page_size,
+                  int64_t head, int64_t share, int64_t dim, float scale) {
+    for (int64_t r = rows * share / kReduceParts; r < rows * (share + 1) / kReduceParts; ++r) {
+      char* to = row_at(gradient, r / page_size, r % page_size, head);
+      store_row<S>(reinterpret_cast<T*>(to), pool + (r * call_.hk + head) * dim, nullptr, scale,
+                   dim);
+    }
+  }
+
+  // Where this head's partial sums begin.
+  int64_t slot() const { return strip_slot(args_, *sequence_, W); }
+  float* dq_part(int64_t chunk) const {
+    return args_.dq_parts +
+           ((chunk * call_.hq + head_) * args_.strip_slots + slot()) * gradient_rows(call_.dqk) * W;
+  }
+
+  const BackwardArgs& args_;
+  const Call& call_;
+  Mine x_;
+  const CallSequence* sequence_ = nullptr;
+  int64_t head_ = 0;                                   // of queries
+  int64_t part_ = 0;                                   // of the group
+  bool first_of_group_ = true, last_of_group_ = true;  // head_ in this task's part
+  Keys<S> keys_;                                       // the block
+  bool keys_ready_ = false;                            // K and V of the block are in scratch
+};
+
+}  // namespace
+}  // namespace tessera::cpu
