@@ -13,6 +13,7 @@
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/blocks.cuh"
 #include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/output.cuh"
 
 namespace tessera::cuda::sm90 {
 

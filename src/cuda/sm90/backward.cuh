@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention backward on Hopper: dQ, dK and dV in one pass over the scores, five products.
+//
+//   S^T = K Q^T       dP^T = V dO^T       P^T = exp2(c S^T - lse2)       dS^T = P^T (dP^T - delta)
+//   dV += P^T dO      dK += dS^T Q        dQ = sum over tiles of dS K
+//
+// Everything is transposed, so that a thread's P and dS are the A operands of dV and dK as they lie in
+// registers. A CTA owns tile_n = 128 keys of one key head and walks the blocks of tile_m queries that see
+// them, for every query head of the group: dK and dV stay in registers, GQA needs no second sum.
+//
+//   warpgroup 0     producer  one thread: Q, lse2, dO, delta of each block by TMA
+//   warpgroup 1, 2  owners    S, dP -> P, dS -> dV, dK of 64 keys each; dS goes to shared memory too
+//   warpgroup 3     adder     dQ of the block = dS K, added to fp32 sums in global memory
+//
+// The owners never wait for each other: while one computes exponentials, the products of the other and of
+// the adder keep the tensor cores busy.
+//
+//   barrier                 arrivals                      says
+//   kv                      1 + bytes                     K and V have arrived
+//   q.full, grad_o.full     1 + bytes                     a block and its lse2 (delta) have arrived
+//   q.empty, grad_o.empty   8 (a warp each)               both owners have used it
+//   ds.full[b]              8                             both owners have written their rows of dS
+//   ds.empty[b]             4                             the adder has used them
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/common/element.cuh"
+#include "cuda/sm90/backward_kernels.h"
+#include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/output.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/smem_tile.cuh"
+#include "cuda/sm90/tensormap.h"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// Where row `row` of a side is for a tensor map.
+struct MapRow {
+  int c2, c3;
+};
+__device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row) {
+  return ragged ? MapRow{kRagged - rows.length + row, rows.first + rows.length}
+                : MapRow{rows.first + row, 0};
+}
+
+// Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit elements.
+// By all lanes; the four threads of a quad trade pairs of columns for 16 bytes.
+template <typename Element, int kN>
+__device__ __forceinline__ void store_row(Element* row, bool stored, int first, int columns,
+                                          float factor, const float (&d)[kN / 2], int r, int lane) {
+  const int quad = lane % 4;
+#pragma unroll
+  for (int g = 0; g < kN / 8; g += 4) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = d + 4 * (g + i) + 2 * r;
+      x[i] = pack<Element>(pair[0] * factor, pair[1] * factor);
+    }
+    transpose_quad(x, quad);
+    const int column = first + 8 * (g + quad);
+    if (stored && column < columns) {
+      *reinterpret_cast<uint4*>(row + column) = uint4{x[0], x[1], x[2], x[3]};
+    }
+  }
+}
+
+// Row: one row of the table in backward_tiles.h, as a type with the constant kTile.
+template <typename Element, typename Row>
+struct Backward {
+  static constexpr BackwardTile kTile = Row::kTile;
+  static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = kTile.stages;
+  static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
+  static constexpr int kGradientBuffers = 2;  // of dS
+  static constexpr int kDqColumns = kTile.dq_columns;
+  // What the roles claim is what the CTA was launched with: 4 x 128 registers a thread of each kind.
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kOwnerRegisters = kTile.registers;
+  static constexpr int kAdderRegisters = 512 - kProducerRegisters - kOwners * kOwnerRegisters;
+
+  using Schedule = KeySchedule<kTileM, kTileN>;
+  using QTile = SmemTile<kTileM, kTile.dqk>;
+  using GradOTile = SmemTile<kTileM, kTile.dv>;
+  using KTile = SmemTile<kTileN, kTile.dqk>;
+  using VTile = SmemTile<kTileN, kTile.dv>;
+  using GradientTile = SmemTile<kTileN, kTileM>;  // dS^T
+
+  struct alignas(1024) SharedStorage {
+    uint8_t k[KTile::kBytes], v[VTile::kBytes];
+    uint8_t q[kStages][QTile::kBytes];
+    uint8_t grad_o[kStages][GradOTile::kBytes];
+    uint8_t ds[kGradientBuffers][GradientTile::kBytes];
+    float lse2[kStages][kTileM], delta[kStages][kTileM];
+    uint64_t kv_barrier, q_barriers[2 * kStages], grad_o_barriers[2 * kStages];
+    uint64_t ds_barriers[2 * kGradientBuffers];
+    KeyTile tile;
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  static_assert(kTileM % 64 == 0 && kTile.dqk % kDqColumns == 0 && kTile.dv % 32 == 0);
+
+  struct Shared {
+    uint32_t base;
+
+    __device__ __forceinline__ uint32_t k() const { return base + offsetof(SharedStorage, k); }
+    __device__ __forceinline__ uint32_t v() const { return base + offsetof(SharedStorage, v); }
+    __device__ __forceinline__ uint32_t q(int stage) const {
+      return base + offsetof(SharedStorage, q) + stage * QTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t grad_o(int stage) const {
+      return base + offsetof(SharedStorage, grad_o) + stage * GradOTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t ds(int buffer) const {
+      return base + offsetof(SharedStorage, ds) + buffer * GradientTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t lse2(int stage) const {
+      return base + offsetof(SharedStorage, lse2) + stage * kTileM * 4;
+    }
+    __device__ __forceinline__ uint32_t delta(int stage) const {
+      return base + offsetof(SharedStorage, delta) + stage * kTileM * 4;
+    }
+    __device__ __forceinline__ uint32_t kv_barrier() const {
+      return base + offsetof(SharedStorage, kv_barrier);
+    }
+    __device__ __forceinline__ StageBarriers<kStages> q_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, q_barriers))};
+    }
+    __device__ __forceinline__ StageBarriers<kStages> grad_o_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, grad_o_barriers))};
+    }
+    __device__ __forceinline__ StageBarriers<kGradientBuffers> ds_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
+    }
+  };
+
+  // ---- producer: one thread ----
+
+  static __device__ __forceinline__ void producer(const BackwardParams& a, const KeyTile& tile,
+                                                  const Shared shared) {
+    const Params& p = a.problem;
+    mbarrier_arrive_expect(shared.kv_barrier(), KTile::kBytes + VTile::kBytes);
+    const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
+    KTile::load(shared.k(), &a.k, shared.kv_barrier(), tile.kv_head, key.c2, key.c3, tile.k.batch);
+    VTile::load(shared.v(), &a.v, shared.kv_barrier(), tile.kv_head, key.c2, key.c3, tile.k.batch);
+    wait_for_predecessors();  // lse2 and delta are the kernel's before
+
+    const auto q_barriers = shared.q_barriers(), grad_o_barriers = shared.grad_o_barriers();
+    const int begin = tile.begin, end = tile.end;
+    Ring<kStages> ring;
+#pragma unroll 1
+    for (int member = 0; member < p.group; ++member) {
+      const int head = tile.kv_head * p.group + member;
+      const int64_t slot = int64_t{head} * a.slots + tile.first_slot;
+#pragma unroll 1
+      for (int block = begin; block < end; ++block) {
+        const MapRow row = map_row(a.ragged_q, tile.q, block * kTileM);
+        q_barriers.acquire(ring, QTile::kBytes + kTileM * 4);
+        QTile::load(shared.q(ring.stage), &a.q, q_barriers.full(ring.stage), head, row.c2, row.c3,
+                    tile.q.batch);
+        bulk_load(shared.lse2(ring.stage), a.lse2 + (slot + block) * kTileM, kTileM * 4,
+                  q_barriers.full(ring.stage));
+        grad_o_barriers.acquire(ring, GradOTile::kBytes + kTileM * 4);
+        GradOTile::load(shared.grad_o(ring.stage), &a.grad_o, grad_o_barriers.full(ring.stage), head,
+                        row.c2, row.c3, tile.q.batch);
+        bulk_load(shared.delta(ring.stage), a.delta + (slot + block) * kTileM, kTileM * 4,
+                  grad_o_barriers.full(ring.stage));
+        ring.advance();
+      }
+    }
+  }
+
+  // ---- owner: dK and dV of 64 keys ----
+
+  static __device__ __forceinline__ void owner(const BackwardParams& a, const KeyTile& tile,
+                                               const Shared shared, const int w) {
+    const Params& p = a.problem;
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp, quad = lane % 4;
+    const int warp_row = w * 64 + thread / kWarp * 16;  // of the tile
+    const int key = tile.key0 + warp_row + lane / 4;    // and key + 8
+    const auto q_barriers = shared.q_barriers(), grad_o_barriers = shared.grad_o_barriers();
+    const auto ds_barriers = shared.ds_barriers();
+    const int begin = uniform(tile.begin), end = uniform(tile.end);
+    const int clean_begin = uniform(tile.clean_begin), clean_end = uniform(tile.clean_end);
+    const float c = log2_scale(p);
+    const uint64_t k = KTile::k_major(shared.k() + w * 64 * kChunkRowBytes);
+    const uint64_t v = VTile::k_major(shared.v() + w * 64 * kChunkRowBytes);
+
+    float dK[kTile.dqk / 2], dV[kTile.dv / 2];
+#pragma unroll
+    for (float& x : dK) x = 0;
+#pragma unroll
+    for (float& x : dV) x = 0;
+    Ring<kStages> ring;
+    Ring<kGradientBuffers> ds_ring;
+
+    const auto step = [&](int block) {
+      float S[kTileM / 2], dP[kTileM / 2];
+      uint32_t P[kTileM / 4], dS[kTileM / 4];
+      q_barriers.wait(ring);
+      const uint64_t q = QTile::k_major(shared.q(ring.stage));
+      pin(S);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTile.dqk / kStepK; ++i) {
+        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(
+            S, k + KTile::k_major_step(i), q + QTile::k_major_step(i), i > 0);
+      }
+      wgmma_commit();
+      grad_o_barriers.wait(ring);
+      const uint64_t grad_o = GradOTile::k_major(shared.grad_o(ring.stage));
+      pin(dP);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTile.dv / kStepK; ++i) {
+        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(
+            dP, v + VTile::k_major_step(i), grad_o + GradOTile::k_major_step(i), i > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(S);
+
+      const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad;
+#pragma unroll
+      for (int g = 0; g < kTileM / 8; ++g) {
+        const float2 of_query = load_shared_pair(lse2 + 32 * g);
+        float* s = S + 4 * g;
+        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)), s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
+        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)), s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
+      }
+      if (block < clean_begin || block >= clean_end) hide(tile, key, block, quad, S);
+      wgmma_wait<0>();
+      pin(dP);
+      pin(S);  // P is not packed earlier than this: it would take registers of its own
+      const uint32_t delta = shared.delta(ring.stage) + 8 * quad;
+#pragma unroll
+      for (int g = 0; g < kTileM / 8; ++g) {
+        const float2 of_query = load_shared_pair(delta + 32 * g);
+        const float* s = S + 4 * g;
+        float* dp = dP + 4 * g;
+        dp[0] = s[0] * (dp[0] - of_query.x), dp[1] = s[1] * (dp[1] - of_query.y);
+        dp[2] = s[2] * (dp[2] - of_query.x), dp[3] = s[3] * (dp[3] - of_query.y);
+        P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
+        dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
+      }
+
+      const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(ring.stage));
+      pin(dV);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTileM / kStepK; ++i) {
+        Wgmma<Element, kTile.dv>::template rs<kMajorMN>(
+            dV, P + 4 * i, grad_o_rows + GradOTile::mn_major_step(i), 1);
+      }
+      wgmma_commit();
+      const uint64_t q_rows = QTile::mn_major(shared.q(ring.stage));
+      pin(dK);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTileM / kStepK; ++i) {
+        Wgmma<Element, kTile.dqk>::template rs<kMajorMN>(dK, dS + 4 * i,
+                                                         q_rows + QTile::mn_major_step(i), 1);
+      }
+      wgmma_commit();
+
+      mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+#pragma unroll
+      for (int i = 0; i < kTileM / kStepK; ++i) {
+        stmatrix_x4(GradientTile::unit(shared.ds(ds_ring.stage), warp_row + lane % 16,
+                                       2 * i + lane / 16),
+                    dS + 4 * i);
+      }
+      async_proxy_fence();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
+      ds_ring.advance();
+
+      wgmma_wait<1>();
+      pin(dV);
+      if (lane == 0) grad_o_barriers.release(ring);
+      wgmma_wait<0>();
+      pin(dK);
+      if (lane == 0) q_barriers.release(ring);
+      ring.advance();
+    };
+
+    mbarrier_wait(shared.kv_barrier(), 0);
+#pragma unroll 1
+    for (int member = 0; member < p.group; ++member) {
+#pragma unroll 1
+      for (int block = begin; block < end; ++block) step(block);
+    }
+    store<kTile.dqk>(p, TESSERA_DK, tile, key, lane, p.softmax_scale, p.dqk, dK);
+    store<kTile.dv>(p, TESSERA_DV, tile, key, lane, 1.f, p.dv, dV);
+  }
+
+  // P = 0 where the band hides the key from the query.
+  static __device__ __forceinline__ void hide(const KeyTile& tile, int key, int block, int quad,
+                                              float (&S)[kTileM / 2]) {
+    const int query = block * kTileM + 2 * quad;  // of element 0
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int2 queries = tile.queries_of_key(key + 8 * r);
+      const uint32_t visible = element_bits(queries.x - query, queries.y - query);
+#pragma unroll
+      for (int e = 0; e < kTileM / 4; ++e) {
+        float& s = S[4 * (e / 2) + 2 * r + e % 2];
+        s = visible >> e & 1 ? s : 0.f;
+      }
+    }
+  }
+
+  template <int kN>
+  static __device__ __forceinline__ void store(const Params& p, int index, const KeyTile& tile,
+                                               int key, int lane, float factor, int columns,
+                                               const float (&d)[kN / 2]) {
+    const View& view = p.tensor[index];
+    if (!view.data) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = key + 8 * r;
+      Element* to = static_cast<Element*>(view.data) +
+                    offset_of(view, tile.k.batch, tile.k.first + row, tile.kv_head);
+      store_row<Element, kN>(to, tile.owns(row), 0, columns, factor, d, r, lane);
+    }
+  }
+
+  // ---- adder: dQ += dS K ----
+
+  static __device__ __forceinline__ void adder(const BackwardParams& a, const KeyTile& tile,
+                                               const Shared shared) {
+    const Params& p = a.problem;
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
+    const auto barriers = shared.ds_barriers();
+    const int begin = uniform(tile.begin), end = uniform(tile.end);
+    Ring<kGradientBuffers> ring;
+    wait_for_predecessors();  // the sums are zeros by then
+    mbarrier_wait(shared.kv_barrier(), 0);
+#pragma unroll 1
+    for (int member = 0; member < p.group; ++member) {
+      const int64_t slot =
+          (int64_t{tile.kv_head} * p.group + member) * a.slots + tile.first_slot;
+#pragma unroll 1
+      for (int block = begin; block < end; ++block) {
+        barriers.wait(ring);
+        float* sums = a.dq_sums + (slot + block) * (kTileM * kTile.dqk) + thread * 4;
+        if (a.dq_sums) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            add_part(shared, ring.stage, part, sums + part * 64 * kDqColumns);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barriers.release(ring);
+        ring.advance();
+      }
+    }
+  }
+
+  // A block of dQ is made in parts of 64 queries x kDqColumns. Element 4 i + j of a thread's accumulators
+  // lies at 4 (128 i + thread) + j of its part: every warp adds whole lines.
+  static constexpr int kColumnParts = kTile.dqk / kDqColumns;
+  static constexpr int kParts = kTileM / 64 * kColumnParts;
+
+  static __device__ __forceinline__ void add_part(const Shared shared, int buffer, int part,
+                                                  float* sums) {
+    float dQ[kDqColumns / 2];
+    const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
+                                               part / kColumnParts * GradientTile::kChunkBytes);
+    const uint64_t k = KTile::mn_major(shared.k() + part % kColumnParts * (kDqColumns / 64) *
+                                                        KTile::kChunkBytes);
+    pin(dQ);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTileN / kStepK; ++i) {
+      Wgmma<Element, kDqColumns>::template ss<kMajorMN, kMajorMN>(
+          dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dQ);
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i) {
+      add_to_global(sums + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
+                    dQ[4 * i + 3]);
+    }
+  }
+};
+
+template <typename Element, typename Row>
+__global__ void __launch_bounds__(BackwardTile::kThreads, 1)
+    backward(const __grid_constant__ BackwardParams a) {
+  using Kernel = Backward<Element, Row>;
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
+    mbarrier_init(shared.kv_barrier(), 1);
+    shared.q_barriers().init(Kernel::kOwnerWarps);
+    shared.grad_o_barriers().init(Kernel::kOwnerWarps);
+    for (int buffer = 0; buffer < Kernel::kGradientBuffers; ++buffer) {
+      mbarrier_init(shared.ds_barriers().full(buffer), Kernel::kOwnerWarps);
+      mbarrier_init(shared.ds_barriers().empty(buffer), kWarpgroup / kWarp);
+    }
+    mbarrier_init_fence();
+  }
+  KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
+  if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, blockIdx.x);
+  __syncthreads();
+  launch_dependents();
+  if (warpgroup == 0) {
+    registers_release<Kernel::kProducerRegisters>();
+    if (threadIdx.x == 0) Kernel::producer(a, tile, shared);
+  } else if (warpgroup == 3) {
+    registers_release<Kernel::kAdderRegisters>();
+    Kernel::adder(a, tile, shared);
+  } else {
+    registers_claim<Kernel::kOwnerRegisters>();
+    Kernel::owner(a, tile, shared, warpgroup - 1);
+  }
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two kernels around the backward pass: lse2, delta and cleared sums before it, dq after it.
+#pragma once
+
+#include "cuda/sm90/backward.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// Where the statistics of block 0 of a slot begin, and its dQ sums.
+__device__ __forceinline__ int64_t slot_of_head(const BackwardParams& a, int head, int slot) {
+  return int64_t{head} * a.slots + slot;
+}
+
+template <typename Element, typename Row>
+struct BackwardRows {
+  using Kernel = Backward<Element, Row>;
+  static constexpr int kTileM = Kernel::kTileM;
+  using Tile = typename Kernel::GradOTile;
+
+  struct alignas(1024) SharedStorage {
+    uint8_t o[Tile::kBytes], grad_o[Tile::kBytes];
+    uint64_t barrier;
+  };
+};
+
+// delta by the very products that dP is made of: the diagonal of O dO^T on the tensor cores. Where o is a
+// row of v, because one key is visible, dP - delta is then exactly 0.
+template <typename Element, typename Row>
+__global__ void __launch_bounds__(kWarpgroup) backward_rows(const __grid_constant__ BackwardParams a) {
+  using Kernel = Backward<Element, Row>;
+  using Storage = typename BackwardRows<Element, Row>::SharedStorage;
+  using Tile = typename Kernel::GradOTile;
+  constexpr int kTileM = Kernel::kTileM, kSteps = Kernel::kTile.dv / kStepK;
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(storage));
+  const uint32_t o = base + offsetof(Storage, o), grad_o = base + offsetof(Storage, grad_o),
+                 barrier = base + offsetof(Storage, barrier);
+  const Params& p = a.problem;
+  wait_for_predecessors();
+  launch_dependents();
+  const BlockOfSlot at = block_of_slot(p, blockIdx.x, kTileM);
+  const Rows rows = rows_of<SideOfQueries>(p, at.n);
+  const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;
+  if (at.block < 0 || row0 >= max(rows.length, 1)) return;
+  const int64_t slot = slot_of_head(a, head, blockIdx.x);
+  if (thread == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect(barrier, 2 * Tile::kBytes);
+    const MapRow row = map_row(a.ragged_q, rows, row0);
+    Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
+    Tile::load(grad_o, &a.grad_o, barrier, head, row.c2, row.c3, rows.batch);
+  }
+  if (a.dq_sums) {
+    auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * (kTileM * Kernel::kTile.dqk));
+    for (int i = thread; i < kTileM * Kernel::kTile.dqk / 4; i += kWarpgroup) sums[i] = float4{};
+  }
+  __syncthreads();
+  mbarrier_wait(barrier, 0);
+
+  const int warp = thread / kWarp, lane = thread % kWarp;
+#pragma unroll
+  for (int half = 0; half < kTileM / 64; ++half) {
+    float product[32];
+    const uint32_t rows_before = half * 64 * kChunkRowBytes;
+    const uint64_t x = Tile::k_major(o + rows_before), y = Tile::k_major(grad_o + rows_before);
+    pin(product);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      Wgmma<Element, 64>::template ss<kMajorK, kMajorK>(product, x + Tile::k_major_step(i),
+                                                        y + Tile::k_major_step(i), i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(product);
+    // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the quad.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float diagonal = 0;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float* pair = product + 4 * (2 * w + r) + 2 * r;
+        if (w == warp) diagonal = lane / 4 % 2 ? pair[1] : pair[0];
+      }
+      if (lane % 4 != lane / 8) continue;
+      const int i = half * 64 + warp * 16 + 8 * r + lane / 4, row = row0 + i;
+      float lse2 = kInfinity, delta = 0;
+      if (row < rows.length) {
+        const View& lse = p.tensor[TESSERA_LSE];
+        const View& grad_lse = p.tensor[TESSERA_DLSE];
+        lse2 = kLog2e * static_cast<const float*>(
+                            lse.data)[offset_of(lse, rows.batch, head, rows.first + row)];
+        delta = diagonal;
+        if (grad_lse.data) {
+          delta -= static_cast<const float*>(
+              grad_lse.data)[offset_of(grad_lse, rows.batch, head, rows.first + row)];
+        }
+        if (lse2 == -kInfinity) lse2 = kInfinity, delta = 0;
+      }
+      a.lse2[slot * kTileM + i] = lse2;
+      a.delta[slot * kTileM + i] = delta;
+    }
+  }
+}
+
+// dq = softmax_scale * sums; zeros in rows that are stored but belong to no sequence.
+template <typename Element, typename Row>
+__global__ void __launch_bounds__(kWarpgroup)
+    backward_convert(const __grid_constant__ BackwardParams a) {
+  using Kernel = Backward<Element, Row>;
+  constexpr int kTileM = Kernel::kTileM, kColumns = Kernel::kDqColumns;
+  const Params& p = a.problem;
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
+  const Rows rows = rows_of<SideOfQueries>(p, tile.n);
+  if (tile.begin >= rows.owned_hi) return;
+  const int head = blockIdx.y, thread = threadIdx.x, lane = thread % kWarp;
+  const bool summed = tile.begin >= 0 && tile.begin < rows.length;
+  const int first_slot =
+      first_slot_of(p.thd_q, tile.n, rows.first, kTileM, (p.sq + kTileM - 1) / kTileM);
+  const int64_t slot = slot_of_head(a, head, first_slot + tile.begin / kTileM);
+  const float* sums = a.dq_sums + (summed ? slot : 0) * (kTileM * Kernel::kTile.dqk) + thread * 4;
+  const View& view = p.tensor[TESSERA_DQ];
+  wait_for_predecessors();
+#pragma unroll 1
+  for (int part = 0; part < Kernel::kParts; ++part) {
+    float dQ[kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+      float4 x{};
+      if (summed) {
+        x = *reinterpret_cast<const float4*>(sums + part * 64 * kColumns + 4 * kWarpgroup * i);
+      }
+      dQ[4 * i] = x.x, dQ[4 * i + 1] = x.y, dQ[4 * i + 2] = x.z, dQ[4 * i + 3] = x.w;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile.begin + part / Kernel::kColumnParts * 64 + thread / kWarp * 16 + lane / 4 +
+                      8 * r;
+      const bool stored = row >= rows.owned_lo && row < rows.owned_hi;
+      const float factor = row >= 0 && row < rows.length ? p.softmax_scale : 0.f;
+      Element* to = static_cast<Element*>(view.data) +
+                    offset_of(view, rows.batch, rows.first + row, head);
+      store_row<Element, kColumns>(to, stored, part % Kernel::kColumnParts * kColumns, p.dqk, factor,
+                                   dQ, r, lane);
+    }
+  }
+}
+
+template <typename Element, typename Row>
+BackwardKernel make_backward(int dtype) {
+  return {dtype,
+          Row::kTile,
+          static_cast<int>(sizeof(typename Backward<Element, Row>::SharedStorage)),
+          static_cast<int>(sizeof(typename BackwardRows<Element, Row>::SharedStorage)),
+          reinterpret_cast<const void*>(&backward_rows<Element, Row>),
+          reinterpret_cast<const void*>(&backward<Element, Row>),
+          reinterpret_cast<const void*>(&backward_convert<Element, Row>)};
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which keys a CTA of the backward pass owns, and which blocks of queries see them.
+#pragma once
+
+#include "cuda/common/sequence.cuh"
+#include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+struct KeyTile {
+  int kv_head, key0;  // the tile's first row; the sequence's rows are below
+  Rows q, k;
+  int shift, left, right;  // the band, see core/mask.h
+  // Blocks of queries [begin, end) that see some key of the tile. Every row that exists in blocks
+  // [clean_begin, clean_end) sees all of them.
+  int begin, end, clean_begin, clean_end;
+  int first_slot;  // of block 0
+
+  // Queries that see a key, as [lo, hi).
+  __device__ __forceinline__ int2 queries_of_key(int key) const {
+    if (key < 0 || key >= k.length) return {0, 0};
+    return {right < 0 ? 0 : max(key - shift - right, 0),
+            left < 0 ? q.length : min(key - shift + left + 1, q.length)};
+  }
+  __device__ __forceinline__ bool owns(int key) const {
+    return key >= k.owned_lo && key < k.owned_hi;
+  }
+};
+
+template <int kTileM, int kTileN>
+struct KeySchedule {
+  // The tile that stands at `index` of the grid. Causal problems have the longest tiles first, which are
+  // those of the first keys; the heads of a section stand side by side.
+  static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index) {
+    const Params& p = a.problem;
+    KeyTile tile;
+    int n;
+    if (p.thd_k) {
+      const int slot = index / p.hk;
+      const TileOfRows rows = tile_of_slot<SideOfKeys>(p, a.tiles / p.hk - 1 - slot, kTileN);
+      n = rows.n;
+      tile.kv_head = index - slot * p.hk;
+      tile.key0 = rows.begin;
+    } else {
+      int x, round;  // head of the batch, tile of the head
+      if (a.longest_first) {
+        const int section = a.per_section.quotient(index);
+        const int r = index - section * a.per_section.divisor;
+        round = a.heads_per_section.quotient(r);
+        x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
+      } else {
+        x = a.tiles_n.quotient(index);
+        round = index - x * a.tiles_n.divisor;
+      }
+      tile.key0 = round * kTileN;
+      n = a.heads.quotient(x);
+      tile.kv_head = x - n * a.heads.divisor;
+    }
+    const Sequence sequence = sequence_of(p, n);
+    tile.q = sequence.q;
+    tile.k = sequence.k;
+    tile.shift = static_cast<int>(sequence.band.shift);
+    tile.left = static_cast<int>(sequence.band.left);
+    tile.right = static_cast<int>(sequence.band.right);
+    tile.first_slot =
+        first_slot_of(p.thd_q, n, tile.q.first, kTileM, (p.sq + kTileM - 1) / kTileM);
+    set_blocks(tile, sequence.band);
+    return tile;
+  }
+
+ private:
+  static __device__ __forceinline__ void set_blocks(KeyTile& tile, const Band& band) {
+    const Interval queries =
+        tile.key0 < 0 ? Interval{0, 0} : band.rows(tile.key0, tile.key0 + kTileN);
+    const bool seen = !queries.empty();
+    tile.begin = seen ? static_cast<int>(queries.lo) / kTileM : 0;
+    tile.end = seen ? (static_cast<int>(queries.hi) + kTileM - 1) / kTileM : 0;
+    const int last = tile.key0 + kTileN - 1;
+    const int2 of_first = tile.queries_of_key(tile.key0), of_last = tile.queries_of_key(last);
+    tile.clean_begin = (of_last.x + kTileM - 1) / kTileM;
+    tile.clean_end = last >= tile.k.length           ? 0
+                     : of_first.y >= tile.q.length ? tile.end
+                                                   : max(of_first.y, 0) / kTileM;
+  }
+};
+
+// The block of queries in a slot of the workspace; `begin` may lie past the sequence: nothing to do.
+struct BlockOfSlot {
+  int n, block;
+};
+__device__ __forceinline__ BlockOfSlot block_of_slot(const Params& p, int slot, int tile_m) {
+  if (!p.thd_q) {
+    const int blocks = (p.sq + tile_m - 1) / tile_m;
+    return {slot / blocks, slot % blocks};
+  }
+  const auto first = [&](int n) {
+    return first_slot_of(true, n, packed_start<SideOfQueries>(p, n), tile_m, 0);
+  };
+  int lo = 0, hi = p.batch;  // first(lo) <= slot < first(hi)
+  while (hi - lo > 1) {
+    const int middle = (lo + hi) / 2;
+    (first(middle) <= slot ? lo : hi) = middle;
+  }
+  return {lo, slot - first(lo)};  // negative where what is stored before sequence 0 would stand
+}
+
+}  // namespace tessera::cuda::sm90
