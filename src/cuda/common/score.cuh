@@ -8,8 +8,7 @@
 // This is the accumulator of N/8 mma.m16n8 and, seen by one warp, the accumulator of wgmma. The forward
 // pass has queries as majors and keys as minors (S); the pass over keys has them swapped (S^T).
 //
-// In units of log2, so that the exponential is one instruction:
-//     x = scale (s + pre) -> softcap tanh(x / softcap) -> + post - slope |i + shift - j|    times log2 e
+//     x = scale (s + pre) -> softcap tanh(x / softcap) -> + post - slope |i + shift - j|
 //     x = -inf where hidden
 #pragma once
 
@@ -45,10 +44,18 @@ __device__ inline KeyInterval keys_of_all_rows(const Band& band, int m0, int m1)
                                             ? 0 : keys_of_row(band, m0).hi};
 }
 
-// Factor from raw scores to exponents of 2 where nothing stands between them. A scale of 0 becomes the
-// smallest normal number: the same scores, and -inf stays -inf.
-__device__ inline float log2_scale(const Params& p) {
-  return fmaxf(p.softmax_scale * kLog2e, 1.17549435e-38f);
+// Logits are kept in units of log2, which saves a multiplication a score; for fp32 inputs, where it would
+// also cost a rounding, in units of e. kToLog2: the factor that is left to the exponential.
+template <typename T>
+inline constexpr float kToLog2 = sizeof(T) == 4 ? kLog2e : 1.f;
+template <typename T>
+inline constexpr float kFromNatural = sizeof(T) == 4 ? 1.f : kLog2e;
+
+// Factor from raw scores to logits where nothing stands between them. A scale of 0 becomes the smallest
+// normal number: the same scores, and -inf stays -inf.
+template <typename T>
+__device__ float logit_scale(const Params& p) {
+  return fmaxf(p.softmax_scale * kFromNatural<T>, 1.17549435e-38f);
 }
 
 // ---- walking a fragment ----
@@ -109,32 +116,81 @@ __device__ inline float hyperbolic_tangent(float x) {
   return 1 - __fdividef(2.f, 1 + exp2_approx(fminf(x, 40.f) * (2 * kLog2e)));
 }
 
-// The bias of every score of the fragment, in type B: body(e, bias), where query and key exist.
-template <typename B, int kN, Major kMajor, typename Body>
+// Elements `key` and `key + 1` of a row of B, of which the first `count` exist; in one access where the
+// rows are dense and aligned to two elements (paired).
+template <typename B>
+__device__ __forceinline__ void load_pair(const B* row, int key, int64_t step, bool paired, int count,
+                                          B (&to)[2]) {
+  struct alignas(2 * sizeof(B)) Pair {
+    B value[2];
+  };
+  if (paired && count >= 2) {
+    const Pair pair = *reinterpret_cast<const Pair*>(row + key);
+    to[0] = pair.value[0];
+    to[1] = pair.value[1];
+  } else {
+    if (count > 0) to[0] = row[key * step];
+    if (count > 1) to[1] = row[(key + 1) * step];
+  }
+}
+
+// The element of a [b|1, hq|1, sq|1, sk|1] tensor of B for every score of the fragment: body(e, value)
+// where query and key exist, and elsewhere(e).
+template <typename B, int kN, Major kMajor, typename Body, typename Elsewhere>
+__device__ __forceinline__ void for_each_element(const View& view, const Sequence& sequence,
+                                                 const TileRows& rows, int major0, int minor0,
+                                                 const Body& body, const Elsewhere& elsewhere) {
+  const int64_t step = view.stride[3];
+  const auto of_row = [&](int row) -> const B* {
+    const int query = rows.query(row);
+    if (query < 0 || query >= sequence.q.length) return nullptr;
+    return static_cast<const B*>(view.data) + offset_of(view, sequence.n, rows.head(row), query);
+  };
+  if constexpr (kMajor == Major::kQueries) {
+    const bool paired = step == 1 && view.vector_bytes >= 2 * static_cast<int>(sizeof(B));
+    const int key = minor0 + lane_minor();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const B* row = of_row(major0 + lane_major() + 8 * half);
+      B values[kN / 8][2];
+#pragma unroll
+      for (int i = 0; i < kN / 8; ++i) {
+        load_pair(row, key + 8 * i, step, paired, row ? sequence.k.length - key - 8 * i : 0,
+                  values[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kN / 4; ++i) {
+        const int e = 4 * (i / 2) + 2 * half + i % 2;
+        if (row && key + 8 * (i / 2) + i % 2 < sequence.k.length) {
+          body(e, values[i / 2][i % 2]);
+        } else {
+          elsewhere(e);
+        }
+      }
+    }
+  } else {
+    for_each_score<kN, kMajor>(major0, minor0, of_row, [&](int e, int, int key, const B* row) {
+      if (row && key < sequence.k.length) {
+        body(e, row[key * step]);
+      } else {
+        elsewhere(e);
+      }
+    });
+  }
+}
+
+// The bias of every score of the fragment: body(e, bias) where query and key exist.
+template <typename T, int kN, Major kMajor, typename Body>
 __device__ __forceinline__ void for_each_bias(const Params& p, const Sequence& sequence,
                                               const TileRows& rows, int major0, int minor0,
                                               const Body& body) {
   const View& bias = p.tensor[TESSERA_BIAS];
-  for_each_score<kN, kMajor>(
-      major0, minor0,
-      [&](int row) -> const B* {
-        const int query = rows.query(row);
-        if (query < 0 || query >= sequence.q.length) return nullptr;
-        return static_cast<const B*>(bias.data) +
-               offset_of(bias, sequence.n, rows.head(row), query);
-      },
-      [&](int e, int, int key, const B* row) {
-        if (row && key < sequence.k.length) body(e, static_cast<float>(row[key * bias.stride[3]]));
-      });
-}
-template <typename T, int kN, Major kMajor, typename Body>
-__device__ __forceinline__ void for_each_bias_of_any(const Params& p, const Sequence& sequence,
-                                                     const TileRows& rows, int major0, int minor0,
-                                                     const Body& body) {
-  if (sizeof(T) == 4 || p.tensor[TESSERA_BIAS].dtype == TESSERA_FP32) {
-    for_each_bias<float, kN, kMajor>(p, sequence, rows, major0, minor0, body);
+  const auto convert = [&](int e, auto value) { body(e, static_cast<float>(value)); };
+  const auto nothing = [](int) {};
+  if (sizeof(T) == 4 || bias.dtype == TESSERA_FP32) {
+    for_each_element<float, kN, kMajor>(bias, sequence, rows, major0, minor0, convert, nothing);
   } else {
-    for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0, body);
+    for_each_element<T, kN, kMajor>(bias, sequence, rows, major0, minor0, convert, nothing);
   }
 }
 
@@ -143,9 +199,18 @@ __device__ inline float slope_of(const Params& p, int n, int head) {
   return load_float(slopes.data, offset_of(slopes, n, head), slopes.dtype);
 }
 
-// |i + shift - j|, what ALiBi multiplies.
-__device__ inline float alibi_distance(const Sequence& sequence, int query, int key) {
-  return fabsf(static_cast<float>(query + static_cast<int>(sequence.band.shift) - key));
+// Calls body(e, row, |i + shift - j|) for each value of the fragment: what ALiBi multiplies. One conversion
+// a row; the rest are constants apart.
+template <int kN, Major kMajor, typename Body>
+__device__ __forceinline__ void for_each_distance(const Sequence& sequence, const TileRows& rows,
+                                                  int major0, int minor0, const Body& body) {
+  const int first_key = kMajor == Major::kQueries ? minor0 + lane_minor() : major0 + lane_major();
+  const int under = static_cast<int>(sequence.band.shift) - first_key;
+  for_each_score<kN, kMajor>(
+      major0, minor0, [&](int row) { return static_cast<float>(rows.query(row) + under); },
+      [&](int e, int row, int key, float to_first) {
+        body(e, row, fabsf(to_first - static_cast<float>(key - first_key)));
+      });
 }
 
 // Hides what masks over (query, key) hide: dense mask, key ranges, segments.
@@ -156,19 +221,10 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
   const auto exists = [&](int query) { return query >= 0 && query < sequence.q.length; };
   if (const View& mask = p.tensor[TESSERA_MASK]; mask.data) {
     const bool drops = (p.flags & TESSERA_MASK_DROP) != 0;
-    for_each_score<kN, kMajor>(
-        major0, minor0,
-        [&](int row) -> const uint8_t* {
-          const int query = rows.query(row);
-          if (!exists(query)) return nullptr;
-          return static_cast<const uint8_t*>(mask.data) +
-                 offset_of(mask, sequence.n, rows.head(row), query);
-        },
-        [&](int e, int, int key, const uint8_t* row) {
-          const bool shown =
-              row && key < sequence.k.length && (row[key * mask.stride[3]] != 0) != drops;
-          s[e] = shown ? s[e] : -kInfinity;
-        });
+    for_each_element<uint8_t, kN, kMajor>(
+        mask, sequence, rows, major0, minor0,
+        [&](int e, uint8_t shows) { s[e] = (shows != 0) != drops ? s[e] : -kInfinity; },
+        [&](int e) { s[e] = -kInfinity; });
   }
   if (p.num_ranges > 0) {
     const View& ranges = p.tensor[TESSERA_KEY_RANGES];
@@ -210,7 +266,7 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
   }
 }
 
-// All of it: raw scores become exponents of 2, hidden ones -inf. clean: the band hides nothing here.
+// All of it: raw scores become logits (units as above), hidden ones -inf. clean: the band hides nothing here.
 // cap_slope, where not null, becomes the softcap's derivative.
 template <typename T, int kN, Major kMajor>
 __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slope)[kN / 2],
@@ -221,7 +277,7 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
   const bool has_bias = p.tensor[TESSERA_BIAS].data != nullptr;
   const bool pre_scale = has_bias && (p.flags & TESSERA_BIAS_PRE_SCALE) != 0;
   const bool capped = (p.flags & TESSERA_SOFTCAP) != 0;
-  float scale = log2_scale(p);
+  const float scale = logit_scale<T>(p);
   if (const View& k_scale = p.tensor[TESSERA_K_SCALE]; k_scale.data) {
     const float factor = load_float(
         k_scale.data, offset_of(k_scale, sequence.n, rows.head0 / p.group), TESSERA_FP32);
@@ -229,11 +285,11 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
     for (int e = 0; e < kCount; ++e) s[e] *= factor;
   }
   if (pre_scale) {
-    for_each_bias_of_any<T, kN, kMajor>(p, sequence, rows, major0, minor0,
+    for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0,
                                         [&](int e, float bias) { s[e] += bias; });
   }
   if (capped) {
-    const float inner = p.softmax_scale / p.softcap, outer = p.softcap * kLog2e;
+    const float inner = p.softmax_scale / p.softcap, outer = p.softcap * kFromNatural<T>;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       const float t = hyperbolic_tangent<sizeof(T) == 4>(s[e] * inner);
@@ -241,7 +297,7 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
       s[e] = t * outer;
     }
     if (pre_scale) {  // the cap made -inf finite
-      for_each_bias_of_any<T, kN, kMajor>(
+      for_each_bias<T, kN, kMajor>(
           p, sequence, rows, major0, minor0,
           [&](int e, float bias) { s[e] = bias == -kInfinity ? bias : s[e]; });
     }
@@ -254,16 +310,20 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
     }
   }
   if (has_bias && !pre_scale) {
-    for_each_bias_of_any<T, kN, kMajor>(p, sequence, rows, major0, minor0,
-                                        [&](int e, float bias) { s[e] += bias * kLog2e; });
+    for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0,
+                                        [&](int e, float bias) { s[e] += bias * kFromNatural<T>; });
   }
   if (p.tensor[TESSERA_ALIBI_SLOPES].data) {
-    for_each_score<kN, kMajor>(
-        major0, minor0,
-        [&](int row) { return slope_of(p, sequence.n, rows.head(row)) * kLog2e; },
-        [&](int e, int row, int key, float slope) {
-          s[e] -= slope * alibi_distance(sequence, rows.query(row), key);
-        });
+    if (rows.pack == 1) {
+      const float slope = slope_of(p, sequence.n, rows.head0) * kFromNatural<T>;
+      for_each_distance<kN, kMajor>(sequence, rows, major0, minor0,
+                                    [&](int e, int, float distance) { s[e] -= slope * distance; });
+    } else {
+      for_each_distance<kN, kMajor>(
+          sequence, rows, major0, minor0, [&](int e, int row, float distance) {
+            s[e] -= slope_of(p, sequence.n, rows.head(row)) * kFromNatural<T> * distance;
+          });
+    }
   }
   apply_data_masks<kN, kMajor>(s, p, sequence, rows, major0, minor0);
   if (!clean) apply_band<kN, kMajor>(s, sequence.band, rows, major0, minor0);

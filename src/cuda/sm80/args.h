@@ -19,7 +19,7 @@ struct ForwardArgs {
 // The workspace of the backward pass: one float for each row and head, [b, hq, sq] as lse.
 struct BackwardArgs {
   Params params;
-  float* lse2;        // lse in units of log2; 0 where a row is outside its sequence or empty
+  float* lse;         // in the units of logits (score.cuh); 0 where a row does not exist or is empty
   float* delta;       // rowsum(do o) - dlse; 0 there
   float* slope_rows;  // what each row gives to dalibi_slopes; null: not asked
 };

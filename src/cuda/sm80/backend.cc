@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/common/general.h"
 #include "cuda/common/merge.h"
 #include "cuda/sm80/plan.h"
 
@@ -40,6 +41,15 @@ class Sm80Backend final : public Backend {
     });
     require_most(support, ReasonId::kHeadDim, "head_dim_qk", s.dqk, kMostHeadDim);
     require_most(support, ReasonId::kHeadDim, "head_dim_v", s.dv, kMostHeadDim);
+    if (support) {
+      // Only the backward pass in fp32 of the widest heads meets a device that is too small for it.
+      support.require(has_kernels(p, std::max(s.dqk, s.dv), arch_of(device)), ReasonId::kHeadDim,
+                      Remedy::kUseBf16, [&] {
+                        return "head_dim=" + std::to_string(std::max(s.dqk, s.dv)) +
+                               ": in " + std::string(dtype_name(q)) +
+                               " needs more shared memory than this device has; must be at most 256";
+                      });
+    }
     require_most(support, ReasonId::kSize, "sq", s.sq, kMostRows);
     require_most(support, ReasonId::kSize, "sk", s.sk, kMostRows);
     require_most(support, ReasonId::kSize, "batch", s.batch, kMostRows);
@@ -77,6 +87,24 @@ class Sm80Backend final : public Backend {
   }
 
  private:
+  static bool has_kernels(const Problem& p, int64_t head_dim, int arch) {
+    const int dtype = p.tensor[TESSERA_Q].dtype, shared_bytes = shared_bytes_of(arch);
+    if (!is_backward(p)) return find_kernel(Pass::forward, true, dtype, head_dim, shared_bytes);
+    for (const Pass pass : {Pass::backward_dq, Pass::backward_dkdv, Pass::backward_dbias}) {
+      if (!find_kernel(pass, true, dtype, head_dim, shared_bytes)) return false;
+    }
+    return true;
+  }
+
+  // What a CTA may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
+  static int shared_bytes_of(int arch) {
+    switch (arch) {
+      case 80: case 87: return 163 * 1024;
+      case 86: case 89: case 120: case 121: return 99 * 1024;
+    }
+    return 227 * 1024;
+  }
+
   static void require_most(Support& support, ReasonId id, const char* name, int64_t value,
                            int64_t most) {
     support.require(value <= most, id, Remedy::kNone, [&] {
@@ -123,3 +151,5 @@ Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t st
 }
 
 }  // namespace tessera::cuda::sm80
+
+const tessera::Backend& tessera::cuda::general_backend() { return sm80::backend(); }

@@ -42,7 +42,7 @@ class BackwardPlan final : public Plan {
     args.params = params_of(problem, buffers);
     const Params& p = args.params;
     auto* workspace = static_cast<char*>(buffers.workspace);
-    args.lse2 = reinterpret_cast<float*>(workspace);
+    args.lse = reinterpret_cast<float*>(workspace);
     args.delta = reinterpret_cast<float*>(workspace + row_bytes(problem));
     if (given(problem, TESSERA_DALIBI_SLOPES)) {
       args.slope_rows = reinterpret_cast<float*>(workspace + 2 * row_bytes(problem));
@@ -120,9 +120,10 @@ class BackwardPlan final : public Plan {
       args.extent[axis] = static_cast<int>(problem.tensor[TESSERA_BIAS].extent[axis]);
       if (args.extent[axis] == 0) return {};
     }
-    const dim3 grid(static_cast<unsigned>(divided_up(args.extent[3], kernel.tile.step)),
-                    static_cast<unsigned>(divided_up(args.extent[2], kernel.tile.rows())),
-                    static_cast<unsigned>(args.extent[0] * args.extent[1]));
+    const int64_t ctas_x =
+        int64_t{args.extent[0]} * args.extent[1] * divided_up(args.extent[3], kernel.tile.step);
+    const dim3 grid(static_cast<unsigned>(ctas_x),
+                    static_cast<unsigned>(divided_up(args.extent[2], kernel.tile.rows())));
     return launch(kernel, grid, &args, stream);
   }
 

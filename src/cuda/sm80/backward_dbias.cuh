@@ -90,8 +90,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   const Params& p = args.b.params;
   const auto& extent = args.extent;
 
-  const int tile_n = blockIdx.x, tile_m = blockIdx.y;
-  const int bias_n = blockIdx.z / extent[1], bias_head = blockIdx.z % extent[1];
+  const int tiles_along_n = (extent[3] + kTileN - 1) / kTileN;
+  const int tile_n = blockIdx.x % tiles_along_n, tile_m = blockIdx.y;
+  const int bias_row = blockIdx.x / tiles_along_n;
+  const int bias_n = bias_row / extent[1], bias_head = bias_row % extent[1];
   const Span sequences = span_of(extent[0], bias_n, p.batch);
   const Span heads = span_of(extent[1], bias_head, p.hq);
   const Span tiles_m = span_of(extent[2], tile_m, 1 << 30), tiles_n = span_of(extent[3], tile_n, 1 << 30);

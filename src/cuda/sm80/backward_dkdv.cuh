@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dK and dV: the other half of the backward pass, transposed so that P and dS never leave registers.
 //
-//     S^T = K Q^T     dP^T = V dO^T     P = 2^(x(S) - lse2)     dS = P (dP - delta)
+//     S^T = K Q^T     dP^T = V dO^T     P = e^(x(S) - lse)     dS = P (dP - delta)
 //     dV = P^T dO     dK = dS^T Q scale
 //
 // A CTA owns a tile of keys of one key head; k and v stay in shared memory, q and do of every head of
@@ -27,7 +27,7 @@ struct DkdvStorage {
   T v[kTileN * kSmemStride<T, kD>];
   T q[kBuffers][kTileM * kSmemStride<T, kD>];
   T grad_o[kTileM * kSmemStride<T, kD>];
-  float lse2[kBuffers][kTileM];
+  float lse[kBuffers][kTileM];
   float delta[kBuffers][kTileM];
 };
 
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
   using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM>;
   constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN;
-  constexpr bool kBoth = kD <= 128;
+  constexpr bool kBoth = kD <= 128, kSkip = kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.b.params;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       const int64_t at = statistics_at(p, sequence, head) + query0;
       for (int i = threadIdx.x; i < kTileM; i += kThreads) {
         const bool exists = query0 + i < sequence.q.length;
-        copy_async<4>(&smem.lse2[buffer][i], args.b.lse2 + at + (exists ? i : 0), exists ? 4 : 0);
+        copy_async<4>(&smem.lse[buffer][i], args.b.lse + at + (exists ? i : 0), exists ? 4 : 0);
         copy_async<4>(&smem.delta[buffer][i], args.b.delta + at + (exists ? i : 0), exists ? 4 : 0);
       }
       commit_copies();
@@ -151,14 +151,16 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
         for (int e = 0; e < kTileM / 2; ++e) s[r][e] = dp[r][e] = 0;
       }
-      multiply_nt<T, kRowTiles, kTileM, kD>(s, smem.k, warp_row, smem.q[buffer], p.dqk);
-      if (makes_dk) multiply_nt<T, kRowTiles, kTileM, kD>(dp, smem.v, warp_row, smem.grad_o, p.dv);
+      multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true>(s, smem.k, warp_row, smem.q[buffer], p.dqk);
+      if (makes_dk) {
+        multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true>(dp, smem.v, warp_row, smem.grad_o, p.dv);
+      }
 
       // P, dS
       const KeyInterval clean = keys_of_all_rows(sequence.band, query0, query0 + kTileM);
       const auto row = [&](int column) {
         const int i = lane_minor() + column / 2 * 8 + column % 2;
-        return RowStatistics{smem.lse2[buffer][i], smem.delta[buffer][i]};
+        return RowStatistics{smem.lse[buffer][i], smem.delta[buffer][i]};
       };
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {

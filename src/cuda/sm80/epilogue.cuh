@@ -14,6 +14,44 @@ __device__ inline float sink_of(const Params& p, int head) {
   return sink.data ? load_float(sink.data, head * sink.stride[0], sink.dtype) : 0.f;
 }
 
+// What becomes of a row of the forward pass.
+struct RowResult {
+  float factor;  // of its O
+  float lse;
+};
+
+// From the running maximum, in units of log2, and the sum of 2^(x - max). The sink joins where it is due:
+// in one of the splits, and in rows that exist.
+__device__ inline RowResult finish_row(const Params& p, int head, float max, float sum,
+                                       bool with_sink) {
+  float factor = p.dropout_scale;
+  if (max == -kInfinity) max = 0;
+  if (with_sink && has_sink(p)) {
+    const float sink = sink_of(p, head) * kLog2e;
+    const float top = sum == 0 ? sink : fmaxf(max, sink);
+    const float rescale = sum == 0 ? 0 : exp2_approx(max - top);
+    sum = sum * rescale + exp2_approx(sink - top);
+    factor *= rescale;
+    max = top;
+  }
+  if (sum == 0) return {0, -kInfinity};
+  return {factor / sum, max * kLn2 + logf(sum)};
+}
+
+// What an fp8 v of this sequence and head was divided by; 1 without.
+__device__ inline float v_scale_of(const Params& p, int n, int head) {
+  const View& scales = p.tensor[TESSERA_V_SCALE];
+  return scales.data ? load_float(scales.data, offset_of(scales, n, head / p.group), TESSERA_FP32) : 1.f;
+}
+
+__device__ inline void atomic_max(float* address, float value) {
+  if (value >= 0) {
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+  } else {
+    atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
+  }
+}
+
 // Columns [0, width) of a thread's share of row `half`, times factor, to element `at` on of base, in the
 // type T or fp32. vector_bytes: what divides the row's address.
 template <typename T, int kN>

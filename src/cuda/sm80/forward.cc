@@ -17,43 +17,63 @@ int64_t most_queries(const Problem& problem) {
 
 // How a problem is cut into CTAs; a function of shapes and the device alone.
 struct Cut {
-  int pack;    // heads that share a tile
-  int splits;  // of the keys
+  int pack;     // heads that share a tile
+  int queries;  // of a tile
+  int splits;   // of the keys
 };
+
+// Rows of queries and packed heads that a CTA owns.
+int rows_of(const Kernel& kernel) {
+  return kernel.pass == Pass::decode ? kDecodeRows : kernel.tile.rows();
+}
+
+int pack_of(const Problem& problem, int rows) {
+  if (has(problem, TESSERA_DROPOUT)) return 1;  // its patches are of one head
+  const int64_t group = sizes_of(problem).group();
+  const int64_t queries = std::max<int64_t>(most_queries(problem), 1);
+  for (int64_t pack = std::min(group, rows / queries); pack > 1; --pack) {
+    if (group % pack == 0) return static_cast<int>(pack);
+  }
+  return 1;
+}
+
+// Few queries: the kernel that lives on loads.
+bool decodes(const Problem& problem) {
+  return !has(problem, TESSERA_DROPOUT) &&
+         most_queries(problem) * pack_of(problem, kDecodeRows) <= kDecodeRows;
+}
 
 Cut cut_of(const Problem& problem, const Kernel& kernel, const DeviceInfo& device) {
   const Sizes s = sizes_of(problem);
-  const int rows = kernel.tile.rows();
-  Cut cut{1, 1};
-  const int64_t queries = std::max<int64_t>(most_queries(problem), 1);
-  if (!has(problem, TESSERA_DROPOUT)) {  // its patches are of one head
-    for (int64_t pack = std::min<int64_t>(s.group(), rows / queries); pack > 1; --pack) {
-      if (s.group() % pack == 0) {
-        cut.pack = static_cast<int>(pack);
-        break;
-      }
-    }
-  }
+  const int rows = rows_of(kernel), pack = pack_of(problem, rows);
+  Cut cut{pack, rows / pack, 1};
   if (has(problem, TESSERA_BATCH_INVARIANT)) return cut;
   // Few CTAs and many keys: cut the keys until two CTAs share each multiprocessor, but leave every
-  // part enough steps to pay for merging it.
-  constexpr int64_t kLeastSteps = 4;
-  const int64_t tiles = std::max<int64_t>((queries * cut.pack + rows - 1) / rows, 1);
-  const int64_t ctas = std::max<int64_t>(s.batch, 1) * tiles * (s.hq / cut.pack);
-  const int64_t steps = s.sk / kernel.tile.step / kLeastSteps;
-  const int64_t splits = std::min<int64_t>({2 * device.multiprocessors / ctas, steps, kMaxMergeParts});
+  // part enough keys to pay for merging it.
+  constexpr int64_t kLeastKeys = 256;
+  const int64_t tiles = std::max<int64_t>((most_queries(problem) + cut.queries - 1) / cut.queries, 1);
+  const int64_t ctas = std::max<int64_t>(s.batch, 1) * tiles * (s.hq / pack);
+  const int64_t splits = std::min<int64_t>(
+      {2 * device.multiprocessors / ctas, s.sk / kLeastKeys, kMaxMergeParts});
   cut.splits = static_cast<int>(std::max<int64_t>(splits, 1));
   return cut;
 }
 
+// Lean and rich kernels of one pass; null where the table has none.
+struct Kernels {
+  const Kernel* lean;
+  const Kernel* rich;
+};
+
 class ForwardPlan final : public Plan {
  public:
-  ForwardPlan(const Kernel& lean, const Kernel& rich, const DeviceInfo& device)
-      : lean_(lean), rich_(rich), device_(device) {}
+  ForwardPlan(const Kernels& forward, const Kernels& decode, const DeviceInfo& device)
+      : forward_(forward), decode_(decode), device_(device) {}
 
   int64_t workspace_bytes(const Problem& problem, int) const override {
     // Lean or rich is decided by pointers too; room for the larger.
-    return std::max(partial_bytes(problem, lean_), partial_bytes(problem, rich_));
+    const Kernels& kernels = kernels_of(problem);
+    return std::max(partial_bytes(problem, *kernels.lean), partial_bytes(problem, *kernels.rich));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -69,7 +89,8 @@ class ForwardPlan final : public Plan {
     }
     if (p.batch == 0 || p.sq == 0) return {};
 
-    const Kernel& kernel = is_rich(p) || !has_aligned_keys(p) ? rich_ : lean_;
+    const Kernels& kernels = kernels_of(problem);
+    const Kernel& kernel = *(is_rich(p) || !has_aligned_keys(p) ? kernels.rich : kernels.lean);
     const Cut cut = cut_of(problem, kernel, device_);
     args.pack = cut.pack;
     args.splits = cut.splits;
@@ -80,8 +101,7 @@ class ForwardPlan final : public Plan {
       args.partial_o = static_cast<float*>(buffers.workspace);
       args.partial_lse = args.partial_o + cut.splits * args.rows * p.hq * p.dv;
     }
-    const int queries = kernel.tile.rows() / cut.pack;
-    const dim3 grid(static_cast<unsigned>(num_tile_slots(p.thd_q, p.sq, p.batch, queries)),
+    const dim3 grid(static_cast<unsigned>(num_tile_slots(p.thd_q, p.sq, p.batch, cut.queries)),
                     static_cast<unsigned>(p.hq / cut.pack),
                     static_cast<unsigned>(args.dv_pieces * cut.splits));
     TESSERA_RETURN_IF_ERROR(launch(kernel, grid, &args, stream));
@@ -89,6 +109,10 @@ class ForwardPlan final : public Plan {
   }
 
  private:
+  const Kernels& kernels_of(const Problem& problem) const {
+    return decode_.lean && decodes(problem) ? decode_ : forward_;
+  }
+
   static int64_t stored_rows(const Params& p) { return (p.thd_q ? 1 : int64_t{p.batch}) * p.sq; }
 
   int64_t partial_bytes(const Problem& problem, const Kernel& kernel) const {
@@ -120,8 +144,7 @@ class ForwardPlan final : public Plan {
     return merge;
   }
 
-  const Kernel& lean_;
-  const Kernel& rich_;
+  Kernels forward_, decode_;
   DeviceInfo device_;
 };
 
@@ -136,11 +159,20 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
   const int shared_bytes = info.value().shared_memory_per_cta;
-  const Kernel* lean = find_kernel(Pass::forward, false, dtype, head_dim, shared_bytes);
-  const Kernel* rich = find_kernel(Pass::forward, true, dtype, head_dim, shared_bytes);
-  TESSERA_RETURN_IF_ERROR(prepare(lean));
-  TESSERA_RETURN_IF_ERROR(prepare(rich));
-  return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(*lean, *rich, info.value()));
+  const auto kernels_for = [&](Pass pass) {
+    return Kernels{find_kernel(pass, false, dtype, head_dim, shared_bytes),
+                   find_kernel(pass, true, dtype, head_dim, shared_bytes)};
+  };
+  const Kernels forward = kernels_for(Pass::forward);
+  Kernels decode = kernels_for(Pass::decode);
+  if (!decode.lean || !decode.rich) decode = {};
+  TESSERA_RETURN_IF_ERROR(prepare(forward.lean));
+  TESSERA_RETURN_IF_ERROR(prepare(forward.rich));
+  if (decode.lean) {
+    TESSERA_RETURN_IF_ERROR(prepare(decode.lean));
+    TESSERA_RETURN_IF_ERROR(prepare(decode.rich));
+  }
+  return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(forward, decode, info.value()));
 }
 
 }  // namespace tessera::cuda::sm80

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward pass on mma.sync and cp.async.
 //
-//     S = Q K^T            x = pipeline(S), in units of log2         P = 2^(x - m)
+//     S = Q K^T            x = pipeline(S)            P = e^(x - m)
 //     O = sum P V          m, l: running row maximum and sum         o = O / l,  lse = m ln 2 + log l
 //
 // A CTA owns a tile of queries of one head (or of `pack` heads that share keys, interleaved by rows) and
@@ -17,6 +17,7 @@
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/epilogue.cuh"
 #include "cuda/sm80/kernels.h"
+#include "cuda/sm80/softmax.cuh"
 
 namespace tessera::cuda::sm80 {
 
@@ -27,50 +28,6 @@ struct ForwardStorage {
   T k[kTileN * kSmemStride<T, kD>];
   T v[kTileN * kSmemStride<T, kDv>];
 };
-
-// Running softmax of the two rows (8 apart) that a thread shares with three others.
-struct SoftmaxRows {
-  float max[2] = {-kInfinity, -kInfinity};  // in the units of the scores
-  float sum[2] = {0, 0};                    // of this thread's columns
-
-  // s becomes 2^(scale (s - max)); returns in `rescale` what earlier sums and O are worth now.
-  template <int kN>
-  __device__ void update(float (&s)[kN / 2], float scale, float (&rescale)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float row_max = max[half];
-#pragma unroll
-      for (int i = 0; i < kN / 4; ++i) row_max = fmaxf(row_max, s[4 * (i / 2) + 2 * half + i % 2]);
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-      const float offset = row_max == -kInfinity ? 0 : row_max * scale;
-      rescale[half] = exp2_approx(max[half] * scale - offset);
-      max[half] = row_max;
-      float row_sum = 0;
-#pragma unroll
-      for (int i = 0; i < kN / 4; ++i) {
-        float& value = s[4 * (i / 2) + 2 * half + i % 2];
-        value = exp2_approx(value * scale - offset);
-        row_sum += value;
-      }
-      sum[half] = sum[half] * rescale[half] + row_sum;
-    }
-  }
-
-  __device__ float total(int half) const {
-    float row_sum = sum[half];
-    row_sum += __shfl_xor_sync(~0u, row_sum, 1);
-    return row_sum + __shfl_xor_sync(~0u, row_sum, 2);
-  }
-};
-
-__device__ inline void atomic_max(float* address, float value) {
-  if (value >= 0) {
-    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
-  } else {
-    atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
-  }
-}
 
 // The greatest logit of a row, combined over the warp where its rows are of one head.
 __device__ inline void report_max_logit(const View& max_logit, int pack, int head, float value) {
@@ -101,6 +58,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Storage = ForwardStorage<T, kD, kDv, kRowTiles, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
+  constexpr bool kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.params;
@@ -155,10 +113,15 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 
   // ---- the loop over keys ----
-  const float scale = kRich ? 1.f : log2_scale(p);
+  const float scale = kRich ? kToLog2<T> : logit_scale<T>(p);
   int key0 = key_begin + (key_end - 1 - key_begin) / kTileN * kTileN;
   if (key_begin < key_end) {
-    load_tile<T, kTileM, kD, kThreads>(smem.q, q_rows, p.dqk, p.tensor[TESSERA_Q]);
+    if (args.pack == 1) {
+      load_queries<T, kTileM, kD, kThreads, true>(smem.q, p, TESSERA_Q, sequence, head0, tile.begin,
+                                                  p.dqk);
+    } else {
+      load_tile<T, kTileM, kD, kThreads>(smem.q, q_rows, p.dqk, p.tensor[TESSERA_Q]);
+    }
     load_k(key0);
   }
   for (; key_begin < key_end && key0 >= key_begin; key0 -= kTileN) {
@@ -173,7 +136,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int e = 0; e < kTileN / 2; ++e) s[r][e] = 0;
     }
-    multiply_nt<T, kRowTiles, kTileN, kD>(s, smem.q, warp_row, smem.k, p.dqk);
+    multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k, p.dqk);
 
     wait_for_copies<0>();
     __syncthreads();  // V(j) is there, and K's buffer is free
@@ -190,7 +153,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         apply_band<kTileN, Major::kQueries>(s[r], sequence.band, rows, row0, key0);
       }
       float rescale[2];
-      softmax[r].template update<kTileN>(s[r], scale, rescale);
+      softmax[r].template update<kTileN, !kRich>(s[r], scale, rescale);
 #pragma unroll
       for (int e = 0; e < kDv / 2; ++e) o[r][e] *= rescale[e / 2 % 2];
       if constexpr (kRich) {
@@ -201,15 +164,11 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
 
     // O += P V
-    multiply_nn<T, kRowTiles, kDv, kTileN, kDv>(o, s, smem.v, 0, dv_here);
+    multiply_nn<T, kRowTiles, kDv, kTileN, kDv, kSkip>(o, s, smem.v, 0, dv_here);
   }
 
   // ---- epilogue ----
-  const View& v_scales = p.tensor[TESSERA_V_SCALE];
-  const float v_scale =
-      kRich && v_scales.data
-          ? load_float(v_scales.data, offset_of(v_scales, tile.n, head0 / p.group), TESSERA_FP32)
-          : 1.f;
+  const float v_scale = kRich ? v_scale_of(p, tile.n, head0) : 1.f;
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
@@ -217,25 +176,15 @@ __global__ void __launch_bounds__(32 * kWarps)
       const int row = row_of(r, half), query = rows.query(row), head = rows.head(row);
       const bool mine = row < queries * args.pack && query >= sequence.q.owned_lo &&
                         query < sequence.q.owned_hi;
-      float sum = softmax[r].total(half), max = softmax[r].max[half] * scale;
+      const bool exists = query >= 0 && query < sequence.q.length;
+      const float sum = softmax[r].total(half), max = softmax[r].max[half] * scale;
       if (p.tensor[TESSERA_MAX_LOGIT].data && dv_first == 0) {
-        const bool real = mine && query >= 0 && query < sequence.q.length;
         report_max_logit(p.tensor[TESSERA_MAX_LOGIT], args.pack, head,
-                         real ? max * kLn2 : -kInfinity);
+                         mine && exists ? max * kLn2 : -kInfinity);
       }
-      float factor = p.dropout_scale * v_scale;
-      if (max == -kInfinity) max = 0;
-      if (split == 0 && has_sink(p) && query >= 0 && query < sequence.q.length) {
-        const float sink = sink_of(p, head) * kLog2e;
-        const float with_sink = sum == 0 ? sink : fmaxf(max, sink);
-        const float rescale = sum == 0 ? 0 : exp2_approx(max - with_sink);
-        sum = sum * rescale + exp2_approx(sink - with_sink);
-        factor *= rescale;
-        max = with_sink;
-      }
-      factor = sum == 0 ? 0 : factor / sum;
       if (!mine) continue;
-      const float lse = sum == 0 ? -kInfinity : max * kLn2 + logf(sum);
+      const RowResult result = finish_row(p, head, max, sum, split == 0 && exists);
+      const float factor = result.factor * v_scale;
       const int64_t stored = sequence.q.first + query;
       if (args.splits == 1) {
         const View& out = p.tensor[TESSERA_O];
@@ -244,15 +193,16 @@ __global__ void __launch_bounds__(32 * kWarps)
         const View& lse_view = p.tensor[TESSERA_LSE];
         if (lse_view.data && dv_first == 0 && threadIdx.x % 4 == 0) {
           static_cast<float*>(
-              lse_view.data)[offset_of(lse_view, sequence.q.batch, head, stored)] = lse;
+              lse_view.data)[offset_of(lse_view, sequence.q.batch, head, stored)] = result.lse;
         }
       } else {
-        const int64_t at = ((split * args.rows + int64_t{sequence.q.batch} * p.sq + stored) * p.hq) + head;
-        if (lse != -kInfinity) {
+        const int64_t at =
+            (split * args.rows + int64_t{sequence.q.batch} * p.sq + stored) * p.hq + head;
+        if (result.lse != -kInfinity) {
           store_row<T, kDv>(args.partial_o, at * p.dv + dv_first, TESSERA_FP32, p.dv % 2 == 0 ? 8 : 4,
                          o[r], half, factor, dv_here);
         }
-        if (dv_first == 0 && threadIdx.x % 4 == 0) args.partial_lse[at] = lse;
+        if (dv_first == 0 && threadIdx.x % 4 == 0) args.partial_lse[at] = result.lse;
       }
     }
   }

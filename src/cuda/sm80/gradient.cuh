@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The score pipeline backwards, for one fragment: from raw scores and dP = dO V^T to P and dS.
 //
-//     P = 2^(x - lse2)      P~ = P keep      dX = P (dP keep * dropout_scale - delta)
+//     P = e^(x - lse)       P~ = P keep      dX = P (dP keep * dropout_scale - delta)
 //     dS = dX * softcap'    (softmax_scale is applied to dQ, dK and a pre-scale dbias as they leave)
 #pragma once
 
@@ -12,7 +12,7 @@ namespace tessera::cuda::sm80 {
 
 // What the gradient needs of one query.
 struct RowStatistics {
-  float lse2, delta;
+  float lse, delta;  // lse in the units of logits
 };
 
 // Where the statistics of a head of a sequence begin; index by row.
@@ -23,7 +23,7 @@ __device__ inline int64_t statistics_at(const Params& p, const Sequence& sequenc
 __device__ inline RowStatistics statistics_of(const BackwardArgs& b, const Sequence& sequence,
                                               int64_t at, int query) {
   if (query < 0 || query >= sequence.q.length) return {0, 0};
-  return {b.lse2[at + query], b.delta[at + query]};
+  return {b.lse[at + query], b.delta[at + query]};
 }
 
 // s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack = 1.
@@ -40,11 +40,11 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
   };
   if constexpr (!kRich) {
     if (!clean) apply_band<kN, kMajor>(s, sequence.band, rows, major0, minor0);
-    const float scale = log2_scale(p);
+    const float scale = logit_scale<T>(p);
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e) {
       const RowStatistics row = row_of(e);
-      s[e] = exp2_approx(s[e] * scale - row.lse2);
+      s[e] = exp2_approx(s[e] * scale - row.lse);
       dp[e] = s[e] * (dp[e] - row.delta);
     }
   } else {
@@ -65,16 +65,15 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
     for (int e = 0; e < kN / 2; ++e) {
       const RowStatistics row = row_of(e);
       const bool keep = kept[e / 32] >> (e % 32) & 1;
-      const float probability = exp2_approx(s[e] - row.lse2);
+      const float probability = exp2_approx((s[e] - row.lse) * kToLog2<T>);
       const float gradient = keep ? dp[e] * p.dropout_scale : 0.f;
       dp[e] = s[e] == -kInfinity ? 0.f : probability * (gradient - row.delta);
       s[e] = keep ? probability : 0.f;
     }
     if (kMajor == Major::kQueries && p.tensor[TESSERA_ALIBI_SLOPES].data) {
-      for_each_score<kN, kMajor>(
-          major0, minor0, [](int) { return 0; }, [&](int e, int row, int key, int) {
-            slope[e / 2 % 2] -= dp[e] * alibi_distance(sequence, rows.query(row), key);
-          });
+      for_each_distance<kN, kMajor>(
+          sequence, rows, major0, minor0,
+          [&](int e, int, float distance) { slope[e / 2 % 2] -= dp[e] * distance; });
     }
     if (!kOfLogit && (p.flags & TESSERA_SOFTCAP)) {
 #pragma unroll

@@ -8,7 +8,7 @@
 
 namespace tessera::cuda::sm80 {
 
-enum class Pass { forward, backward_dq, backward_dkdv, backward_dbias };
+enum class Pass { forward, decode, backward_dq, backward_dkdv, backward_dbias };
 
 struct Kernel {
   Pass pass;

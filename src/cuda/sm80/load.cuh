@@ -139,6 +139,22 @@ __device__ inline void copy_elements(T* smem, const char* source, int count, int
   }
 }
 
+// The same from eight fp8 elements in 8-byte aligned memory.
+template <typename T>
+__device__ inline void convert_fp8(T* smem, const char* source, int dtype) {
+  const uint2 bytes = *reinterpret_cast<const uint2*>(source);
+  const auto kind = dtype == TESSERA_E4M3 ? __NV_E4M3 : __NV_E5M2;
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = (i < 2 ? bytes.x : bytes.y) >> (i % 2 * 16) & 0xFFFF;
+    const __half2 halves(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), kind));
+    const float2 floats = __half22float2(halves);
+    words[i] = pack<T>(floats.x, floats.y);
+  }
+  *reinterpret_cast<uint4*>(smem) = {words[0], words[1], words[2], words[3]};
+}
+
 template <typename T>
 __device__ inline bool same_type(const View& view) {
   return (view.dtype == TESSERA_FP32) == (sizeof(T) == 4) && view.dtype < TESSERA_E4M3;
@@ -149,13 +165,13 @@ __device__ inline bool same_type(const View& view) {
 // commit, wait and a barrier are the caller's.
 template <typename T, int kRows, int kColumns, int kThreads, typename RowsOf>
 __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int columns,
-                                          const View& view) {
+                                          const View& view, int thread = threadIdx.x) {
   constexpr int kElements = 16 / sizeof(T), kChunks = kColumns / kElements;
   const int bytes = element_bytes(view.dtype);
   const int wide = same_type<T>(view) ? view.vector_bytes : 0;
   const char* anywhere = static_cast<const char*>(view.data);
 #pragma unroll 1
-  for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
+  for (int index = thread; index < kRows * kChunks; index += kThreads) {
     const int r = index / kChunks, c = index % kChunks * kElements;
     const char* row = rows(r);
     T* to = tile + r * kSmemStride<T, kColumns> + c;
@@ -170,6 +186,12 @@ __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int colum
         copy_async<4>(reinterpret_cast<char*>(to) + 4 * word, left ? from + 4 * word : anywhere, left);
       }
     } else {
+      if constexpr (sizeof(T) == 2) {
+        if (bytes == 1 && view.vector_bytes >= 8 && count == kElements) {
+          convert_fp8(to, from, view.dtype);
+          continue;
+        }
+      }
       copy_elements(to, from, count, view.dtype);
     }
   }
@@ -179,20 +201,26 @@ __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int colum
 // ones take where they can. Rows [0, valid) exist.
 template <typename T, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile_fast(T* tile, const char* row0, int64_t row_bytes,
-                                               int valid, int columns) {
+                                               int valid, int columns,
+                                               int thread = threadIdx.x) {
   constexpr int kElements = 16 / sizeof(T), kChunks = kColumns / kElements;
   static_assert(kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0);
   constexpr int kRowsAtOnce = kThreads / kChunks;
-  const int r = threadIdx.x / kChunks, c = threadIdx.x % kChunks * kElements;
+  const int r = thread / kChunks, c = thread % kChunks * kElements;
   const int bytes = min(max(columns - c, 0), kElements) * static_cast<int>(sizeof(T));
   const char* from = row0 + r * row_bytes + c * sizeof(T);
   const int64_t step = kRowsAtOnce * row_bytes;
   T* to = tile + r * kSmemStride<T, kColumns> + c;
-#pragma unroll
-  for (int i = 0; i < kRows; i += kRowsAtOnce) {
-    const bool exists = r + i < valid;
+  const auto copy = [&](int i, bool exists) {
     copy_async<16>(to + i * kSmemStride<T, kColumns>, exists ? from : row0, exists ? bytes : 0);
     from += step;
+  };
+  if (valid >= kRows) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kRowsAtOnce) copy(i, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kRowsAtOnce) copy(i, r + i < valid);
   }
 }
 
@@ -204,19 +232,19 @@ inline constexpr bool kHasFastLoad =
 // Rows of k or v from key0 on. Lean kernels are only run where the fast way is open.
 template <typename T, int kRows, int kColumns, int kThreads, bool kRich>
 __device__ __forceinline__ void load_keys(T* tile, KeyRows& rows, int key0, int columns,
-                                          const View& view) {
+                                          const View& view, int thread = threadIdx.x) {
   if constexpr (kHasFastLoad<T, kRows, kColumns, kThreads>) {
     if (!kRich || (same_type<T>(view) && view.vector_bytes == 16 && !rows.table && !rows.mask)) {
       const int valid = min(max(rows.length - key0, 0), kRows);
       load_tile_fast<T, kRows, kColumns, kThreads>(
           tile, valid > 0 ? rows.base + key0 * rows.row_bytes : static_cast<const char*>(view.data),
-          rows.row_bytes, valid, columns);
+          rows.row_bytes, valid, columns, thread);
       return;
     }
   }
   if constexpr (kRich || !kHasFastLoad<T, kRows, kColumns, kThreads>) {
     rows.begin = key0;
-    load_tile<T, kRows, kColumns, kThreads>(tile, rows, columns, view);
+    load_tile<T, kRows, kColumns, kThreads>(tile, rows, columns, view, thread);
   }
 }
 

@@ -70,6 +70,7 @@ struct Mma16 {
     return {{pack<T>(c[0], c[1]), pack<T>(c[2], c[3]), pack<T>(c[4], c[5]), pack<T>(c[6], c[7])}};
   }
   // c: the accumulators of the pair, 8 floats.
+  template <bool kTransposed = false>
   __device__ static void multiply(float* c, const A& a, const B& b) {
     multiply_n8(c, a, b.r[0], b.r[1]);
     multiply_n8(c + 4, a, b.r[2], b.r[3]);
@@ -96,7 +97,9 @@ template <>
 struct Mma<__half> : Mma16<__half> {};
 
 // fp32: x = hi + lo in tf32 (11 + 11 bits), and the product is lo hi + hi lo + hi hi. The tensor core
-// adds with truncation, so each step's small sum is added to C by an ordinary, rounding, addition.
+// adds with truncation, so each step's small sum is added to C by an ordinary, rounding, addition. hi is
+// rounded and lo cut, so that hi + lo splits into hi and lo again: a row with one visible key has
+// o = hi + lo of its v, and dO V^T and dO O^T must cancel exactly.
 template <>
 struct Mma<float> {
   static constexpr int kK = 8;
@@ -129,6 +132,8 @@ struct Mma<float> {
   }
   __device__ static A from_accumulator(const float* c) { return {{c[0], c[2], c[1], c[3]}}; }
 
+  // kTransposed: A and B have traded places, and so do the two mixed products.
+  template <bool kTransposed = false>
   __device__ static void multiply(float* c, const A& a, const B& b) {
     uint32_t a_hi[4], a_lo[4], b_hi[4], b_lo[4];
 #pragma unroll
@@ -139,8 +144,8 @@ struct Mma<float> {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float sum[4] = {0, 0, 0, 0};
-      multiply_n8(sum, a_lo, b_hi + 2 * tile);
-      multiply_n8(sum, a_hi, b_lo + 2 * tile);
+      multiply_n8(sum, kTransposed ? a_hi : a_lo, (kTransposed ? b_lo : b_hi) + 2 * tile);
+      multiply_n8(sum, kTransposed ? a_lo : a_hi, (kTransposed ? b_hi : b_lo) + 2 * tile);
       multiply_n8(sum, a_hi, b_hi + 2 * tile);
 #pragma unroll
       for (int i = 0; i < 4; ++i) c[4 * tile + i] += sum[i];
@@ -150,7 +155,7 @@ struct Mma<float> {
  private:
   __device__ static void split(float x, uint32_t& hi, uint32_t& lo) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(hi) : "f"(x));
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(lo) : "f"(x - __uint_as_float(hi)));
+    lo = __float_as_uint(x - __uint_as_float(hi)) & 0xFFFFE000;
   }
   __device__ static void multiply_n8(float* c, const uint32_t* a, const uint32_t* b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -160,19 +165,22 @@ struct Mma<float> {
   }
 };
 
-// Beyond this many columns a product skips 64-column blocks that lie past the true head dim.
+// Wide products (kSkip) leave out blocks of this many columns that lie past the true head dim.
 inline constexpr int kBlock = 64;
+template <int kColumns>
+inline constexpr bool kSkipsBlocks = kColumns > 2 * kBlock;
 
 // c[r] += A rows a_row + 16 r .. + 15, times all kN rows of B; both K axes are head dims, zero beyond
-// `depth` (kK when exact).
-template <typename T, int kRowTiles, int kN, int kK>
+// `depth`.
+template <typename T, int kRowTiles, int kN, int kK, bool kSkip = kSkipsBlocks<kK>,
+          bool kTransposed = false>
 __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const T* a, int a_row,
                                             const T* b, int depth) {
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
-  constexpr int kUnroll = kK > 2 * kBlock ? 1 : kK / kBlock;
+  constexpr int kUnroll = kSkip ? 1 : kK / kBlock;
 #pragma unroll kUnroll
   for (int block = 0; block < kK; block += kBlock) {
-    if (kK > 2 * kBlock && block >= depth) break;
+    if (kSkip && block >= depth) break;
 #pragma unroll
     for (int k = block; k < block + kBlock; k += kStep) {
       typename Mma<T>::A a_step[kRowTiles];
@@ -184,7 +192,9 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
       for (int n = 0; n < kN; n += 16) {
         const typename Mma<T>::B b_step = Mma<T>::load_b(b, kStride, n, k);
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) Mma<T>::multiply(c[r] + n / 2, a_step[r], b_step);
+        for (int r = 0; r < kRowTiles; ++r) {
+          Mma<T>::template multiply<kTransposed>(c[r] + n / 2, a_step[r], b_step);
+        }
       }
     }
   }
@@ -192,24 +202,30 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
 
 // c[r] += a[r] (accumulators of kK columns) times the kK rows of B, columns [first, first + kN) of
 // the tile's kColumns; columns at or beyond `width` are skipped by blocks.
-template <typename T, int kRowTiles, int kN, int kK, int kColumns>
+template <typename T, int kRowTiles, int kN, int kK, int kColumns,
+          bool kSkip = kSkipsBlocks<kColumns>>
 __device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
                                             const float (&a)[kRowTiles][kK / 2], const T* b,
                                             int first, int width) {
   constexpr int kStride = kSmemStride<T, kColumns>, kStep = Mma<T>::kK;
+  typename Mma<T>::A a_steps[kRowTiles][kK / kStep];  // 16-bit: half the registers of a
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int k = 0; k < kK; k += kStep) a_steps[r][k / kStep] = Mma<T>::from_accumulator(a[r] + k / 2);
+  }
 #pragma unroll
   for (int block = 0; block < kN; block += kBlock) {
-    if (kColumns > 2 * kBlock && first + block >= width) break;
+    if (kSkip && first + block >= width) break;
 #pragma unroll
     for (int k = 0; k < kK; k += kStep) {
-      typename Mma<T>::A a_step[kRowTiles];
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) a_step[r] = Mma<T>::from_accumulator(a[r] + k / 2);
 #pragma unroll
       for (int n = block; n < block + kBlock && n < kN; n += 16) {
         const typename Mma<T>::B b_step = Mma<T>::load_b_transposed(b, kStride, k, first + n);
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) Mma<T>::multiply(c[r] + n / 2, a_step[r], b_step);
+        for (int r = 0; r < kRowTiles; ++r) {
+          Mma<T>::multiply(c[r] + n / 2, a_steps[r][k / kStep], b_step);
+        }
       }
     }
   }

@@ -2,49 +2,64 @@
 #include "cuda/sm80/row_kernels.h"
 
 #include "cuda/common/launch.h"
-#include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/gradient.cuh"
 
 namespace tessera::cuda::sm80 {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kRows = 16 * kWarps, kColumns = 64;
 
-// One warp a row and head; rows of a tile of kWarps rows of one sequence.
+// delta by the very products that dP is made of: the diagonal of dO O^T. Where o is a row of v, because
+// one key is visible, dP - delta is then exactly 0.
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     row_statistics_kernel(const __grid_constant__ BackwardArgs args) {
+  __shared__ __align__(16) T grad_o[kRows * kSmemStride<T, kColumns>];
+  __shared__ __align__(16) T o[kRows * kSmemStride<T, kColumns>];
   const Params& p = args.params;
-  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kWarps);
-  const Rows rows = rows_of<SideOfQueries>(p, tile.n);
-  const int query = tile.begin + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (query < rows.owned_lo || query >= rows.owned_hi) return;
-  const bool exists = query >= 0 && query < rows.length;
-  const int64_t stored = rows.first + query;
-  const View& o = p.tensor[TESSERA_O];
-  const View& grad_o = p.tensor[TESSERA_DO];
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kRows);
+  const Sequence sequence = sequence_of(p, tile.n);
+  if (tile.begin >= sequence.q.owned_hi) return;
+  const int head = blockIdx.y, warp_row = threadIdx.x / 32 * 16;
+  QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
+  QueryRows o_rows = query_rows(p, TESSERA_O, sequence, head, tile.begin, 1, kRows);
+  float product[1][8] = {};
+  for (int c = 0; c < p.dv; c += kColumns) {
+    if (c > 0) __syncthreads();
+    load_tile<T, kRows, kColumns, kThreads>(grad_o, grad_o_rows, p.dv - c, p.tensor[TESSERA_DO]);
+    load_tile<T, kRows, kColumns, kThreads>(o, o_rows, p.dv - c, p.tensor[TESSERA_O]);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    multiply_nt<T, 1, 16, kColumns>(product, grad_o, warp_row,
+                                    o + warp_row * kSmemStride<T, kColumns>, kColumns);
+    grad_o_rows.base += kColumns * sizeof(T);
+    o_rows.base += kColumns * sizeof(T);
+  }
+  // The diagonal's rows r and r + 8 are with the thread that has columns r and r + 8.
+  if (lane_minor() / 2 != lane_major() / 2) return;
   const View& lse = p.tensor[TESSERA_LSE];
   const View& grad_lse = p.tensor[TESSERA_DLSE];
-  for (int head = blockIdx.y; head < p.hq; head += gridDim.y) {
-    float delta = 0, lse2 = 0;
-    if (exists) {
-      const int64_t o_at = offset_of(o, rows.batch, stored, head);
-      const int64_t do_at = offset_of(grad_o, rows.batch, stored, head);
-      for (int c = lane; c < p.dv; c += 32) {
-        delta += load_float(o.data, o_at + c, o.dtype) * load_float(grad_o.data, do_at + c, grad_o.dtype);
-      }
 #pragma unroll
-      for (int i = 16; i > 0; i /= 2) delta += __shfl_xor_sync(~0u, delta, i);
+  for (int half = 0; half < 2; ++half) {
+    const int query = tile.begin + warp_row + lane_major() + 8 * half;
+    if (query < sequence.q.owned_lo || query >= sequence.q.owned_hi) continue;
+    const int64_t at = statistics_at(p, sequence, head) + query;
+    float row_lse = 0, delta = 0;
+    if (query >= 0 && query < sequence.q.length) {
+      const int64_t stored = sequence.q.first + query;
+      delta = lane_major() % 2 ? product[0][6 * half + 1] : product[0][6 * half];
       if (grad_lse.data) {
         delta -= static_cast<const float*>(
-            grad_lse.data)[offset_of(grad_lse, rows.batch, head, stored)];
+            grad_lse.data)[offset_of(grad_lse, sequence.q.batch, head, stored)];
       }
-      lse2 = static_cast<const float*>(lse.data)[offset_of(lse, rows.batch, head, stored)] * kLog2e;
-      if (lse2 == -kInfinity) lse2 = 0;
+      row_lse = static_cast<const float*>(
+                    lse.data)[offset_of(lse, sequence.q.batch, head, stored)] * kFromNatural<T>;
+      if (row_lse == -kInfinity) row_lse = 0;
     }
-    if (lane == 0) {
-      const int64_t at = (int64_t{rows.batch} * p.hq + head) * p.sq + stored;
-      args.lse2[at] = lse2;
-      args.delta[at] = delta;
-    }
+    args.lse[at] = row_lse;
+    args.delta[at] = delta;
   }
 }
 
@@ -70,7 +85,9 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.x;
   const bool one_sequence = !of_sink && out.stride[0] != 0;
   if (!out.data || (blockIdx.y > 0 && !one_sequence)) return;
-  const float sink2 = of_sink ? sink_of(p, head) * kLog2e : 0;
+  const float natural = p.tensor[TESSERA_Q].dtype == TESSERA_FP32 ? kFromNatural<float>
+                                                                  : kFromNatural<__half>;
+  const float sink = of_sink ? sink_of(p, head) * natural : 0;
 
   float sum = 0;
   const int begin = one_sequence ? blockIdx.y : 0, end = one_sequence ? begin + 1 : p.batch;
@@ -78,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
     const Rows rows = rows_of<SideOfQueries>(p, n);
     const int64_t at = (int64_t{rows.batch} * p.hq + head) * p.sq + rows.first;
     for (int i = threadIdx.x; i < rows.length; i += kThreads) {
-      sum += of_sink ? -exp2_approx(sink2 - args.lse2[at + i]) * args.delta[at + i]
+      sum += of_sink ? -exp2_approx((sink - args.lse[at + i]) * (kLog2e / natural)) * args.delta[at + i]
                      : args.slope_rows[at + i];
     }
   }
@@ -93,10 +110,14 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream) {
   const Params& p = args.params;
-  const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kWarps);
+  const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kRows);
   if (slots == 0) return {};
   const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));
-  row_statistics_kernel<<<grid, kThreads, 0, stream>>>(args);
+  switch (p.tensor[TESSERA_Q].dtype) {
+    case TESSERA_FP32: row_statistics_kernel<float><<<grid, kThreads, 0, stream>>>(args); break;
+    case TESSERA_BF16: row_statistics_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(args); break;
+    default: row_statistics_kernel<__half><<<grid, kThreads, 0, stream>>>(args);
+  }
   return cuda_status(cudaGetLastError(), "row statistics kernel");
 }
 

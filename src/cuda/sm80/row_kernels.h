@@ -9,7 +9,7 @@
 
 namespace tessera::cuda::sm80 {
 
-// lse2 and delta of every row and head.
+// lse and delta of every row and head.
 Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream);
 
 // dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows; each if asked.

@@ -12,6 +12,9 @@ struct Tile {
   constexpr int threads() const { return 32 * warps; }
 };
 
+// Rows of queries and packed heads of a CTA of the decode pass: one row tile, shared by all warps.
+inline constexpr int kDecodeRows = 16;
+
 // Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
 constexpr int output_columns(int bucket) { return bucket <= 256 ? bucket : 192; }
 
