@@ -413,6 +413,13 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
 
 // ---- tasks ----
 
+// Rows of the task's sequence and kv head together, if they are packed; they decide how it is
+// computed. The tile's own would not do: how rows are cut into tiles depends on the threads.
+TESSERA_INLINE int64_t packed_rows(const Call& call, const ForwardTask& task) {
+  const bool packed = task.kind == ForwardTask::kSplit || task.kind == ForwardTask::kMerge;
+  return packed ? call.sequences[task.sequence].band.len_q * call.group : INT64_MAX;
+}
+
 // The rows of a tile's strips; returns how many strips there are.
 template <typename S>
 int lay_strips(const Call& call, const CallSequence& sequence, const ForwardTask& task,
@@ -442,7 +449,7 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
   const CallSequence& sequence = call.sequences[task.sequence];
   const int64_t kv_head = task.head / call.group;
   const int count = lay_strips(call, sequence, task, scratch.strips);
-  const bool by_dots = task.kind == ForwardTask::kSplit && task.count <= kDotRows;
+  const bool by_dots = packed_rows(call, task) <= kDotRows;
   float* state = scratch.state;
   if (task.partial >= 0) {
     state = reinterpret_cast<float*>(args.partials + task.partial * args.partial_bytes);
@@ -562,8 +569,7 @@ void forward_task(const ForwardArgs& args, int64_t index, char* memory) {
   const ForwardTask& task = args.tasks[index];
   if (task.kind == ForwardTask::kFill) return run_fill(args.call, task);
   using Narrow = typename S::Narrow;
-  const bool packed = task.kind == ForwardTask::kSplit || task.kind == ForwardTask::kMerge;
-  if (Narrow::kNarrow && packed && task.count <= Narrow::kLanes) {
+  if (Narrow::kNarrow && packed_rows(args.call, task) <= Narrow::kLanes) {
     return run_task<Narrow>(args, task, memory);
   }
   run_task<S>(args, task, memory);
