@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The built kernels: one row for each line of tiles.h and each 16-bit type.
+// The built kernels: one row for each line of tiles.def and each 16-bit type.
 #pragma once
 
 #include <span>
@@ -17,7 +17,7 @@ struct Kernel {
   const void* function;  // takes ForwardParams
 };
 
-// In the order of tiles.h.
+// In the order of tiles.def.
 std::span<const Kernel> kernels();
 
 }  // namespace tessera::cuda::sm90

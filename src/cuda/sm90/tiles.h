@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of the sm90 kernels: what CMake builds, what the support rules follow from, and why.
+// The shape of a kernel. The table of those that are built is tiles.def.
 #pragma once
 
 namespace tessera::cuda::sm90 {
@@ -17,22 +17,5 @@ struct ForwardTile {
   constexpr int tile_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
 };
-
-// TILE(name, rich, dqk, dv, tile_n, consumers, stages, q_stages, q_in_registers, early_groups)
-// In order of preference: a problem runs in the first row that holds its head dims. Rich rows understand
-// bias, masks, ALiBi, softcap and dropout; the others the band, lengths and sinks.
-#define TESSERA_SM90_FORWARD(TILE)                           \
-  TILE(d64, false, 64, 64, 128, 3, 2, 2, false, 2)           \
-  TILE(d96, false, 96, 96, 160, 2, 2, 1, true, 2)            \
-  TILE(d128, false, 128, 128, 128, 2, 2, 2, false, 2)        \
-  TILE(d192_128, false, 192, 128, 128, 2, 2, 1, false, 2)    \
-  TILE(d192, false, 192, 192, 96, 2, 2, 1, false, 2)         \
-  TILE(d256, false, 256, 256, 80, 2, 2, 1, false, 2)         \
-  /* A packed mask is an eighth of the dense one only if 64 divides tile_n. */ \
-  TILE(rich_d64, true, 64, 64, 128, 2, 2, 2, false, 2)       \
-  TILE(rich_d96, true, 96, 96, 128, 2, 2, 2, false, 2)       \
-  TILE(rich_d128, true, 128, 128, 128, 2, 2, 2, false, 2)    \
-  TILE(rich_d192_128, true, 192, 128, 128, 2, 2, 1, false, 2)\
-  TILE(rich_d256, true, 256, 256, 64, 2, 2, 1, false, 2)
 
 }  // namespace tessera::cuda::sm90
