@@ -19,9 +19,11 @@ def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("tool", ["check_layers.py", "sizes.py"])
+@pytest.mark.parametrize("tool", [["check_layers.py"], ["sizes.py"], ["gen_support.py", "--check"]],
+                         ids=lambda tool: tool[0])
 def test_tool_finds_nothing(tool):
-    done = subprocess.run([sys.executable, ROOT / "tools" / tool], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tools" / tool[0], *tool[1:]],
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
