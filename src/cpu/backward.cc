@@ -17,8 +17,8 @@ constexpr int64_t kTasksWanted = 16;
 constexpr int64_t kMaxSplit = 8;
 constexpr int64_t kMinKeysOfChunk = 512;  // below, reading a partial dq costs over 1 % of making it
 
-// Everything that shapes decide, and the slices of the workspace. With a null workspace the
-// pointers are offsets that nobody follows.
+// Everything that shapes decide, and the slices of the workspace; with a null workspace those are
+// null and only their bytes count.
 struct Layout {
   BackwardArgs args{};
   CallSequence* sequences = nullptr;
