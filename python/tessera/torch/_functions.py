@@ -71,7 +71,7 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
         try:
             if values is None:
                 values = _learn(key, locals())
-            o, lse, max_logit = _ops.attention(*tensors, *values, return_max_logit)
+            o, lse, max_logit = _apply((*tensors, *values, return_max_logit))
         except (RuntimeError, TypeError, OverflowError) as error:
             raise _diagnose("attention", locals(), error) from None
     if not return_lse and not return_max_logit:
@@ -157,6 +157,22 @@ def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse
 
 
 # ---- below: how ----
+
+def _apply(arguments):
+    """The operator, past the dispatcher's autograd key where that is all it would decide."""
+    if torch._C._are_functorch_transforms_active():
+        return _ops.attention(*arguments)
+    q, k, v, bias = arguments[:4]
+    sink, slopes = arguments[8:10]
+    if torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or
+            (bias is not None and bias.requires_grad) or
+            (sink is not None and sink.requires_grad) or
+            (slopes is not None and slopes.requires_grad)):
+        return _ops.EagerAttention.apply(*arguments)
+    with _ops.below_autograd():
+        return _ops.attention(*arguments)
+
 
 def _learn(key, given: dict) -> tuple:
     """SCALARS of options that were not seen before, all checked by _args."""

@@ -41,7 +41,7 @@ def _load_binding() -> bool:
     """The compiled kernels: beside this file in a wheel, in build/lib in a checkout."""
     here = Path(__file__).resolve().parent
     for place in (here / "libtessera_torch.so",
-                  here.parents[2] / "build" / "lib" / "libtessera_torch.so"):
+                  here.parents[2] / "build" / "torch" / "libtessera_torch.so"):
         if place.exists():
             torch.ops.load_library(str(place))
             return True
@@ -72,6 +72,12 @@ def _refuse(operation: str, arguments, **more):
     call.prepare(torch.get_num_threads())
 
 
+def _describe_backward(do, o, lse, dlse, *arguments):
+    *arguments, wanted = arguments
+    _refuse("attention_backward", arguments, grads=_kernels.grads_of(wanted),
+            backward={"do": None, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})})
+
+
 @torch.library.register_fake("tessera::attention", lib=_library)
 def _(*arguments):
     *arguments, max_logit = arguments
@@ -87,10 +93,9 @@ def _(*arguments):
 
 @torch.library.register_fake("tessera::attention_backward", lib=_library)
 def _(do, o, lse, dlse, *arguments):
+    _describe_backward(do, o, lse, dlse, *arguments)
     *arguments, wanted = arguments
     names = _kernels.grads_of(wanted)
-    _refuse("attention_backward", arguments, grads=names,
-            backward={"do": None, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})})
     given = dict(zip(_describe.INPUTS, arguments))
     return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
                              memory_format=torch.contiguous_format) for name in names]
@@ -109,7 +114,46 @@ def _(rng_state, b, hq, sq, sk, dropout_p):
 
 # ---- autograd ----
 
-def _save(ctx, inputs, output):
+# Excludes the keys of autograd and no others: fake tensors, functionalization and vmap stay in force.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class Attention(torch.autograd.Function):
+    """attention with its gradient. Written as a Function, and not by register_autograd, which looks
+    through the schema on every call: 0.2 ms for one of this length."""
+
+    @staticmethod
+    def forward(*arguments):
+        with below_autograd():
+            return attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        save(ctx, inputs, output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse, _):
+        return gradients(ctx, do, dlse)
+
+
+class EagerAttention(torch.autograd.Function):
+    """The same for plain eager calls, which pay 0.1 ms for setup_context."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        with below_autograd():
+            output = attention(*arguments)
+        save(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse, _):
+        return gradients(ctx, do, dlse)
+
+
+def save(ctx, inputs, output):
     o, lse, max_logit = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_logit)
@@ -117,7 +161,7 @@ def _save(ctx, inputs, output):
     ctx.values = inputs[_NUM_INPUTS:-1]
 
 
-def _backward(ctx, do, dlse, _):
+def gradients(ctx, do, dlse) -> tuple:
     o, lse, *inputs = ctx.saved_tensors
     grads = [None] * (len(inputs) + len(ctx.values) + 1)
     wanted = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
@@ -126,15 +170,41 @@ def _backward(ctx, do, dlse, _):
     if do is None:
         do = o.new_zeros(o.shape[-1]).expand(o.shape)
     bits = sum(1 << _DIFFERENTIABLE.index(i) for i in wanted)
-    results = attention_backward(do, o, lse, dlse, *inputs, *ctx.values, bits)
+    arguments = (do, o, lse, dlse, *inputs, *ctx.values, bits)
+    try:
+        with below_autograd():
+            results = attention_backward(*arguments)
+    except RuntimeError:
+        _describe_backward(*arguments)
+        raise
     for i, result in zip(wanted, results):
         grads[i] = result
     return tuple(grads)
 
 
-def _no_second_order(ctx, *_):
-    raise _lib.Refused("tessera.attention: create_graph=True: second derivatives are not there yet; "
-                       "differentiate once, or use torch.nn.attention's math backend for this call")
+def _needs_gradient(arguments) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+
+
+def _attention_autograd(*arguments):
+    if _needs_gradient(arguments):
+        transformed = torch._C._are_functorch_transforms_active()
+        return (Attention if transformed else EagerAttention).apply(*arguments)
+    with below_autograd():
+        return attention(*arguments)
+
+
+def _attention_backward_autograd(*arguments):
+    if _needs_gradient(arguments):
+        raise _lib.Refused("tessera.attention_backward: create_graph=True: the gradient has no "
+                           "derivative of its own yet; differentiate once")
+    with below_autograd():
+        return attention_backward(*arguments)
+
+
+_library.impl("attention", _attention_autograd, "Autograd")
+_library.impl("attention_backward", _attention_backward_autograd, "Autograd")
 
 
 def _save_parts(ctx, inputs, output):
@@ -171,7 +241,43 @@ def _merge_backward(ctx, do, dlse):
     return dos, dlses, None
 
 
-torch.library.register_autograd("tessera::attention", _backward, setup_context=_save, lib=_library)
-torch.library.register_autograd("tessera::attention_backward", _no_second_order, lib=_library)
 torch.library.register_autograd("tessera::merge", _merge_backward, setup_context=_save_parts,
                                 lib=_library)
+
+
+# ---- vmap ----
+
+def _vmap(operator, leading: int):
+    """Folds the new axis into the batch where that means the same: padded formats without dropout,
+    every other tensor one for all sequences and no gradient of it wanted. Elsewhere one call each."""
+    def rule(info, in_dims, *arguments):
+        n = info.batch_size
+        inputs = arguments[leading:leading + _NUM_INPUTS]
+        flags, _, format_q, format_kv = arguments[leading + _NUM_INPUTS:][:4]
+        plain = all(x is None for x in inputs[3:]) and not flags & _lib.DROPOUT
+        if not plain or 3 in (format_q, format_kv) or (not leading and arguments[-1]):
+            results = [operator(*(x if dim is None else x.select(dim, i)
+                                  for x, dim in zip(arguments, in_dims))) for i in range(n)]
+            stacked = [torch.stack(parts) for parts in zip(*results)]
+            return (stacked, [0] * len(stacked)) if leading else (tuple(stacked), (0,) * 3)
+        axes = [format_q, format_q, None, None][:leading] + [format_q, format_kv, format_kv]
+        axes = [int(axis == _lib.FORMATS["sbhd"]) for axis in axes]
+        folded = list(arguments)
+        for i, axis in enumerate(axes):
+            if arguments[i] is not None:
+                x = arguments[i].movedim(in_dims[i], axis) if in_dims[i] is not None else \
+                    arguments[i].unsqueeze(axis).expand(
+                        *arguments[i].shape[:axis], n, *arguments[i].shape[axis:])
+                folded[i] = x.flatten(axis, axis + 1)
+        results = operator(*folded)
+        places = [axes[leading + i] for i in range(3) if arguments[-1] >> i & 1] if leading else \
+            [axes[0], 0, None]
+        unfolded = [x if axis is None else x.unflatten(axis, (n, -1))
+                    for x, axis in zip(results, places)]
+        return (unfolded, places) if leading else (tuple(unfolded), tuple(places))
+    return rule
+
+
+torch.library.register_vmap("tessera::attention", _vmap(attention, 0), lib=_library)
+torch.library.register_vmap("tessera::attention_backward", _vmap(attention_backward, 4),
+                            lib=_library)

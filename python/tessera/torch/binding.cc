@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of tessera::attention and tessera::attention_backward, on the CPU and on CUDA: from
+// the dispatcher's stack to a tessera_problem to one call of libtessera. Schemas are in _ops.py.
+//
+// Written against PyTorch's stable ABI alone, so that one file serves every PyTorch from 2.11 on
+// and any Python. An error crosses that ABI as a RuntimeError; _functions.py says it in full.
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+constexpr int kNumInputs = TESSERA_RNG_STATE + 1;
+
+// How a tensor's axes become those of tessera_tensor: right-aligned, missing ones of extent 1, then
+// in the order of the format of its side. Packed formats lack the batch axis.
+enum class Side : uint8_t { kNone, kQuery, kKey };
+struct Rule {
+  uint8_t axes;
+  Side packs = Side::kNone;     // lacks its first axis when this side is packed
+  Side permutes = Side::kNone;  // has the order of axes of this side's format
+  bool broadcasts = false;      // any leading axis may be missing
+};
+
+constexpr Rule rule_of(int index) {
+  constexpr Rule kQuery{4, Side::kQuery, Side::kQuery}, kKey{4, Side::kKey, Side::kKey};
+  constexpr Rule kDense{4, Side::kNone, Side::kNone, true}, kRanges{4, Side::kQuery};
+  constexpr Rule kHeads{2, Side::kNone, Side::kNone, true}, kPages{2}, kVector{1};
+  constexpr Rule kIdsQ{2, Side::kQuery}, kIdsK{2, Side::kKey}, kRows{3, Side::kQuery};
+  constexpr Rule kRules[TESSERA_NUM_TENSORS] = {
+      kQuery,  kKey,   kKey,    kDense,  kDense,  kRanges, kIdsQ,   kIdsK,    // q .. ids_k
+      kVector, kHeads, kVector, kVector, kVector, kVector, kVector, kVector,  // sink .. cu_padded
+      kPages,  kPages, kHeads,  kHeads,  kVector, kQuery,  kRows,   kVector,  // pages .. max_logit
+      kQuery,  kRows,  kQuery,  kKey,    kKey,    kDense,  kVector, kHeads};  // do .. dslopes
+  return kRules[index];
+}
+
+int32_t dtype_of(int32_t scalar_type) {
+  constexpr std::pair<ScalarType, int32_t> kTypes[] = {
+      {ScalarType::Float, TESSERA_FP32},         {ScalarType::BFloat16, TESSERA_BF16},
+      {ScalarType::Half, TESSERA_FP16},          {ScalarType::Double, TESSERA_FP64},
+      {ScalarType::Float8_e4m3fn, TESSERA_E4M3}, {ScalarType::Float8_e5m2, TESSERA_E5M2},
+      {ScalarType::Bool, TESSERA_BOOL},          {ScalarType::Int, TESSERA_INT32},
+      {ScalarType::Long, TESSERA_INT64}};
+  for (const auto& [type, code] : kTypes) {
+    if (static_cast<ScalarType>(scalar_type) == type) return code;
+  }
+  return TESSERA_NONE;
+}
+
+[[noreturn]] void fail(const std::string& message) { throw std::runtime_error(message); }
+
+void check(AOTITorchError error) {
+  if (error != 0) fail("tessera: PyTorch refused a call of its C interface");
+}
+
+struct Layout {
+  const int64_t* sizes;
+  const int64_t* strides;
+  int64_t rank;
+  int32_t scalar_type;
+
+  explicit Layout(const Tensor& tensor) {
+    check(aoti_torch_get_sizes(tensor.get(), const_cast<int64_t**>(&sizes)));
+    check(aoti_torch_get_strides(tensor.get(), const_cast<int64_t**>(&strides)));
+    check(aoti_torch_get_dim(tensor.get(), &rank));
+    check(aoti_torch_get_dtype(tensor.get(), &scalar_type));
+  }
+};
+
+// One call. Allocates outputs and workspace by PyTorch's allocators; a thread on the CPU keeps the
+// workspace of its last call, up to kKeptWorkspace.
+class Call {
+ public:
+  // Takes the arguments of both operators, which begin at `stack`.
+  Call(StableIValue* stack, int32_t pass) {
+    inputs_[TESSERA_Q] = to<Tensor>(stack[TESSERA_Q]);
+    inputs_[TESSERA_K] = to<Tensor>(stack[TESSERA_K]);
+    inputs_[TESSERA_V] = to<Tensor>(stack[TESSERA_V]);
+    for (int i = TESSERA_BIAS; i < kNumInputs; ++i) {
+      inputs_[i] = to<std::optional<Tensor>>(stack[i]);
+    }
+    const StableIValue* scalar = stack + kNumInputs;
+    const auto integer = [&] { return to<int64_t>(*scalar++); };
+    problem_.struct_size = sizeof problem_;
+    problem_.pass = pass;
+    problem_.flags = static_cast<uint32_t>(integer());
+    problem_.align = static_cast<int32_t>(integer());
+    problem_.format_q = static_cast<int32_t>(integer());
+    problem_.format_kv = static_cast<int32_t>(integer());
+    problem_.window_left = integer();
+    problem_.window_right = integer();
+    problem_.max_seqlen_q = integer();
+    problem_.max_seqlen_k = integer();
+    const std::string backend = to<std::string>(*scalar++);
+    std::strncpy(problem_.backend, backend.c_str(), sizeof problem_.backend - 1);
+    buffers_.struct_size = sizeof buffers_;
+    buffers_.softmax_scale = to<double>(*scalar++);
+    buffers_.softcap = to<double>(*scalar++);
+    buffers_.dropout_p = to<double>(*scalar++);
+    for (int i = 0; i < kNumInputs; ++i) {
+      if (inputs_[i]) input(i, *inputs_[i]);
+    }
+    check(aoti_torch_get_device_type(q().get(), &device_type_));
+    check(aoti_torch_get_device_index(q().get(), &device_index_));
+    if (device_type_ == aoti_torch_device_type_cuda()) {
+      device_.kind = TESSERA_CUDA;
+      device_.ordinal = device_index_;
+    }
+  }
+
+  const Tensor& q() const { return *inputs_[TESSERA_Q]; }
+  const Tensor& v() const { return *inputs_[TESSERA_V]; }
+  const Tensor& of(int index) const {
+    if (!inputs_[index]) fail("tessera.attention_backward: a gradient of something not given");
+    return *inputs_[index];
+  }
+  const tessera_tensor& described(int index) const { return problem_.tensor[index]; }
+
+  void input(int index, const Tensor& tensor) {
+    const Layout layout(tensor);
+    describe(index, layout.sizes, layout.strides, layout.rank, layout.scalar_type);
+    check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.data[index]));
+  }
+
+  // A new contiguous tensor that the call fills.
+  Tensor output(int index, const int64_t* sizes, int64_t rank, int32_t scalar_type) {
+    std::array<int64_t, 4> strides{};
+    int64_t step = 1;
+    for (int64_t i = rank - 1; i >= 0; --i) {
+      strides[i] = step;
+      step *= std::max<int64_t>(sizes[i], 1);
+    }
+    Tensor tensor = empty(rank, sizes, strides.data(), scalar_type);
+    describe(index, sizes, strides.data(), rank, scalar_type);
+    check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.data[index]));
+    return tensor;
+  }
+
+  Tensor empty(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t scalar_type) {
+    AtenTensorHandle handle;
+    check(aoti_torch_empty_strided(rank, sizes, strides, scalar_type, device_type_, device_index_,
+                                   &handle));
+    return Tensor(handle);
+  }
+
+  void run() {
+    std::optional<torch::stable::accelerator::DeviceGuard> guard;
+    if (device_.kind == TESSERA_CUDA) {
+      guard.emplace(device_.ordinal);
+      buffers_.stream = current_stream(device_.ordinal);
+    } else {
+      buffers_.num_threads = static_cast<int32_t>(torch::stable::get_num_threads());
+      buffers_.parallel_for = on_torch_threads;
+    }
+    tessera_info info{};
+    info.struct_size = sizeof info;
+    tessera_error error;
+    error.struct_size = sizeof error;
+    if (tessera_prepare(&problem_, &device_, buffers_.num_threads, &info, &error) != TESSERA_OK) {
+      fail(error.message);
+    }
+    const std::optional<Tensor> workspace = take_workspace(info.workspace_bytes);
+    if (tessera_run(&problem_, &device_, &buffers_, &error) != TESSERA_OK) fail(error.message);
+  }
+
+ private:
+  void describe(int index, const int64_t* sizes, const int64_t* strides, int64_t rank,
+                int32_t scalar_type) {
+    const Rule rule = rule_of(index);
+    const bool paged = inputs_[TESSERA_PAGE_TABLE_K].has_value();
+    const int formats[] = {TESSERA_BSHD, problem_.format_q,
+                           paged ? TESSERA_BSHD : problem_.format_kv};
+    const auto format = [&](Side side) { return formats[static_cast<int>(side)]; };
+    const int missing = rule.axes - static_cast<int>(rank);
+    if (missing < 0 || (!rule.broadcasts && missing != (format(rule.packs) == TESSERA_THD))) {
+      fail("tessera: tensor " + std::to_string(index) +
+           " has a wrong number of axes: " + std::to_string(rank));
+    }
+    tessera_tensor& tensor = problem_.tensor[index];
+    tensor.dtype = dtype_of(scalar_type);
+    if (tensor.dtype == TESSERA_NONE) {
+      fail("tessera: tensor " + std::to_string(index) + " has a dtype that is never legal");
+    }
+    for (int i = 0; i < rule.axes; ++i) {
+      tensor.extent[i] = i < missing ? 1 : sizes[i - missing];
+      tensor.stride[i] = i < missing ? 0 : strides[i - missing];
+    }
+    const int order = format(rule.permutes);
+    if (order == TESSERA_SBHD || order == TESSERA_BHSD) {
+      const int first = order == TESSERA_SBHD ? 0 : 1;
+      std::swap(tensor.extent[first], tensor.extent[first + 1]);
+      std::swap(tensor.stride[first], tensor.stride[first + 1]);
+    }
+  }
+
+  std::optional<Tensor> take_workspace(int64_t bytes) {
+    constexpr int64_t kKeptWorkspace = 16 << 20, kAlignment = 64, one = 1;
+    if (bytes == 0) return {};
+    buffers_.workspace_bytes = bytes;
+    if (device_.kind == TESSERA_CPU && bytes <= kKeptWorkspace) {
+      thread_local std::unique_ptr<char[]> kept;
+      thread_local int64_t capacity = 0;
+      if (bytes > capacity) {
+        kept.reset(new char[bytes + kAlignment]);
+        capacity = bytes;
+      }
+      const auto address = reinterpret_cast<uintptr_t>(kept.get());
+      buffers_.workspace = kept.get() + (kAlignment - address % kAlignment) % kAlignment;
+      return {};
+    }
+    Tensor tensor = empty(1, &bytes, &one, aoti_torch_dtype_uint8());
+    check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.workspace));
+    return tensor;
+  }
+
+  // The handle of a stream lives in libtorch_cuda, which is there exactly when a CUDA tensor is.
+  static void* current_stream(int32_t ordinal) {
+    using Getter = AOTITorchError (*)(int32_t, void**);
+    static const Getter get = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+      return reinterpret_cast<Getter>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream")
+                                              : nullptr);
+    }();
+    if (get == nullptr) fail("tessera: this PyTorch has no libtorch_cuda");
+    void* stream = nullptr;
+    check(get(ordinal, &stream));
+    return stream;
+  }
+
+  static void on_torch_threads(void*, int64_t n, void (*body)(void*, int64_t), void* arg) {
+    torch::stable::parallel_for(0, n, 1, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(arg, i);
+    });
+  }
+
+  tessera_problem problem_{};
+  tessera_buffers buffers_{};
+  tessera_device device_{};
+  int32_t device_type_ = 0, device_index_ = -1;
+  std::array<std::optional<Tensor>, kNumInputs> inputs_;
+};
+
+void attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Call call(stack, TESSERA_FORWARD);
+  const bool want_max_logit = to<bool>(stack[num_arguments - 1]);
+  const Layout q(call.q()), v(call.v());
+  const int32_t rows = call.described(TESSERA_Q).dtype == TESSERA_FP64 ? aoti_torch_dtype_float64()
+                                                                       : aoti_torch_dtype_float32();
+  std::array<int64_t, 4> sizes{};
+  std::copy_n(q.sizes, q.rank, sizes.begin());
+  sizes[q.rank - 1] = v.sizes[v.rank - 1];
+  Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, q.scalar_type);
+  const int64_t* extent = call.described(TESSERA_Q).extent;
+  sizes = {extent[0], extent[2], extent[1], 0};
+  Tensor lse = call.output(TESSERA_LSE, sizes.data() + (q.rank == 3), q.rank - 1, rows);
+  const int64_t none = 0, one = 1;
+  Tensor max_logit = want_max_logit ? call.output(TESSERA_MAX_LOGIT, &extent[2], 1, rows)
+                                    : call.empty(1, &none, &one, rows);
+  call.run();
+  stack[0] = from(o);
+  stack[1] = from(lse);
+  stack[2] = from(max_logit);
+}
+
+void attention_backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Tensor grad_o = to<Tensor>(stack[0]);
+  const Tensor o = to<Tensor>(stack[1]), lse = to<Tensor>(stack[2]);
+  const auto grad_lse = to<std::optional<Tensor>>(stack[3]);
+  Call call(stack + 4, TESSERA_BACKWARD);
+  const int64_t wanted = to<int64_t>(stack[num_arguments - 1]);
+  const Layout layout(grad_o);
+  if (layout.rank > 0 && layout.strides[layout.rank - 1] != 1) {  // autograd made it: o.sum()
+    grad_o = torch::stable::contiguous(grad_o);
+  }
+  call.input(TESSERA_DO, grad_o);
+  call.input(TESSERA_O, o);
+  call.input(TESSERA_LSE, lse);
+  if (grad_lse) call.input(TESSERA_DLSE, *grad_lse);
+  constexpr std::array kOf = {TESSERA_Q,    TESSERA_K,    TESSERA_V,
+                              TESSERA_BIAS, TESSERA_SINK, TESSERA_ALIBI_SLOPES};
+  std::vector<Tensor> gradients;
+  for (size_t i = 0; i < kOf.size(); ++i) {
+    if ((wanted >> i & 1) == 0) continue;
+    const Layout of(call.of(kOf[i]));
+    gradients.push_back(
+        call.output(TESSERA_DQ + static_cast<int>(i), of.sizes, of.rank, of.scalar_type));
+  }
+  call.run();
+  stack[0] = from(gradients);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(tessera, CPU, library) {
+  library.impl("attention", attention);
+  library.impl("attention_backward", attention_backward);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tessera, CUDA, library) {
+  library.impl("attention", attention);
+  library.impl("attention_backward", attention_backward);
+}
