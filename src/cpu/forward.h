@@ -382,9 +382,10 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
     const bool real = lane < strip.rows.count;
     const int64_t head = strip.rows.head[lane];
     float m = strip.m[lane], l = strip.l[lane], shrink = 1.0f, sink = 0.0f;
-    if (real && call.max_logit.data)
-      const float top = m * kLn2 + 0.0f;  // -0 becomes 0: which came first must not show
+    if (real && call.max_logit.data) {
+      const float top = m * kLn2 + 0.0f;  // -0 becomes 0: the order of tasks must not show
       raise_max_logit(const_cast<char*>(at(call.max_logit, head)), top);
+    }
     const bool saw = m > -kInfinity;
     if (call.has_sink) {
       if (call.sink.data) sink = load_scalar<S>(at(call.sink, head), call.sink.dtype);
