@@ -453,7 +453,8 @@ struct Forward {
 
   // ---- epilogue ----
 
-  // o = O / l and lse, from registers. The four threads of a row trade pairs of columns for 16 bytes.
+  // o = O / l and lse, from registers. Pairs of threads trade columns, so that a quad stores whole
+  // sectors of 32 bytes.
   static __device__ __forceinline__ void epilogue(const Output<Element>& output, int row_of_tile,
                                                   int lane, float c, float (&O)[kTile.dv / 2],
                                                   float (&m)[2], float (&l)[2]) {
@@ -468,6 +469,7 @@ struct Forward {
       }
       if (lane == 0) output.raise_max_logit(largest * (c * kLn2));
     }
+    const bool odd = quad % 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = output.work.m0 + row_of_tile + 8 * r;
@@ -476,24 +478,28 @@ struct Forward {
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       // Rows past the sequence have seen keys that they should not have, and NaN times 0 is NaN.
       if (!output.work.exists(row)) sum = 0;
-      const bool nothing = sum == 0;
+      if (__any_sync(kAllLanes, sum == 0)) {
+#pragma unroll
+        for (int g = 0; g < kTile.dv / 8; ++g) {
+          float* pair = O + 4 * g + 2 * r;
+          pair[0] = sum == 0 ? 0 : pair[0];
+          pair[1] = sum == 0 ? 0 : pair[1];
+        }
+      }
       const float factor = output.finish_row(row, m[r] * c, sum);
       const bool stored = output.work.owns(row);
       if (stored && quad == 0) output.store_lse(row, sum);
-      Element* o = output.row_of_o(row);
+      // Even threads store 4 columns of even groups, odd threads of odd ones.
+      Element* o = output.row_of_o(row) + (odd ? 8 : 0) + (quad / 2) * 4;
+      const int columns = stored ? p.dv - (odd ? 8 : 0) : 0;
 #pragma unroll
-      for (int g = 0; g < kTile.dv / 8; g += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = O + 4 * (g + i) + 2 * r;
-          x[i] = nothing ? 0 : pack<Element>(pair[0] * factor, pair[1] * factor);
-        }
-        transpose_quad(x, quad);
-        const int column = 8 * (g + quad);
-        if (stored && column < p.dv) {
-          *reinterpret_cast<uint4*>(o + column) = uint4{x[0], x[1], x[2], x[3]};
-        }
+      for (int g = 0; g < kTile.dv / 8; g += 2) {
+        const float* pair = O + 4 * g + 2 * r;
+        const uint32_t even_group = pack<Element>(pair[0] * factor, pair[1] * factor);
+        const uint32_t odd_group = pack<Element>(pair[4] * factor, pair[5] * factor);
+        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
+        const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
+        if (8 * g < columns) *reinterpret_cast<uint2*>(o + 8 * g) = mine;
       }
     }
   }
