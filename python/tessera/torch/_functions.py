@@ -161,7 +161,7 @@ def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse
 def _apply(arguments):
     """The operator, past the dispatcher's autograd key where that is all it would decide."""
     if torch._C._are_functorch_transforms_active():
-        return _ops.attention(*arguments)
+        return _ops.TransformedAttention.apply(*arguments)
     q, k, v, bias = arguments[:4]
     sink, slopes = arguments[8:10]
     if torch.is_grad_enabled() and (
@@ -169,7 +169,7 @@ def _apply(arguments):
             (bias is not None and bias.requires_grad) or
             (sink is not None and sink.requires_grad) or
             (slopes is not None and slopes.requires_grad)):
-        return _ops.EagerAttention.apply(*arguments)
+        return _ops.Attention.apply(*arguments)
     with _ops.below_autograd():
         return _ops.attention(*arguments)
 
@@ -190,7 +190,7 @@ def _diagnose(operation: str, given: dict, error: Exception) -> Exception:
     """What to raise for a call whose operator failed with `error`."""
     try:
         call = _describe.Call(operation, given, max_logit=given["return_max_logit"])
-        if given["q"].device.type == "cpu":
+        if given["q"].device.type == "cpu" and not torch._C._are_functorch_transforms_active():
             call.validate()
         call.prepare(torch.get_num_threads())
     except (ValueError, RuntimeError, MemoryError) as better:

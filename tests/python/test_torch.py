@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.torch in eager mode: autograd, agreement with PyTorch's own attention, strides, dropout,
+what is refused. That each feature is right is for the cases (check --through torch)."""
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera  # noqa: E402
+import tessera.torch as tt  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+
+def qkv(b=2, s=33, h=4, d=16, hk=None, dtype=torch.float32, grad=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (b, s, h, d), (b, s, hk or h, d), (b, s, hk or h, d)
+    return [torch.randn(x, generator=g).to(dtype).requires_grad_(grad) for x in shapes]
+
+
+def sdpa(q, k, v, **keywords):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **keywords).transpose(1, 2)
+
+
+def assert_same(ours, theirs, **tolerance):
+    tolerance = tolerance or dict(rtol=1e-4, atol=2e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("hk", [4, 2])
+@pytest.mark.parametrize("mask", [False, True])
+def test_agrees_with_sdpa(hk, mask):
+    q, k, v = qkv(hk=hk)
+    bias = torch.randn(2, 4, 33, 33, requires_grad=True) if mask else None
+    ours = tt.attention(q, k, v, causal=not mask, bias=bias)
+    theirs = sdpa(q, k, v, is_causal=not mask, attn_mask=bias, enable_gqa=True)
+    leaves = [q, k, v] + ([bias] if mask else [])
+    weight = torch.randn_like(ours)
+    assert_same([ours], [theirs])
+    assert_same(torch.autograd.grad(ours, leaves, weight), torch.autograd.grad(theirs, leaves, weight))
+
+
+def test_agrees_with_flex_attention():
+    from torch.nn.attention import flex_attention as flex
+    q, k, v = qkv(b=1, s=128, grad=False)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    mask = flex.create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= 20), None, None, 128, 128,
+                                  device="cpu")
+    theirs, lse = flex.flex_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, return_lse=True,
+        score_mod=lambda x, b, h, i, j: 30 * torch.tanh(x / 30) - slopes[h] * (i - j).abs())
+    o, our_lse = tt.attention(q, k, v, window=(20, 0), softcap=30.0, alibi_slopes=slopes,
+                              return_lse=True)
+    assert_same([o, our_lse], [theirs.transpose(1, 2), lse])
+
+
+def test_gradcheck_through_the_reference():
+    q, k, v = qkv(b=1, s=5, h=2, d=3, dtype=torch.float64)
+    bias = torch.randn(2, 5, 5, dtype=torch.float64, requires_grad=True)
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def function(q, k, v, bias, sink, slopes):
+        return tt.attention(q, k, v, bias=bias, sink=sink, alibi_slopes=slopes, causal=True,
+                            softcap=2.0, return_lse=True, backend="reference")
+    assert torch.autograd.gradcheck(function, (q, k, v, bias, sink, slopes))
+
+
+def test_gradcheck_of_merge():
+    q, k, v = qkv(b=1, s=6, h=2, d=3, dtype=torch.float64)
+    for layout in ("bshd", "sbhd", "bhsd"):
+        def function(q, k, v, layout=layout):
+            order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}[layout]
+            q, k, v = (x.permute(order) for x in (q, k, v))
+            axis = order.index(1)
+            parts = [tt.attention(q, *(x.narrow(axis, start, 3) for x in (k, v)), layout=layout,
+                                  return_lse=True, backend="reference") for start in (0, 3)]
+            return tt.merge(parts, layout=layout)
+        assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+def test_merge_of_a_part_that_sees_nothing():
+    q, k, v = qkv()
+    o, lse = tt.attention(q, k, v, return_lse=True)
+    hidden = torch.full_like(o, torch.nan), torch.full_like(lse, -torch.inf)
+    merged = tt.merge([(o, lse), hidden])
+    assert_same(merged, (o, lse))
+    assert_same(torch.autograd.grad(merged[0].sum(), (q, k, v), retain_graph=True),
+                torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+def test_gradients_only_for_what_asks():
+    q, k, v = qkv()
+    k.requires_grad_(False)
+    o = tt.attention(q, k, v)
+    dq, dv = torch.autograd.grad(o.sum(), (q, v))
+    assert dq.shape == q.shape and dv.shape == v.shape
+    assert not tt.attention(q.detach(), k, v.detach()).requires_grad
+    with torch.no_grad():
+        assert not tt.attention(q, k, v).requires_grad
+
+
+def test_gradient_through_lse_alone_and_expanded_do():
+    q, k, v = qkv()
+    o, lse = tt.attention(q, k, v, return_lse=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    assert_same([lse], [scores.logsumexp(-1)])
+    ours = torch.autograd.grad(lse.sum(), (q, k), retain_graph=True)
+    assert_same(ours, torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k)))
+    expanded = torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)  # do has strides of 0
+    assert_same(expanded, torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True))
+    transposed = torch.ones(o.shape[::-1]).permute(3, 2, 1, 0)
+    assert_same(expanded, torch.autograd.grad(o, (q, k, v), transposed))
+
+
+def test_max_logit_has_no_gradient():
+    q, k, v = qkv()
+    o, lse, max_logit = tt.attention(q, k, v, return_lse=True, return_max_logit=True)
+    assert max_logit.shape == (4,) and not max_logit.requires_grad and lse.requires_grad
+
+
+def test_inputs_are_used_in_place():
+    packed = torch.randn(2, 33, 3, 4, 16, requires_grad=True)
+    q, k, v = packed.unbind(2)
+    dense = [x.contiguous() for x in (q, k, v)]
+    assert_same([tt.attention(q, k, v, causal=True)], [tt.attention(*dense, causal=True)],
+                rtol=0, atol=0)
+    grad, = torch.autograd.grad(tt.attention(q, k, v, causal=True).sum(), packed)
+    each = torch.autograd.grad(tt.attention(*dense, causal=True).sum(), dense)
+    assert_same(grad.unbind(2), each, rtol=0, atol=0)
+    one = torch.randn(1, 33, 1, 16).expand(2, 33, 4, 16)
+    assert_same([tt.attention(q, one, one)], [tt.attention(q, one.contiguous(), one.contiguous())],
+                rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"k.stride"):
+        tt.attention(q, torch.randn(2, 33, 16, 4).mT, v)
+
+
+def test_dropout_is_drawn_replayed_and_shown():
+    q, k, v = qkv()
+    torch.manual_seed(5)
+    first = tt.attention(q, k, v, dropout_p=0.5)
+    second = tt.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(5)
+    assert torch.equal(first, tt.attention(q, k, v, dropout_p=0.5))
+    assert not torch.equal(first, second)
+    state = torch.tensor([7, 9])
+    keep = tt.dropout_mask(2, 4, 33, 33, 0.5, state)
+    np.testing.assert_array_equal(keep.numpy(), tessera.dropout_mask(2, 4, 33, 33, 0.5, (7, 9)))
+    p = (torch.einsum("bihd,bjhd->bhij", q, k) / 4).softmax(-1) * keep * 2
+    expected = torch.einsum("bhij,bjhd->bihd", p, v)
+    for form in (state, (7, 9), [7, 9]):
+        assert_same([tt.attention(q, k, v, dropout_p=0.5, rng_state=form)], [expected])
+
+
+def test_checkpointing_replays_dropout():
+    q, k, v = qkv()
+
+    def function(q, k, v):
+        return tt.attention(q, k, v, dropout_p=0.3, causal=True)
+    results = []
+    for run in (function, lambda *x: checkpoint(function, *x, use_reentrant=False)):
+        torch.manual_seed(1)
+        results.append(torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v)))
+    assert_same(*results, rtol=0, atol=0)
+
+
+def test_autocast():
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = tt.attention(q, k.bfloat16(), v, bias=torch.zeros(33, 33))
+    assert o.dtype == torch.bfloat16
+    assert torch.autograd.grad(o.sum(), q)[0].dtype == torch.float32
+
+
+def test_deterministic_follows_the_framework(monkeypatch):
+    flags = []
+    operator = tt._ops.attention
+    monkeypatch.setattr(tt._ops, "attention", lambda *x: (flags.append(x[21]), operator(*x))[1])
+    q, k, v = qkv(grad=False)
+    try:
+        for on in (True, False):
+            torch.use_deterministic_algorithms(on)
+            tt.attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tt.attention(q, k, v, deterministic=True)
+    assert [bool(f & tessera._lib.DETERMINISTIC) for f in flags] == [True, False, True]
+
+
+def test_vmap_and_functional_gradients():
+    q, k, v = (torch.stack([x, x + 1]) for x in qkv(grad=False))
+
+    def loss(q, k, v, **keywords):
+        return tt.attention(q, k, v, causal=True, **keywords).square().sum()
+    for keywords in ({}, {"sink": torch.zeros(4)}):  # folded into the batch, and one by one
+        def function(*x, keywords=keywords):
+            return torch.func.grad(lambda *x: loss(*x, **keywords), argnums=(0, 1, 2))(*x)
+        each = [function(*x) for x in zip(q, k, v)]
+        assert_same(torch.func.vmap(function)(q, k, v), [torch.stack(x) for x in zip(*each)],
+                    rtol=1e-6, atol=1e-6)
+    shared = torch.func.vmap(lambda q: tt.attention(q, k[0], v[0], layout="sbhd"), 1, 1)
+    assert_same([shared(q.movedim(0, 1))[:, 1]], [tt.attention(q[1], k[0], v[0], layout="sbhd")])
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = qkv(b=1, s=4)
+    dq, = torch.autograd.grad(tt.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(tt.Refused, match="create_graph=True"):
+        torch.autograd.grad(dq.sum(), q)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(q=torch.zeros(33, 4, 16)), r"q.shape=\[33, 4, 16\]: must have the axes"),
+    (dict(q=np.zeros((2, 33, 4, 16))), r"q=ndarray: must be a PyTorch tensor"),
+    (dict(k=torch.zeros(2, 33, 4, 15)), r"k.shape"),
+    (dict(v=torch.zeros(2, 33, 4, 16, dtype=torch.int32)), r"v.dtype=int32"),
+    (dict(q=torch.zeros(2, 33, 4, 16, device="meta")), r"q.device='meta': must be on the CPU"),
+    (dict(k=torch.zeros(2, 33, 4, 16, device="meta")), r"k.device='meta'"),
+    (dict(q=torch.zeros(2, 33, 4, 16).to_sparse()), r"q.layout=torch.sparse_coo"),
+    (dict(causal=1), r"causal=1: must be True or False"),
+    (dict(causal=True, window=(3, 4)), r"window"),
+    (dict(layout="bsdh"), r'layout=\'bsdh\': must be "bshd"'),
+    (dict(window=(1.0, 0)), r"window\[0\]=1.0: must be an integer"),
+    (dict(bias=torch.zeros(5, 33, 33)), r"bias.shape=\[5, 33, 33\]"),
+    (dict(keep=torch.zeros(33, 33)), r"keep.dtype=float32: must be bool"),
+    (dict(dropout_p=1.5), r"dropout_p=1.5"),
+    (dict(rng_state=torch.zeros(2)), r"rng_state.dtype=float32: must be int64"),
+    (dict(backend="fastest"), r"backend=\'?fastest\'?"),
+    (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), r"cu_seqlens_q"),
+    (dict(seqlens_k=torch.tensor([34, 1])), r"seqlens_k\[0\]=34"),
+    (dict(return_lse=1), r"return_lse=1: must be True or False"),
+])
+def test_bad_input(change, message):
+    arguments = dict(zip("qkv", qkv(grad=False)))
+    for _ in range(2):  # the second call finds the options of the first
+        with pytest.raises(ValueError, match=r"tessera.attention: .*" + message):
+            tt.attention(**{**arguments, **change})
+
+
+def test_refusals_carry_every_reason():
+    q, k, v = qkv(dtype=torch.float64)
+    with pytest.raises(tt.Refused) as refusal:
+        tt.attention(q, k, v)
+    for name in tessera.backends():
+        assert name in str(refusal.value)
+    why = tt.explain(q, k, v)
+    assert why.backend is None and set(why.reasons) == set(tessera.backends())
+    assert tt.explain(*qkv(), causal=True).backend == "cpu"
+    assert tt.explain(*qkv(), backward=True, grads=("dq",)).backend == "cpu"
+    assert tt.explain("fwd bf16 b=2 s=64 h=4 d=64").backend == "cpu"
+    with pytest.raises(ValueError, match=r"tessera.explain: k.shape"):
+        tt.explain(q, k[..., :3], v)
+
+
+def test_both_kernels_agree(monkeypatch):
+    """The compiled binding and the one through ctypes, bit for bit."""
+    if not tt._ops.has_binding:
+        pytest.skip("libtessera_torch.so was not built")
+    from tessera.torch import _kernels
+    q, k, v = qkv(b=3, hk=2, dtype=torch.bfloat16, grad=False)
+    inputs = dict.fromkeys(tt._describe.INPUTS)
+    inputs.update(q=q, k=k, v=v, bias=torch.randn(4, 33, 33), sink=torch.randn(4),
+                  seqlens_k=torch.tensor([33, 0, 7]), alibi_slopes=torch.rand(3, 4))
+    values = tt._describe.scalars("bshd", 0.3, True, None, "bottom_right", None, None, "pre_scale",
+                                  20.0, 0.0, True, False, None, False, False, False, True, False)
+    arguments = *inputs.values(), *values
+    forward = tt._ops.attention(*arguments, True)
+    assert_same(forward, _kernels.attention(*arguments, True), rtol=0, atol=0)
+    o, lse, _ = forward
+    backward = torch.randn_like(o), o, lse, torch.randn_like(lse), *arguments, 63
+    assert_same(tt._ops.attention_backward(*backward), _kernels.attention_backward(*backward),
+                rtol=0, atol=0)
+
+
+def test_two_translations_of_keywords_agree():
+    """torch.compile traces _describe.scalars; eager calls take what _args says."""
+    q, k, v = qkv()
+    cases = [dict(), dict(causal=True), dict(window=(3, 0), align="top_left"), dict(softcap=3.0),
+             dict(softmax_scale=0.5, layout=("bshd", "bshd")), dict(backend="reference"),
+             dict(bias=torch.zeros(33, 33), bias_at="pre_scale"), dict(bias_at="pre_scale"),
+             dict(drop=torch.zeros(33, 33, dtype=torch.bool)), dict(sink="off_by_one"),
+             dict(dropout_p=0.5, rng_state=torch.zeros(2, dtype=torch.int64)),
+             dict(batch_invariant=True, deterministic=True), dict(align="bottom_right")]
+    for case in cases:
+        call = tt._describe.Call("attention", {"deterministic": False, **case, "q": q, "k": k, "v": v})
+        get = {"layout": "bshd", "causal": False, "bias_at": "post_scale", "softcap": 0.0,
+               "dropout_p": 0.0, "deterministic": False, "batch_invariant": False,
+               "allow_quadratic": False, **case}.get
+        names = ("layout", "softmax_scale", "causal", "window", "align", "max_seqlen_q",
+                 "max_seqlen_k", "bias_at", "softcap", "dropout_p", "deterministic",
+                 "batch_invariant", "backend", "allow_quadratic")
+        traced = tt._describe.scalars(*map(get, names), "sink" in case, "drop" in case,
+                                      "bias" in case, False)
+        assert traced == call.scalars(), case
+
+
+def test_through_the_cases(capsys):
+    from tessera.__main__ import main
+    assert main(["check", "--through", "torch"]) == 0
+    assert ", 0 failed" in capsys.readouterr().out

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.torch under opcheck and torch.compile."""
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera.torch as tt  # noqa: E402
+
+
+def qkv(s, d=8, dtype=torch.float32):
+    return [torch.randn(2, s, 2, d, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def operator_arguments(**given):
+    inputs = {**dict.fromkeys(tt._describe.INPUTS), **given}
+    return *inputs.values(), *(0,) * 8, "", 0.0, 0.0, 0.0
+
+
+def test_opcheck():
+    q, k, v = qkv(7)
+    bias, sink = torch.randn(7, 7, requires_grad=True), torch.randn(2, requires_grad=True)
+    arguments = operator_arguments(q=q, k=k, v=v, bias=bias, sink=sink)
+    torch.library.opcheck(tt._ops.attention, (*arguments, True))
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    o, lse, _ = tt._ops.attention(*arguments, False)
+    torch.library.opcheck(tt._ops.attention_backward,
+                          (torch.ones_like(o), o, lse, None, *arguments, 0b11111))
+    parts = [o.requires_grad_()] * 2, [lse.requires_grad_()] * 2
+    torch.library.opcheck(tt._ops.merge, (*parts, 0))
+    torch.library.opcheck(tt._ops.dropout_mask, (torch.tensor([1, 2]), 2, 2, 7, 7, 0.5))
+
+
+@pytest.mark.parametrize("keywords", [
+    dict(causal=True, return_lse=True), dict(window=(4, 4), align="top_left", softcap=20.0),
+    dict(sink="off_by_one", softmax_scale=0.3), dict(layout="sbhd"), dict(dropout_p=0.2)])
+def test_compiled_equals_eager_at_every_length_without_recompiling(keywords):
+    def function(q, k, v):
+        results = tt.attention(q, k, v, **keywords)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(x.sin().sum() for x in results)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=graphs)
+    for s in (5, 6, 7, 16, 17, 31, 32, 64, 100, 255):
+        arguments = qkv(s)
+        results = []
+        for run in (compiled, function):
+            torch.manual_seed(s)
+            loss = run(*arguments)
+            results.append((loss, *torch.autograd.grad(loss, arguments)))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
+    assert graphs.frame_count == 1
+
+
+def test_packed_sequences_compile_with_a_changing_max_seqlen():
+    def function(q, k, v, cu, longest):
+        return tt.attention(q, k, v, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True,
+                            max_seqlen_q=longest, max_seqlen_k=longest)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=graphs)
+    for longest in (4, 9, 11, 30):
+        cu = torch.tensor([0, 3, 3 + longest], dtype=torch.int32)
+        x = torch.randn(3 + longest, 2, 8)
+        torch.testing.assert_close(compiled(x, x, x, cu, longest), function(x, x, x, cu, longest))
+    assert graphs.frame_count == 1
+
+
+def test_inductor():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: tt.attention(q * 2, k, v.sin(), causal=True).cos(),
+                             fullgraph=True)
+    q, k, v = qkv(33)
+    torch.testing.assert_close(compiled(q, k, v),
+                               tt.attention(q * 2, k, v.sin(), causal=True).cos())
+    torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("dtype, keywords, message", [
+    (torch.float64, {}, "no backend supports this problem"),
+    (torch.float32, {"softcap": -1.0}, "softcap=-1"),
+    (torch.float32, {"bias": torch.zeros(3, 9)}, r"bias.shape"),
+])
+def test_refused_at_trace_time(dtype, keywords, message):
+    torch._dynamo.reset()
+    traced = torch.compile(lambda *x: tt.attention(*x, **keywords), fullgraph=True,
+                           backend="aot_eager")
+    with pytest.raises(Exception, match=message), torch._subclasses.fake_tensor.FakeTensorMode() as m:
+        tt.attention(*(m.from_tensor(x.detach()) for x in qkv(8, dtype=dtype)),
+                     **{name: m.from_tensor(x) if isinstance(x, torch.Tensor) else x
+                        for name, x in keywords.items()})
+    with pytest.raises(Exception, match=message):
+        traced(*qkv(8, dtype=dtype))
