@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformer_engine.pytorch, as far as it is attention.
+
+    attention = DotProductAttention(num_attention_heads=16, kv_channels=64, qkv_format="bshd")
+    out = attention(query_layer, key_layer, value_layer, attn_mask_type="causal")
+"""
+
+from .._names import missing
+from . import attention, constants, cpp_extensions
+from .attention import DotProductAttention
+
+__all__ = ["DotProductAttention", "attention", "constants", "cpp_extensions"]
+__getattr__ = missing(__name__)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's log: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=0|1|2 is warnings, the backend that runs, or why."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("DotProductAttention")
+
+
+def switch(name: str, default: int) -> int:
+    """An NVTE_* variable, read now."""
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ValueError(f"{name}={text!r}: must be a number; unset it for {default}")
+    return int(text) if text else default
+
+
+class AttentionLogging:
+    """The handler of TE's logger, of which TE's users know these names."""
+    _log_level = logging.WARNING
+    _formatter = logging.Formatter("[%(levelname)-8s | %(name)-19s]: %(message)s")
+    _stream_handler = logging.StreamHandler()
+    _is_logging_setup = False
+
+    @staticmethod
+    def setup_logging():
+        """Follows the switches as they are now. An application's own handlers win."""
+        level = switch("NVTE_DEBUG", 0) * switch("NVTE_DEBUG_LEVEL", 0)
+        AttentionLogging._log_level = {0: logging.WARNING, 1: logging.INFO}.get(level, logging.DEBUG)
+        AttentionLogging._stream_handler.setFormatter(AttentionLogging._formatter)
+        logger.setLevel(AttentionLogging._log_level)
+        if not logger.hasHandlers():
+            logger.addHandler(AttentionLogging._stream_handler)
+        AttentionLogging._is_logging_setup = True

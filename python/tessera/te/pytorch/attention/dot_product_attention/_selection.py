@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of TE's three backends runs a call: TE's switches, architectures, and order of preference;
+whether tessera's kernels can is asked of tessera.explain, whose reasons are the ones that print.
+
+FlashAttention and FusedAttention are both tessera's kernels, so they fit or fail together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch.torch_version import TorchVersion
+
+from ..... import __version__, _explain, _lib
+from ...cpp_extensions._tables import FusedAttnBackend
+from ._logging import AttentionLogging, logger, switch
+
+NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
+_FLASH, _FUSED, _UNFUSED = NAMES
+_SWITCHES = {_FLASH: "NVTE_FLASH_ATTN", _FUSED: "NVTE_FUSED_ATTN", _UNFUSED: "NVTE_UNFUSED_ATTN"}
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
+           torch.float64: "fp64"}
+_MAX512 = 512  # the longest sequence of F16_max512
+
+# The last selection, by TE's keys: callers may ask for a new one.
+_attention_backends = {
+    "attention_params": None,
+    "use_flash_attention": None,
+    "flash_attention_backend": None,
+    "use_fused_attention": None,
+    "fused_attention_backend": None,
+    "use_unfused_attention": None,
+    "backend_selection_requires_update": False,
+}
+
+
+@dataclasses.dataclass(eq=True)
+class AttentionParams:
+    """What a selection depends on. `device` is "cpu", "cuda:0", or for questions "sm80", "sm90",
+    "sm100"; None is the current CUDA device, or the CPU where there is none."""
+    qkv_type: type = torch.Tensor
+    qkv_dtype: torch.dtype = torch.bfloat16
+    qkv_layout: str = "sbh3d"
+    batch_size: int = 1
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    max_seqlen_q: int = 128
+    max_seqlen_kv: int = 128
+    head_dim_qk: int = 64
+    head_dim_v: int = 64
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    alibi_slopes_shape: torch.Size | list | None = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias_shape: str | None = "1hss"
+    core_attention_bias_requires_grad: bool = True
+    pad_between_seqs: bool = False
+    attention_dropout: float = 0.0
+    context_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    deterministic: bool = False
+    is_training: bool = True
+    fp8: bool = False
+    fp8_meta: dict | None = None
+    inference_params: object = None
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+    num_splits: int = 1
+    device: str | None = None
+
+    def __eq__(self, other):
+        """Of fp8_meta the recipe only."""
+        if not isinstance(other, AttentionParams):
+            return NotImplemented
+        return _comparable(self) == _comparable(other)
+
+
+@dataclasses.dataclass
+class Selection:
+    """`selected` is one of NAMES, or None; `available` those that could run, and `reasons` say of
+    the others why not."""
+    selected: str | None
+    available: dict[str, bool]
+    fused_backend: FusedAttnBackend | None
+    reasons: dict[str, list[str]]
+
+
+def flash_version() -> TorchVersion:
+    """The version of FlashAttention, which is tessera's. Compares with strings and versions."""
+    return TorchVersion(__version__)
+
+
+def get_attention_backend(attention_params: AttentionParams = None):
+    """(use_flash_attention, flash_attention_backend, use_fused_attention, fused_attention_backend,
+    use_unfused_attention, available_backends): flags of which one is True at most, the version of
+    FlashAttention, the sub-backend of FusedAttention, and a list of what each could do."""
+    chosen = select(attention_params or AttentionParams())
+    available = [chosen.available[name] for name in NAMES]
+    return (chosen.selected == _FLASH, flash_version() if available[0] else None,
+            chosen.selected == _FUSED, chosen.fused_backend, chosen.selected == _UNFUSED, available)
+
+
+def select(params: AttentionParams) -> Selection:
+    """Reads the switches again, chooses, and logs why."""
+    AttentionLogging.setup_logging()
+    config = {"tessera_version": __version__, "compute_capability": _architecture(params)}
+    config.update((field.name, getattr(params, field.name)) for field in dataclasses.fields(params))
+    logger.debug("Running with config=%s", config)
+    reasons = {name: [] for name in NAMES}
+    for name, variable in _SWITCHES.items():
+        if not switch(variable, 1):
+            reasons[name].append(f"{variable}=0")
+    capability = _capability(params)
+    if capability < (8, 0):
+        reasons[_FLASH].append("compute capability < sm80")
+        reasons[_FUSED].append("compute capability < sm80")
+    for flag, reason in (
+            (params.fp8, "FP8 attention, which tessera.te does not have yet; leave the fp8 region"),
+            (params.context_parallel, "context parallelism, which tessera.te does not have yet; "
+             "merge the parts of each rank with tessera.torch.merge"),
+            (params.inference_params is not None, "inference_params, which tessera.te does not have "
+             "yet; give tessera.torch.attention a page_table")):
+        if flag:
+            for name in NAMES:
+                reasons[name].append(reason)
+    if params.qkv_dtype not in _DTYPES:
+        reasons[_UNFUSED].append(f"unsupported qkv_dtype = {params.qkv_dtype}")
+    kernels = _kernel_reasons(params)
+    reasons[_FLASH] += kernels
+    reasons[_FUSED] += kernels
+    for name, texts in reasons.items():
+        for text in texts:
+            logger.debug("Disabling %s due to %s", name, text)
+    return _prefer(params, reasons, capability)
+
+
+def _prefer(params, reasons, capability) -> Selection:
+    available = {name: not texts for name, texts in reasons.items()}
+    fused_backend = _sub_backend(params) if available[_FUSED] else None
+    labels = {_FLASH: f"FlashAttention ({flash_version()})",
+              _FUSED: f"FusedAttention (sub-backend {int(fused_backend or 0)})", _UNFUSED: _UNFUSED,
+              None: "NoBackend"}
+    logger.debug("Available backends = {%s}", ", ".join(
+        f"{name}={available[name]}" + (labels[name].removeprefix(name) if available[name] else "")
+        for name in NAMES))
+    order = (_FUSED, _FLASH) if capability >= (9, 0) else (_FLASH, _FUSED)
+    if available[_FLASH] and available[_FUSED]:
+        logger.debug("Disabling %s to give %s preference for performance reasons", *order[::-1])
+    selected = next((name for name in (*order, _UNFUSED) if available[name]), None)
+    logger.debug("Selected backend = %s", labels[selected])
+    if selected == _UNFUSED:
+        logger.warning("UnfusedDotProductAttention materialises the scores: %d bytes",
+                       4 * params.batch_size * params.num_heads * params.max_seqlen_q *
+                       params.max_seqlen_kv)
+    return Selection(selected, available, fused_backend, reasons)
+
+
+def _sub_backend(params) -> FusedAttnBackend:
+    """NVTE_FUSED_ATTN_BACKEND=0 asks for F16_max512, where it applies."""
+    short = max(params.max_seqlen_q, params.max_seqlen_kv) <= _MAX512
+    if short and switch("NVTE_FUSED_ATTN_BACKEND", 1) == FusedAttnBackend.F16_max512:
+        return FusedAttnBackend.F16_max512
+    return FusedAttnBackend.F16_arbitrary_seqlen
+
+
+def case_lines(params: AttentionParams) -> list[str]:
+    """The problem as lines of tessera's case language: one for each pass that will run."""
+    p = params
+    if p.qkv_dtype not in _DTYPES:
+        raise ValueError(f"qkv_dtype={p.qkv_dtype}: must be float16, bfloat16 or float32")
+    words = [_DTYPES[p.qkv_dtype], f"b={max(p.batch_size, 1)}", f"sq={max(p.max_seqlen_q, 1)}",
+             f"sk={max(p.max_seqlen_kv, 1)}", f"hq={p.num_heads}", f"hk={p.num_gqa_groups}",
+             f"dqk={p.head_dim_qk}", f"dv={p.head_dim_v}", f"layout={p.qkv_layout}"]
+    mask = p.attn_mask_type
+    bottom_right = mask.endswith("bottom_right") or \
+        mask not in ("causal", "padding_causal") and p.bottom_right_diagonal is not False
+    left, right = p.window_size or (-1, -1)
+    bounded = "causal" in mask or (left, right) != (-1, -1)
+    if "causal" in mask:
+        words.append("causal")
+    if left >= 0 or "causal" not in mask and right >= 0:
+        words.append(f"window={left},{right}")
+    if bounded or p.core_attention_bias_type == "alibi":
+        words.append(f"align={'bottom_right' if bottom_right else 'top_left'}")
+    if "padding" in mask or "t" in p.qkv_layout.split("_")[0]:
+        words.append("lens=random:0" if p.max_seqlen_q == p.max_seqlen_kv else
+                     "lens_q=random:0 lens_k=random:1")
+    if p.pad_between_seqs:
+        words.append("gaps=random:0")
+    if mask == "arbitrary":
+        words.append("keep=random:0.5/bhqk")
+    grads = []
+    if p.core_attention_bias_type == "alibi":
+        slopes = p.alibi_slopes_shape
+        words.append("alibi=bh" if slopes is not None and len(slopes) == 2 else "alibi")
+    elif p.core_attention_bias_type != "no_bias":
+        shape = (p.core_attention_bias_shape or "1hss").replace("ss", "qk").replace("1s", "k")
+        words.append(f"bias={p.core_attention_bias_type.removesuffix('_scale_bias')}/"
+                     f"{shape.replace('1', '')}")
+        grads += ["dbias"] * p.core_attention_bias_requires_grad
+    if p.softmax_type != "vanilla":
+        learnable = p.softmax_type == "learnable"
+        words.append("sink=learnable" if learnable else "sink=off_by_one")
+        grads += ["dsink"] * learnable
+    if p.attention_dropout:
+        words.append(f"dropout={p.attention_dropout:g}")
+    if p.deterministic:
+        words.append("deterministic")
+    lines = [" ".join(["fwd", *words] + ["max_logit"] * p.return_max_logit)]
+    if p.is_training:
+        lines.append(" ".join(["bwd", *words] + [f"grads={','.join(grads)}"] * bool(grads)))
+    return lines
+
+
+def _kernel_reasons(params) -> list[str]:
+    """Why tessera's kernels cannot run this; empty if they can."""
+    try:
+        lines = case_lines(params)
+    except ValueError as error:
+        return [str(error)]
+    for line in lines:
+        reasons = _explained(line, _device(params))
+        if reasons:
+            return list(reasons)
+    return []
+
+
+@functools.lru_cache(maxsize=1024)
+def _explained(line: str, device: str) -> tuple[str, ...]:
+    kind, _, number = device.partition(":")
+    if device == "cpu" or kind == "cuda":
+        target = _lib.Device(kind=_lib.CPU if device == "cpu" else _lib.CUDA, ordinal=int(number or 0))
+    else:
+        kind, arch = _explain._DEVICES[device]
+        target = _lib.Device(kind=kind, arch=arch)
+    try:
+        answer = _explain._answer(None, line, target)
+    except ValueError as error:
+        return (str(error),)
+    if answer.backend is not None:
+        return ()
+    return tuple(f"{name}: {reason}" for name, texts in answer.reasons.items()
+                 for reason in texts if name != "reference")
+
+
+def _device(params) -> str:
+    if params.device is not None:
+        return params.device
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _capability(params) -> tuple[int, int]:
+    """The CPU chooses as Hopper does."""
+    device = _device(params)
+    if device == "cpu":
+        return 9, 0
+    if device.startswith("sm"):
+        return divmod(int(device[2:]), 10)
+    return torch.cuda.get_device_capability(device)
+
+
+def _architecture(params) -> str:
+    major, minor = _capability(params)
+    return "cpu" if _device(params) == "cpu" else f"sm{10 * major + minor}"
+
+
+def _comparable(params):
+    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    values["fp8_meta"] = (params.fp8_meta or {}).get("recipe")
+    return values

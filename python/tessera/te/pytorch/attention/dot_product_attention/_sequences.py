@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cumulative lengths, and copies between padded and packed tensors. The kernels need no such copy."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn.functional import pad
+
+
+def get_cu_seqlens(mask):
+    """int32 [b + 1] from a padding mask [b, 1, 1, s], True = hidden."""
+    lengths = (~mask).sum((1, 2, 3))
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def get_cu_seqlens_and_indices(mask):
+    """get_cu_seqlens(mask), and where the visible tokens lie in [b * s]: int64 [b * s, 1, 1], filled up
+    with b * s."""
+    tokens = (~mask).reshape(-1).nonzero().squeeze(1)
+    return get_cu_seqlens(mask), _filled(tokens, mask.numel())
+
+
+def get_indices(max_seqlen, cu_seqlens):
+    """Where the tokens of sequences that are padded to max_seqlen lie, as get_cu_seqlens_and_indices
+    says it."""
+    positions = torch.arange(max_seqlen, device=cu_seqlens.device)
+    visible = positions < cu_seqlens.diff()[:, None]
+    return _filled(visible.reshape(-1).nonzero().squeeze(1), visible.numel())
+
+
+@functools.lru_cache(maxsize=256)
+def get_full_cu_seqlens(batch_size, max_seqlen, device):
+    """int32 [b + 1] of sequences that are all max_seqlen long; one tensor for equal questions."""
+    return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
+
+
+class PackTensors:
+    """The tokens at `indices`, [b * s, h, d] -> the same shape, what is filled up being zero."""
+
+    @staticmethod
+    def apply(indices, *tensors):
+        packed = tuple(_take(x, indices) for x in tensors)
+        return packed if len(packed) > 1 else packed[0]
+
+
+class UnpackTensor:
+    """PackTensors undone: [n, h, d] -> [dim0, h, d]."""
+
+    @staticmethod
+    def apply(indices, dim0, tensor):
+        rows = indices.reshape(-1)[:tensor.shape[0]]
+        grown = tensor.new_zeros(dim0 + 1, *tensor.shape[1:])
+        return grown.index_put((rows,), tensor[:rows.shape[0]])[:dim0]
+
+
+class ConvertTHDtoBSHD:
+    """[t, h, d] -> [b, max_seqlen, h, d], zero after each sequence."""
+
+    @staticmethod
+    def apply(thd_tensor, cu_seqlens, max_seqlen):
+        positions = torch.arange(max_seqlen, device=cu_seqlens.device)
+        visible = positions < cu_seqlens.diff()[:, None]
+        index = (cu_seqlens[:-1, None] + positions).clamp(max=max(thd_tensor.shape[0] - 1, 0))
+        return thd_tensor[index.long()].masked_fill(~visible[:, :, None, None], 0)
+
+
+class ConvertBSHDtoTHD:
+    """[b, s, h, d] -> [t, h, d]: padding left out."""
+
+    @staticmethod
+    def apply(bshd_tensor, cu_seqlens):
+        positions = torch.arange(bshd_tensor.shape[1], device=cu_seqlens.device)
+        return bshd_tensor[positions < cu_seqlens.diff()[:, None]]
+
+
+def _filled(tokens, size):
+    return pad(tokens, (0, size - tokens.shape[0]), value=size).reshape(-1, 1, 1)
+
+
+def _take(x, indices):
+    return pad(x, (0, 0, 0, 0, 0, 1))[indices.reshape(-1)]

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DotProductAttention, with TE's signature, attributes and state dict."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ..... import _lib
+from ...._names import missing
+from ... import _words
+from ..._translate import Call
+from ...constants import AttnTypes
+from . import _packed, _selection
+from ._logging import logger, switch
+from ._selection import AttentionParams, _attention_backends
+from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention
+from .utils import get_qkv_layout
+
+__all__ = ["DotProductAttention", "_attention_backends"]
+__getattr__ = missing(__name__)
+
+
+class DotProductAttention(torch.nn.Module):
+    """TransformerEngine's attention between projections: [.., h, d] in, [.., h * dv] out.
+
+    Arguments mean what TE documents; what TE sends to its unfused path or refuses runs on tessera's
+    kernels. kv_channels=(dqk, dv) is MLA. softmax_offset is None, zeros for "off-by-one", and a
+    parameter [heads] for "learnable". Padding rows of the output are zero.
+
+    >>> attention = DotProductAttention(16, 64, qkv_format="bshd", attn_mask_type="causal")
+    >>> out = attention(query_layer, key_layer, value_layer)
+    """
+
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+                 qkv_format="sbhd", attn_mask_type="causal", window_size=None,
+                 bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
+                 get_rng_state_tracker=None, tp_group=None, layer_number=None,
+                 attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None,
+                 cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
+                 return_max_logit=False, name=None):
+        super().__init__()
+        if attention_type not in AttnTypes:
+            raise _words.error("attention_type", attention_type,
+                               f"must be one of {_words.quoted(AttnTypes)}")
+        if not 0 <= attention_dropout < 1:
+            raise _words.error("attention_dropout", attention_dropout, "must be in [0, 1)")
+        self.qkv_format = _words.qkv_format(qkv_format)
+        self.attn_mask_type = _words.mask_type(attn_mask_type)
+        self.window_size = _words.check_set_window_size(self.attn_mask_type, window_size)
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.sequence_parallel = sequence_parallel
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        for what, heads in (("num_attention_heads", num_attention_heads),
+                            ("num_gqa_groups", self.num_gqa_groups)):
+            if heads % self.tp_size:
+                raise _words.error(what, heads, f"must be a multiple of tp_size={self.tp_size}")
+        if num_attention_heads % self.num_gqa_groups:
+            raise _words.error("num_gqa_groups", self.num_gqa_groups,
+                               f"must divide num_attention_heads={num_attention_heads}")
+        self.num_gqa_groups_per_partition = self.num_gqa_groups // self.tp_size
+        pair = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = pair
+        self.softmax_scale = pair[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.attention_type = attention_type
+        self.attention_dropout = attention_dropout
+        self.rng_states_tracker = None
+        self.attention_dropout_ctx = contextlib.nullcontext
+        if get_rng_state_tracker is not None and not sequence_parallel:
+            self.rng_states_tracker = get_rng_state_tracker()
+            self.attention_dropout_ctx = self.rng_states_tracker.fork
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.name = name
+        self.return_max_logit = return_max_logit
+        self.deterministic = not switch("NVTE_ALLOW_NONDETERMINISTIC_ALGO", 1) or \
+            torch.are_deterministic_algorithms_enabled()
+        self.fp8_meta, self.quantizers = {}, {}
+        self.softmax_type = _words.softmax_type(softmax_type)
+        self.softmax_offset = self._new_offset(num_attention_heads // self.tp_size)
+        self.flash_attention = FlashAttention()
+        self.fused_attention = FusedAttention()
+        self.unfused_attention = UnfusedDotProductAttention()
+        self.logger = logger
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        """A group of one rank is none."""
+        groups = cp_group if isinstance(cp_group, list) else [cp_group] if cp_group else []
+        for group in groups:
+            ranks = torch.distributed.get_world_size(group)
+            if ranks > 1:
+                raise _later("cp_group", f"{ranks} ranks", "context parallelism",
+                             "merge the parts of each rank with tessera.torch.merge")
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+
+    def forward(self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None,
+                qkv_format=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+                cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+                attn_mask_type=None, window_size=None, bottom_right_diagonal=None,
+                checkpoint_core_attention=False, core_attention_bias_type="no_bias",
+                core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+                inference_params=None, pad_between_seqs=None, fp8_output=False,
+                bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
+                score_mod_tensors=None, score_mod_bprop_tensors=None, *, qkv_layer=None,
+                kv_layer=None, qkv_interleave_dim=-3):
+        """[s, b, h * dv], [b, s, h * dv] or [t, h * dv]; with return_max_logit a pair with [h].
+
+        attention_mask and cu_seqlens_* matter to padding masks, the former to "arbitrary" too.
+        fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own.
+        """
+        for what, value, feature, instead in (
+                ("inference_params", inference_params, "TE's KV cache",
+                 "give tessera.torch.attention a page_table or seqlens_k"),
+                ("score_mod", score_mod or score_mod_bprop or score_mod_tensors or
+                 score_mod_bprop_tensors, "score_mod", "a bias, ALiBi or an arbitrary mask may do"),
+                ("fp8_output", fp8_output or bf16_backward, "FP8 attention", "leave it False")):
+            if value:
+                raise _later(what, type(value).__name__, feature, instead)
+        q_format = self.qkv_format if qkv_format is None else _words.qkv_format(qkv_format)
+        q, k, v, layout = _packed.separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer,
+                                           qkv_interleave_dim, q_format)
+        mask = self.attn_mask_type if attn_mask_type is None else _words.mask_type(attn_mask_type)
+        window = self.window_size if window_size is None and attn_mask_type is None else \
+            _words.check_set_window_size(mask, window_size or self._window_for(mask))
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else \
+            bottom_right_diagonal
+        if pad_between_seqs and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None:
+            raise _words.error("pad_between_seqs", True,
+                               "needs cu_seqlens_q_padded and cu_seqlens_kv_padded")
+        call = Call(q, k, v, q_format, q_format, mask, window,
+                    _words.bottom_right(mask, bottom_right), attention_mask, cu_seqlens_q,
+                    cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
+                    max_seqlen_kv, None, None, _words.bias_type(core_attention_bias_type),
+                    core_attention_bias, alibi_slopes, self.softmax_scale, self.softmax_type,
+                    self.softmax_offset if self.softmax_type == "learnable" else None)
+        keywords = call.keywords()
+        self._check_heads(call)
+        keywords["deterministic"] = self.deterministic
+        keywords["return_max_logit"] = self.return_max_logit
+        if self.attention_dropout and self.training:
+            keywords["dropout_p"] = self.attention_dropout
+            with self.attention_dropout_ctx():
+                keywords["rng_state"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64,
+                                                      device=q.device)
+        backend = self._backend(call, keywords, layout)
+        if checkpoint_core_attention:
+            result = checkpoint(backend, q, k, v, use_reentrant=False, **keywords)
+        else:
+            result = backend(q, k, v, **keywords)
+        if not self.return_max_logit:
+            return result.flatten(-2)
+        out, max_logit = result
+        return out.flatten(-2), max_logit.to(out.dtype)
+
+    # ---- state dicts: TE keeps FP8's state beside the parameters ----
+
+    def get_extra_state(self):
+        return getattr(self, "_extra_state", torch.empty(0, dtype=torch.uint8))
+
+    def set_extra_state(self, state):
+        """Kept as it is, and never unpickled, for the next state_dict()."""
+        self._extra_state = state
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys,
+                              unexpected_keys, error_msgs):
+        state_dict.pop(f"{prefix}fused_attention._extra_state", None)  # where TE 1.6 kept it
+        before = len(missing_keys)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys,
+                                      unexpected_keys, error_msgs)
+        missing_keys[before:] = [key for key in missing_keys[before:]
+                                 if key != f"{prefix}_extra_state"]
+
+    # ---- below: how ----
+
+    def _new_offset(self, heads: int):
+        if self.softmax_type == "vanilla":
+            return None
+        zeros = torch.zeros(heads, device="cuda" if torch.cuda.is_available() else None)
+        return zeros if self.softmax_type == "off-by-one" else torch.nn.Parameter(zeros)
+
+    def _window_for(self, mask: str):
+        """The module's window beside another mask: what mask types add themselves is left out."""
+        left, right = self.window_size
+        if "causal" in mask:
+            return left, 0
+        return (-1, -1) if "causal" in self.attn_mask_type and left < 0 else (left, right)
+
+    def _check_heads(self, call: Call):
+        heads = self.num_attention_heads // self.tp_size
+        for name, x, h, d in (
+                ("query_layer", call.q, heads, self.hidden_size_per_attention_head_k),
+                ("key_layer", call.k, self.num_gqa_groups_per_partition,
+                 self.hidden_size_per_attention_head_k),
+                ("value_layer", call.v, self.num_gqa_groups_per_partition,
+                 self.hidden_size_per_attention_head_v)):
+            if tuple(x.shape[-2:]) != (h, d):
+                raise _words.error(f"{name}.shape", list(x.shape),
+                                   f"must end with [{h}, {d}], this module's heads and head dim")
+
+    def _backend(self, call: Call, keywords: dict, layout: str | None):
+        """The module that runs; raises every reason when none can."""
+        if torch.compiler.is_compiling():
+            return self._switched_backend()
+        params = self._params(call, keywords, layout)
+        cache = _attention_backends
+        if cache["attention_params"] != params:
+            cache["attention_params"] = params
+            cache["backend_selection_requires_update"] = True
+        if cache["backend_selection_requires_update"]:
+            chosen = _selection.select(params)
+            cache.update(zip(("use_flash_attention", "use_fused_attention",
+                              "use_unfused_attention"),
+                             (chosen.selected == name for name in _selection.NAMES)))
+            cache["fused_attention_backend"] = chosen.fused_backend
+            cache["flash_attention_backend"] = _selection.flash_version()
+            cache["backend_selection_requires_update"] = chosen.selected is None
+            if chosen.selected is None:
+                raise ValueError(_nothing_fits(chosen.reasons))
+            self._announce(chosen)
+        if cache["use_fused_attention"]:
+            return self.fused_attention
+        return self.flash_attention if cache["use_flash_attention"] else self.unfused_attention
+
+    def _switched_backend(self):
+        """While torch.compile traces: by the switches alone, without a log. A call that tessera's
+        kernels refuse then raises their reasons."""
+        for name, module in (("NVTE_FUSED_ATTN", self.fused_attention),
+                             ("NVTE_FLASH_ATTN", self.flash_attention),
+                             ("NVTE_UNFUSED_ATTN", self.unfused_attention)):
+            if switch(name, 1):
+                return module
+        raise ValueError(_nothing_fits({name: [f"{name}=0"] for name in _selection.NAMES}))
+
+    def _params(self, call: Call, keywords: dict, layout: str | None) -> AttentionParams:
+        bias = keywords.get("bias")
+        slopes = call.alibi_slopes
+        starts = "cu_seqlens_q_padded" in keywords or "cu_seqlens_k_padded" in keywords
+        return AttentionParams(
+            qkv_dtype=call.q.dtype,
+            qkv_layout=layout or get_qkv_layout(call.q, call.k, call.v, call.q_format)[0],
+            batch_size=call.extent("b"), num_heads=call.extent("h"),
+            num_gqa_groups=call.extent("h", "kv"),
+            max_seqlen_q=keywords.get("max_seqlen_q") or call.extent("s") or call.q.shape[0],
+            max_seqlen_kv=keywords.get("max_seqlen_k") or call.extent("s", "kv") or
+            call.k.shape[0],
+            head_dim_qk=call.q.shape[-1], head_dim_v=call.v.shape[-1], attn_mask_type=call.mask,
+            window_size=call.window, bottom_right_diagonal=call.bottom_right,
+            alibi_slopes_shape=None if slopes is None else slopes.shape,
+            core_attention_bias_type=call.bias_type,
+            core_attention_bias_shape=None if bias is None else _bias_shape(bias),
+            core_attention_bias_requires_grad=bias is not None and bias.requires_grad,
+            pad_between_seqs=starts, attention_dropout=keywords.get("dropout_p", 0.0),
+            deterministic=self.deterministic, is_training=self.training,
+            softmax_type=self.softmax_type, return_max_logit=self.return_max_logit,
+            device=str(call.q.device))
+
+    def _announce(self, chosen):
+        if chosen.selected == "FusedAttention":
+            logger.info("Running with FusedAttention backend (sub-backend %s)",
+                        int(chosen.fused_backend))
+        elif chosen.selected == "FlashAttention":
+            logger.info("Running with FlashAttention backend (version %s)",
+                        _selection.flash_version())
+        else:
+            logger.info("Running with UnfusedDotProductAttention backend")
+
+
+def _bias_shape(bias) -> str:
+    """TE's name of a bias's shape: "1hss", "bhss", "b1ss", "11ss" or "111s"."""
+    return "".join("1" if n == 1 else axis for n, axis in zip(bias.shape, "bhss"))
+
+
+def _nothing_fits(reasons: dict) -> str:
+    lines = [f"  {name}: {text}" for name, texts in reasons.items() for text in texts]
+    return "\n".join(["No dot product attention backend is available for the provided inputs.",
+                      *lines])
+
+
+def _later(name: str, value: str, feature: str, instead: str) -> _lib.Refused:
+    return _lib.Refused(f"DotProductAttention: {name}={value}: tessera.te does not have {feature} yet; "
+                        f"{instead}")

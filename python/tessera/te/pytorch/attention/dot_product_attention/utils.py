@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TE's users import from dot_product_attention.utils."""
+
+from __future__ import annotations
+
+from ...._names import missing
+from ..._words import check_set_window_size
+from ._layouts import get_qkv_format, get_qkv_layout
+from ._logging import AttentionLogging
+from ._masks import get_alibi, get_full_mask, get_padding_mask
+from ._selection import AttentionParams, flash_version, get_attention_backend
+from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
+                         get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens,
+                         get_indices)
+
+__all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
+           "FlashAttentionUtils", "PackTensors", "UnpackTensor", "check_set_window_size",
+           "get_alibi", "get_attention_backend", "get_cu_seqlens", "get_cu_seqlens_and_indices",
+           "get_full_cu_seqlens", "get_full_mask", "get_indices", "get_padding_mask",
+           "get_qkv_format", "get_qkv_layout"]
+__getattr__ = missing(__name__)
+
+_alibi_cache = {
+    "_num_heads": None,
+    "_alibi_slopes": None,
+    "_max_seqlen_q": None,
+    "_max_seqlen_kv": None,
+    "_bottom_right_alignment": True,
+    "_alibi_bias": None,
+    "_alibi_slopes_require_update": False,
+    "_alibi_bias_require_update": False,
+}
+
+
+class FlashAttentionUtils:
+    """FlashAttention is tessera's kernels, which are always installed; no external package is."""
+    is_installed = True
+    version = flash_version()
+    v3_is_installed = False
+    v4_is_installed = False
+    fa3_version = None
+    fa4_version = None

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's fused attention, forward and backward, without autograd.
+
+    out, aux = fused_attn_fwd(True, sq, skv, cu_q, cu_kv, q, k, v, q.dtype, FusedAttnBackend.cast(1),
+                              qkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
+    dq, dk, dv, dbias, dsink = fused_attn_bwd(sq, skv, cu_q, cu_kv, q, k, v, out, d_out, q.dtype, aux,
+                                              FusedAttnBackend.cast(1), ...)
+
+aux = [stats, rng_state(, bias)(, softmax_offset)]: stats are fp32 log-sum-exps, [b, h, sq, 1], of
+packed sequences [t, h, 1]; rng_state is int64 [seed, offset]. Gradients are dense and in the formats
+of dqkv_layout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...._args import ORDERS
+from ....torch import _describe, _ops, attention
+from .. import _words
+from .._translate import Call
+from ..._names import missing
+from ._tables import (META_DO, META_DP, META_DQKV, META_O, META_QKV, META_S, AttnBiasType,
+                      AttnMaskType, FusedAttnBackend, QKVFormat, QKVLayout, SoftmaxType)
+
+__all__ = ["fused_attn_fwd", "fused_attn_bwd", "QKVLayout", "QKVFormat", "AttnBiasType",
+           "AttnMaskType", "SoftmaxType", "FusedAttnBackend", "META_QKV", "META_O", "META_S",
+           "META_DQKV", "META_DO", "META_DP"]
+__getattr__ = missing(__name__)
+
+
+def fused_attn_fwd(is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v,
+                   fake_dtype, fused_attention_backend, attn_bias=None, cu_seqlens_q_padded=None,
+                   cu_seqlens_kv_padded=None, page_table_k=None, page_table_v=None,
+                   s_quantizer=None, o_quantizer=None, attn_scale=None, dropout=0.0,
+                   fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
+                   qkv_scale_inv_format=None, attn_bias_type="no_bias", attn_mask_type="padding",
+                   softmax_type="vanilla", window_size=(-1, -1), bottom_right_diagonal=None,
+                   rng_gen=None, softmax_offset=None, return_max_logit=False, cuda_graph=False):
+    """(out, aux), and max_logit [h] when asked for. Without training there is no dropout."""
+    _sixteen_bits(fused_attention_backend, s_quantizer=s_quantizer, o_quantizer=o_quantizer,
+                  qkv_scale_inv_format=qkv_scale_inv_format)
+    call = _call(q, k, v, qkv_layout, attn_mask_type, window_size, bottom_right_diagonal,
+                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                 max_seqlen_q, max_seqlen_kv, attn_bias_type, attn_bias, attn_scale, softmax_type,
+                 softmax_offset, page_table_k, page_table_v)
+    rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device,
+                              generator=rng_gen)
+    keywords = call.keywords()
+    if is_training and dropout:
+        keywords.update(dropout_p=dropout, rng_state=rng_state)
+    with torch.no_grad():
+        o, lse, *max_logit = attention(call.q, call.k, call.v, **keywords, return_lse=True,
+                                       return_max_logit=return_max_logit)
+    stats = lse.transpose(0, 1) if call.q_format == "thd" else lse
+    aux = [stats.unsqueeze(-1), rng_state]
+    aux += [attn_bias] * ("bias" in keywords) + [softmax_offset] * (softmax_type == "learnable")
+    return _formatted(o, call.q_format, o_format), aux, *max_logit
+
+
+def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o,
+                   fake_dtype, aux_ctx_tensors, fused_attention_backend, cu_seqlens_q_padded=None,
+                   cu_seqlens_kv_padded=None, s_quantizer=None, dp_quantizer=None,
+                   dqkv_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True,
+                   qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d",
+                   qkv_scale_inv_format=None, do_scale_inv_format=None, attn_bias_type="no_bias",
+                   attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
+                   bottom_right_diagonal=None, deterministic=False, cuda_graph=False):
+    """(dq, dk, dv, dbias, d_softmax_offset); what has no gradient is None."""
+    _sixteen_bits(fused_attention_backend, s_quantizer=s_quantizer, dp_quantizer=dp_quantizer,
+                  dqkv_quantizer=dqkv_quantizer, qkv_scale_inv_format=qkv_scale_inv_format,
+                  do_scale_inv_format=do_scale_inv_format)
+    stats, rng_state, *more = aux_ctx_tensors
+    bias = more.pop(0) if attn_bias_type.endswith("scale_bias") else None
+    offset = more.pop(0) if softmax_type == "learnable" else None
+    call = _call(q, k, v, qkv_layout, attn_mask_type, window_size, bottom_right_diagonal,
+                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                 max_seqlen_q, max_seqlen_kv, attn_bias_type, bias, attn_scale, softmax_type,
+                 offset)
+    keywords = call.keywords()
+    keywords["deterministic"] = deterministic
+    if dropout:
+        keywords.update(dropout_p=dropout, rng_state=rng_state)
+    lse = stats.squeeze(-1)
+    lse = lse.transpose(0, 1).contiguous() if call.q_format == "thd" else lse
+    names = ["dq", "dk", "dv"] + ["dbias"] * (bias is not None) + ["dsink"] * (offset is not None)
+    grads = _backward(_formatted(d_o, do_format, call.q_format),
+                      _formatted(o, o_format, call.q_format), lse,
+                      dict(keywords, q=call.q, k=call.k, v=call.v), names)
+    to_q, to_kv = _words.formats_of(dqkv_layout)
+    return (_formatted(grads["dq"], call.q_format, to_q),
+            _formatted(grads["dk"], call.kv_format, to_kv),
+            _formatted(grads["dv"], call.kv_format, to_kv), grads.get("dbias"),
+            grads["dsink"].reshape(offset.shape) if offset is not None else None)
+
+
+def _call(q, k, v, qkv_layout, mask, window, bottom_right, cu_seqlens_q, cu_seqlens_kv,
+          cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, bias_type, bias,
+          attn_scale, softmax_type, softmax_offset, page_table_k=None, page_table_v=None) -> Call:
+    if qkv_layout not in QKVLayout:
+        raise _words.error("qkv_layout", qkv_layout, f"must be one of {_words.quoted(QKVLayout)}")
+    mask = _words.mask_type(mask)
+    if mask == "arbitrary":
+        raise _words.error("attn_mask_type", mask, "has no place for the mask here; use "
+                           "DotProductAttention, or a bias of -inf")
+    q_format, kv_format = _words.formats_of(qkv_layout)
+    if page_table_k is not None and kv_format == "sbhd":  # pages come first in tessera's pools
+        k, v, kv_format = k.transpose(0, 1), v.transpose(0, 1), "bshd"
+    return Call(q, k, v, q_format, kv_format, mask,
+                _words.check_set_window_size(mask, window), _words.bottom_right(mask, bottom_right),
+                None, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                max_seqlen_q, max_seqlen_kv, page_table_k, page_table_v,
+                _words.bias_type(bias_type), bias, None, attn_scale,
+                _words.softmax_type(softmax_type), softmax_offset)
+
+
+def _backward(do, o, lse, given: dict, names) -> dict:
+    """The operator that autograd calls."""
+    call = _describe.Call("attention_backward", given, {"do": do, "o": o, "lse": lse}, names)
+    inputs = dict(call.tensors())
+    bits = sum(1 << i for i, name in enumerate(_describe.GRADIENT_OF) if name in names)
+    grads = _ops.attention_backward(do, o, lse, None,
+                                    *(inputs.get(i) for i in range(len(_describe.INPUTS))),
+                                    *call.scalars(), bits)
+    return dict(zip(names, grads))
+
+
+def _formatted(x, have: str, want: str):
+    """x, a view of it, in another format; packed tensors have one."""
+    if have == want or "thd" in (have, want):
+        return x
+    axes = [None] * 4
+    for source, target in zip(ORDERS[have], ORDERS[want]):
+        axes[target] = source
+    return x.permute(axes)
+
+
+def _sixteen_bits(backend, **quantizers):
+    if FusedAttnBackend.cast(backend) not in (FusedAttnBackend.F16_max512,
+                                              FusedAttnBackend.F16_arbitrary_seqlen):
+        raise _words.error("fused_attention_backend", FusedAttnBackend.cast(backend).name,
+                           "tessera.te has no FP8 attention yet; F16_arbitrary_seqlen would work")
+    for name, value in quantizers.items():
+        if value is not None:
+            raise _words.error(name, type(value).__name__, "tessera.te has no FP8 attention yet; "
+                               "leave it out")
