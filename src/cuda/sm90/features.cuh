@@ -60,12 +60,12 @@ class Features {
     const bool has_bias = p_.tensor[TESSERA_BIAS].data, alibi = p_.tensor[TESSERA_ALIBI_SLOPES].data;
     const bool pre = has_bias && (p_.flags & TESSERA_BIAS_PRE_SCALE), post = has_bias && !pre;
     const bool softcap = p_.flags & TESSERA_SOFTCAP;
-    if (pre && softcap) add_bias(block, 1.f, 1.f, bias, S);
-    if (softcap) cap(S, pre);
-    if (has_bias && !(pre && softcap)) {
+    if (softcap && !pre) cap(S, false);
+    if (has_bias) {
       const float c = pre || softcap ? 1.f : log2_scale(p_);
       add_bias(block, c, post ? kLog2e : 1.f, bias, S);
     }
+    if (softcap && pre) cap(S, true);
     if (alibi) add_alibi(block, post || softcap ? 1.f : log2_scale(p_), S);
   }
 

@@ -169,6 +169,9 @@ struct Forward {
     Ring<kWorkStages> work_ring;
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;
+    // A box wholly outside a ragged map faults. Columns of v past dv may be anything: their o is not
+    // stored. Those of q and k must be zeros, and their maps are plain.
+    const int v_chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
     for (;; work_ring.advance()) {
       work_barriers.wait(work_ring);
       const Work& work = works[work_ring.stage];
@@ -193,9 +196,9 @@ struct Forward {
           }
           q_ring.advance();
         }
-        v_barriers.acquire(ring, VTile::kBytes);
+        v_barriers.acquire(ring, v_chunks * VTile::kChunkBytes);
         VTile::load(shared.v(ring.stage), &a.v, v_barriers.full(ring.stage), kv_head,
-                    v_row + j * kTileN, v_shift, batch);
+                    v_row + j * kTileN, v_shift, batch, v_chunks);
         ring.advance();
       }
       if constexpr (kRich) work_barriers.release(work_ring);
