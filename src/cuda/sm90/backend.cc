@@ -15,6 +15,10 @@ constexpr int kHopper = 90;
 constexpr int kElementsOf16Bytes = 8;
 constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
 
+// In the dtype of q and read or written in units of 16 bytes.
+constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
+                            TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV};
+
 class Sm90Backend final : public Backend {
  public:
   std::string_view name() const override { return "cuda_sm90"; }
@@ -26,16 +30,14 @@ class Sm90Backend final : public Backend {
                     [] { return std::string("device=cpu: must be a CUDA device"); });
     if (device.kind == TESSERA_CUDA) {
       const int arch = arch_of(device);
-      support.require(arch == 0 || arch == kHopper, ReasonId::kDevice, Remedy::kNone, [&] {
-        return "arch=" + std::to_string(arch) + ": must be 90 (Hopper)";
-      });
+      support.require(arch == 0 || arch == kHopper, ReasonId::kDevice, Remedy::kNone,
+                      [&] { return "arch=" + std::to_string(arch) + ": must be 90 (Hopper)"; });
     }
-    support.require(!is_backward(p), ReasonId::kFeature, Remedy::kNone,
-                    [] { return std::string("pass=backward: this backend has the forward pass"); });
+    if (is_backward(p)) require_backward(support, p);
     require_dtypes(support, p);
     require_sizes(support, p);
-    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
-      require_strides(support, p, index);
+    for (const int index : kTensors) {
+      if (given(p, index)) require_strides(support, p, index);
     }
     require_features(support, p);
     return support;
@@ -46,10 +48,12 @@ class Sm90Backend final : public Backend {
     return general_backend().canonical(problem);
   }
 
-  Result<std::unique_ptr<Plan>> plan(const Problem& canonical, const Device& device) const override {
+  Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
+                                     const Device& device) const override {
     auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
-    return plan_forward(canonical, device, std::move(fallback).value());
+    auto plan = is_backward(canonical) ? plan_backward : plan_forward;
+    return plan(canonical, device, std::move(fallback).value());
   }
 
   std::string description_json() const override {
@@ -59,10 +63,11 @@ class Sm90Backend final : public Backend {
  private:
   static void require_dtypes(Support& support, const Problem& p) {
     const int q = p.tensor[TESSERA_Q].dtype;
-    support.require(q == TESSERA_BF16 || q == TESSERA_FP16, ReasonId::kDtype, Remedy::kUseBf16, [&] {
-      return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16 or fp16";
-    });
-    for (const int index : {TESSERA_K, TESSERA_V, TESSERA_O}) {
+    support.require(
+        q == TESSERA_BF16 || q == TESSERA_FP16, ReasonId::kDtype, Remedy::kUseBf16,
+        [&] { return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16 or fp16"; });
+    for (const int index : kTensors) {
+      if (!given(p, index)) continue;
       const int dtype = p.tensor[index].dtype;
       support.require(dtype == q, ReasonId::kDtype, Remedy::kUseBf16, [&] {
         return std::string(tensor_rule(index).name) + ".dtype=" + std::string(dtype_name(dtype)) +
@@ -85,8 +90,7 @@ class Sm90Backend final : public Backend {
                     Remedy::kNone, [&] {
                       return text("head_dim_qk", s.dqk, "and head_dim_v must be at most 256");
                     });
-    for (const auto& [name, extent] :
-         {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
+    for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
       support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
                       [&] { return text(name, extent, "must be in [1, 2^24]"); });
     }
@@ -113,8 +117,8 @@ class Sm90Backend final : public Backend {
         return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
       });
     }
-    // A mask of keys alone promises that NaN in the v it hides does no harm; this kernel multiplies it
-    // by 0.
+    // A mask of keys alone promises that NaN in the v it hides does no harm; this kernel multiplies
+    // it by 0.
     const Tensor& mask = p.tensor[TESSERA_MASK];
     support.require(!given(p, TESSERA_MASK) || (mask.extent[2] > 1 && mask.extent[3] > 1),
                     ReasonId::kFeature, Remedy::kNone, [&] {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which blocks of keys a row tile needs when more than the band decides: dense masks, key ranges and
-// segments leave blocks out. The scheduler warp looks, a lane a block, and writes two bits each.
+// Which blocks of keys a row tile needs when more than the band decides: dense masks, key ranges
+// and segments leave blocks out. The scheduler warp looks, a lane a block, and writes two bits
+// each.
 #pragma once
 
 #include <climits>
@@ -38,7 +39,8 @@ struct ListedWork : Work {
 template <int kTileM, int kTileN>
 class BlockList {
  public:
-  // By all lanes of a warp: lists the blocks of a decoded tile and shrinks [begin, end) to those alive.
+  // By all lanes of a warp: lists the blocks of a decoded tile and shrinks [begin, end) to those
+  // alive.
   static __device__ __forceinline__ void fill(const ForwardParams& a, ListedWork& work, int lane) {
     const int begin = work.begin, end = work.end, base = begin & ~31;
     work.base = base;
@@ -76,13 +78,16 @@ class BlockList {
  private:
   struct Keys {
     int lo, hi;
-    __device__ __forceinline__ bool meets(int begin, int end) const { return lo < end && begin < hi; }
+    __device__ __forceinline__ bool meets(int begin, int end) const {
+      return lo < end && begin < hi;
+    }
     __device__ __forceinline__ bool holds(int begin, int end) const {
       return lo <= begin && end <= hi;
     }
   };
 
-  // What some row of the tile sees through range i lies in any[i]; all rows see the whole of all[i].
+  // What some row of the tile sees through range i lies in any[i]; all rows see the whole of
+  // all[i].
   struct RangeHull {
     Keys any[2], all[2];
     __device__ __forceinline__ void narrow(int block, bool& live, bool& partial) const {
@@ -92,12 +97,8 @@ class BlockList {
     }
   };
 
-  static __device__ __forceinline__ int lowest(int x) {
-    return __reduce_min_sync(kAllLanes, x);
-  }
-  static __device__ __forceinline__ int highest(int x) {
-    return __reduce_max_sync(kAllLanes, x);
-  }
+  static __device__ __forceinline__ int lowest(int x) { return __reduce_min_sync(kAllLanes, x); }
+  static __device__ __forceinline__ int highest(int x) { return __reduce_max_sync(kAllLanes, x); }
 
   static __device__ __forceinline__ RangeHull hull_of_ranges(const Params& p, const Work& work,
                                                              int lane) {

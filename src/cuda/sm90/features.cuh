@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rich kernel does to a block of scores beyond the lean one, one function a feature, over the
-// fragment of one warpgroup: bias, softcap, ALiBi, dense masks, key ranges, segments, dropout.
+// What the rich kernel does to a block of scores beyond the lean one, one function a feature, over
+// the fragment of one warpgroup: bias, softcap, ALiBi, dense masks, key ranges, segments, dropout.
 // Everything is switched by uniform run-time branches.
 //
-// A thread has two rows, r = 0 and 1, eight apart, and of each the elements e = 0, 1, ... at columns
-// 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of row r.
+// A thread has two rows, r = 0 and 1, eight apart, and of each the elements e = 0, 1, ... at
+// columns 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of row r.
 #pragma once
 
 #include <type_traits>
@@ -22,7 +22,6 @@ class Features {
  public:
   static constexpr int kElements = kTileN / 4;  // of a row that a thread holds
   using MaskWord = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
-  
 
   __device__ __forceinline__ Features(const ForwardParams& a, const Work& work, int row, int lane)
       : a_(a), p_(a.problem), work_(work), row_(row), quad_(lane % 4) {
@@ -39,9 +38,9 @@ class Features {
     return shaped ? 1.f : log2_scale(p);
   }
 
-  // Bias of a block as 16-bit pairs: that of row r and group g is bias[2 g + r]. An fp32 bias comes in two
-  // halves, of which this is the first; a rounding of 2^-16 of a bias is far below that of P. Queued
-  // before S is waited for, so that both arrive together.
+  // Bias of a block as 16-bit pairs: that of row r and group g is bias[2 g + r]. An fp32 bias comes
+  // in two halves, of which this is the first; a rounding of 2^-16 of a bias is far below that of
+  // P. Queued before S is waited for, so that both arrive together.
   __device__ __forceinline__ void load_bias(int block, uint32_t (&bias)[kElements]) const {
     const View& view = p_.tensor[TESSERA_BIAS];
     if (!view.data) return;
@@ -57,7 +56,8 @@ class Features {
   // Scores to x of docs/semantics.md without the masks; in units of log2, see exponent_scale().
   __device__ __forceinline__ void shape(int block, uint32_t (&bias)[kElements],
                                         float (&S)[kTileN / 2]) const {
-    const bool has_bias = p_.tensor[TESSERA_BIAS].data, alibi = p_.tensor[TESSERA_ALIBI_SLOPES].data;
+    const bool has_bias = p_.tensor[TESSERA_BIAS].data,
+               alibi = p_.tensor[TESSERA_ALIBI_SLOPES].data;
     const bool pre = has_bias && (p_.flags & TESSERA_BIAS_PRE_SCALE), post = has_bias && !pre;
     const bool softcap = p_.flags & TESSERA_SOFTCAP;
     if (softcap && !pre) cap(S, false);
@@ -89,15 +89,14 @@ class Features {
   __device__ __forceinline__ void drop(int block, float (&S)[kTileN / 2]) const {
     const View& state = p_.tensor[TESSERA_RNG_STATE];
     const int64_t* words = static_cast<const int64_t*>(state.data);
-    const Dropout dropout =
-        Dropout::make(words[0], words[state.stride[0]], p_.dropout_threshold);
+    const Dropout dropout = Dropout::make(words[0], words[state.stride[0]], p_.dropout_threshold);
     const uint32_t head = static_cast<uint32_t>(work_.n) * p_.hq + work_.head;
     const uint32_t patch_row = row_ / 16 * 8 + row_ % 8;
 #pragma unroll
     for (int i = 0; i < kTileN / 16; ++i) {
       const uint32_t patch_column = (block * (kTileN / 16) + i) * 4 + quad_;
-      const Philox4 random = philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head,
-                                          patch_row, patch_column);
+      const Philox4 random =
+          philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head, patch_row, patch_column);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {  // row word / 2, group 2 i + word % 2
         float* pair = S + 4 * (2 * i + word % 2) + 2 * (word / 2);
@@ -179,9 +178,9 @@ class Features {
         const int key = column + 8 * g;
         const float low = key < end ? row[one_value ? 0 : key] : 0.f;
         const float high = key + 1 < end ? row[one_value ? 0 : key + 1] : 0.f;
-        bias[2 * g + r] =
-            half == kHigh ? __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632)
-                          : pack<__nv_bfloat16>(low_half(low), low_half(high));
+        bias[2 * g + r] = half == kHigh
+                              ? __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632)
+                              : pack<__nv_bfloat16>(low_half(low), low_half(high));
         if (g % kLoadsAtOnce == kLoadsAtOnce - 1) no_loads_across();
       }
     }
@@ -228,8 +227,8 @@ class Features {
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) largest = fmaxf(largest, fabsf(S[i]));
-    // Scores are small beside the cap in most problems. There a polynomial on the idle FMA pipe does,
-    // off by 4e-7 of the cap; the exponential unit is the busiest of the kernel.
+    // Scores are small beside the cap in most problems. There a polynomial on the idle FMA pipe
+    // does, off by 4e-7 of the cap; the exponential unit is the busiest of the kernel.
     constexpr float kSmall = 0.4f;
     if (__all_sync(kAllLanes, largest * y_scale <= kSmall)) {
 #pragma unroll
@@ -257,7 +256,8 @@ class Features {
     const float distance0 = static_cast<float>(row_ + work_.shift - (block * kTileN + 2 * quad_));
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {  // group i / 4, row i / 2 % 2, column i % 2 of the pair
-      const float distance = distance0 + static_cast<float>(8 * (i / 2 % 2) - (8 * (i / 4) + i % 2));
+      const float distance =
+          distance0 + static_cast<float>(8 * (i / 2 % 2) - (8 * (i / 4) + i % 2));
       S[i] = fmaf(-slope_, fabsf(distance), S[i] * c);
     }
   }
@@ -286,10 +286,10 @@ class Features {
     const View& ids_q = p_.tensor[TESSERA_SEGMENT_IDS_Q];
     if (ids_q.data) {
       const View& ids_k = p_.tensor[TESSERA_SEGMENT_IDS_K];
-      const int id = static_cast<const int*>(
-          ids_q.data)[offset_of(ids_q, work_.q.batch, work_.q.first + row)];
-      const int* id_k = static_cast<const int*>(ids_k.data) +
-                        offset_of(ids_k, work_.k.batch, work_.k.first);
+      const int id =
+          static_cast<const int*>(ids_q.data)[offset_of(ids_q, work_.q.batch, work_.q.first + row)];
+      const int* id_k =
+          static_cast<const int*>(ids_k.data) + offset_of(ids_k, work_.k.batch, work_.k.first);
       const int64_t stride = not_hoisted(ids_k.stride[1]);
       uint32_t same = 0;
 #pragma unroll

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kRowsOfConsumer = 64;
 constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
-constexpr int64_t kL2Bytes = 32 << 20;  // what keys and values of the heads in flight may take of 50 MB
+constexpr int64_t kL2Bytes =
+    32 << 20;  // what keys and values of the heads in flight may take of 50 MB
 
 // True when something beyond scale, band, lengths and sinks shapes the result.
 bool is_rich(const Problem& p) {
@@ -107,8 +108,8 @@ class ForwardPlan final : public Plan {
     a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
     a.longest_first = p.right >= 0;
     const int64_t bytes_of_kv_head = int64_t{2} * p.sk * (p.dqk + p.dv);
-    int per_section = static_cast<int>(
-        std::clamp<int64_t>(kL2Bytes * p.group / bytes_of_kv_head, 1, heads));
+    int per_section =
+        static_cast<int>(std::clamp<int64_t>(kL2Bytes * p.group / bytes_of_kv_head, 1, heads));
     while (heads % per_section != 0) --per_section;
     a.tiles_m = Divisor::of(tiles_m);
     a.heads = Divisor::of(p.hq);
@@ -169,8 +170,8 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
                              kernel->shared_bytes),
         "cudaFuncSetAttribute"));
   }
-  return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(lean, rich, info.value().multiprocessors,
-                                                             std::move(fallback)));
+  return std::unique_ptr<Plan>(
+      std::make_unique<ForwardPlan>(lean, rich, info.value().multiprocessors, std::move(fallback)));
 }
 
 }  // namespace tessera::cuda::sm90

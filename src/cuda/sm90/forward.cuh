@@ -169,14 +169,15 @@ struct Forward {
     Ring<kWorkStages> work_ring;
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;
-    // A box wholly outside a ragged map faults. Columns of v past dv may be anything: their o is not
-    // stored. Those of q and k must be zeros, and their maps are plain.
+    // A box wholly outside a ragged map faults. Columns of v past dv may be anything: their o is
+    // not stored. Those of q and k must be zeros, and their maps are plain.
     const int v_chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
     for (;; work_ring.advance()) {
       work_barriers.wait(work_ring);
       const Work& work = works[work_ring.stage];
       if (work.last) return;
-      const int begin = work.begin, end = work.end, head = work.head, kv_head = head / a.problem.group;
+      const int begin = work.begin, end = work.end, head = work.head,
+                kv_head = head / a.problem.group;
       const int q_batch = work.q.batch, q_row = work.q.first + work.m0;
       const int batch = work.k.batch, k_row = work.k.first;
       const int v_row = a.ragged_v ? kRagged - work.k.length : k_row;  // see tensormap.h
@@ -214,8 +215,8 @@ struct Forward {
     const bool leader = thread == 0;
     const auto q_barriers = shared.q_barriers(w);
     const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
-    const float c = kRich ? Features<Element, kTileN>::exponent_scale(a.problem)
-                          : log2_scale(a.problem);
+    const float c =
+        kRich ? Features<Element, kTileN>::exponent_scale(a.problem) : log2_scale(a.problem);
 
     float O[kTile.dv / 2], S[kTileN / 2];
     uint32_t P[kTileN / 4], Q[kTile.q_in_registers ? kTile.dqk / 4 : 1];
@@ -249,8 +250,8 @@ struct Forward {
 #pragma unroll
       for (int step = 0; step < kTile.dqk / kStepK; ++step) {
         if constexpr (kTile.q_in_registers) {
-          Wgmma<Element, kTileN>::template rs<kMajorK>(S, Q + 4 * step, k + KTile::k_major_step(step),
-                                                       step > 0);
+          Wgmma<Element, kTileN>::template rs<kMajorK>(S, Q + 4 * step,
+                                                       k + KTile::k_major_step(step), step > 0);
         } else {
           Wgmma<Element, kTileN>::template ss<kMajorK, kMajorK>(
               S, q + QTile::k_major_step(step), k + KTile::k_major_step(step), step > 0);
@@ -332,7 +333,8 @@ struct Forward {
       if (!kTile.q_in_registers && blocks.end - blocks.begin == 1) release_q();
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
-      const KeyInterval keys[2] = {keys_of_row(work.band(), row), keys_of_row(work.band(), row + 8)};
+      const KeyInterval keys[2] = {keys_of_row(work.band(), row),
+                                   keys_of_row(work.band(), row + 8)};
       const Features<Element, kTileN> features(a, work, row, lane);
       uint32_t bias[kRich ? kTileN / 4 : 1];
       const auto finish_scores = [&](int j, bool masked) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread holds of an accumulator: of each of two rows the elements e = 0, 1, ..., which stand at
-// columns 8 (e / 2) + e % 2 from its first one; the four threads of a quad share the rows.
+// What a thread holds of an accumulator: of each of two rows the elements e = 0, 1, ..., which
+// stand at columns 8 (e / 2) + e % 2 from its first one; the four threads of a quad share the rows.
 #pragma once
 
 #include "cuda/sm90/ptx.cuh"

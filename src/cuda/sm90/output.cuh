@@ -8,8 +8,8 @@
 
 namespace tessera::cuda::sm90 {
 
-// Raw scores to exponents of 2. A scale of 0 becomes the smallest normal number: the same scores, and
-// -inf stays -inf.
+// Raw scores to exponents of 2. A scale of 0 becomes the smallest normal number: the same scores,
+// and -inf stays -inf.
 __device__ __forceinline__ float log2_scale(const Params& p) {
   return fmaxf(p.softmax_scale * kLog2e, 1.17549435e-38f);
 }
@@ -28,17 +28,19 @@ struct Output {
   __device__ __forceinline__ void store_lse(int row, float value) const {
     const View& lse = p.tensor[TESSERA_LSE];
     if (!lse.data) return;
-    static_cast<float*>(lse.data)[offset_of(lse, work.q.batch, work.head, work.q.first + row)] = value;
+    static_cast<float*>(lse.data)[offset_of(lse, work.q.batch, work.head, work.q.first + row)] =
+        value;
   }
 
-  // From m (log2 units) and l of a row, and the head's sink: what o is multiplied by, and the lse in
-  // place of l. A row that sees nothing, not even a sink, has o = 0 and lse = -inf.
+  // From m (log2 units) and l of a row, and the head's sink: what o is multiplied by, and the lse
+  // in place of l. A row that sees nothing, not even a sink, has o = 0 and lse = -inf.
   __device__ __forceinline__ float finish_row(int row, float m, float& l) const {
     float factor = 1;
     const View& sinks = p.tensor[TESSERA_SINK];
     if (work.exists(row) && (sinks.data || (p.flags & TESSERA_SINK_OFF_BY_ONE))) {
       const float sink =
-          sinks.data ? load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype) * kLog2e : 0;
+          sinks.data ? load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype) * kLog2e
+                     : 0;
       const float largest = fmaxf(m, sink);
       factor = exp2_approx(m - largest);
       l = l * factor + exp2_approx(sink - largest);
@@ -49,8 +51,8 @@ struct Output {
     return inverse * p.dropout_scale;
   }
 
-  // Rows [first, first + rows) of a tile that sees no key, by one warp: zeros and the sink's lse; also
-  // the rows that belong to no sequence but lie in the tensor.
+  // Rows [first, first + rows) of a tile that sees no key, by one warp: zeros and the sink's lse;
+  // also the rows that belong to no sequence but lie in the tensor.
   __device__ __forceinline__ void store_nothing(int first, int rows, int lane) const {
     constexpr int kColumns = 16 / sizeof(Element);  // of one store
     for (int row = first; row < first + rows; ++row) {
@@ -67,8 +69,8 @@ struct Output {
     }
   }
 
-  // The largest of all rows. Floats compare as integers, in reverse order when negative; the array was
-  // filled with -inf.
+  // The largest of all rows. Floats compare as integers, in reverse order when negative; the array
+  // was filled with -inf.
   __device__ __forceinline__ void raise_max_logit(float value) const {
     const View& view = p.tensor[TESSERA_MAX_LOGIT];
     float* at = static_cast<float*>(view.data) + offset_of(view, work.head);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//   bits [heads, rows, blocks, 4 threads of a quad] of tile_n / 4 bits each: element e of thread t stands
+//   bits [heads, rows, blocks, 4 threads of a quad] of tile_n / 4 bits each: element e of thread t
+//   stands
 //        at column 8 (e / 2) + 2 t + e % 2 of the block
 //   states [heads, row tiles, blocks]: BlockState
 //
@@ -11,7 +12,8 @@ namespace tessera::cuda::sm90 {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kPiece = 64;  // columns that one row of a warp packs at a time, 16 bits a thread of a quad
+constexpr int kPiece =
+    64;  // columns that one row of a warp packs at a time, 16 bits a thread of a quad
 
 struct PackParams {
   View mask;
@@ -31,7 +33,8 @@ __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
   const int end_row = min((tile + 1) * p.tile_m, p.rows);
   bool any = false, all = true;
   for (int row = tile * p.tile_m + warp; row < end_row; row += kThreads / kWarp) {
-    const auto* bytes = static_cast<const uint8_t*>(p.mask.data) + offset_of(p.mask, batch, head, row);
+    const auto* bytes =
+        static_cast<const uint8_t*>(p.mask.data) + offset_of(p.mask, batch, head, row);
     for (int piece = 0; piece < pieces; ++piece) {
       const int column = block * p.tile_n + piece * kPiece + lane;
       const auto visible = [&](int key) {
@@ -55,7 +58,9 @@ __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
   all = __syncthreads_and(all);
   if (threadIdx.x == 0) {
     p.states[(static_cast<int64_t>(blockIdx.z) * p.tiles + tile) * p.blocks + block] =
-        all ? kBlockFull : any ? kBlockPartial : kBlockHidden;
+        all   ? kBlockFull
+        : any ? kBlockPartial
+              : kBlockHidden;
   }
 }
 

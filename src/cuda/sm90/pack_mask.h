@@ -9,11 +9,12 @@
 
 namespace tessera::cuda::sm90 {
 
-// Bytes of workspace, a multiple of 16: an eighth of the mask's, up to whole blocks, and the states.
+// Bytes of workspace, a multiple of 16: an eighth of the mask's, up to whole blocks, and the
+// states.
 int64_t packed_mask_bytes(const Tensor& mask, const ForwardTile& tile);
 
-// Queues the packing of a.problem's mask into workspace and points `a` to it. The mask has more than one
-// row and more than one key.
+// Queues the packing of a.problem's mask into workspace and points `a` to it. The mask has more
+// than one row and more than one key.
 Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, ForwardParams& a,
                  cudaStream_t stream);
 

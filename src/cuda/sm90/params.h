@@ -33,13 +33,13 @@ struct alignas(64) TileCounter {
 
 struct ForwardParams {
   // How TMA sees the inputs (tensormap.h). q and k end at their tensors' extents: rows beyond a
-  // sequence give scores that are masked, or rows that are not stored. v is ragged where lengths are
-  // given, because a weight of 0 does not protect from a NaN.
+  // sequence give scores that are masked, or rows that are not stored. v is ragged where lengths
+  // are given, because a weight of 0 does not protect from a NaN.
   CUtensorMap q, k, v;
   Params problem;
 
-  // The order of `tiles` row tiles (schedule.cuh). Dense problems have tiles_m a head, and sections of
-  // heads whose keys and values fit in L2 together; sections divide the heads evenly.
+  // The order of `tiles` row tiles (schedule.cuh). Dense problems have tiles_m a head, and sections
+  // of heads whose keys and values fit in L2 together; sections divide the heads evenly.
   int tiles;
   Divisor tiles_m, heads, heads_per_section, per_section;
   int longest_first;
@@ -47,8 +47,8 @@ struct ForwardParams {
   TileCounter* counter;  // in the workspace; null: every CTA has one tile
   uint64_t mark;         // of this launch, not 0
 
-  // The dense mask, packed (pack_mask.h); null without one. A batch or head axis that is broadcast has
-  // stride 0; strides count heads.
+  // The dense mask, packed (pack_mask.h); null without one. A batch or head axis that is broadcast
+  // has stride 0; strides count heads.
   const void* mask_bits;       // [heads, mask_rows, mask_blocks, 4] of tile_n / 4 bits
   const uint8_t* mask_states;  // [heads, mask_tiles, mask_blocks]
   int mask_rows, mask_tiles, mask_blocks;

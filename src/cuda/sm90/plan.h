@@ -16,4 +16,10 @@ const Kernel* find_kernel(bool rich, int dtype, int64_t dqk, int64_t dv);
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback);
 
+// What the backward pass asks beyond dtypes, strides and sizes.
+void require_backward(Support& support, const Problem& problem);
+
+Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
+                                            std::unique_ptr<Plan> fallback);
+
 }  // namespace tessera::cuda::sm90

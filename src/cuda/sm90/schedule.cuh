@@ -18,8 +18,8 @@ struct Work {
   int m0;  // first row of the tile; the sequence's rows are below
   Rows q, k;
   int shift, left, right;  // the band, see core/mask.h
-  // Blocks of keys [begin, end) that some row of the tile sees. Every row that exists sees the whole
-  // of blocks [clean_begin, clean_end).
+  // Blocks of keys [begin, end) that some row of the tile sees. Every row that exists sees the
+  // whole of blocks [clean_begin, clean_end).
   int begin, end, clean_begin, clean_end;
 
   __device__ __forceinline__ Band band() const { return {q.length, k.length, shift, left, right}; }
@@ -31,8 +31,8 @@ struct Work {
 
 template <int kTileM, int kTileN>
 struct Schedule {
-  // The tile that stands at `index` in the order of all tiles. Causal problems have the longest tiles
-  // first; the heads of a section, whose keys fit in L2 together, stand side by side.
+  // The tile that stands at `index` in the order of all tiles. Causal problems have the longest
+  // tiles first; the heads of a section, whose keys fit in L2 together, stand side by side.
   static __device__ __forceinline__ void decode(const ForwardParams& a, int index, Work& work) {
     const Params& p = a.problem;
     if (p.thd_q) {
@@ -77,12 +77,13 @@ struct Schedule {
   }
 };
 
-// Hands out the tiles: CTA i starts with tile i and takes the next one that nobody has when it is about
-// to run out. By one lane.
+// Hands out the tiles: CTA i starts with tile i and takes the next one that nobody has when it is
+// about to run out. By one lane.
 //
-// The counter lies in the workspace, whose content is unknown at first. CTA 0 resets it and then sets
-// the mark of this launch; the last CTA to finish removes the mark, because a graph launches again with
-// the same one. Nobody waits in practice: the mark is there long before the first tile is done.
+// The counter lies in the workspace, whose content is unknown at first. CTA 0 resets it and then
+// sets the mark of this launch; the last CTA to finish removes the mark, because a graph launches
+// again with the same one. Nobody waits in practice: the mark is there long before the first tile
+// is done.
 class Dispenser {
  public:
   __device__ __forceinline__ explicit Dispenser(const ForwardParams& a) : a_(a) {

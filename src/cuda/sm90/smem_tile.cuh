@@ -59,13 +59,14 @@ struct SmemTile {
   }
 
   // The tile from a tensor map made for it (tensormap.h): one box a chunk, of the first `chunks`.
-  static __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map, uint32_t barrier,
-                                              int head, int c2, int c3, int batch,
+  static __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap* map,
+                                              uint32_t barrier, int head, int c2, int c3, int batch,
                                               int chunks = kChunks) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk >= chunks) break;
-      tma_load(tile + chunk * kChunkBytes, map, barrier, chunk * kChunkColumns, head, c2, c3, batch);
+      tma_load(tile + chunk * kChunkBytes, map, barrier, chunk * kChunkColumns, head, c2, c3,
+               batch);
     }
   }
 };

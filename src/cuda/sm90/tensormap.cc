@@ -34,11 +34,9 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   const uint64_t rows = static_cast<uint64_t>(shape.rows);
   const cuuint64_t row_bytes = bytes(shape.stride_row, shape.rows);
   const cuuint64_t extent[5] = {static_cast<cuuint64_t>(shape.head_dim),
-                                static_cast<cuuint64_t>(shape.heads),
-                                shape.ragged ? kRagged : rows, shape.ragged ? rows + 1 : 1,
-                                static_cast<cuuint64_t>(shape.batch)};
-  const cuuint64_t stride[4] = {bytes(shape.stride_head, shape.heads),
-                                row_bytes,
+                                static_cast<cuuint64_t>(shape.heads), shape.ragged ? kRagged : rows,
+                                shape.ragged ? rows + 1 : 1, static_cast<cuuint64_t>(shape.batch)};
+  const cuuint64_t stride[4] = {bytes(shape.stride_head, shape.heads), row_bytes,
                                 shape.ragged ? row_bytes : 16,
                                 bytes(shape.stride_batch, shape.batch)};
   const cuuint32_t box[5] = {kChunkColumns, 1, static_cast<cuuint32_t>(shape.box_rows), 1, 1};

@@ -6,8 +6,8 @@ namespace tessera::cuda::sm90 {
 
 // A CTA is one producer warpgroup and `consumers` warpgroups of 64 query rows each.
 struct ForwardTile {
-  int dqk, dv;          // head dims up to these; TMA fills the rest with zeros
-  int tile_n;           // keys a block
+  int dqk, dv;  // head dims up to these; TMA fills the rest with zeros
+  int tile_n;   // keys a block
   int consumers;
   int stages;           // of the ring of K and of the ring of V
   int q_stages;         // 2: the next tile's queries arrive while this one runs
