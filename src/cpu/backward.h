@@ -421,7 +421,8 @@ class Backward : BackwardRows<S, kPairs, T> {
           const F above = S::fms(S::load(x_.s + (j + u) * W + v * L), scale, shift[v]);
           const F x = S::fms(above, to_log2, shift_low[v]);
           F dp = S::load(x_.dp + (j + u) * W + v * L);
-          F weight = kPairs ? S::exp2_fast(x) : S::exp2(x);
+          // What is watched may be fp32, and not only rounded to pairs of bf16.
+          F weight = kPairs && !kWatched ? S::exp2_fast(x) : S::exp2(x);
           F dropped = weight;
           if (kDropout) {
             const auto* word = reinterpret_cast<const int32_t*>(keep_[(j + u) / 32] + v * L);

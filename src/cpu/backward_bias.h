@@ -7,7 +7,8 @@
 namespace tessera::cpu {
 namespace {
 
-// sum[v] -= dX |i + shift - j|, the factor of an ALiBi slope.
+// sum[v] -= dX |i + shift - j|, the factor of an ALiBi slope. A block's terms, which all but cancel,
+// are summed by themselves first.
 template <typename S>
 __attribute__((noinline)) void add_slopes(const CallSequence& sequence, const StripRows<S>& rows,
                                           const Keys<S>& keys, const Visible<S>& visible,
@@ -19,10 +20,12 @@ __attribute__((noinline)) void add_slopes(const CallSequence& sequence, const St
       distance[l] = static_cast<float>(rows.token[v * L + l] + sequence.band.shift - keys.n0);
     }
     const auto position = S::load(distance);
+    auto total = S::zero();
     for (int j = visible.first; j < visible.last; ++j) {
       const auto apart = S::abs(S::sub(position, S::set1(static_cast<float>(j))));
-      sum[v] = S::fnma(S::load(dx + (j * kVectors + v) * L), apart, sum[v]);
+      total = S::fma(S::load(dx + (j * kVectors + v) * L), apart, total);
     }
+    sum[v] = S::sub(sum[v], total);
   }
 }
 

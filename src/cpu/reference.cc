@@ -145,9 +145,10 @@ class Pass {
       const T distance = static_cast<T>(rules_->distance(j));
       T x = scale * (dot(q_.data(), k, s_.dqk) + (pre ? bias : T{0})), cap_slope = 1;
       if (cap > 0) {
-        const T t = std::tanh(x / cap);
+        const T t = std::tanh(x / cap), grown = std::cosh(x / cap);
+        // low: as the formula says, its noise included where tanh is all but 1.
+        cap_slope = low_ ? 1 - t * t : 1 / (grown * grown);
         x = cap * t;
-        cap_slope = 1 - t * t;
       }
       x += (pre ? T{0} : bias) - slope * distance;
       keys_.push_back(j), x_.push_back(x), slope_of_cap_.push_back(cap_slope);

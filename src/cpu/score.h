@@ -79,9 +79,11 @@ struct StripRows {
 
   alignas(64) int32_t segment[kStrip];
   int32_t segment_min, segment_max;
-  alignas(64) float slope[kStrip];  // ALiBi, times log2(e)
-  const char* bias[kStrip];         // this row's bias of key 0
-  const char* mask[kStrip];         // this row's mask byte of key 0
+  // ALiBi, times log2(e); the second holds the digits that the first has not: distances are long.
+  alignas(64) float slope[kStrip];
+  alignas(64) float slope_low[kStrip];
+  const char* bias[kStrip];  // this row's bias of key 0
+  const char* mask[kStrip];  // this row's mask byte of key 0
 
   // Lane l is (token(l), head(l)) for l < n.
   void resolve(const Call& call, const CallSequence& sequence, int n);
@@ -130,7 +132,10 @@ void StripRows<S>::resolve(const Call& call, const CallSequence& sequence, int n
       segment_max = larger(segment_max, segment[l]);
     }
     if (call.slopes.data) {
-      slope[l] = load_scalar<S>(at(call.slopes, sequence.n, h), call.slopes.dtype) * kLog2e;
+      const float given = load_scalar<S>(at(call.slopes, sequence.n, h), call.slopes.dtype);
+      const double both = given * 1.4426950408889634;
+      slope[l] = static_cast<float>(both);
+      slope_low[l] = static_cast<float>(both - slope[l]);
     }
     if (call.bias.data) bias[l] = at(call.bias, sequence.n, h, i);
     if (call.mask.data) mask[l] = at(call.mask, sequence.n, h, i);
@@ -294,6 +299,15 @@ TESSERA_INLINE typename S::F tanh(typename S::F y) {
   return S::mul(S::mul(y, p), S::reciprocal(q));
 }
 
+// 1 - tanh(y)^2 = 4 e / (1 + e)^2 with e = exp(-2 |y|): right to its last digits where tanh is all
+// but 1, and the difference has none.
+template <typename S>
+TESSERA_INLINE typename S::F tanh_slope(typename S::F y) {
+  const auto e = S::exp2(S::mul(S::abs(y), S::set1(-2.0f * kLog2e)));
+  const auto r = S::reciprocal(S::add(e, S::set1(1.0f)));
+  return S::mul(S::mul(S::set1(4.0f), e), S::mul(r, r));
+}
+
 // Biases of keys [j, j + n) of a block, n <= kLanes: key k of lane l in x[k], for vector v of the
 // strip. Asks for those of the next block, which this strip comes to one block of work later: as
 // many streams as rows are more than the hardware follows.
@@ -347,7 +361,7 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
   const F into_cap = S::set1(kCapped ? call.softmax_scale / call.softcap : 0.0f);
   const F out_of_cap = S::set1(call.softcap * kLog2e);
   for (int v = 0; v < N; ++v) {
-    F top = hidden, distance = S::zero(), steepness = S::zero();
+    F top = hidden, distance = S::zero(), steepness = S::zero(), steepness_low = S::zero();
     if (kSloped) {  // of key `first`; exact to 2^24
       alignas(64) float from[L];
       for (int l = 0; l < L; ++l) {
@@ -355,21 +369,25 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
         from[l] = static_cast<float>(i - keys.n0 - visible.first);
       }
       distance = S::load(from), steepness = S::load(rows.slope + v * L);
+      steepness_low = S::load(rows.slope_low + v * L);
     }
     const auto finish = [&](int j, F bias) {
       float* s = scores + (j * N + v) * L;
       F x = S::load(s);
-      if (kBias == BiasAt::kPreScale) x = S::add(x, bias);
+      // A bias of -inf hides below; times a scale of 0 it would leave a NaN in the slope.
+      const F finite = kCapped ? S::select(S::equal(bias, hidden), S::zero(), bias) : bias;
+      if (kBias == BiasAt::kPreScale) x = S::add(x, finite);
       if (kCapped) {
-        const F t = tanh<S>(S::mul(x, into_cap));
-        if (slope) S::store(slope + (j * N + v) * L, S::fnma(t, t, S::set1(1.0f)));
-        x = S::mul(t, out_of_cap);
+        const F y = S::mul(x, into_cap);
+        if (slope) S::store(slope + (j * N + v) * L, tanh_slope<S>(y));
+        x = S::mul(tanh<S>(y), out_of_cap);
       } else {
         x = S::mul(x, scale);
       }
       if (kBias == BiasAt::kPostScale) x = S::fma(bias, log2e, x);
       if (kSloped) {
-        x = S::fnma(steepness, S::abs(distance), x);
+        const F apart = S::abs(distance);
+        x = S::fnma(steepness, apart, S::fnma(steepness_low, apart, x));
         distance = S::sub(distance, S::set1(1.0f));
       }
       // A bias of -inf hides, whatever scale and softcap made of it.
