@@ -223,11 +223,11 @@ def test_second_derivatives_are_refused():
     (dict(causal=True, window=(3, 4)), r"window"),
     (dict(layout="bsdh"), r'layout=\'bsdh\': must be "bshd"'),
     (dict(window=(1.0, 0)), r"window\[0\]=1.0: must be an integer"),
-    (dict(bias=torch.zeros(5, 33, 33)), r"bias.shape=\[5, 33, 33\]"),
-    (dict(keep=torch.zeros(33, 33)), r"keep.dtype=float32: must be bool"),
+    (dict(bias=torch.zeros(5, 33, 33)), r"bias.shape=\[1, 5, 33, 33\]"),
+    (dict(keep=torch.zeros(33, 33)), r"keep.dtype=fp32: must be bool"),
     (dict(dropout_p=1.5), r"dropout_p=1.5"),
-    (dict(rng_state=torch.zeros(2)), r"rng_state.dtype=float32: must be int64"),
-    (dict(backend="fastest"), r"backend=\'?fastest\'?"),
+    (dict(rng_state=torch.zeros(2)), r"rng_state.dtype=fp32: must be int64"),
+    (dict(backend="fastest"), r'backend="fastest"'),
     (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), r"cu_seqlens_q"),
     (dict(seqlens_k=torch.tensor([34, 1])), r"seqlens_k\[0\]=34"),
     (dict(return_lse=1), r"return_lse=1: must be True or False"),
@@ -246,7 +246,7 @@ def test_refusals_carry_every_reason():
     for name in tessera.backends():
         assert name in str(refusal.value)
     why = tt.explain(q, k, v)
-    assert why.backend is None and set(why.reasons) == set(tessera.backends())
+    assert why.backend is None and set(why.reasons) >= set(tessera.backends())
     assert tt.explain(*qkv(), causal=True).backend == "cpu"
     assert tt.explain(*qkv(), backward=True, grads=("dq",)).backend == "cpu"
     assert tt.explain("fwd bf16 b=2 s=64 h=4 d=64").backend == "cpu"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
 from .. import _args, _lib
 from . import _tensors
 
@@ -151,6 +153,17 @@ class Call:
                 buffers.data[index] = nowhere
                 nowhere += 1 << 52
         self._check(_lib.validate, buffers)
+
+    def validate_scalars(self):
+        """The part of validate() that is left when tensors have no values: softmax_scale, softcap
+        and dropout_p, beside a problem of one query and one key."""
+        one = torch.zeros(1, 1, 1, 1)
+        a = self.arguments
+        Call(a.operation, dict(
+            q=one, k=one.clone(), v=one.clone(), dropout_p=a.dropout_p, softcap=a.softcap,
+            rng_state=torch.zeros(2, dtype=torch.int64),
+            softmax_scale=a.softmax_scale if a.problem.flags & _lib.SOFTMAX_SCALE else None,
+        )).validate()
 
     def prepare(self, num_threads: int) -> int:
         """The workspace's bytes. Raises ValueError or Refused for what shapes and options say."""

@@ -60,10 +60,11 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
                off_by_one, drop is not None, bias is not None,
                seqlens_q is seqlens_k and seqlens_q is not None or
                cu_seqlens_q is cu_seqlens_k and cu_seqlens_q is not None)
+    wanted = return_lse, return_max_logit
     if torch.compiler.is_compiling():
         o, lse, max_logit = _ops.attention(*tensors, *_describe.scalars(*options), return_max_logit)
     else:
-        key = options, return_lse, return_max_logit, tuple(map(type, options))
+        key = options, wanted, (*map(type, options), *map(type, wanted))
         try:
             values = _kept.get(key)
         except TypeError:  # something unhashable, which is illegal
@@ -72,7 +73,7 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
             if values is None:
                 values = _learn(key, locals())
             o, lse, max_logit = _apply((*tensors, *values, return_max_logit))
-        except (RuntimeError, TypeError, OverflowError) as error:
+        except (RuntimeError, TypeError, AttributeError, OverflowError) as error:
             raise _diagnose("attention", locals(), error) from None
     if not return_lse and not return_max_logit:
         return o

@@ -69,6 +69,8 @@ def _refuse(operation: str, arguments, **more):
                               same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
     except _tensors.NoHint:
         return  # extents that only the run will know: it will check them
+    with torch._C._DisableTorchDispatch():  # real tensors, amidst fake ones
+        call.validate_scalars()
     call.prepare(torch.get_num_threads())
 
 
