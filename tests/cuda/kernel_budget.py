@@ -1,0 +1,36 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kernel_budget.py BUILD: no kernel spills more than its room's budget. Needs no GPU.
+
+Reads the OBJECT.ptxas files that src/cuda/log_resources.sh leaves in the build folder."""
+import pathlib
+import re
+import sys
+
+# Bytes of spill stores. Those that are there save loop-invariant values, outside of the inner loops.
+BUDGET = {"tessera_cuda_common": 0, "tessera_cuda_sm80": 320, "tessera_cuda_sm90": 320}
+
+KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\S+)' for '(?P<arch>\w+)'.*?"
+    r"(?P<spill>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers", re.S)
+
+
+def main(build):
+    kernels, over = 0, []
+    for log in sorted(pathlib.Path(build).rglob("*.ptxas")):
+        budget = next((b for room, b in BUDGET.items() if f"{room}.dir" in str(log)), None)
+        if budget is None:
+            continue
+        for kernel in KERNEL.finditer(log.read_text()):
+            kernels += 1
+            spill = int(kernel["spill"])
+            if spill > budget:
+                over.append(f"{log.name[:-len('.o.ptxas')]} for {kernel['arch']}: spills {spill} bytes "
+                            f"with {kernel['registers']} registers; the budget is {budget}")
+    print("\n".join(over))
+    print(f"{kernels} kernels, {len(over)} over budget")
+    return 1 if over or not kernels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
