@@ -106,6 +106,7 @@ def _call(q, k, v, qkv_layout, mask, window, bottom_right, cu_seqlens_q, cu_seql
     q_format, kv_format = _words.formats_of(qkv_layout)
     if page_table_k is not None and kv_format == "sbhd":  # pages come first in tessera's pools
         k, v, kv_format = k.transpose(0, 1), v.transpose(0, 1), "bshd"
+    window = None if window is None or tuple(window) == (-1, -1) else window
     return Call(q, k, v, q_format, kv_format, mask,
                 _words.check_set_window_size(mask, window), _words.bottom_right(mask, bottom_right),
                 None, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,

@@ -14,6 +14,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ..... import __version__, _explain, _lib
+from ..._words import formats_of
 from ...cpp_extensions._tables import FusedAttnBackend
 from ._logging import AttentionLogging, logger, switch
 
@@ -174,7 +175,7 @@ def case_lines(params: AttentionParams) -> list[str]:
         raise ValueError(f"qkv_dtype={p.qkv_dtype}: must be float16, bfloat16 or float32")
     words = [_DTYPES[p.qkv_dtype], f"b={max(p.batch_size, 1)}", f"sq={max(p.max_seqlen_q, 1)}",
              f"sk={max(p.max_seqlen_kv, 1)}", f"hq={p.num_heads}", f"hk={p.num_gqa_groups}",
-             f"dqk={p.head_dim_qk}", f"dv={p.head_dim_v}", f"layout={p.qkv_layout}"]
+             f"dqk={p.head_dim_qk}", f"dv={p.head_dim_v}", f"layout={_layout(p)}"]
     mask = p.attn_mask_type
     bottom_right = mask.endswith("bottom_right") or \
         mask not in ("causal", "padding_causal") and p.bottom_right_diagonal is not False
@@ -214,6 +215,13 @@ def case_lines(params: AttentionParams) -> list[str]:
     if p.is_training:
         lines.append(" ".join(["bwd", *words] + [f"grads={','.join(grads)}"] * bool(grads)))
     return lines
+
+
+def _layout(p: AttentionParams) -> str:
+    """qkv_layout, or its formats when q, k and v are not of one size, as in one buffer they must."""
+    one_size = p.head_dim_qk == p.head_dim_v and ("3" not in p.qkv_layout or (
+        p.max_seqlen_q, p.num_heads) == (p.max_seqlen_kv, p.num_gqa_groups))
+    return p.qkv_layout if one_size else ",".join(formats_of(p.qkv_layout))
 
 
 def _kernel_reasons(params) -> list[str]:

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around tessera.te.pytorch.DotProductAttention: selection, utilities, cpp_extensions, names."""
+
+import importlib
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera.torch  # noqa: E402
+from tessera.te.pytorch import DotProductAttention, constants  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
+    _attention_backends, _selection, backends, utils)
+from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
+from te_oracle import HEADS, Problem  # noqa: E402
+
+SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND",
+            "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
+FLASH, FUSED, UNFUSED = _selection.NAMES
+FP8 = fused.FusedAttnBackend.FP8
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    _attention_backends["backend_selection_requires_update"] = True
+
+
+# ---- selection ----
+
+# (parameters, switches, whether tessera's kernels fit) -> the backend, and reasons that are given
+RULES = {
+    "hopper prefers fused": (dict(device="sm90"), {}, True, FUSED, {}),
+    "the cpu chooses as hopper": (dict(device="cpu"), {}, True, FUSED, {}),
+    "ampere prefers flash": (dict(device="sm80"), {}, True, FLASH, {}),
+    "ampere without flash": (dict(device="sm80"), dict(NVTE_FLASH_ATTN="0"), True, FUSED,
+                             {FLASH: "NVTE_FLASH_ATTN=0"}),
+    "hopper without fused": (dict(device="sm90"), dict(NVTE_FUSED_ATTN="0"), True, FLASH,
+                             {FUSED: "NVTE_FUSED_ATTN=0"}),
+    "turing": (dict(device="sm75"), {}, True, UNFUSED,
+               {FLASH: "compute capability < sm80", FUSED: "compute capability < sm80"}),
+    "kernels do not fit": (dict(device="sm90"), {}, False, UNFUSED, {FLASH: "why", FUSED: "why"}),
+    "nothing fits": (dict(device="sm90"), dict(NVTE_UNFUSED_ATTN="0"), False, None,
+                     {UNFUSED: "NVTE_UNFUSED_ATTN=0", FUSED: "why"}),
+    "fp8": (dict(fp8=True), {}, True, None, {name: "FP8 attention" for name in _selection.NAMES}),
+    "ring": (dict(context_parallel=True), {}, True, None, {FUSED: "context parallelism"}),
+    "cache": (dict(inference_params=object()), {}, True, None, {FLASH: "inference_params"}),
+    "integers": (dict(qkv_dtype=torch.int8), {}, True, None, {UNFUSED: "torch.int8", FUSED: "int8"}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_selection(rule, monkeypatch):
+    given, switches, fits, selected, reasons = RULES[rule]
+    monkeypatch.setattr(_selection, "_explained", lambda line, device: () if fits else ("why",))
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    params = utils.AttentionParams(**{"device": "cpu", **given})
+    chosen = _selection.select(params)
+    assert chosen.selected == selected
+    for name, text in reasons.items():
+        assert any(text in reason for reason in chosen.reasons[name])
+        assert not chosen.available[name]
+    flash, version, use_fused, sub, unfused, available = utils.get_attention_backend(params)
+    assert [flash, use_fused, unfused] == [selected == name for name in _selection.NAMES]
+    assert available == [chosen.available[name] for name in _selection.NAMES]
+    assert (version is None) == (not available[0]) and (sub is None) == (not available[1])
+
+
+@pytest.mark.parametrize("wanted, length, got", [("0", 512, 0), ("0", 513, 1), ("1", 64, 1),
+                                                 ("2", 64, 1), (None, 64, 1)])
+def test_sub_backend(wanted, length, got, monkeypatch):
+    if wanted is not None:
+        monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", wanted)
+    params = utils.AttentionParams(max_seqlen_kv=length, device="cpu")
+    assert utils.get_attention_backend(params)[3] == got
+
+
+def test_fp64_goes_unfused_with_the_library_s_reason():
+    chosen = _selection.select(utils.AttentionParams(qkv_dtype=torch.float64, device="cpu"))
+    assert chosen.selected == UNFUSED
+    assert any("cpu: q.dtype=fp64" in reason for reason in chosen.reasons[FUSED])
+    q = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    module = DotProductAttention(2, 4, qkv_format="bshd", softmax_type="learnable")
+    assert torch.autograd.gradcheck(lambda x: module(x, x, x), (q,))
+
+
+FEATURES = [{}, dict(attn_mask_type="causal"), dict(window_size=(3, 4)),
+            dict(attn_mask_type="padding_causal", window_size=(3, 0), attention_dropout=0.1),
+            dict(attn_mask_type="arbitrary", softmax_type="learnable"), dict(deterministic=True),
+            dict(core_attention_bias_type="post_scale_bias", core_attention_bias_shape="111s"),
+            dict(core_attention_bias_type="pre_scale_bias", core_attention_bias_shape="bhss"),
+            dict(core_attention_bias_type="alibi", alibi_slopes_shape=[1, 16], max_seqlen_kv=99),
+            dict(core_attention_bias_type="alibi", softmax_type="off-by-one"),
+            dict(attn_mask_type="padding", max_seqlen_kv=64, num_gqa_groups=4, head_dim_v=32),
+            dict(return_max_logit=True, is_training=False), dict(return_max_logit=True)]
+
+
+@pytest.mark.parametrize("given", FEATURES, ids=str)
+@pytest.mark.parametrize("layout", ["sbhd_sbhd_sbhd", "bshd_bs2hd", "thd_thd_thd"])
+def test_the_library_understands_every_question(given, layout):
+    for line in _selection.case_lines(utils.AttentionParams(qkv_layout=layout, **given)):
+        assert tessera.torch.explain(line).backend == "cpu", line
+
+
+def test_packed_layouts_are_understood():
+    for layout in list(fused.QKVLayout)[:19]:
+        lines = _selection.case_lines(utils.AttentionParams(qkv_layout=layout))
+        assert [tessera.torch.explain(line).backend for line in lines] == ["cpu", "cpu"], layout
+
+
+def test_switches_are_read_again_on_request(monkeypatch):
+    module, q = DotProductAttention(2, 8), torch.randn(3, 1, 2, 8)
+    module(q, q, q)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    module(q, q, q)
+    assert _attention_backends["use_fused_attention"]
+    _attention_backends["backend_selection_requires_update"] = True
+    module(q, q, q)
+    assert _attention_backends["use_flash_attention"]
+    assert not _attention_backends["backend_selection_requires_update"]
+
+
+def test_switch_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "no")
+    with pytest.raises(ValueError, match="NVTE_FUSED_ATTN='no'"):
+        utils.get_attention_backend(utils.AttentionParams(device="cpu"))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_log_lines(level, monkeypatch, caplog):
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", str(level))
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    q = torch.randn(3, 1, 2, 8)
+    DotProductAttention(2, 8)(q, q, q)
+    lines = [record.getMessage() for record in caplog.records]
+    assert (lines.count("Running with FusedAttention backend (sub-backend 1)") == 1) == (level > 0)
+    debug = ["Disabling FlashAttention due to NVTE_FLASH_ATTN=0",
+             "Available backends = {FlashAttention=False, FusedAttention=True (sub-backend 1), "
+             "UnfusedDotProductAttention=True}",
+             "Selected backend = FusedAttention (sub-backend 1)"]
+    assert [line for line in lines if line in debug] == (debug if level == 2 else [])
+    assert any(line.startswith("Running with config={") for line in lines) == (level == 2)
+
+
+def test_unfused_says_what_it_materialises(monkeypatch, caplog):
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    q = torch.randn(3, 1, 2, 8)
+    DotProductAttention(2, 8)(q, q, q)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and "72 bytes" in record.getMessage()
+
+
+# ---- utilities ----
+
+def laid_out(layout, tensors):
+    """(q, k, v) with the strides of `layout`, from tensors in its formats."""
+    q, k, v = (x.contiguous() for x in tensors)
+    if "3" in layout:
+        axis = -3 if "3hd" in layout else -2
+        return torch.stack((q, k, v), axis).unbind(axis)
+    if "2hd" in layout or "h2d" in layout:
+        axis = -3 if "2hd" in layout else -2
+        return q, *torch.stack((k, v), axis).unbind(axis)
+    return q, k, v
+
+
+@pytest.mark.parametrize("layout", list(fused.QKVLayout)[:15])
+def test_layouts_are_recognised(layout):
+    qkv_format = utils.get_qkv_format(layout)[0]
+    shape = (3, 4, 5) if qkv_format == "thd" else (2, 3, 4, 5)
+    given = laid_out(layout, [torch.zeros(shape)] * 3)
+    found, *tensors, q_format, kv_format = utils.get_qkv_layout(*given, qkv_format)
+    assert found == layout and q_format == kv_format == qkv_format
+    assert all(x is y for x, y in zip(tensors, given))
+
+
+def test_layout_of_strangers():
+    x = torch.zeros(2, 3, 8, 5)
+    q, k, v = x[:, :, :4], x[:, :, 4:], torch.zeros(2, 3, 4, 5)
+    assert utils.get_qkv_layout(q, k, v, "bshd")[0] == "bshd_bshd_bshd"
+    assert utils.get_qkv_layout(q, k, v, "bshd_2sbhd")[0] == "bshd_sbhd_sbhd"
+    with pytest.raises(ValueError, match="key_layer.stride"):
+        utils.get_qkv_layout(q, k.mT, v, "bshd")
+
+
+@pytest.mark.parametrize("mask, window, expected", [
+    ("causal", None, (-1, 0)), ("causal", (-1, -1), (-1, 0)), ("padding_causal", (4, 3), (4, 0)),
+    ("causal_bottom_right", (4, 0), (4, 0)), ("no_mask", None, (-1, -1)),
+    ("no_mask", (-1, 0), (-1, -1)), ("padding", (2, 3), (2, 3)), ("arbitrary", [5, 0], (5, 0))])
+@pytest.mark.filterwarnings("ignore:window_size")
+def test_check_set_window_size(mask, window, expected):
+    assert utils.check_set_window_size(mask, window) == expected
+
+
+def test_masks_of_lengths():
+    cu_q, cu_kv = torch.tensor([0, 2, 6]).int(), torch.tensor([0, 3, 4]).int()
+    masks = utils.get_padding_mask(2, cu_q, cu_kv, 4, 4, "cross")
+    assert [mask.shape for mask in masks] == [(2, 1, 1, 4)] * 2
+    assert torch.equal(utils.get_cu_seqlens(masks[0]), cu_q)
+    assert torch.equal(utils.get_padding_mask(2, cu_q, max_seqlen_q=4), masks[0])
+    kind, hidden, lens_q, lens_kv = utils.get_full_mask(4, 4, "padding", masks, (-1, 0), "cross")
+    assert kind == "padding" and lens_q.tolist() == [2, 4] and lens_kv.tolist() == [3, 1]
+    seen = [[j < lens_kv[n] and i < lens_q[n] and j <= i + lens_kv[n] - lens_q[n]
+             for i in range(4) for j in range(4)] for n in range(2)]
+    assert torch.equal(~hidden, torch.tensor(seen).view(2, 1, 4, 4))
+    kind, hidden, *_ = utils.get_full_mask(2, 3, "causal", window_size=(0, 0))
+    assert kind == "arbitrary" and (~hidden).nonzero()[:, 2:].tolist() == [[0, 0], [1, 1]]
+
+
+def test_full_cu_seqlens_are_made_once():
+    cpu = torch.device("cpu")
+    cu_seqlens = utils.get_full_cu_seqlens(3, 5, cpu)
+    assert cu_seqlens.tolist() == [0, 5, 10, 15] and cu_seqlens.dtype == torch.int32
+    assert utils.get_full_cu_seqlens(3, 5, cpu) is cu_seqlens
+
+
+def test_alibi():
+    cache = dict(utils._alibi_cache)
+    slopes, bias = utils.get_alibi(cache, 3, 2, 4)
+    assert slopes.tolist() == pytest.approx([1 / 16, 1 / 256, 1 / 4])
+    assert bias.shape == (1, 3, 2, 4) and bias[0, 2, 0].tolist() == [-0.5, -0.25, 0, -0.25]
+    lengths = torch.tensor([2, 1]), torch.tensor([2, 3])
+    slopes, bias = utils.get_alibi(cache, 3, 2, 4, *lengths, torch.ones(2, 3), torch.float16)
+    assert bias.dtype == torch.float16 and bias[1, 0, 0].tolist() == [-2, -1, 0, -1]
+    assert cache["_alibi_bias"] is bias
+
+
+def test_packing_and_unpacking():
+    mask = torch.tensor([[False, False, True], [False, True, True]]).view(2, 1, 1, 3)
+    cu_seqlens, indices = utils.get_cu_seqlens_and_indices(mask)
+    assert cu_seqlens.tolist() == [0, 2, 3] and indices.flatten().tolist() == [0, 1, 3, 6, 6, 6]
+    assert torch.equal(utils.get_indices(3, cu_seqlens), indices)
+    x = torch.randn(2, 3, 2, 2, requires_grad=True)
+    packed = utils.PackTensors.apply(indices, x.flatten(0, 1))
+    thd = utils.ConvertBSHDtoTHD.apply(x, cu_seqlens)
+    assert torch.equal(packed[:3], thd) and not packed[3:].any()
+    expected = x.detach() * ~mask.view(2, 3, 1, 1)
+    for back in (utils.UnpackTensor.apply(indices, 6, packed).view_as(x),
+                 utils.ConvertTHDtoBSHD.apply(thd, cu_seqlens, 3)):
+        assert torch.equal(back, expected)
+        assert torch.equal(torch.autograd.grad(back.sum(), x, retain_graph=True)[0],
+                           (~mask).float().view(2, 3, 1, 1).expand_as(x))
+
+
+# ---- cpp_extensions ----
+
+def problem_of(layout, **more):
+    same = "3" in layout
+    q_format, kv_format = (word if word != "bhsd" else "bshd" for word in (
+        utils.get_qkv_format(layout, object())[1:]))
+    extents = dict(sq=8, sk=8, lens_q=(5, 8), lens_k=(5, 8)) if same else {}
+    p = Problem("padding_causal", q_format, **extents, **more)
+    q = p.stored(p.q, p.lens_q)
+    p.format = kv_format
+    k, v = p.stored(p.k, p.lens_k), p.stored(p.v, p.lens_k)
+    p.format = q_format
+    if layout.startswith("bhsd"):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return p, kv_format, laid_out(layout, (q, k, v))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in fused.QKVLayout
+                                    if not layout.startswith("paged")])
+def test_fused_attn_forward_and_backward(layout):
+    p, kv_format, (q, k, v) = problem_of(layout, bias="post_scale_bias", softmax="learnable",
+                                         dropout=0.25)
+    o_format = {"sbhd": "bshd", "bshd": "sbhd"}.get(p.format, "thd")
+    lengths = p.sq, p.sk, p.cumulative(p.lens_q), p.cumulative(p.lens_k)
+    options = dict(dropout=p.dropout, qkv_layout=layout, o_format=o_format,
+                   attn_bias_type=p.bias, attn_mask_type=p.mask, softmax_type=p.softmax)
+    offset = p.offset.view(1, HEADS, 1, 1)
+    out, aux, max_logit = fused.fused_attn_fwd(
+        True, *lengths, q, k, v, q.dtype, fused.FusedAttnBackend.cast("F16_arbitrary_seqlen"),
+        p.core_bias, softmax_offset=offset, rng_gen=torch.Generator().manual_seed(1),
+        return_max_logit=True, **options)
+    stats, rng_state, bias, sink = aux
+    assert stats.shape == ((q.shape[0], HEADS, 1) if p.format == "thd" else (2, HEADS, p.sq, 1))
+    assert bias is p.core_bias and sink is offset and rng_state.dtype == torch.int64
+    state = torch.randint(2**63 - 1, (2,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(rng_state, state)
+    keep = tessera.torch.dropout_mask(2, HEADS, p.sq, p.sk, p.dropout, state)
+    expected = p.expected(keep)
+    d_out = p.stored(p.do, p.lens_q).nan_to_num()
+    dqkv_layout = "_".join((p.format, kv_format, kv_format))
+    dq, dk, dv, dbias, doffset = fused.fused_attn_bwd(
+        *lengths, q, k, v, out, d_out, q.dtype, aux, fused.FusedAttnBackend.cast(0),
+        do_format=p.format, dqkv_layout=dqkv_layout, deterministic=True, **options)
+    flip = o_format != p.format
+    got = {"out": p.loaded(out.transpose(0, 1) if flip else out, p.lens_q, p.sq),
+           "dq": p.loaded(dq, p.lens_q, p.sq), "dbias": dbias, "doffset": doffset.flatten(),
+           "max_logit": max_logit}
+    p.format = kv_format
+    got.update(dk=p.loaded(dk, p.lens_k, p.sk), dv=p.loaded(dv, p.lens_k, p.sk))
+    for name, value in got.items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in fused.QKVLayout
+                                    if layout.startswith("paged")])
+def test_fused_attn_with_pages(layout):
+    q_format, kv_format = utils.get_qkv_format(layout, object())[1:]
+    p = Problem("padding_causal_bottom_right", q_format, sq=3, sk=8, lens_q=(2, 3), lens_k=(8, 5))
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    pools = []
+    for x in (p.k, p.v):
+        pool = x.new_zeros(4, 4, *x.shape[2:])
+        pool[table.long()] = x.unflatten(1, (2, 4))
+        pools.append(pool if kv_format == "bshd" else pool.transpose(0, 1).contiguous())
+    out, _ = fused.fused_attn_fwd(
+        False, p.sq, p.sk, p.cumulative(p.lens_q), p.cumulative(p.lens_k),
+        p.stored(p.q, p.lens_q), *pools, torch.float32, 1, page_table_k=table, page_table_v=table,
+        qkv_layout=layout, o_format=q_format, attn_mask_type=p.mask)
+    torch.testing.assert_close(p.loaded(out, p.lens_q, p.sq).double(), p.expected()["out"],
+                               rtol=2e-5, atol=2e-5)
+
+
+def test_fused_attn_func_is_differentiable():
+    p = Problem("causal", bias="post_scale_bias", softmax="learnable", groups=2)
+    leaves = {name: x.clone().requires_grad_() for name, x in (
+        ("q", p.q), ("k", p.k), ("v", p.v), ("bias", p.core_bias), ("offset", p.offset))}
+    q, k, v, bias, offset = leaves.values()
+    out = backends.FusedAttnFunc.apply(
+        True, p.sq, p.sk, None, None, None, None, None, None, q, k, v, bias, p.dqk ** -0.5, 0.0,
+        True, "bshd_bshd_bshd", "bshd", p.bias, p.mask, p.softmax, (-1, 0), None, None, 1, False,
+        False, None, None, False, offset)
+    (out * p.do).sum().backward()
+    expected = p.expected()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad.double(), expected[f"d{name}"], rtol=2e-5, atol=2e-5)
+
+
+def test_fp8_sub_backend_is_refused_by_name():
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="fused_attention_backend='FP8'"):
+        fused.fused_attn_fwd(True, 4, 4, None, None, q, q, q, q.dtype, FP8)
+    with pytest.raises(ValueError, match="fused_attention_backend=FP8"):
+        backends.FusedAttention()(q, q, q, fused_attention_backend=FP8)
+    with pytest.raises(ValueError, match="qkv_layout='bhd3'"):
+        fused.fused_attn_fwd(True, 4, 4, None, None, q, q, q, q.dtype, 1, qkv_layout="bhd3")
+
+
+# ---- names ----
+
+def test_te_s_numbers():
+    assert [int(fused.QKVLayout[name]) for name in ("sb3hd", "thd_thd_thd", "bhsd_bhsd_bhsd")] == \
+        [0, 14, 25]
+    assert int(fused.QKVFormat["bhsd"]) == 7 and int(fused.AttnBiasType["alibi"]) == 3
+    assert int(fused.SoftmaxType["learnable"]) == 2
+    assert [fused.FusedAttnBackend[name] for name in ("No_Backend", "F16_max512", "FP8")] == \
+        [-1, 0, 2]
+    assert set(fused.AttnMaskType) == set(constants.AttnMaskTypes) - {"arbitrary"}
+
+
+@pytest.mark.parametrize("module", ["", ".attention", ".attention.dot_product_attention",
+                                    ".attention.dot_product_attention.backends",
+                                    ".attention.dot_product_attention.utils", ".constants",
+                                    ".cpp_extensions", ".cpp_extensions.fused_attn"])
+def test_names_that_are_not_here_say_why(module):
+    found = importlib.import_module(f"tessera.te.pytorch{module}")
+    with pytest.raises(AttributeError, match="tessera has TE's attention only"):
+        found.LayerNormLinear
+    with pytest.raises(AttributeError, match="yet; .*DotProductAttention"):
+        found.MultiheadAttention
+    with pytest.raises(ImportError):
+        exec(f"from tessera.te.pytorch{module} import TransformerLayer")
