@@ -8,19 +8,19 @@
 // registers. A CTA owns tile_n = 128 keys of one key head and walks the blocks of tile_m queries that see
 // them, for every query head of the group: dK and dV stay in registers, GQA needs no second sum.
 //
-//   warpgroup 0     producer  one thread: Q, lse2, dO, delta of each block by TMA
-//   warpgroup 1, 2  owners    S, dP -> P, dS -> dV, dK of 64 keys each; dS goes to shared memory too
-//   warpgroup 3     adder     dQ of the block = dS K, added to fp32 sums in global memory
+//   warpgroup 0     feeder  Q, lse2, dO, delta of each block by TMA; dQ of the block = dS K, added to fp32
+//                           sums in global memory
+//   warpgroup 1, 2  owners  S, dP -> P, dS -> dV, dK of 64 keys each; dS goes to shared memory too
 //
 // The owners never wait for each other: while one computes exponentials, the products of the other and of
-// the adder keep the tensor cores busy.
+// the feeder keep the tensor cores busy.
 //
-//   barrier                 arrivals                      says
-//   kv                      1 + bytes                     K and V have arrived
-//   q.full, grad_o.full     1 + bytes                     a block and its lse2 (delta) have arrived
-//   q.empty, grad_o.empty   8 (a warp each)               both owners have used it
-//   ds.full[b]              8                             both owners have written their rows of dS
-//   ds.empty[b]             4                             the adder has used them
+//   barrier        arrivals          says
+//   kv             1 + bytes         K and V have arrived
+//   q, grad_o [s]  1 + bytes         a block and its lse2 (delta) have arrived
+//   ds.full[b]     8 (a warp each)   both owners have written their rows of dS(i), and so are done with
+//                                    block i - 1: its stage takes block i + 2
+//   ds.empty[b]    4                 the feeder has used them
 #pragma once
 
 #include <cstddef>
@@ -73,14 +73,13 @@ __device__ __forceinline__ void store_row(Element* row, bool stored, int first, 
 template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
-  static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = kTile.stages;
+  static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = 3;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
   static constexpr int kGradientBuffers = 2;  // of dS
   static constexpr int kDqColumns = kTile.dq_columns;
-  // What the roles claim is what the CTA was launched with: 4 x 128 registers a thread of each kind.
-  static constexpr int kProducerRegisters = 24;
+  // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kOwnerRegisters = kTile.registers;
-  static constexpr int kAdderRegisters = 512 - kProducerRegisters - kOwners * kOwnerRegisters;
+  static constexpr int kFeederRegisters = 504 - kOwners * kOwnerRegisters;
 
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -95,7 +94,7 @@ struct Backward {
     uint8_t grad_o[kStages][GradOTile::kBytes];
     uint8_t ds[kGradientBuffers][GradientTile::kBytes];
     float lse2[kStages][kTileM], delta[kStages][kTileM];
-    uint64_t kv_barrier, q_barriers[2 * kStages], grad_o_barriers[2 * kStages];
+    uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
     KeyTile tile;
   };
@@ -125,53 +124,123 @@ struct Backward {
     __device__ __forceinline__ uint32_t kv_barrier() const {
       return base + offsetof(SharedStorage, kv_barrier);
     }
-    __device__ __forceinline__ StageBarriers<kStages> q_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, q_barriers))};
+    __device__ __forceinline__ uint32_t q_barrier(int stage) const {
+      return base + offsetof(SharedStorage, q_barriers) + 8 * stage;
     }
-    __device__ __forceinline__ StageBarriers<kStages> grad_o_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, grad_o_barriers))};
+    __device__ __forceinline__ uint32_t grad_o_barrier(int stage) const {
+      return base + offsetof(SharedStorage, grad_o_barriers) + 8 * stage;
     }
     __device__ __forceinline__ StageBarriers<kGradientBuffers> ds_barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
     }
   };
 
-  // ---- producer: one thread ----
+  // ---- feeder ----
 
-  static __device__ __forceinline__ void producer(const BackwardParams& a, const KeyTile& tile,
-                                                  const Shared shared) {
-    const Params& p = a.problem;
-    mbarrier_arrive_expect(shared.kv_barrier(), KTile::kBytes + VTile::kBytes);
-    const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
-    KTile::load(shared.k(), &a.k, shared.kv_barrier(), tile.kv_head, key.c2, key.c3, tile.k.batch);
-    VTile::load(shared.v(), &a.v, shared.kv_barrier(), tile.kv_head, key.c2, key.c3, tile.k.batch);
-    wait_for_predecessors();  // lse2 and delta are the kernel's before
-
-    const auto q_barriers = shared.q_barriers(), grad_o_barriers = shared.grad_o_barriers();
-    const int begin = tile.begin, end = tile.end;
+  // The blocks that a tile walks, in order, as seen by the thread that loads them.
+  struct Feed {
+    const BackwardParams& a;
+    const KeyTile& tile;
+    int head, block;
     Ring<kStages> ring;
+
+    __device__ __forceinline__ void load_keys(const Shared shared) const {
+      const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
+      const uint32_t barrier = shared.kv_barrier();
+      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
+      KTile::load(shared.k(), &a.k, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
+      VTile::load(shared.v(), &a.v, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
+    }
+    __device__ __forceinline__ void load_next(const Shared shared) {
+      if (head == (tile.kv_head + 1) * a.problem.group) return;
+      const int64_t row_of_slot =
+          (int64_t{head} * a.slots + tile.first_slot + block) * kTileM;
+      const MapRow row = map_row(a.ragged_q, tile.q, block * kTileM);
+      const uint32_t q_barrier = shared.q_barrier(ring.stage);
+      mbarrier_arrive_expect(q_barrier, QTile::kBytes + kTileM * 4);
+      QTile::load(shared.q(ring.stage), &a.q, q_barrier, head, row.c2, row.c3, tile.q.batch);
+      bulk_load(shared.lse2(ring.stage), a.lse2 + row_of_slot, kTileM * 4, q_barrier);
+      const uint32_t o_barrier = shared.grad_o_barrier(ring.stage);
+      mbarrier_arrive_expect(o_barrier, GradOTile::kBytes + kTileM * 4);
+      GradOTile::load(shared.grad_o(ring.stage), &a.grad_o, o_barrier, head, row.c2, row.c3,
+                      tile.q.batch);
+      bulk_load(shared.delta(ring.stage), a.delta + row_of_slot, kTileM * 4, o_barrier);
+      ring.advance();
+      if (++block == tile.end) block = tile.begin, ++head;
+    }
+  };
+
+  static __device__ __forceinline__ void feeder(const BackwardParams& a, const KeyTile& tile,
+                                                const Shared shared) {
+    const Params& p = a.problem;
+    const int thread = threadIdx.x, lane = thread % kWarp;
+    const auto barriers = shared.ds_barriers();
+    const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
+    if (begin >= end) return;
+    Feed feed{a, tile, tile.kv_head * p.group, begin, {}};
+    if (thread == 0) feed.load_keys(shared);
+    wait_for_predecessors();  // lse2, delta and zeros in the sums are the kernel's before
+    if (thread == 0) {
+      feed.load_next(shared);
+      feed.load_next(shared);
+    }
+    __syncwarp();
+    mbarrier_wait(shared.kv_barrier(), 0);
+    Ring<kGradientBuffers> ring;
+    const int64_t first_slot = int64_t{tile.kv_head} * p.group * a.slots + tile.first_slot;
 #pragma unroll 1
     for (int member = 0; member < p.group; ++member) {
-      const int head = tile.kv_head * p.group + member;
-      const int64_t slot = int64_t{head} * a.slots + tile.first_slot;
+      float* sums = a.dq_sums + (first_slot + int64_t{member} * a.slots + begin) * kBlockOfDq +
+                    thread * 4;
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) {
-        const MapRow row = map_row(a.ragged_q, tile.q, block * kTileM);
-        q_barriers.acquire(ring, QTile::kBytes + kTileM * 4);
-        QTile::load(shared.q(ring.stage), &a.q, q_barriers.full(ring.stage), head, row.c2, row.c3,
-                    tile.q.batch);
-        bulk_load(shared.lse2(ring.stage), a.lse2 + (slot + block) * kTileM, kTileM * 4,
-                  q_barriers.full(ring.stage));
-        grad_o_barriers.acquire(ring, GradOTile::kBytes + kTileM * 4);
-        GradOTile::load(shared.grad_o(ring.stage), &a.grad_o, grad_o_barriers.full(ring.stage), head,
-                        row.c2, row.c3, tile.q.batch);
-        bulk_load(shared.delta(ring.stage), a.delta + (slot + block) * kTileM, kTileM * 4,
-                  grad_o_barriers.full(ring.stage));
+      for (int block = begin; block < end; ++block, sums += kBlockOfDq) {
+        barriers.wait(ring);
+        if (thread == 0) feed.load_next(shared);
+        __syncwarp();
+        if (a.dq_sums) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            add_part(shared, ring.stage, part, sums + part * 64 * kDqColumns);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barriers.release(ring);
         ring.advance();
       }
     }
   }
 
+  // A block of dQ is made in parts of 64 queries x kDqColumns. Element 4 i + j of a thread's accumulators
+  // lies at 4 (128 i + thread) + j of its part: every warp adds whole lines.
+  static constexpr int kBlockOfDq = kTileM * kTile.dqk;
+  static constexpr int kColumnParts = kTile.dqk / kDqColumns;
+  static constexpr int kParts = kTileM / 64 * kColumnParts;
+
+  static __device__ __forceinline__ void add_part(const Shared shared, int buffer, int part,
+                                                  float* sums) {
+    float dQ[kDqColumns / 2];
+    const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
+                                               part / kColumnParts * GradientTile::kChunkBytes);
+    constexpr int kPerChunk = kDqColumns < kChunkColumns ? kChunkColumns / kDqColumns : 1;
+    const int column_part = part % kColumnParts;
+    const uint64_t k = KTile::mn_major(shared.k() + column_part / kPerChunk * KTile::kChunkBytes +
+                                       column_part % kPerChunk * kDqColumns * 2);
+    pin(dQ);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTileN / kStepK; ++i) {
+      Wgmma<Element, kDqColumns>::template ss<kMajorMN, kMajorMN>(
+          dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dQ);
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i) {
+      add_to_global(sums + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
+                    dQ[4 * i + 3]);
+    }
+  }
   // ---- owner: dK and dV of 64 keys ----
 
   static __device__ __forceinline__ void owner(const BackwardParams& a, const KeyTile& tile,
@@ -180,10 +249,10 @@ struct Backward {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp, quad = lane % 4;
     const int warp_row = w * 64 + thread / kWarp * 16;  // of the tile
     const int key = tile.key0 + warp_row + lane / 4;    // and key + 8
-    const auto q_barriers = shared.q_barriers(), grad_o_barriers = shared.grad_o_barriers();
     const auto ds_barriers = shared.ds_barriers();
-    const int begin = uniform(tile.begin), end = uniform(tile.end);
-    const int clean_begin = uniform(tile.clean_begin), clean_end = uniform(tile.clean_end);
+    const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
+    const int clean_begin = uniform_register(tile.clean_begin), clean_end = uniform_register(tile.clean_end);
+    const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
     const float c = log2_scale(p);
     const uint64_t k = KTile::k_major(shared.k() + w * 64 * kChunkRowBytes);
     const uint64_t v = VTile::k_major(shared.v() + w * 64 * kChunkRowBytes);
@@ -199,7 +268,7 @@ struct Backward {
     const auto step = [&](int block) {
       float S[kTileM / 2], dP[kTileM / 2];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
-      q_barriers.wait(ring);
+      mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
       pin(S);
       wgmma_fence();
@@ -209,7 +278,7 @@ struct Backward {
             S, k + KTile::k_major_step(i), q + QTile::k_major_step(i), i > 0);
       }
       wgmma_commit();
-      grad_o_barriers.wait(ring);
+      mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
       const uint64_t grad_o = GradOTile::k_major(shared.grad_o(ring.stage));
       pin(dP);
       wgmma_fence();
@@ -266,27 +335,23 @@ struct Backward {
       wgmma_commit();
 
       mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
 #pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {
-        stmatrix_x4(GradientTile::unit(shared.ds(ds_ring.stage), warp_row + lane % 16,
-                                       2 * i + lane / 16),
-                    dS + 4 * i);
+      for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
+        stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
       }
       async_proxy_fence();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
       ds_ring.advance();
 
-      wgmma_wait<1>();
-      pin(dV);
-      if (lane == 0) grad_o_barriers.release(ring);
       wgmma_wait<0>();
+      pin(dV);
       pin(dK);
-      if (lane == 0) q_barriers.release(ring);
       ring.advance();
     };
 
-    mbarrier_wait(shared.kv_barrier(), 0);
+    if (begin < end) mbarrier_wait(shared.kv_barrier(), 0);
 #pragma unroll 1
     for (int member = 0; member < p.group; ++member) {
 #pragma unroll 1
@@ -296,7 +361,8 @@ struct Backward {
     store<kTile.dv>(p, TESSERA_DV, tile, key, lane, 1.f, p.dv, dV);
   }
 
-  // P = 0 where the band hides the key from the query.
+  // P = 0 where the band hides the key from the query. Without branches: the compiler keeps descriptors in
+  // uniform registers only where it knows that no thread has gone another way.
   static __device__ __forceinline__ void hide(const KeyTile& tile, int key, int block, int quad,
                                               float (&S)[kTileM / 2]) {
     const int query = block * kTileM + 2 * quad;  // of element 0
@@ -326,67 +392,6 @@ struct Backward {
       store_row<Element, kN>(to, tile.owns(row), 0, columns, factor, d, r, lane);
     }
   }
-
-  // ---- adder: dQ += dS K ----
-
-  static __device__ __forceinline__ void adder(const BackwardParams& a, const KeyTile& tile,
-                                               const Shared shared) {
-    const Params& p = a.problem;
-    const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
-    const auto barriers = shared.ds_barriers();
-    const int begin = uniform(tile.begin), end = uniform(tile.end);
-    Ring<kGradientBuffers> ring;
-    wait_for_predecessors();  // the sums are zeros by then
-    mbarrier_wait(shared.kv_barrier(), 0);
-#pragma unroll 1
-    for (int member = 0; member < p.group; ++member) {
-      const int64_t slot =
-          (int64_t{tile.kv_head} * p.group + member) * a.slots + tile.first_slot;
-#pragma unroll 1
-      for (int block = begin; block < end; ++block) {
-        barriers.wait(ring);
-        float* sums = a.dq_sums + (slot + block) * (kTileM * kTile.dqk) + thread * 4;
-        if (a.dq_sums) {
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            add_part(shared, ring.stage, part, sums + part * 64 * kDqColumns);
-          }
-        }
-        __syncwarp();
-        if (lane == 0) barriers.release(ring);
-        ring.advance();
-      }
-    }
-  }
-
-  // A block of dQ is made in parts of 64 queries x kDqColumns. Element 4 i + j of a thread's accumulators
-  // lies at 4 (128 i + thread) + j of its part: every warp adds whole lines.
-  static constexpr int kColumnParts = kTile.dqk / kDqColumns;
-  static constexpr int kParts = kTileM / 64 * kColumnParts;
-
-  static __device__ __forceinline__ void add_part(const Shared shared, int buffer, int part,
-                                                  float* sums) {
-    float dQ[kDqColumns / 2];
-    const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
-                                               part / kColumnParts * GradientTile::kChunkBytes);
-    const uint64_t k = KTile::mn_major(shared.k() + part % kColumnParts * (kDqColumns / 64) *
-                                                        KTile::kChunkBytes);
-    pin(dQ);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kTileN / kStepK; ++i) {
-      Wgmma<Element, kDqColumns>::template ss<kMajorMN, kMajorMN>(
-          dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(dQ);
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i) {
-      add_to_global(sums + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
-                    dQ[4 * i + 3]);
-    }
-  }
 };
 
 template <typename Element, typename Row>
@@ -395,12 +400,14 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   using Kernel = Backward<Element, Row>;
   extern __shared__ __align__(1024) uint8_t storage[];
   const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  const int warpgroup = uniform_register(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
     mbarrier_init(shared.kv_barrier(), 1);
-    shared.q_barriers().init(Kernel::kOwnerWarps);
-    shared.grad_o_barriers().init(Kernel::kOwnerWarps);
+    for (int stage = 0; stage < Kernel::kStages; ++stage) {
+      mbarrier_init(shared.q_barrier(stage), 1);
+      mbarrier_init(shared.grad_o_barrier(stage), 1);
+    }
     for (int buffer = 0; buffer < Kernel::kGradientBuffers; ++buffer) {
       mbarrier_init(shared.ds_barriers().full(buffer), Kernel::kOwnerWarps);
       mbarrier_init(shared.ds_barriers().empty(buffer), kWarpgroup / kWarp);
@@ -412,11 +419,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   __syncthreads();
   launch_dependents();
   if (warpgroup == 0) {
-    registers_release<Kernel::kProducerRegisters>();
-    if (threadIdx.x == 0) Kernel::producer(a, tile, shared);
-  } else if (warpgroup == 3) {
-    registers_release<Kernel::kAdderRegisters>();
-    Kernel::adder(a, tile, shared);
+    registers_release<Kernel::kFeederRegisters>();
+    Kernel::feeder(a, tile, shared);
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
     Kernel::owner(a, tile, shared, warpgroup - 1);

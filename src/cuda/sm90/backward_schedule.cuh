@@ -17,11 +17,11 @@ struct KeyTile {
   int begin, end, clean_begin, clean_end;
   int first_slot;  // of block 0
 
-  // Queries that see a key, as [lo, hi).
+  // Queries that see a key, as [lo, hi); lo and hi never decrease with the key.
   __device__ __forceinline__ int2 queries_of_key(int key) const {
-    if (key < 0 || key >= k.length) return {0, 0};
-    return {right < 0 ? 0 : max(key - shift - right, 0),
-            left < 0 ? q.length : min(key - shift + left + 1, q.length)};
+    const bool exists = (key >= 0) & (key < k.length);
+    const int lo = key - shift - right, hi = key - shift + left + 1;
+    return {right < 0 ? 0 : max(lo, 0), !exists ? 0 : left < 0 ? q.length : min(hi, q.length)};
   }
   __device__ __forceinline__ bool owns(int key) const {
     return key >= k.owned_lo && key < k.owned_hi;

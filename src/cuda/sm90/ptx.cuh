@@ -147,5 +147,12 @@ __device__ __forceinline__ void add_to_global(float* to, float a, float b, float
 // A value that is the same in all lanes, in a way that the compiler can see: it then uses uniform
 // registers for what is computed from it. Descriptors in vector registers cost an R2UR per wgmma.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAllLanes, x, 0); }
+// The same for a value that was loaded, of which the compiler knows that all lanes have it and yet keeps it
+// in a vector register: a reduction of a warp has its result in a uniform one.
+__device__ __forceinline__ int uniform_register(int x) {
+  int y;
+  asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
 
 }  // namespace tessera::cuda::sm90

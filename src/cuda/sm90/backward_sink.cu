@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm90/backward_sink.h"
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/common/sequence.cuh"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+// One CTA a head. A sequence's statistics lie side by side from its first slot on.
+__global__ void __launch_bounds__(kThreads)
+    dsink_kernel(const __grid_constant__ BackwardParams a, int tile_m) {
+  const Params& p = a.problem;
+  const int head = blockIdx.x;
+  const View& view = p.tensor[TESSERA_SINK];
+  const float sink = kLog2e * load_float(view.data, offset_of(view, head), view.dtype);
+  const int blocks = (p.sq + tile_m - 1) / tile_m;
+  float sum = 0;
+  for (int n = 0; n < p.batch; ++n) {
+    const Rows rows = rows_of<SideOfQueries>(p, n);
+    const int64_t first =
+        (int64_t{head} * a.slots + first_slot_of(p.thd_q, n, rows.first, tile_m, blocks)) * tile_m;
+    for (int i = threadIdx.x; i < rows.length; i += kThreads) {
+      sum -= exp2_approx(sink - a.lse2[first + i]) * a.delta[first + i];
+    }
+  }
+  __shared__ float sums[kWarps];
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  float total = 0;
+  for (const float part : sums) total += part;
+  const View& out = p.tensor[TESSERA_DSINK];
+  store_float(out.data, offset_of(out, head), out.dtype, total);
+}
+
+}  // namespace
+
+Status launch_dsink(const BackwardParams& params, int tile_m, cudaStream_t stream) {
+  const Params& p = params.problem;
+  if (!p.tensor[TESSERA_DSINK].data) return {};
+  dsink_kernel<<<static_cast<unsigned>(p.hq), kThreads, 0, stream>>>(params, tile_m);
+  return cuda_status(cudaGetLastError(), "dsink kernel");
+}
+
+}  // namespace tessera::cuda::sm90
