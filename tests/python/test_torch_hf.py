@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attn_implementation="tessera" against eager, on small models built from configuration."""
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import tessera.hf  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             vocab_size=97, max_position_embeddings=128)
+DECODER = dict(SMALL, num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1,
+               eos_token_id=2)
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**DECODER),
+    "qwen2": lambda: transformers.Qwen2Config(**DECODER, use_sliding_window=True, sliding_window=5,
+                                              max_window_layers=1),
+    "gemma2": lambda: transformers.Gemma2Config(**DECODER, sliding_window=6, query_pre_attn_scalar=8,
+                                                attn_logit_softcapping=5.0),
+    "gpt_oss": lambda: transformers.GptOssConfig(**DECODER, sliding_window=4, num_local_experts=2,
+                                                 num_experts_per_tok=1),
+}
+
+
+def build(config):
+    torch.manual_seed(0)
+    if hasattr(config, "num_local_experts"):
+        config._experts_implementation = "eager"
+    kind = {"bert": transformers.BertModel, "t5": transformers.T5ForConditionalGeneration}.get(
+        config.model_type, transformers.AutoModelForCausalLM)
+    models = []
+    for name in ("eager", "tessera"):
+        make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
+        models.append(make(copy.deepcopy(config), attn_implementation=name).eval())
+    with torch.no_grad():
+        for name, parameter in models[0].named_parameters():
+            if "sinks" in name or "relative_attention_bias" in name:
+                parameter.normal_()
+    models[1].load_state_dict(models[0].state_dict())
+    assert models[1].config._attn_implementation == "tessera"
+    return models
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The dtypes of the masks that reached the attention function: None, int32 ranges, bool."""
+    masks = []
+
+    def spy(*arguments, **keywords):
+        mask = arguments[4] if len(arguments) > 4 else keywords.get("attention_mask")
+        masks.append(None if mask is None else mask.dtype)
+        return tessera.hf.attention_forward(*arguments, **keywords)
+    mapping = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(mapping, "tessera", spy)
+    return masks
+
+
+def tokens(b=2, s=17):
+    return torch.randint(3, 97, (b, s), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_decoders_agree_with_eager(name, padding, used):
+    eager, ours = build(MODELS[name]())
+    ids, mask = tokens(), torch.ones(2, 17, dtype=torch.long)
+    if padding:
+        mask[1, slice(0, 6) if padding == "left" else slice(11, None)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 6] = -100  # predicted by a padding row on the left, which eager fills with an average
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0) if padding else None
+    results = []
+    for model in (eager, ours):
+        model.zero_grad()
+        output = model(ids, attention_mask=mask if padding else None, labels=labels,
+                       position_ids=position_ids)
+        output.loss.backward()
+        results.append((output.loss.detach(), output.logits.detach()[mask.bool()],
+                        *(p.grad for p in model.parameters() if p.grad is not None)))
+    assert len(results[0]) == len(results[1])
+    for a, b in zip(*results):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    assert used and torch.bool not in used
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_left_padded_generation(name, cache, used):
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[1, :6] = 0
+    out = [model.generate(tokens(), attention_mask=mask, max_new_tokens=8, do_sample=False,
+                          cache_implementation=cache, disable_compile=True, return_dict_in_generate=True,
+                          output_logits=True) for model in build(MODELS[name]())]
+    assert torch.equal(out[0].sequences, out[1].sequences)
+    for a, b in zip(out[0].logits, out[1].logits):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+    assert torch.bool not in used
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_packing_by_position_ids(name, used):
+    positions = torch.cat([torch.arange(n) for n in (5, 9, 3)])[None].expand(2, -1)
+    a, b = (model(tokens(), position_ids=positions, use_cache=False).logits
+            for model in build(MODELS[name]()))
+    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    assert set(used) == {torch.int32}
+
+
+@pytest.mark.parametrize("padding", [None, slice(0, 4), slice(12, None), slice(5, 9)])
+def test_bert(padding, used):
+    mask = torch.ones(2, 17, dtype=torch.long)
+    if padding is not None:
+        mask[1, padding] = 0
+    a, b = (model(tokens(), attention_mask=mask).last_hidden_state[mask.bool()]
+            for model in build(transformers.BertConfig(**SMALL)))
+    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    assert (torch.bool in used) == (padding == slice(5, 9))  # a hole is no interval
+
+
+def test_t5():
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+                                   vocab_size=97, decoder_start_token_id=0)
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[1, 12:] = 0
+    results = []
+    for model in build(config):
+        output = model(input_ids=tokens(), attention_mask=mask, labels=tokens(s=9))
+        grads = torch.autograd.grad(output.loss, [p for n, p in model.named_parameters()
+                                                  if "relative_attention_bias" in n])
+        results.append((output.loss, output.logits, *grads))
+    for a, b in zip(*results):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_ranges_say_what_the_functions_say():
+    left = torch.tensor([0, 3])
+    padding = torch.ones(2, 24, dtype=torch.bool)
+    padding[1, :3] = False
+    functions = [masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function,
+                 masking_utils.sliding_window_causal_mask_function(4),
+                 masking_utils.sliding_window_bidirectional_mask_function(3),
+                 masking_utils.chunked_causal_mask_function(5, left)]
+    for function in functions:
+        for q, q_offset, kv, kv_offset in ((24, 0, 24, 0), (1, 20, 24, 0), (6, 10, 24, 0), (4, 20, 18, 6),
+                                           (5, torch.tensor(7), 24, 0)):
+            for mask in (None, padding):
+                sizes = dict(batch_size=2, q_length=q, kv_length=kv, q_offset=q_offset,
+                             kv_offset=kv_offset, mask_function=function, attention_mask=mask)
+                dense = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
+                ranges = tessera.hf.attention_mask(**sizes, allow_is_causal_skip=False)
+                assert ranges.dtype == torch.int32 and ranges.shape[1:] == (1, q, 2)
+                j = torch.arange(kv)
+                shown = (j >= ranges[..., :1]) & (j < ranges[..., 1:])
+                assert torch.equal(shown.expand(2, 1, q, kv), dense)
+
+
+def test_users_functions_become_a_logged_mask(caplog):
+    config = MODELS["llama"]()
+    config._attn_implementation = "tessera"
+    mask = masking_utils.create_causal_mask(
+        config, torch.zeros(2, 9, 32), None, None,
+        or_mask_function=lambda b, h, i, j: (i < 3) & (j < 3))
+    assert mask.dtype == torch.bool and mask[0, 0, 0, 2] and not mask[0, 0, 4, 6]
+    assert "bytes" in caplog.text
+
+
+def test_what_is_not_known_is_refused():
+    _, model = build(MODELS["llama"]())
+    with pytest.raises(ValueError):
+        model(tokens(), output_attentions=True)
+    q = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="tessera.hf: score_mod=function"):
+        tessera.hf.attention_forward(model, q, q, q, None, score_mod=lambda x: x)
