@@ -170,6 +170,13 @@ void require_backward(Support& support, const Problem& p) {
                     return "head_dim_qk=" + std::to_string(s.dqk) +
                            ": and head_dim_v must be at most 128 in the backward pass";
                   });
+  // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
+  const bool ragged = is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) ||
+                      given(p, TESSERA_SEQLENS_K);
+  support.require(!ragged || (s.dqk > 64) == (s.dv > 64), ReasonId::kHeadDim, Remedy::kNone, [&] {
+    return "head_dim_v=" + std::to_string(s.dv) + ": with lengths, must be on the same side of 64 as "
+           "head_dim_qk in the backward pass";
+  });
   constexpr int kRich[] = {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
                            TESSERA_ALIBI_SLOPES};
   for (const int index : kRich) {

@@ -137,65 +137,80 @@ struct Backward {
 
   // ---- feeder ----
 
-  // The blocks that a tile walks, in order, as seen by the thread that loads them.
+  // The blocks that a tile walks, in order. All threads follow, with everything in uniform registers; one
+  // of them loads.
   struct Feed {
     const BackwardParams& a;
-    const KeyTile& tile;
-    int head, block;
+    int begin, end, head, end_head, block, slot;  // slot: of block 0 of the head
+    MapRow row0;
+    int batch;
     Ring<kStages> ring;
 
-    __device__ __forceinline__ void load_keys(const Shared shared) const {
-      const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
-      const uint32_t barrier = shared.kv_barrier();
-      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
-      KTile::load(shared.k(), &a.k, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
-      VTile::load(shared.v(), &a.v, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
+    __device__ __forceinline__ Feed(const BackwardParams& params, const KeyTile& tile) : a(params) {
+      const int group = a.problem.group, kv_head = uniform_register(tile.kv_head);
+      begin = block = uniform_register(tile.begin);
+      end = uniform_register(tile.end);
+      head = kv_head * group;
+      end_head = head + group;
+      slot = head * a.slots + uniform_register(tile.first_slot);
+      batch = uniform_register(tile.q.batch);
+      const MapRow row = map_row(a.ragged_q, tile.q, 0);
+      row0 = {uniform_register(row.c2), uniform_register(row.c3)};
     }
-    __device__ __forceinline__ void load_next(const Shared shared) {
-      if (head == (tile.kv_head + 1) * a.problem.group) return;
-      const int64_t row_of_slot =
-          (int64_t{head} * a.slots + tile.first_slot + block) * kTileM;
-      const MapRow row = map_row(a.ragged_q, tile.q, block * kTileM);
-      const uint32_t q_barrier = shared.q_barrier(ring.stage);
-      mbarrier_arrive_expect(q_barrier, QTile::kBytes + kTileM * 4);
-      QTile::load(shared.q(ring.stage), &a.q, q_barrier, head, row.c2, row.c3, tile.q.batch);
-      bulk_load(shared.lse2(ring.stage), a.lse2 + row_of_slot, kTileM * 4, q_barrier);
-      const uint32_t o_barrier = shared.grad_o_barrier(ring.stage);
-      mbarrier_arrive_expect(o_barrier, GradOTile::kBytes + kTileM * 4);
-      GradOTile::load(shared.grad_o(ring.stage), &a.grad_o, o_barrier, head, row.c2, row.c3,
-                      tile.q.batch);
-      bulk_load(shared.delta(ring.stage), a.delta + row_of_slot, kTileM * 4, o_barrier);
+    __device__ __forceinline__ void load_next(const Shared shared, bool loads) {
+      const uint32_t q_barrier = shared.q_barrier(ring.stage),
+                     o_barrier = shared.grad_o_barrier(ring.stage);
+      const uint32_t q = shared.q(ring.stage), grad_o = shared.grad_o(ring.stage);
+      const uint32_t lse2 = shared.lse2(ring.stage), delta = shared.delta(ring.stage);
+      const int c2 = row0.c2 + block * kTileM;
+      const int64_t statistics = int64_t{slot + block} * kTileM;
+      if (loads && head < end_head) {
+        mbarrier_arrive_expect(q_barrier, QTile::kBytes + kTileM * 4);
+        QTile::load(q, &a.q, q_barrier, head, c2, row0.c3, batch);
+        bulk_load(lse2, a.lse2 + statistics, kTileM * 4, q_barrier);
+        mbarrier_arrive_expect(o_barrier, GradOTile::kBytes + kTileM * 4);
+        GradOTile::load(grad_o, &a.grad_o, o_barrier, head, c2, row0.c3, batch);
+        bulk_load(delta, a.delta + statistics, kTileM * 4, o_barrier);
+      }
       ring.advance();
-      if (++block == tile.end) block = tile.begin, ++head;
+      if (++block == end) block = begin, ++head, slot += a.slots;
     }
   };
+
+  static __device__ __forceinline__ void load_keys(const BackwardParams& a, const KeyTile& tile,
+                                                   const Shared shared) {
+    const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
+    const uint32_t barrier = shared.kv_barrier();
+    mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
+    KTile::load(shared.k(), &a.k, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
+    VTile::load(shared.v(), &a.v, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
+  }
 
   static __device__ __forceinline__ void feeder(const BackwardParams& a, const KeyTile& tile,
                                                 const Shared shared) {
     const Params& p = a.problem;
     const int thread = threadIdx.x, lane = thread % kWarp;
     const auto barriers = shared.ds_barriers();
-    const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
-    if (begin >= end) return;
-    Feed feed{a, tile, tile.kv_head * p.group, begin, {}};
-    if (thread == 0) feed.load_keys(shared);
-    wait_for_predecessors();  // lse2, delta and zeros in the sums are the kernel's before
-    if (thread == 0) {
-      feed.load_next(shared);
-      feed.load_next(shared);
-    }
+    Feed feed(a, tile);
+    if (thread == 0 && feed.begin < feed.end) load_keys(a, tile, shared);
+    // lse2, delta and zeros in the sums are the kernel's before. Also without work: the next kernel waits
+    // for this one alone.
+    wait_for_predecessors();
+    if (feed.begin >= feed.end) return;
+    const int begin = feed.begin, end = feed.end, first_slot = feed.slot;
+    feed.load_next(shared, thread == 0);
+    feed.load_next(shared, thread == 0);
     __syncwarp();
     mbarrier_wait(shared.kv_barrier(), 0);
     Ring<kGradientBuffers> ring;
-    const int64_t first_slot = int64_t{tile.kv_head} * p.group * a.slots + tile.first_slot;
 #pragma unroll 1
     for (int member = 0; member < p.group; ++member) {
-      float* sums = a.dq_sums + (first_slot + int64_t{member} * a.slots + begin) * kBlockOfDq +
+      float* sums = a.dq_sums + int64_t{first_slot + member * a.slots + begin} * kBlockOfDq +
                     thread * 4;
 #pragma unroll 1
       for (int block = begin; block < end; ++block, sums += kBlockOfDq) {
         barriers.wait(ring);
-        if (thread == 0) feed.load_next(shared);
+        feed.load_next(shared, thread == 0);
         __syncwarp();
         if (a.dq_sums) {
 #pragma unroll

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kWarpgroup) backward_rows(const __grid_constan
   const BlockOfSlot at = block_of_slot(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, at.n);
   const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;
-  if (at.block < 0 || row0 >= max(rows.length, 1)) return;
+  if (at.block < 0 || row0 >= rows.length) return;
   const int64_t slot = slot_of_head(a, head, blockIdx.x);
   if (thread == 0) {
     mbarrier_init(barrier, 1);
