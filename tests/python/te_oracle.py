@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TE's attention written out in fp64 PyTorch: one sequence and head at a time, every pair (i, j)."""
+"""TE's attention written out in fp64 PyTorch, one sequence and head at a time, pair by pair."""
 
 from __future__ import annotations
 

@@ -341,7 +341,8 @@ def test_misuse_is_named(misuse):
 
 @pytest.mark.parametrize("given, message", [
     (dict(num_gqa_groups=3), "num_gqa_groups=3"), (dict(tp_size=3), "tp_size=3"),
-    (dict(attention_dropout=1.0), "attention_dropout=1.0"), (dict(softmax_type="sink"), "off-by-one"),
+    (dict(attention_dropout=1.0), "attention_dropout=1.0"),
+    (dict(softmax_type="sink"), "off-by-one"),
     (dict(attention_type="none"), "attention_type='none'"), (dict(qkv_format="hbsd"), "hbsd"),
     (dict(attn_mask_type="full"), "attn_mask_type='full'")], ids=str)
 def test_constructor_misuse(given, message):

@@ -3,6 +3,9 @@
 
 import importlib
 import logging
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +50,8 @@ RULES = {
     "fp8": (dict(fp8=True), {}, True, None, {name: "FP8 attention" for name in _selection.NAMES}),
     "ring": (dict(context_parallel=True), {}, True, None, {FUSED: "context parallelism"}),
     "cache": (dict(inference_params=object()), {}, True, None, {FLASH: "inference_params"}),
-    "integers": (dict(qkv_dtype=torch.int8), {}, True, None, {UNFUSED: "torch.int8", FUSED: "int8"}),
+    "integers": (dict(qkv_dtype=torch.int8), {}, True, None,
+                 {UNFUSED: "torch.int8", FUSED: "torch.int8"}),
 }
 
 
@@ -368,3 +372,28 @@ def test_names_that_are_not_here_say_why(module):
         found.MultiheadAttention
     with pytest.raises(ImportError):
         exec(f"from tessera.te.pytorch{module} import TransformerLayer")
+
+
+# ---- the benchmarks run, and print what TE's print ----
+
+PRINTED = {
+    "benchmark_attention": (["--iterations", "1", "--warmup", "0", "--configs", "test_2"],
+                            ["Running test_2 with cuDNN attention and flash-attention...",
+                             "cuDNN fwd+bwd (ms)  flash-attn fwd+bwd (ms)"]),
+    "example_attention": (["--config", "test_3"], ["Run cuDNN attention...",
+                                                   "Run flash-attention...", "Test passed."]),
+    "arbitrary_mask_to_post_scale_bias": ([], ["Run with post_scale_bias:",
+                                               "Run with arbitrary mask:", "Test passed!"]),
+}
+
+
+@pytest.mark.parametrize("script", PRINTED)
+def test_benchmark(script, monkeypatch, capsys):
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "te"
+    arguments, lines = PRINTED[script]
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cpu", "--reduce", "64", *arguments])
+    runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    at = [printed.find(line) for line in lines]
+    assert -1 not in at and at == sorted(at), printed

@@ -19,8 +19,8 @@ def missing(module: str):
     """A module's __getattr__: why TE's name is not in it."""
     def __getattr__(name: str):
         if name in LATER:
-            raise AttributeError(f"{module}.{name}: tessera does not have this part of TE's attention "
-                                 f"yet; {LATER[name]}")
-        raise AttributeError(f"{module}.{name}: tessera has TE's attention only; import what is not "
-                             "attention from transformer_engine")
+            raise AttributeError(f"{module}.{name}: tessera does not have this part of TE's "
+                                 f"attention yet; {LATER[name]}")
+        raise AttributeError(f"{module}.{name}: tessera has TE's attention only; import what is "
+                             "not attention from transformer_engine")
     return __getattr__

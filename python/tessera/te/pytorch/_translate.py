@@ -167,8 +167,8 @@ class Call:
         masks = self.attention_mask
         masks = (masks, masks) if isinstance(masks, torch.Tensor) else tuple(masks)
         if len(masks) != 2:
-            raise _words.error("attention_mask", f"{len(masks)} tensors", "must be a tensor [b, 1, 1, "
-                               "s], or a pair for queries and for keys")
+            raise _words.error("attention_mask", f"{len(masks)} tensors", "must be a tensor "
+                               "[b, 1, 1, s], or a pair for queries and for keys")
         hidden = []
         for mask, side in zip(masks, ("q", "kv")):
             b, s = self.extent("b", side), self.extent("s", side)

@@ -109,7 +109,7 @@ def shapes(q, k, v, q_format: str, kv_format: str):
         if x.dim() != len(layout):
             raise error(f"{name}.shape", list(x.shape), f"must have the axes of qkv_format="
                         f'"{layout}"')
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
             raise error(f"{name}.stride(-1)", x.stride(-1), "must be 1; call contiguous()")
     if k.shape[:-1] != v.shape[:-1]:
         raise error("value_layer.shape", list(v.shape), "must be key_layer's, "
@@ -138,4 +138,5 @@ def broadcastable(name: str, x, extents: tuple, axes: str):
                                 for n, extent in zip(x.shape, extents))
     if not fits:
         shown = ", ".join("?" if n is None else str(n) for n in extents)
-        raise error(f"{name}.shape", list(x.shape), f"must be broadcastable to [{axes}] = [{shown}]")
+        raise error(f"{name}.shape", list(x.shape),
+                    f"must be broadcastable to [{axes}] = [{shown}]")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """TE's fused attention, forward and backward, without autograd.
 
-    out, aux = fused_attn_fwd(True, sq, skv, cu_q, cu_kv, q, k, v, q.dtype, FusedAttnBackend.cast(1),
+    backend = FusedAttnBackend.F16_arbitrary_seqlen
+    out, aux = fused_attn_fwd(True, sq, skv, cu_q, cu_kv, q, k, v, q.dtype, backend,
                               qkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
-    dq, dk, dv, dbias, dsink = fused_attn_bwd(sq, skv, cu_q, cu_kv, q, k, v, out, d_out, q.dtype, aux,
-                                              FusedAttnBackend.cast(1), ...)
+    dq, dk, dv, dbias, dsink = fused_attn_bwd(sq, skv, cu_q, cu_kv, q, k, v, out, d_out, q.dtype,
+                                              aux, backend, qkv_layout="bshd_bshd_bshd", ...)
 
 aux = [stats, rng_state(, bias)(, softmax_offset)]: stats are fp32 log-sum-exps, [b, h, sq, 1], of
-packed sequences [t, h, 1]; rng_state is int64 [seed, offset]. Gradients are dense and in the formats
-of dqkv_layout.
+packed sequences [t, h, 1]; rng_state is int64 [seed, offset]. Gradients are dense and in the
+formats of dqkv_layout.
 """
 
 from __future__ import annotations

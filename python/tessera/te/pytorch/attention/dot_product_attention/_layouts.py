@@ -18,10 +18,10 @@ def get_qkv_format(qkv_layout: str = "bshd_bshd_bshd", inference_params=None):
 
 
 def get_qkv_layout(q, k, v, qkv_format: str = "sbhd", inference_params=None):
-    """(layout, q, k, v, q_format, kv_format): views of one buffer are recognised, everything else is
-    three tensors. The tensors come back as they are, whatever their strides."""
+    """(layout, q, k, v, q_format, kv_format): views of one buffer are recognised, everything else
+    is three tensors. The tensors come back as they are, whatever their strides."""
     for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
             raise _words.error(f"{name}.stride(-1)", x.stride(-1), "must be 1; call contiguous()")
     q_format, _, kv_format = qkv_format.partition("_2")
     kv_format = kv_format or q_format
@@ -33,7 +33,7 @@ def get_qkv_layout(q, k, v, qkv_format: str = "sbhd", inference_params=None):
 
 def _layout(q, k, v, q_format, kv_format) -> str:
     tokens = q_format[:-2]
-    if q_format == kv_format:
+    if q_format == kv_format and not (k.is_contiguous() and v.is_contiguous()):
         for axis in ("3hd", "h3d"):
             if q.shape == k.shape == v.shape and _interleaved((q, k, v), axis[0] == "3"):
                 return tokens + axis
@@ -44,7 +44,7 @@ def _layout(q, k, v, q_format, kv_format) -> str:
 
 
 def _interleaved(views, before_heads: bool) -> bool:
-    """Whether the views are [.., i, :, :] of a buffer [.., n, h, d], or [.., :, i, :] of [.., h, n, d]."""
+    """Whether they are views [.., i, :, :] of [.., n, h, d], or [.., :, i, :] of [.., h, n, d]."""
     first, n = views[0], len(views)
     if any(x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or
            x.stride() != first.stride() or x.dtype != first.dtype for x in views):

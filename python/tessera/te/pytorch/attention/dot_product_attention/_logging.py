@@ -28,7 +28,8 @@ class AttentionLogging:
     def setup_logging():
         """Follows the switches as they are now. An application's own handlers win."""
         level = switch("NVTE_DEBUG", 0) * switch("NVTE_DEBUG_LEVEL", 0)
-        AttentionLogging._log_level = {0: logging.WARNING, 1: logging.INFO}.get(level, logging.DEBUG)
+        levels = {0: logging.WARNING, 1: logging.INFO}
+        AttentionLogging._log_level = levels.get(level, logging.DEBUG)
         AttentionLogging._stream_handler.setFormatter(AttentionLogging._formatter)
         logger.setLevel(AttentionLogging._log_level)
         if not logger.hasHandlers():

@@ -30,8 +30,9 @@ def get_padding_mask(batch_size, cu_seqlens_q=None, cu_seqlens_kv=None, max_seql
 def get_full_mask(max_seqlen_q, max_seqlen_kv, attn_mask_type="no_mask", attention_mask=None,
                   window_size=None, attention_type="self", bottom_right_alignment=True):
     """(attn_mask_type, mask, lengths_q, lengths_kv): padding, band and attention_mask in one mask
-    [b|1, h|1, sq, skv]. The type is "arbitrary" when there is a window; the lengths, of padding masks
-    only, count what is visible. The diagonal is that of the mask type, else bottom_right_alignment."""
+    [b|1, h|1, sq, skv]. The type is "arbitrary" when there is a window; the lengths, of padding
+    masks only, count what is visible. The diagonal is the mask type's, else follows
+    bottom_right_alignment."""
     left, right = (-1, -1) if window_size is None else window_size
     has_window = left != -1 or right not in (-1, 0)
     device, lengths_q, lengths_kv, shift = None, None, None, max_seqlen_kv - max_seqlen_q
@@ -63,12 +64,13 @@ def get_alibi(_alibi_cache, num_heads, max_seqlen_q, max_seqlen_kv, actual_seqle
               actual_seqlens_kv=None, alibi_slopes=None, bias_dtype=None,
               bottom_right_alignment=True):
     """(slopes, bias): fp32 [h] or [b, h], and -slope * |i + shift - j| as [1|b, h, sq, skv] in
-    bias_dtype. The cache is TE's dictionary: it is written, and never read, since lengths change."""
+    bias_dtype. The cache is TE's dictionary: written, and never read, since lengths change."""
     device = alibi_slopes.device if alibi_slopes is not None else \
         actual_seqlens_q.device if actual_seqlens_q is not None else _default_device()
     slopes = usual_slopes(num_heads, device) if alibi_slopes is None else alibi_slopes
     if slopes.dim() > 2:
-        raise ValueError(f"get_alibi: alibi_slopes.shape={list(slopes.shape)}: must be [h] or [b, h]")
+        raise ValueError(f"get_alibi: alibi_slopes.shape={list(slopes.shape)}: must be [h] or "
+                         "[b, h]")
     if (actual_seqlens_q is None) != (actual_seqlens_kv is None):
         raise ValueError("get_alibi: actual_seqlens_q and actual_seqlens_kv must be given together")
     distance = _distance(max_seqlen_q, max_seqlen_kv, device)

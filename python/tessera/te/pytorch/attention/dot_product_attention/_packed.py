@@ -17,8 +17,8 @@ def separate(query, key, value, qkv, kv, interleave_dim, qkv_format: str):
                                    "qkv_layer, or query_layer with kv_layer")
         return query, key, value, None
     if interleave_dim not in (-3, -2):
-        raise _words.error("qkv_interleave_dim", interleave_dim, "must be -3, for [.., 3, h, d], or "
-                           "-2, for [.., h, 3, d]")
+        raise _words.error("qkv_interleave_dim", interleave_dim, "must be -3, for [.., 3, h, d], "
+                           "or -2, for [.., h, 3, d]")
     given = {"query_layer": query, "key_layer": key, "value_layer": value}
     packed, name, parts = (qkv, "qkv_layer", 3) if qkv is not None else (kv, "kv_layer", 2)
     others = {**given, "kv_layer": kv} if parts == 3 else \

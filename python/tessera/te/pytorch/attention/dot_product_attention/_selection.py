@@ -77,7 +77,8 @@ class AttentionParams:
         """Of fp8_meta the recipe only."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
-        return _comparable(self) == _comparable(other)
+        mine, others = vars(self), vars(other)
+        return mine == others or _comparable(mine) == _comparable(others)
 
 
 @dataclasses.dataclass
@@ -123,8 +124,8 @@ def select(params: AttentionParams) -> Selection:
             (params.fp8, "FP8 attention, which tessera.te does not have yet; leave the fp8 region"),
             (params.context_parallel, "context parallelism, which tessera.te does not have yet; "
              "merge the parts of each rank with tessera.torch.merge"),
-            (params.inference_params is not None, "inference_params, which tessera.te does not have "
-             "yet; give tessera.torch.attention a page_table")):
+            (params.inference_params is not None, "inference_params, which tessera.te does not "
+             "have yet; give tessera.torch.attention a page_table")):
         if flag:
             for name in NAMES:
                 reasons[name].append(reason)
@@ -218,7 +219,7 @@ def case_lines(params: AttentionParams) -> list[str]:
 
 
 def _layout(p: AttentionParams) -> str:
-    """qkv_layout, or its formats when q, k and v are not of one size, as in one buffer they must."""
+    """qkv_layout, or its formats when q, k and v are not of one size, as one buffer needs it."""
     one_size = p.head_dim_qk == p.head_dim_v and ("3" not in p.qkv_layout or (
         p.max_seqlen_q, p.num_heads) == (p.max_seqlen_kv, p.num_gqa_groups))
     return p.qkv_layout if one_size else ",".join(formats_of(p.qkv_layout))
@@ -241,7 +242,8 @@ def _kernel_reasons(params) -> list[str]:
 def _explained(line: str, device: str) -> tuple[str, ...]:
     kind, _, number = device.partition(":")
     if device == "cpu" or kind == "cuda":
-        target = _lib.Device(kind=_lib.CPU if device == "cpu" else _lib.CUDA, ordinal=int(number or 0))
+        kind = _lib.CPU if device == "cpu" else _lib.CUDA
+        target = _lib.Device(kind=kind, ordinal=int(number or 0))
     else:
         kind, arch = _explain._DEVICES[device]
         target = _lib.Device(kind=kind, arch=arch)
@@ -276,7 +278,5 @@ def _architecture(params) -> str:
     return "cpu" if _device(params) == "cpu" else f"sm{10 * major + minor}"
 
 
-def _comparable(params):
-    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    values["fp8_meta"] = (params.fp8_meta or {}).get("recipe")
-    return values
+def _comparable(values: dict) -> dict:
+    return {**values, "fp8_meta": (values["fp8_meta"] or {}).get("recipe")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cumulative lengths, and copies between padded and packed tensors. The kernels need no such copy."""
+"""Cumulative lengths, and copies between padded and packed tensors, which no kernel here needs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def get_cu_seqlens(mask):
 
 
 def get_cu_seqlens_and_indices(mask):
-    """get_cu_seqlens(mask), and where the visible tokens lie in [b * s]: int64 [b * s, 1, 1], filled up
-    with b * s."""
+    """get_cu_seqlens(mask), and where the visible tokens lie in [b * s]: int64 [b * s, 1, 1],
+    filled up with b * s."""
     tokens = (~mask).reshape(-1).nonzero().squeeze(1)
     return get_cu_seqlens(mask), _filled(tokens, mask.numel())
 
 
 def get_indices(max_seqlen, cu_seqlens):
-    """Where the tokens of sequences that are padded to max_seqlen lie, as get_cu_seqlens_and_indices
-    says it."""
+    """Where the tokens of sequences that are padded to max_seqlen lie, in the form of
+    get_cu_seqlens_and_indices."""
     positions = torch.arange(max_seqlen, device=cu_seqlens.device)
     visible = positions < cu_seqlens.diff()[:, None]
     return _filled(visible.reshape(-1).nonzero().squeeze(1), visible.numel())

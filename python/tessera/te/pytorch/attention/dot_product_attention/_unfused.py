@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keywords of tessera.torch.attention in plain PyTorch, on any device and in any float dtype.
 
-Materialises the scores, [b, h, sq, skv] in fp32 (fp64 for fp64), and reads lengths of packed tensors
-on the host. Dropout hides what tessera.torch hides, bit for bit.
+Materialises the scores, [b, h, sq, skv] in fp32 (fp64 for fp64), and reads lengths of packed
+tensors on the host. Dropout hides what tessera.torch hides, bit for bit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """The three backends of DotProductAttention. Each takes query, key and value and the keywords of
 tessera.torch.attention, and returns out, or (out, max_logit); DotProductAttention chooses one.
 
-FlashAttention and FusedAttention run tessera's kernels. UnfusedDotProductAttention is plain PyTorch,
-on any device, and the only one that materialises the scores.
+FlashAttention and FusedAttention run tessera's kernels. UnfusedDotProductAttention is plain
+PyTorch, on any device, and the only one that materialises the scores.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class UnfusedDotProductAttention(torch.nn.Module):
 
 
 class FusedAttnFunc(torch.autograd.Function):
-    """fused_attn_fwd with fused_attn_bwd as its gradient, for q, k, v, attn_bias and softmax_offset.
-    Takes the arguments of TE's FusedAttnFunc.apply in TE's order."""
+    """fused_attn_fwd with fused_attn_bwd as its gradient, for q, k, v, attn_bias and
+    softmax_offset. Takes the arguments of TE's FusedAttnFunc.apply in TE's order."""
 
     @staticmethod
     def forward(ctx, is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv,

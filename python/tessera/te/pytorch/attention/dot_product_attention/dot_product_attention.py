@@ -283,5 +283,5 @@ def _nothing_fits(reasons: dict) -> str:
 
 
 def _later(name: str, value: str, feature: str, instead: str) -> _lib.Refused:
-    return _lib.Refused(f"DotProductAttention: {name}={value}: tessera.te does not have {feature} yet; "
-                        f"{instead}")
+    return _lib.Refused(f"DotProductAttention: {name}={value}: tessera.te does not have {feature} "
+                        f"yet; {instead}")
