@@ -19,72 +19,20 @@
 #include <string>
 #include <vector>
 
+#include "tensors.h"
 #include "tessera.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
+using tessera_torch::check;
+using tessera_torch::describe;
+using tessera_torch::fail;
+using tessera_torch::Layout;
 using torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
 constexpr int kNumInputs = TESSERA_RNG_STATE + 1;
-
-// How a tensor's axes become those of tessera_tensor: right-aligned, missing ones of extent 1, then
-// in the order of the format of its side. Packed formats lack the batch axis.
-enum class Side : uint8_t { kNone, kQuery, kKey };
-struct Rule {
-  uint8_t axes;
-  Side packs = Side::kNone;     // lacks its first axis when this side is packed
-  Side permutes = Side::kNone;  // has the order of axes of this side's format
-  bool broadcasts = false;      // any leading axis may be missing
-};
-
-constexpr Rule rule_of(int index) {
-  constexpr Rule kQuery{4, Side::kQuery, Side::kQuery}, kKey{4, Side::kKey, Side::kKey};
-  constexpr Rule kDense{4, Side::kNone, Side::kNone, true}, kRanges{4, Side::kQuery};
-  constexpr Rule kHeads{2, Side::kNone, Side::kNone, true}, kPages{2}, kVector{1};
-  constexpr Rule kIdsQ{2, Side::kQuery}, kIdsK{2, Side::kKey}, kRows{3, Side::kQuery};
-  constexpr Rule kRules[TESSERA_NUM_TENSORS] = {
-      kQuery,  kKey,   kKey,    kDense,  kDense,  kRanges, kIdsQ,   kIdsK,    // q .. ids_k
-      kVector, kHeads, kVector, kVector, kVector, kVector, kVector, kVector,  // sink .. cu_padded
-      kPages,  kPages, kHeads,  kHeads,  kVector, kQuery,  kRows,   kVector,  // pages .. max_logit
-      kQuery,  kRows,  kQuery,  kKey,    kKey,    kDense,  kVector, kHeads};  // do .. dslopes
-  return kRules[index];
-}
-
-int32_t dtype_of(int32_t scalar_type) {
-  constexpr std::pair<ScalarType, int32_t> kTypes[] = {
-      {ScalarType::Float, TESSERA_FP32},         {ScalarType::BFloat16, TESSERA_BF16},
-      {ScalarType::Half, TESSERA_FP16},          {ScalarType::Double, TESSERA_FP64},
-      {ScalarType::Float8_e4m3fn, TESSERA_E4M3}, {ScalarType::Float8_e5m2, TESSERA_E5M2},
-      {ScalarType::Bool, TESSERA_BOOL},          {ScalarType::Int, TESSERA_INT32},
-      {ScalarType::Long, TESSERA_INT64}};
-  for (const auto& [type, code] : kTypes) {
-    if (static_cast<ScalarType>(scalar_type) == type) return code;
-  }
-  return TESSERA_NONE;
-}
-
-[[noreturn]] void fail(const std::string& message) { throw std::runtime_error(message); }
-
-void check(AOTITorchError error) {
-  if (error != 0) fail("tessera: PyTorch refused a call of its C interface");
-}
-
-struct Layout {
-  const int64_t* sizes;
-  const int64_t* strides;
-  int64_t rank;
-  int32_t scalar_type;
-
-  explicit Layout(const Tensor& tensor) {
-    check(aoti_torch_get_sizes(tensor.get(), const_cast<int64_t**>(&sizes)));
-    check(aoti_torch_get_strides(tensor.get(), const_cast<int64_t**>(&strides)));
-    check(aoti_torch_get_dim(tensor.get(), &rank));
-    check(aoti_torch_get_dtype(tensor.get(), &scalar_type));
-  }
-};
 
 // One call. Allocates outputs and workspace by PyTorch's allocators; a thread on the CPU keeps the
 // workspace of its last call, up to kKeptWorkspace.
@@ -116,14 +64,14 @@ class Call {
     buffers_.softmax_scale = to<double>(*scalar++);
     buffers_.softcap = to<double>(*scalar++);
     buffers_.dropout_p = to<double>(*scalar++);
-    for (int i = 0; i < kNumInputs; ++i) {
-      if (inputs_[i]) input(i, *inputs_[i]);
-    }
     check(aoti_torch_get_device_type(q().get(), &device_type_));
     check(aoti_torch_get_device_index(q().get(), &device_index_));
     if (device_type_ == aoti_torch_device_type_cuda()) {
       device_.kind = TESSERA_CUDA;
       device_.ordinal = device_index_;
+    }
+    for (int i = 0; i < kNumInputs; ++i) {
+      if (inputs_[i]) input(i, *inputs_[i]);
     }
   }
 
@@ -136,9 +84,14 @@ class Call {
   const tessera_tensor& described(int index) const { return problem_.tensor[index]; }
 
   void input(int index, const Tensor& tensor) {
-    const Layout layout(tensor);
-    describe(index, layout.sizes, layout.strides, layout.rank, layout.scalar_type);
+    describe(problem_, index, paged(), Layout(tensor));
     check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.data[index]));
+    int32_t type = 0, ordinal = 0;
+    check(aoti_torch_get_device_type(tensor.get(), &type));
+    check(aoti_torch_get_device_index(tensor.get(), &ordinal));
+    if (type != device_type_ || ordinal != device_index_) {
+      fail("tessera: tensor " + std::to_string(index) + " is not on q's device");
+    }
   }
 
   // A new contiguous tensor that the call fills.
@@ -150,7 +103,7 @@ class Call {
       step *= std::max<int64_t>(sizes[i], 1);
     }
     Tensor tensor = empty(rank, sizes, strides.data(), scalar_type);
-    describe(index, sizes, strides.data(), rank, scalar_type);
+    describe(problem_, index, paged(), {sizes, strides.data(), rank, scalar_type});
     check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.data[index]));
     return tensor;
   }
@@ -183,34 +136,7 @@ class Call {
   }
 
  private:
-  void describe(int index, const int64_t* sizes, const int64_t* strides, int64_t rank,
-                int32_t scalar_type) {
-    const Rule rule = rule_of(index);
-    const bool paged = inputs_[TESSERA_PAGE_TABLE_K].has_value();
-    const int formats[] = {TESSERA_BSHD, problem_.format_q,
-                           paged ? TESSERA_BSHD : problem_.format_kv};
-    const auto format = [&](Side side) { return formats[static_cast<int>(side)]; };
-    const int missing = rule.axes - static_cast<int>(rank);
-    if (missing < 0 || (!rule.broadcasts && missing != (format(rule.packs) == TESSERA_THD))) {
-      fail("tessera: tensor " + std::to_string(index) +
-           " has a wrong number of axes: " + std::to_string(rank));
-    }
-    tessera_tensor& tensor = problem_.tensor[index];
-    tensor.dtype = dtype_of(scalar_type);
-    if (tensor.dtype == TESSERA_NONE) {
-      fail("tessera: tensor " + std::to_string(index) + " has a dtype that is never legal");
-    }
-    for (int i = 0; i < rule.axes; ++i) {
-      tensor.extent[i] = i < missing ? 1 : sizes[i - missing];
-      tensor.stride[i] = i < missing ? 0 : strides[i - missing];
-    }
-    const int order = format(rule.permutes);
-    if (order == TESSERA_SBHD || order == TESSERA_BHSD) {
-      const int first = order == TESSERA_SBHD ? 0 : 1;
-      std::swap(tensor.extent[first], tensor.extent[first + 1]);
-      std::swap(tensor.stride[first], tensor.stride[first + 1]);
-    }
-  }
+  bool paged() const { return inputs_[TESSERA_PAGE_TABLE_K].has_value(); }
 
   std::optional<Tensor> take_workspace(int64_t bytes) {
     constexpr int64_t kKeptWorkspace = 16 << 20, kAlignment = 64, one = 1;
@@ -310,12 +236,12 @@ void attention_backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(tessera, CPU, library) {
-  library.impl("attention", attention);
-  library.impl("attention_backward", attention_backward);
+STABLE_TORCH_LIBRARY_IMPL(tessera, CPU, cpu) {
+  cpu.impl("attention", attention);
+  cpu.impl("attention_backward", attention_backward);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(tessera, CUDA, library) {
-  library.impl("attention", attention);
-  library.impl("attention_backward", attention_backward);
+STABLE_TORCH_LIBRARY_IMPL(tessera, CUDA, cuda) {
+  cuda.impl("attention", attention);
+  cuda.impl("attention_backward", attention_backward);
 }
