@@ -116,81 +116,54 @@ __device__ inline float hyperbolic_tangent(float x) {
   return 1 - __fdividef(2.f, 1 + exp2_approx(fminf(x, 40.f) * (2 * kLog2e)));
 }
 
-// Elements `key` and `key + 1` of a row of B, of which the first `count` exist; in one access where the
-// rows are dense and aligned to two elements (paired).
-template <typename B>
-__device__ __forceinline__ void load_pair(const B* row, int key, int64_t step, bool paired, int count,
-                                          B (&to)[2]) {
+// The nearest row or key that exists: what stands beyond is hidden by the band, whatever is read for it.
+__device__ inline int existing(int position, int length) { return max(min(position, length - 1), 0); }
+
+// body(e, value) with the element of a [b|1, hq|1, sq|1, sk|1] tensor of B for every score of the fragment;
+// two at a time where rows are dense, aligned and whole.
+template <typename B, int kN, Major kMajor, typename Body>
+__device__ __forceinline__ void for_each_element(const View& view, const Sequence& sequence,
+                                                 const TileRows& rows, int major0, int minor0,
+                                                 const Body& body) {
+  const int64_t step = view.stride[3];
+  const auto of_row = [&](int row) {
+    return static_cast<const B*>(view.data) +
+           offset_of(view, sequence.n, rows.head(row),
+                     existing(rows.query(row), sequence.q.length));
+  };
   struct alignas(2 * sizeof(B)) Pair {
     B value[2];
   };
-  if (paired && count >= 2) {
-    const Pair pair = *reinterpret_cast<const Pair*>(row + key);
-    to[0] = pair.value[0];
-    to[1] = pair.value[1];
-  } else {
-    if (count > 0) to[0] = row[key * step];
-    if (count > 1) to[1] = row[(key + 1) * step];
-  }
-}
-
-// The element of a [b|1, hq|1, sq|1, sk|1] tensor of B for every score of the fragment: body(e, value)
-// where query and key exist, and elsewhere(e).
-template <typename B, int kN, Major kMajor, typename Body, typename Elsewhere>
-__device__ __forceinline__ void for_each_element(const View& view, const Sequence& sequence,
-                                                 const TileRows& rows, int major0, int minor0,
-                                                 const Body& body, const Elsewhere& elsewhere) {
-  const int64_t step = view.stride[3];
-  const auto of_row = [&](int row) -> const B* {
-    const int query = rows.query(row);
-    if (query < 0 || query >= sequence.q.length) return nullptr;
-    return static_cast<const B*>(view.data) + offset_of(view, sequence.n, rows.head(row), query);
-  };
-  if constexpr (kMajor == Major::kQueries) {
-    const bool paired = step == 1 && view.vector_bytes >= 2 * static_cast<int>(sizeof(B));
-    const int key = minor0 + lane_minor();
+  if (kMajor == Major::kQueries && step == 1 && view.vector_bytes % sizeof(Pair) == 0 &&
+      minor0 + kN <= sequence.k.length) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const B* row = of_row(major0 + lane_major() + 8 * half);
-      B values[kN / 8][2];
+      const B* row = of_row(major0 + lane_major() + 8 * half) + minor0 + lane_minor();
 #pragma unroll
       for (int i = 0; i < kN / 8; ++i) {
-        load_pair(row, key + 8 * i, step, paired, row ? sequence.k.length - key - 8 * i : 0,
-                  values[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kN / 4; ++i) {
-        const int e = 4 * (i / 2) + 2 * half + i % 2;
-        if (row && key + 8 * (i / 2) + i % 2 < sequence.k.length) {
-          body(e, values[i / 2][i % 2]);
-        } else {
-          elsewhere(e);
-        }
+        const Pair pair = *reinterpret_cast<const Pair*>(row + 8 * i);
+        body(4 * i + 2 * half, pair.value[0]);
+        body(4 * i + 2 * half + 1, pair.value[1]);
       }
     }
   } else {
     for_each_score<kN, kMajor>(major0, minor0, of_row, [&](int e, int, int key, const B* row) {
-      if (row && key < sequence.k.length) {
-        body(e, row[key * step]);
-      } else {
-        elsewhere(e);
-      }
+      body(e, row[existing(key, sequence.k.length) * step]);
     });
   }
 }
 
-// The bias of every score of the fragment: body(e, bias) where query and key exist.
+// The bias of every score of the fragment: body(e, bias).
 template <typename T, int kN, Major kMajor, typename Body>
 __device__ __forceinline__ void for_each_bias(const Params& p, const Sequence& sequence,
                                               const TileRows& rows, int major0, int minor0,
                                               const Body& body) {
   const View& bias = p.tensor[TESSERA_BIAS];
   const auto convert = [&](int e, auto value) { body(e, static_cast<float>(value)); };
-  const auto nothing = [](int) {};
   if (sizeof(T) == 4 || bias.dtype == TESSERA_FP32) {
-    for_each_element<float, kN, kMajor>(bias, sequence, rows, major0, minor0, convert, nothing);
+    for_each_element<float, kN, kMajor>(bias, sequence, rows, major0, minor0, convert);
   } else {
-    for_each_element<T, kN, kMajor>(bias, sequence, rows, major0, minor0, convert, nothing);
+    for_each_element<T, kN, kMajor>(bias, sequence, rows, major0, minor0, convert);
   }
 }
 
@@ -218,13 +191,11 @@ template <int kN, Major kMajor>
 __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Params& p,
                                                  const Sequence& sequence, const TileRows& rows,
                                                  int major0, int minor0) {
-  const auto exists = [&](int query) { return query >= 0 && query < sequence.q.length; };
   if (const View& mask = p.tensor[TESSERA_MASK]; mask.data) {
     const bool drops = (p.flags & TESSERA_MASK_DROP) != 0;
     for_each_element<uint8_t, kN, kMajor>(
         mask, sequence, rows, major0, minor0,
-        [&](int e, uint8_t shows) { s[e] = (shows != 0) != drops ? s[e] : -kInfinity; },
-        [&](int e) { s[e] = -kInfinity; });
+        [&](int e, uint8_t shows) { s[e] = (shows != 0) != drops ? s[e] : -kInfinity; });
   }
   if (p.num_ranges > 0) {
     const View& ranges = p.tensor[TESSERA_KEY_RANGES];
@@ -234,8 +205,7 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
     for_each_score<kN, kMajor>(
         major0, minor0,
         [&](int row) {
-          const int query = rows.query(row);
-          if (!exists(query)) return Pair{{0, 0}, {0, 0}};
+          const int query = existing(rows.query(row), sequence.q.length);
           const int* at = static_cast<const int*>(ranges.data) +
                           offset_of(ranges, sequence.q.batch, rows.head(row), sequence.q.first + query);
           const int64_t step = ranges.stride[3];
@@ -253,15 +223,13 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
     for_each_score<kN, kMajor>(
         major0, minor0,
         [&](int row) {
-          const int query = rows.query(row);
-          return exists(query) ? static_cast<const int*>(of_query.data)[offset_of(
-                                     of_query, sequence.q.batch, sequence.q.first + query)]
-                               : 0;
+          const int query = existing(rows.query(row), sequence.q.length);
+          return static_cast<const int*>(
+              of_query.data)[offset_of(of_query, sequence.q.batch, sequence.q.first + query)];
         },
         [&](int e, int, int key, int segment) {
-          const bool shown = key >= 0 && key < sequence.k.length &&
-                             keys[key * of_key.stride[1]] == segment;
-          s[e] = shown ? s[e] : -kInfinity;
+          const int at = existing(key, sequence.k.length);
+          s[e] = keys[at * of_key.stride[1]] == segment ? s[e] : -kInfinity;
         });
   }
 }
@@ -271,8 +239,10 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
 template <typename T, int kN, Major kMajor>
 __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slope)[kN / 2],
                                              const Params& p, const Sequence& sequence,
-                                             const TileRows& rows, int major0, int minor0,
+                                             TileRows rows, int major0, int minor0,
                                              bool clean) {
+  // What only features need is not to be computed ahead of the caller's loop and held in registers.
+  asm volatile("" : "+r"(major0), "+r"(minor0), "+r"(rows.origin), "+r"(rows.head0));
   constexpr int kCount = kN / 2;
   const bool has_bias = p.tensor[TESSERA_BIAS].data != nullptr;
   const bool pre_scale = has_bias && (p.flags & TESSERA_BIAS_PRE_SCALE) != 0;
@@ -346,17 +316,22 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
 
   if ((major0 | minor0) % 16 != 0) {  // pages of odd sizes
 #pragma unroll
-    for (int e = 0; e < kN / 2; ++e) {
-      const int major = major0 + lane / 4 + 8 * (e / 2 % 2);
-      const int minor = minor0 + lane % 4 * 2 + 8 * (e / 4) + e % 2;
-      const bool keep = kMajor == Major::kQueries ? dropout.keep(head_index, major, minor)
-                                                  : dropout.keep(head_index, minor, major);
-      bits[e / 32] |= static_cast<uint32_t>(keep) << (e % 32);
+    for (uint32_t& word : bits) {
+      const int first = static_cast<int>(&word - bits) * 32;
+#pragma unroll 1
+      for (int e = first; e < first + 32 && e < kN / 2; ++e) {
+        const int major = major0 + lane / 4 + 8 * (e / 2 % 2);
+        const int minor = minor0 + lane % 4 * 2 + 8 * (e / 4) + e % 2;
+        const bool keep = kMajor == Major::kQueries ? dropout.keep(head_index, major, minor)
+                                                    : dropout.keep(head_index, minor, major);
+        word |= static_cast<uint32_t>(keep) << (e - first);
+      }
     }
     return;
   }
 
-#pragma unroll
+  constexpr int kUnroll = kN <= 64 ? 1 : kN / 16;  // one word of bits needs no constant index
+#pragma unroll kUnroll
   for (int i = 0; i < kN / 16; ++i) {  // patches of 16 x 16
     const int minor16 = minor0 / 16 + i;
     uint32_t field[4];  // two 16-bit fields each: (major + 0, minor + 0 and 1), (+0, +8 and +9), (+8, ...)
@@ -394,7 +369,7 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
       const int e = 8 * i + 4 * (w % 2) + 2 * (w / 2);  // minor + 8 is the next tile, major + 8 half 1
       const uint32_t keep_low = (field[w] & 0xFFFF) >= dropout.threshold;
       const uint32_t keep_high = field[w] >> 16 >= dropout.threshold;
-      bits[e / 32] |= (keep_low | keep_high << 1) << (e % 32);
+      bits[kN <= 64 ? 0 : e / 32] |= (keep_low | keep_high << 1) << (e % 32);
     }
   }
 }

@@ -9,8 +9,6 @@
 namespace tessera::cuda::sm80 {
 namespace {
 
-constexpr int kMostOfBoth = 128;  // head dims up to this: one CTA makes dK and dV
-
 int divided_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 struct Kernels {
@@ -97,7 +95,7 @@ class BackwardPlan final : public Plan {
     const int rows = kernel.tile.rows();
     DkdvArgs args{b, outputs, 1, pool, divided_up(p.page_size, rows)};
     int pieces = 1;
-    if (kernel.bucket > kMostOfBoth) {
+    if (!makes_both(kernel.bucket, kernel.tile.row_tiles)) {
       const int columns = output_columns(kernel.bucket);
       args.pieces_k = outputs & kDk ? divided_up(p.dqk, columns) : 0;
       pieces = args.pieces_k + (outputs & kDv ? divided_up(p.dv, columns) : 0);

@@ -11,7 +11,7 @@
 //     copies    Q(j+1) .......................... dO(j+1) .......
 //     warps     wait | S^T(j), dP^T(j) | dS | dV += P^T dO | meet | dK += dS^T Q | wait ...
 //
-// Up to 128 columns one CTA makes both; beyond, a CTA makes one piece of one of them.
+// One CTA makes both where their accumulators fit (makes_both), otherwise one piece of one of them.
 #pragma once
 
 #include "cuda/sm80/gradient.cuh"
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
   using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM>;
   constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN;
-  constexpr bool kBoth = kD <= 128, kSkip = kSkipsBlocks<kD>;
+  constexpr bool kBoth = makes_both(kD, kRowTiles), kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.b.params;
@@ -172,16 +172,16 @@ __global__ void __launch_bounds__(32 * kWarps)
 
       // dV += P^T dO
       if constexpr (kBoth) {
-        multiply_nn<T, kRowTiles, kOut, kTileM, kD>(dv, s, smem.grad_o, 0, p.dv);
+        multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dv, s, smem.grad_o, 0, p.dv);
       } else if (makes_dv) {
-        multiply_nn<T, kRowTiles, kOut, kTileM, kD>(dk, s, smem.grad_o, first, p.dv);
+        multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, s, smem.grad_o, first, p.dv);
       }
       __syncthreads();  // dO's buffer is free
       if (more) load_grad_o(step + 1);
 
       // dK += dS^T Q
       if (makes_dk) {
-        multiply_nn<T, kRowTiles, kOut, kTileM, kD>(dk, dp, smem.q[buffer], first, p.dqk);
+        multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, dp, smem.q[buffer], first, p.dqk);
       }
       if constexpr (Storage::kBuffers == 2) {
         buffer ^= 1;

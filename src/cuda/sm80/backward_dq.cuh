@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     backward_dq_kernel(const __grid_constant__ DqArgs args) {
   using Storage = DqStorage<T, kD, kRowTiles, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
+  constexpr bool kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.b.params;
@@ -99,8 +100,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int e = 0; e < kTileN / 2; ++e) s[r][e] = dp[r][e] = 0;
     }
-    multiply_nt<T, kRowTiles, kTileN, kD>(s, smem.q, warp_row, smem.k[buffer], p.dqk);
-    multiply_nt<T, kRowTiles, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
+    multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k[buffer], p.dqk);
+    multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(dp, smem.grad_o, warp_row, smem.v, p.dv);
     __syncthreads();  // V's buffer is free
     if (more) load_v(key0 - kTileN);
 
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
 
     // dQ += dS K
-    multiply_nn<T, kRowTiles, kOut, kTileN, kD>(dq, dp, smem.k[buffer], first, p.dqk);
+    multiply_nn<T, kRowTiles, kOut, kTileN, kD, kSkip>(dq, dp, smem.k[buffer], first, p.dqk);
     if constexpr (Storage::kBuffers == 2) {
       buffer ^= 1;
     } else if (more) {

@@ -44,8 +44,9 @@ __device__ inline float v_scale_of(const Params& p, int n, int head) {
   return scales.data ? load_float(scales.data, offset_of(scales, n, head / p.group), TESSERA_FP32) : 1.f;
 }
 
+// Not for NaN. By sign bit, so that -0 is above every other negative number.
 __device__ inline void atomic_max(float* address, float value) {
-  if (value >= 0) {
+  if (__float_as_int(value) >= 0) {
     atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
   } else {
     atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));

@@ -53,8 +53,14 @@ __device__ __forceinline__ void drop(float (&s)[kN / 2], const Params& p, int n,
   for (int e = 0; e < kN / 2; ++e) s[e] = kept[e / 32] >> (e % 32) & 1 ? s[e] : 0.f;
 }
 
+// CTAs of a multiprocessor that registers must leave room for: narrow warps live on their number. At
+// d128 a third one costs the features more in spills than it gives.
+constexpr int min_ctas(int bytes, int bucket, int row_tiles, int warps) {
+  return bytes == 2 && bucket <= 64 && row_tiles * warps <= 4 ? 3 : 1;
+}
+
 template <typename T, int kD, int kDv, int kRowTiles, int kWarps, int kTileN, bool kRich>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles, kWarps))
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Storage = ForwardStorage<T, kD, kDv, kRowTiles, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
@@ -86,8 +92,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       query_rows(p, TESSERA_Q, sequence, head0, tile.begin, args.pack, queries * args.pack);
   KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, args.pack);
   KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, args.pack);
-  const int v_element = element_bytes(p.tensor[TESSERA_V].dtype);
-  v_rows.base += dv_first * v_element;
+  v_rows.base += dv_first * element_bytes(p.tensor[TESSERA_V].dtype);
   const auto load_k = [&](int key0) {
     load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
     commit_copies();

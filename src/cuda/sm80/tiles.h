@@ -2,6 +2,8 @@
 // The shape of a kernel's CTA; tiles.def lists them.
 #pragma once
 
+#include "core/philox.h"  // TESSERA_HOST_DEVICE
+
 namespace tessera::cuda::sm80 {
 
 // `warps` warps of 16 x row_tiles rows each on the resident side, the other side in steps of `step`.
@@ -14,6 +16,9 @@ struct Tile {
 
 // Rows of queries and packed heads of a CTA of the decode pass: one row tile, shared by all warps.
 inline constexpr int kDecodeRows = 16;
+
+// Whether one CTA of the pass over keys makes dK and dV: the registers of 16 rows hold twice 128 columns.
+TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket, int row_tiles) { return bucket * row_tiles <= 128; }
 
 // Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
 constexpr int output_columns(int bucket) { return bucket <= 256 ? bucket : 192; }
