@@ -234,14 +234,33 @@ def test_deterministic_switch(monkeypatch):
     assert not DotProductAttention(2, 8).deterministic
 
 
-def test_compiles_without_a_graph_break():
-    pytest.importorskip("torch._dynamo")
-    module = DotProductAttention(2, 8, qkv_format="bshd")
+COMPILED = {
+    "causal": {},
+    "padding": dict(attn_mask_type="padding_causal", cu_seqlens_q=torch.tensor([0, 3, 8]),
+                    cu_seqlens_kv=torch.tensor([0, 4, 10])),
+    "mask": dict(attn_mask_type="padding",
+                 attention_mask=torch.arange(12).view(2, 1, 1, 6) % 5 > 3),
+    "alibi": dict(core_attention_bias_type="alibi"),
+    "bias": dict(core_attention_bias_type="post_scale_bias",
+                 core_attention_bias=torch.ones(1, 2, 6, 6)),
+    "checkpoint": dict(checkpoint_core_attention=True),
+}
+
+
+@pytest.mark.parametrize("given", COMPILED)
+def test_compiles_without_a_graph_break(given):
+    torch._dynamo.reset()
+    module = DotProductAttention(2, 8, qkv_format="bshd", attention_dropout=0.1,
+                                 softmax_type="learnable")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    q = torch.randn(1, 6, 2, 8, requires_grad=True)
-    expected, got = module(q, q, q), compiled(q, q, q)
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), q) for x in (got, expected)))
+    q = torch.randn(2, 6, 2, 8, requires_grad=True)
+    results = []
+    for one in (module, compiled):
+        torch.manual_seed(0)
+        out = one(q, q, q, **COMPILED[given])
+        results.append((out, *torch.autograd.grad(out.sum(), [q, module.softmax_offset])))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected)
 
 
 # ---- state dicts ----
@@ -308,6 +327,8 @@ MISUSE = {
     "mask shape": (inputs(attn_mask_type="padding",
                           attention_mask=torch.zeros(2, 5, dtype=torch.bool)),
                    r"attention_mask.shape=\[2, 5\].*\[2, 1, 1, 5\]"),
+    "mask of words": (inputs(attn_mask_type="padding", attention_mask="left"),
+                      "attention_mask='str'.*pair"),
     "window": (inputs(window_size=(-2, 0)), r"window_size=\(-2, 0\)"),
     "dtype": ({name: torch.zeros(5, 2, 4, 8, dtype=torch.int32) for name in inputs()},
               "query_layer.dtype=torch.int32.*float16"),

@@ -156,7 +156,16 @@ def test_unfused_says_what_it_materialises(monkeypatch, caplog):
     q = torch.randn(3, 1, 2, 8)
     DotProductAttention(2, 8)(q, q, q)
     [record] = caplog.records
-    assert record.levelno == logging.WARNING and "72 bytes" in record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "72 bytes" in record.getMessage() and "NVTE_FUSED_ATTN=0" in record.getMessage()
+
+
+def test_the_submodule_is_found_from_the_top():
+    import tessera.te
+
+    assert tessera.te.pytorch.DotProductAttention is DotProductAttention
+    with pytest.raises(AttributeError, match="attention only"):
+        tessera.te.common
 
 
 # ---- utilities ----

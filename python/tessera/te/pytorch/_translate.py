@@ -20,7 +20,7 @@ import functools
 
 import torch
 
-from ... import _lib, alibi_slopes as _usual_slopes
+from ... import _lib, alibi_slopes
 from . import _words
 
 
@@ -165,9 +165,9 @@ class Call:
     def _hidden(self):
         """attention_mask as bool [b, sq] and [b, skv], True = hidden."""
         masks = self.attention_mask
-        masks = (masks, masks) if isinstance(masks, torch.Tensor) else tuple(masks)
-        if len(masks) != 2:
-            raise _words.error("attention_mask", f"{len(masks)} tensors", "must be a tensor "
+        masks = (masks, masks) if isinstance(masks, torch.Tensor) else masks
+        if not isinstance(masks, (tuple, list)) or len(masks) != 2:
+            raise _words.error("attention_mask", type(masks).__name__, "must be a tensor "
                                "[b, 1, 1, s], or a pair for queries and for keys")
         hidden = []
         for mask, side in zip(masks, ("q", "kv")):
@@ -250,7 +250,18 @@ class Call:
         return offset.reshape(heads).float()
 
 
-@functools.lru_cache(maxsize=64)
 def usual_slopes(heads: int, device) -> torch.Tensor:
     """The usual ALiBi slopes, fp32 [heads]."""
-    return torch.from_numpy(_usual_slopes(heads)).to(device)
+    if torch.compiler.is_compiling():
+        return torch.tensor(_slopes(heads), device=device)
+    return _kept_slopes(heads, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_slopes(heads: int, device) -> torch.Tensor:
+    return torch.tensor(_slopes(heads), device=device)
+
+
+@torch.compiler.assume_constant_result
+def _slopes(heads: int) -> list[float]:
+    return alibi_slopes(heads).tolist()

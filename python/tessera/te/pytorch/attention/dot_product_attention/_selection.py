@@ -155,9 +155,9 @@ def _prefer(params, reasons, capability) -> Selection:
     selected = next((name for name in (*order, _UNFUSED) if available[name]), None)
     logger.debug("Selected backend = %s", labels[selected])
     if selected == _UNFUSED:
-        logger.warning("UnfusedDotProductAttention materialises the scores: %d bytes",
-                       4 * params.batch_size * params.num_heads * params.max_seqlen_q *
-                       params.max_seqlen_kv)
+        scores = params.batch_size * params.num_heads * params.max_seqlen_q * params.max_seqlen_kv
+        logger.warning("UnfusedDotProductAttention materialises the scores, %d bytes, since "
+                       "FusedAttention is disabled due to %s", 4 * scores, reasons[_FUSED][0])
     return Selection(selected, available, fused_backend, reasons)
 
 
