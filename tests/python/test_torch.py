@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.torch in eager mode: autograd, agreement with PyTorch's own attention, strides, dropout,
 what is refused. That each feature is right is for the cases (check --through torch)."""
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -300,3 +302,15 @@ def test_through_the_cases(capsys):
     from tessera.__main__ import main
     assert main(["check", "--through", "torch"]) == 0
     assert ", 0 failed" in capsys.readouterr().out
+
+
+def test_example_trains_to_the_same_loss(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "torch")
+    import train_gpt
+    results = train_gpt.main([
+        "--device=cpu", "--width=32", "--heads=2", "--layers=1", "--context=32", "--steps=12",
+        f"--plot={tmp_path / 'curves.png'}"])
+    ours, theirs = (results[name][0] for name in ("tessera", "sdpa"))
+    assert ours == pytest.approx(theirs, rel=1e-3) and ours[-1] < ours[0]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
