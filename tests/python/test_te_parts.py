@@ -160,6 +160,11 @@ def test_unfused_says_what_it_materialises(monkeypatch, caplog):
     assert "72 bytes" in record.getMessage() and "NVTE_FUSED_ATTN=0" in record.getMessage()
 
 
+def test_flash_version_compares_as_te_s():
+    version = pytest.importorskip("packaging.version").Version
+    assert utils.get_attention_backend(utils.AttentionParams(device="cpu"))[1] < version("3.0.0b")
+
+
 def test_the_submodule_is_found_from_the_top():
     import tessera.te
 

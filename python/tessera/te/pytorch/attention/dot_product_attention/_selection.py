@@ -11,7 +11,11 @@ import dataclasses
 import functools
 
 import torch
-from torch.torch_version import TorchVersion
+
+try:
+    from packaging.version import Version  # what TE's users compare with
+except ImportError:
+    from torch.torch_version import TorchVersion as Version
 
 from ..... import __version__, _explain, _lib
 from ..._words import formats_of
@@ -91,9 +95,9 @@ class Selection:
     reasons: dict[str, list[str]]
 
 
-def flash_version() -> TorchVersion:
-    """The version of FlashAttention, which is tessera's. Compares with strings and versions."""
-    return TorchVersion(__version__)
+def flash_version() -> Version:
+    """The version of FlashAttention, which is tessera's."""
+    return Version(__version__)
 
 
 def get_attention_backend(attention_params: AttentionParams = None):
