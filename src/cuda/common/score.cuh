@@ -234,6 +234,12 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
   }
 }
 
+// 1 - tanh(y)^2, right to its last digits where tanh is all but 1.
+__device__ inline float tangent_slope(float y) {
+  const float e = exp2_approx(fabsf(y) * (-2 * kLog2e));
+  return 4 * e * __fdividef(1.f, (1 + e) * (1 + e));
+}
+
 // All of it: raw scores become logits (units as above), hidden ones -inf. clean: the band hides nothing here.
 // cap_slope, where not null, becomes the softcap's derivative.
 template <typename T, int kN, Major kMajor>
@@ -255,16 +261,19 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
     for (int e = 0; e < kCount; ++e) s[e] *= factor;
   }
   if (pre_scale) {
-    for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0,
-                                        [&](int e, float bias) { s[e] += bias; });
+    // Hidden below; under a cap -inf times a scale of 0 would leave a NaN in cap_slope.
+    const float hidden = capped ? 0.f : -kInfinity;
+    for_each_bias<T, kN, kMajor>(
+        p, sequence, rows, major0, minor0,
+        [&](int e, float bias) { s[e] += bias == -kInfinity ? hidden : bias; });
   }
   if (capped) {
     const float inner = p.softmax_scale / p.softcap, outer = p.softcap * kFromNatural<T>;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      const float t = hyperbolic_tangent<sizeof(T) == 4>(s[e] * inner);
-      if (cap_slope) (*cap_slope)[e] = 1 - t * t;
-      s[e] = t * outer;
+      const float y = s[e] * inner;
+      if (cap_slope) (*cap_slope)[e] = tangent_slope(y);
+      s[e] = hyperbolic_tangent<sizeof(T) == 4>(y) * outer;
     }
     if (pre_scale) {  // the cap made -inf finite
       for_each_bias<T, kN, kMajor>(

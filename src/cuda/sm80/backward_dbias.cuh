@@ -41,8 +41,8 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
   const Sequence sequence = sequence_of(p, n);
   const int warp_row = threadIdx.x / 32 * 16;
   const int64_t statistics = statistics_at(p, sequence, head);
-  KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
-  KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
+  const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
+  const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
   for (int m = tiles_m.begin; m < tiles_m.end && m * kTileM < sequence.q.length; ++m) {
     const int query0 = m * kTileM;
     const Interval keys = sequence.band.keys(query0, query0 + kTileM);

@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 
     if (total > 0) {
       const int head0 = kv_head * p.group;
-      KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, p.group);
-      KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, p.group);
+      const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, p.group);
+      const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, p.group);
       load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
       load_keys<T, kTileN, kD, kThreads, kRich>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
       load_q(0, 0);

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int key_end = visible.empty() ? key_begin : static_cast<int>(visible.hi);
   const KeyInterval clean = keys_of_all_rows(sequence.band, tile.begin, tile.begin + kTileM);
 
-  KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
-  KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
+  const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
+  const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
   const auto load_k = [&](int key0, int buffer) {
     load_keys<T, kTileN, kD, kThreads, kRich>(smem.k[buffer], k_rows, key0, p.dqk,
                                               p.tensor[TESSERA_K]);

@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int block_end = min(all_blocks, (split + 1) * blocks_a_split);
   const int block_begin = split * blocks_a_split + warp;
 
-  KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, args.pack);
-  KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, args.pack);
+  const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, args.pack);
+  const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, args.pack);
   const auto load = [&](int block, int stage) {
     if (block < block_end) {
       const int key0 = first_key + block * kKeys;

@@ -90,16 +90,21 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
 
   const QueryRows q_rows =
       query_rows(p, TESSERA_Q, sequence, head0, tile.begin, args.pack, queries * args.pack);
-  KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, args.pack);
-  KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, args.pack);
-  v_rows.base += dv_first * element_bytes(p.tensor[TESSERA_V].dtype);
+  // Held where they are much to make, made for each tile where registers are dearer.
+  const auto key_rows_of = [&](int tensor) {
+    KeyRows rows = key_rows(p, tensor, sequence, head0, args.pack);
+    if (tensor == TESSERA_V) rows.base += dv_first * element_bytes(p.tensor[tensor].dtype);
+    return rows;
+  };
+  const KeyRows k_held = key_rows_of(TESSERA_K), v_held = key_rows_of(TESSERA_V);
   const auto load_k = [&](int key0) {
-    load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
+    load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, kRich ? k_held : key_rows_of(TESSERA_K), key0,
+                                              p.dqk, p.tensor[TESSERA_K]);
     commit_copies();
   };
   const auto load_v = [&](int key0) {
-    load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, v_rows, key0, dv_here,
-                                               p.tensor[TESSERA_V]);
+    load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, kRich ? v_held : key_rows_of(TESSERA_V), key0,
+                                               dv_here, p.tensor[TESSERA_V]);
     commit_copies();
   };
 

@@ -71,9 +71,12 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
       s[e] = keep ? probability : 0.f;
     }
     if (kMajor == Major::kQueries && p.tensor[TESSERA_ALIBI_SLOPES].data) {
+      float tile_sum[2] = {};  // the terms of a tile all but cancel
       for_each_distance<kN, kMajor>(
           sequence, rows, major0, minor0,
-          [&](int e, int, float distance) { slope[e / 2 % 2] -= dp[e] * distance; });
+          [&](int e, int, float distance) { tile_sum[e / 2 % 2] += dp[e] * distance; });
+      slope[0] -= tile_sum[0];
+      slope[1] -= tile_sum[1];
     }
     if (!kOfLogit && (p.flags & TESSERA_SOFTCAP)) {
 #pragma unroll

@@ -231,7 +231,7 @@ inline constexpr bool kHasFastLoad =
 
 // Rows of k or v from key0 on. Lean kernels are only run where the fast way is open.
 template <typename T, int kRows, int kColumns, int kThreads, bool kRich>
-__device__ __forceinline__ void load_keys(T* tile, KeyRows& rows, int key0, int columns,
+__device__ __forceinline__ void load_keys(T* tile, KeyRows rows, int key0, int columns,
                                           const View& view, int thread = threadIdx.x) {
   if constexpr (kHasFastLoad<T, kRows, kColumns, kThreads>) {
     if (!kRich || (same_type<T>(view) && view.vector_bytes == 16 && !rows.table && !rows.mask)) {
