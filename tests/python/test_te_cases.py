@@ -11,8 +11,8 @@ from tessera.te.pytorch.cpp_extensions.fused_attn import (  # noqa: E402
 from tessera.torch.conformance import to_numpy, to_torch  # noqa: E402
 
 # What a case may say that TE has no word for.
-BEYOND = {"softcap", "key_ranges", "segment_ids", "keep", "drop", "page_table", "k_scale", "v_scale",
-          "batch_invariant", "backend", "out", "allow_quadratic"}
+BEYOND = {"softcap", "key_ranges", "segment_ids", "keep", "drop", "page_table", "k_scale",
+          "v_scale", "batch_invariant", "backend", "out", "allow_quadratic"}
 
 
 class Inexpressible(Exception):
