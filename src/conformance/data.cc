@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <numeric>
 
 #include "core/draw.h"
@@ -200,19 +201,31 @@ class Filler {
     return valid;
   }
 
+  // rows: [batch][count] of a side; an expanded batch uses a row that any sequence does.
+  static bool used(const std::vector<bool>& rows, const Tensor& t, int64_t n, int64_t count,
+                   int64_t row) {
+    if (t.extent[0] <= 1 || t.stride[0] != 0) return rows[n * count + row];
+    for (int64_t other = 0; other < t.extent[0]; ++other) {
+      if (rows[other * count + row]) return true;
+    }
+    return false;
+  }
+
   void tokens() const {
     const std::vector<bool> q_rows = valid_query_rows(g_);
     const int64_t rows = p_.tensor[TESSERA_Q].extent[1];
     const Inside query = [&](const At& at) { return q_rows[at.axis[0] * rows + at.axis[1]]; };
     normals(TESSERA_Q, kDrawQ, query);
     normals(TESSERA_DO, kDrawDo, query);
-    normals(TESSERA_DLSE, kDrawDlse,
-            [&](const At& at) { return q_rows[at.axis[0] * rows + at.axis[2]]; });
+    normals(TESSERA_DLSE, kDrawDlse, [&](const At& at) {
+      return used(q_rows, p_.tensor[TESSERA_DLSE], at.axis[0], rows, at.axis[2]);
+    });
     for (int index : {TESSERA_K, TESSERA_V}) {
       const std::vector<bool> valid = valid_key_rows(index);
       const int64_t key_rows = p_.tensor[index].extent[1];
-      normals(index, index == TESSERA_K ? kDrawK : kDrawV,
-              [&](const At& at) { return valid[at.axis[0] * key_rows + at.axis[1]]; });
+      normals(index, index == TESSERA_K ? kDrawK : kDrawV, [&](const At& at) {
+        return used(valid, p_.tensor[index], at.axis[0], key_rows, at.axis[1]);
+      });
     }
     const Inside always = [](const At&) { return true; };
     each(TESSERA_K_SCALE, always, [&](const At& at, int64_t h) {
@@ -227,7 +240,15 @@ class Filler {
 
   void scores() const {
     const Inside always = [](const At&) { return true; };
-    if (given(p_, TESSERA_BIAS)) normals(TESSERA_BIAS, kDrawBias, valid_pairs(TESSERA_BIAS));
+    if (given(p_, TESSERA_BIAS)) {
+      normals(TESSERA_BIAS, kDrawBias, valid_pairs(TESSERA_BIAS));
+      if (c_.bias_inf > 0)
+        each(TESSERA_BIAS, valid_pairs(TESSERA_BIAS), [&](const At& at, int64_t e) {
+          if (!draw_chance(c_.seed, kDrawBias, e, c_.bias_inf)) return;
+          store_element(buffers_.data[TESSERA_BIAS], offset(TESSERA_BIAS, at),
+                        p_.tensor[TESSERA_BIAS].dtype, -std::numeric_limits<double>::infinity());
+        });
+    }
     normals(TESSERA_SINK, kDrawSink, always);
     normals(TESSERA_ALIBI_SLOPES, kDrawSlopes, always);
   }
@@ -240,8 +261,7 @@ class Filler {
     const int64_t rows = t.extent[2], keys = c_.sk;
     const auto seed = static_cast<uint32_t>(c_.ranges.value);
     const Inside inside = [&](const At& at) {
-      if (t.extent[0] > 1 || thd_q())
-        return static_cast<bool>(q_rows[at.axis[0] * rows + at.axis[2]]);
+      if (t.extent[0] > 1 || thd_q()) return used(q_rows, t, at.axis[0], rows, at.axis[2]);
       for (int64_t n = 0; n < c_.b; ++n) {
         if (at.axis[2] < g_.len_q[n]) return true;
       }
@@ -282,7 +302,7 @@ class Filler {
         const auto id =
             std::count_if(cuts.begin(), cuts.end(), [&](int64_t cut) { return cut <= i; });
         const At at = starts.empty() ? At{n, i, 0, 0} : At{0, starts[n] + i, 0, 0};
-        put_integer(index, at, id);
+        put_integer(index, at, 1 - id);  // any values are ids, negative ones too
       }
     }
   }

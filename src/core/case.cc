@@ -310,6 +310,8 @@ std::vector<Token> tokens() {
          return (at == "pre" || at == "post") &&
                 (at.size() == v.size() || shape_letters(v.substr(at.size() + 1), c.bias_shape));
        }},
+      {"bias_inf", true, "a probability in (0, 1]", "bias_inf=0.3",
+       [](Case& c, View v) { return number(v, c.bias_inf) && c.bias_inf > 0 && c.bias_inf <= 1; }},
       {"bias_dtype", true, "fp32, or left out for the dtype of q", "bias_dtype=fp32",
        [](Case& c, View v) { return v == "fp32" && (c.bias_dtype = TESSERA_FP32); }},
       {"alibi", true, "alone (a slope for each head) or bh (for each batch and head)", "alibi=bh",
@@ -341,6 +343,7 @@ std::vector<Token> tokens() {
       FLAG("deterministic", deterministic),
       FLAG("batch_invariant", batch_invariant),
       FLAG("strided", strided),
+      FLAG("expanded", expanded),
       FLAG("interleaved", interleaved),
       FLAG("out", out),
       FLAG("poison", poison),

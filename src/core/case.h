@@ -90,6 +90,7 @@ struct Case {
   double softcap = 0;  // 0 = off
   BiasAt bias = BiasAt::kNone;
   std::string bias_shape;
+  double bias_inf = 0;  // share of the bias that is -inf
   int32_t bias_dtype = TESSERA_NONE;  // of bias, learnable sink and slopes; NONE: q's
   Alibi alibi = Alibi::kNone;
   Sink sink = Sink::kNone;
@@ -98,7 +99,7 @@ struct Case {
   bool dbias = false, dsink = false, dalibi_slopes = false;
   bool max_logit = false;
   bool deterministic = false, batch_invariant = false;
-  bool strided = false, interleaved = false, out = false, poison = false;
+  bool strided = false, expanded = false, interleaved = false, out = false, poison = false;
   uint32_t seed = 0;
 
   bool operator==(const Case&) const = default;

@@ -19,6 +19,7 @@ class Builder {
   void place_tokens();
   void place_scores();
   void place_lengths();
+  void expand_inputs();
   void place_row_statistics(int index, bool output);
 
   // q, k, v or their gradients: parts that share rows of one buffer, or one tensor alone.
@@ -84,6 +85,7 @@ CaseGeometry Builder::build() {
   place_tokens();
   place_scores();
   place_lengths();
+  if (c_.expanded) expand_inputs();
   return std::move(g_);
 }
 
@@ -245,6 +247,20 @@ void Builder::place_lengths() {
       place_dense(index, TESSERA_INT32, {c_.b, max_pages_}, true, step);
     }
   }
+}
+
+// Inputs whose batches or heads are one memory, read again and again. Keys of a pool and packed
+// tokens have no batch to share, only heads.
+void Builder::expand_inputs() {
+  const auto expand = [&](int index, int axis) {
+    Tensor& t = g_.problem.tensor[index];
+    if (t.dtype != TESSERA_NONE && t.extent[axis] > 1) t.stride[axis] = 0;
+  };
+  for (int index : {TESSERA_Q, TESSERA_DO, TESSERA_V}) expand(index, 2);
+  if (!paged_) expand(TESSERA_K, 0);
+  for (int index : {TESSERA_DLSE, TESSERA_SEGMENT_IDS_Q, TESSERA_KEY_RANGES}) expand(index, 0);
+  expand(TESSERA_ALIBI_SLOPES, 1);
+  expand(TESSERA_SINK, 0);
 }
 
 // [b, hq, sq]; forward writes it contiguous.

@@ -82,6 +82,13 @@ Status check_case(const Case& c) {
     return invalid(
         "case: q, k and v of one buffer share their tokens; one format, s=N and lens=LIST");
   }
+  if (c.bias_inf > 0 && c.bias == Case::BiasAt::kNone) {
+    return invalid("case token 'bias_inf': needs a bias; add bias=post");
+  }
+  if (c.expanded && (packed || c.interleaved)) {
+    return invalid(
+        "case token 'expanded': parts of one buffer have strides of their own; separate buffers");
+  }
   if (c.bias_dtype != TESSERA_NONE && c.bias == Case::BiasAt::kNone &&
       c.alibi == Case::Alibi::kNone && c.sink != Case::Sink::kLearnable) {
     return invalid("case token 'bias_dtype=fp32': needs a bias, alibi or sink=learnable");

@@ -82,6 +82,7 @@ std::string to_text(const Case& c) {
   if (c.bias != Case::BiasAt::kNone) {
     w.word((c.bias == Case::BiasAt::kPre ? "bias=pre/" : "bias=post/") + shape(c.bias_shape));
   }
+  if (c.bias_inf > 0) w.word("bias_inf=" + number(c.bias_inf));
   if (c.bias_dtype != TESSERA_NONE) w.word("bias_dtype=" + std::string(dtype_name(c.bias_dtype)));
   if (c.alibi != Case::Alibi::kNone)
     w.word(c.alibi == Case::Alibi::kPerHead ? "alibi" : "alibi=bh");
@@ -101,6 +102,7 @@ std::string to_text(const Case& c) {
   w.flag("deterministic", c.deterministic);
   w.flag("batch_invariant", c.batch_invariant);
   w.flag("strided", c.strided);
+  w.flag("expanded", c.expanded);
   w.flag("interleaved", c.interleaved);
   w.flag("out", c.out);
   w.flag("poison", c.poison);

@@ -39,6 +39,7 @@ INSTANTIATE_TEST_SUITE_P(
         "fwd fp32 b=2 s=8 h=2 d=8 keep=random:0.25/bk", "fwd fp32 b=2 s=8 h=2 d=8 drop=keys:0.5/1",
         "fwd fp32 b=2 s=8 h=2 d=8 keep=blocks:1/bhqk",
         "fwd fp32 b=2 s=8 h=2 d=8 ranges=random:1 segments=4",
+        "fwd fp32 b=2 s=8 h=2 d=8 bias=pre/qk bias_inf=0.25 expanded",
         "fwd fp32 b=2 s=8 h=2 d=8 ranges=two:1", "fwd fp32 b=2 s=8 h=2 d=8 ranges=prefix:100",
         "fwd bf16 b=2 s=8 h=2 d=8 scale=0 bias=pre/1 bias_dtype=fp32 alibi=bh sink=off_by_one "
         "max_logit",
@@ -106,6 +107,9 @@ INSTANTIATE_TEST_SUITE_P(
         Broken{"fwd bf16 b=1 sq=8 sk=9 h=2 d=8 interleaved", "one buffer", "s=N"},
         Broken{"fwd bf16 " SIZES "layout=bs3hd interleaved", "interleaved", "remove one"},
         Broken{"fwd bf16 " SIZES "bias_dtype=fp32", "bias_dtype", "bias"},
+        Broken{"fwd bf16 " SIZES "bias_inf=0.5", "bias_inf", "bias=post"},
+        Broken{"fwd bf16 " SIZES "bias=post bias_inf=0", "bias_inf", "bias_inf=0.3"},
+        Broken{"fwd bf16 " SIZES "interleaved expanded", "expanded", "separate"},
         Broken{"fwd bf16 " SIZES "dlse", "dlse", "bwd"},
         Broken{"bwd bf16 " SIZES "max_logit", "max_logit", "fwd"},
         Broken{"bwd bf16 " SIZES "grads=dbias", "dbias", "bias=post"},

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// tessera_check_cases FILE... [--backend B] [--cuda ORDINAL] [--threads N] [--jobs N] [--filter
-// TEXT] Runs every case of the files through the C door and judges it by the error rule. Prints the
-// lines that fail, each with why, then `N passed, M refused, K failed`; exits with 1 on any
-// failure. A refusal must stand in refused.<backend> beside the file, and a case that stands there
-// must be refused.
+// tessera_check_cases FILE... [--backend B] [--cuda ORDINAL] [--threads N] [--jobs N]
+//                     [--filter TEXT] [--every N] [--random N [--seed S]] [--refusals]
+// Runs every case of the files (with --every, each Nth of them), and N random ones, through the C
+// door and judges it by the error rule. Prints the lines that fail, each with why, then `N passed,
+// M refused, K failed`; exits with 1 on any failure. A refusal must stand in refused.<backend>
+// beside the file, and a case that stands there must be refused. Random cases know of themselves
+// whether they are legal and whether the cpu backend computes them; --threads 0 draws 1 to 8 of
+// them for each case.
 #include <signal.h>
 #include <unistd.h>
 
@@ -20,6 +23,7 @@
 #include <vector>
 
 #include "conformance/conformance_case.h"
+#include "conformance/random_cases.h"
 
 namespace {
 
@@ -44,6 +48,9 @@ struct Options {
   std::string backend, filter;
   tessera_device device{};
   bool refusals = false;
+  size_t every = 1;
+  uint64_t random = 0;
+  uint32_t seed = 1;
   int threads = 1;                                                   // of one case
   int jobs = static_cast<int>(std::thread::hardware_concurrency());  // cases at once
 };
@@ -52,7 +59,8 @@ int usage() {
   std::fprintf(stderr,
                "usage: tessera_check_cases FILE... [--backend NAME] [--cuda ORDINAL] [--threads N] "
                "[--jobs N]\n"
-               "                           [--filter TEXT] [--refusals]\n");
+               "                           [--filter TEXT] [--every N] [--random N [--seed S]] "
+               "[--refusals]\n");
   return 2;
 }
 
@@ -77,7 +85,7 @@ std::vector<std::string> lines_of(const std::string& path, bool required) {
 }
 
 struct Counts {
-  std::atomic<int> passed{0}, refused{0}, failed{0};
+  std::atomic<int> passed{0}, refused{0}, failed{0}, illegal{0};
 };
 
 class Checker {
@@ -85,8 +93,10 @@ class Checker {
   explicit Checker(const Options& options) : options_(options) {}
 
   void add_file(const std::string& path) {
+    size_t number = 0;
     for (const std::string& line : lines_of(path, true)) {
-      if (line.find(options_.filter) != std::string::npos) cases_.push_back(line);
+      if (line.find(options_.filter) == std::string::npos) continue;
+      if (number++ % options_.every == 0) cases_.push_back(line);
     }
     const std::string folder = path.substr(0, path.find_last_of('/') + 1);
     const std::string name = options_.backend.empty() ? "cpu" : options_.backend;
@@ -97,9 +107,16 @@ class Checker {
   int run() {
     std::atomic<size_t> next{0};
     const auto work = [&](int job) {
-      for (size_t at; (at = next.fetch_add(1)) < cases_.size();) {
-        running[job] = cases_[at].c_str();
-        check(cases_[at]);
+      for (size_t at; (at = next.fetch_add(1)) < cases_.size() + options_.random;) {
+        if (at < cases_.size()) {
+          running[job] = cases_[at].c_str();
+          check(cases_[at]);
+        } else {
+          const auto random = tessera::random_case(options_.seed, at - cases_.size());
+          running[job] = random.text.c_str();
+          check_random(random);
+          running[job] = nullptr;  // its text ends here
+        }
         running[job] = nullptr;
       }
     };
@@ -110,6 +127,8 @@ class Checker {
     if (!options_.refusals)
       std::printf("%d passed, %d refused, %d failed\n", counts_.passed.load(),
                   counts_.refused.load(), counts_.failed.load());
+    if (options_.random > 0)
+      std::printf("%d of the random cases were illegal, and said to be\n", counts_.illegal.load());
     return counts_.failed > 0 ? 1 : 0;
   }
 
@@ -119,7 +138,7 @@ class Checker {
     if (!made.ok()) return fail(line, {made.status().message()});  // illegal
     ConformanceCase& c = *made.value();
     const bool listed = listed_.contains(tessera::to_text(c.spec()));
-    const tessera::Status status = c.run(options_.backend, options_.device, options_.threads);
+    const tessera::Status status = c.run(options_.backend, options_.device, threads_of(c));
     if (status.code() == TESSERA_REFUSED) {
       if (options_.refusals) {
         const std::lock_guard lock(print_);
@@ -136,6 +155,34 @@ class Checker {
     const tessera::CaseReport report = c.compare();
     if (!report.passed()) return fail(line, report.failures);
     ++counts_.passed;
+  }
+
+  void check_random(const tessera::RandomCase& random) {
+    auto made = ConformanceCase::create(random.text);
+    tessera::Status status = made.status();
+    if (made.ok()) {
+      ConformanceCase& c = *made.value();
+      status = c.run(options_.backend, options_.device, threads_of(c));
+    }
+    const std::string& why = status.message();
+    if (!random.legal) {
+      // One line that names what is wrong, the rule, and what would work.
+      const bool clear = why.find(": ") != why.npos && why.find('\n') == why.npos;
+      if (status.code() != TESSERA_INVALID || !clear)
+        return fail(random.text, {"illegal; must say so in a line: " + why});
+      return void(++counts_.illegal);
+    }
+    if (random.refused != (status.code() == TESSERA_REFUSED))
+      return fail(random.text, {random.refused ? "must be refused" : why});
+    if (random.refused) return void(++counts_.refused);
+    if (!status.ok()) return fail(random.text, {why});
+    const tessera::CaseReport report = made.value()->compare();
+    if (!report.passed()) return fail(random.text, report.failures);
+    ++counts_.passed;
+  }
+
+  int threads_of(const ConformanceCase& c) const {
+    return options_.threads > 0 ? options_.threads : 1 + static_cast<int>(c.spec().seed % 8);
   }
 
   void fail(const std::string& line, const std::vector<std::string>& why) {
@@ -174,12 +221,19 @@ int main(int argc, char** argv) {
       options.threads = std::atoi(argv[++i]);
     else if (word == "--jobs")
       options.jobs = std::atoi(argv[++i]);
+    else if (word == "--every")
+      options.every = std::strtoull(argv[++i], nullptr, 10);
+    else if (word == "--random")
+      options.random = std::strtoull(argv[++i], nullptr, 10);
+    else if (word == "--seed")
+      options.seed = static_cast<uint32_t>(std::strtoul(argv[++i], nullptr, 10));
     else if (word == "--cuda")
       options.device = {TESSERA_CUDA, std::atoi(argv[++i]), 0, 0};
     else
       return usage();
   }
-  if (options.files.empty() || options.jobs < 1 || options.jobs > kMaxJobs) return usage();
+  if (options.files.empty() && options.random == 0) return usage();
+  if (options.jobs < 1 || options.jobs > kMaxJobs || options.every < 1) return usage();
   for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) signal(fault, on_fault);
   Checker checker(options);
   for (const std::string& file : options.files) checker.add_file(file);

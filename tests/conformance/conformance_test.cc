@@ -55,9 +55,38 @@ TEST(Generator, DrawsMasksRangesPagesAndSegments) {
   const int32_t table[] = {1, 3, 4, 1, 6, 5};
   EXPECT_EQ(std::memcmp(data<int32_t>(*pages, TESSERA_PAGE_TABLE_K), table, sizeof table), 0);
 
+  auto bias = make("fwd fp64 b=1 s=4 h=1 d=3 bias=post/qk bias_inf=0.5 seed=3");
+  auto finite = make("fwd fp64 b=1 s=4 h=1 d=3 bias=post/qk seed=3");
+  int hidden = 0;
+  for (int e = 0; e < 16; ++e) {
+    const double x = values(*bias, TESSERA_BIAS)[e];
+    hidden += std::isinf(x);
+    EXPECT_EQ(x, std::isinf(x) ? -INFINITY : values(*finite, TESSERA_BIAS)[e]);
+  }
+  EXPECT_EQ(hidden, 7);
+
   auto segments = make("fwd fp32 b=2 s=12 h=1 d=3 segments=3 seed=5");
-  const int32_t ids[] = {0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2};
+  const int32_t ids[] = {1, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1,
+                         0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  -1};
   EXPECT_EQ(std::memcmp(data<int32_t>(*segments, TESSERA_SEGMENT_IDS_Q), ids, sizeof ids), 0);
+}
+
+TEST(Generator, ExpandedInputsAreReadAgain) {
+  auto c = make("bwd fp32 b=2 s=5 h=3 d=4 sink=learnable alibi dlse expanded poison lens=2,5");
+  const std::vector<double> q = values(*c, TESSERA_Q), k = values(*c, TESSERA_K);
+  for (int64_t row = 0; row < 2 * 5; ++row) {
+    const bool padding = row >= 2 && row < 5;
+    for (int e = 0; e < 4; ++e) {
+      EXPECT_EQ(std::isnan(q[row * 12 + e]), padding);
+      if (padding) continue;
+      EXPECT_EQ(q[row * 12 + e], q[row * 12 + 8 + e]);  // heads 0 and 2
+    }
+  }
+  for (int64_t e = 0; e < 5 * 12; ++e) EXPECT_EQ(k[e], k[5 * 12 + e]);
+  EXPECT_EQ(c->problem().tensor[TESSERA_SINK].stride[0], 0);
+  EXPECT_EQ(c->problem().tensor[TESSERA_ALIBI_SLOPES].stride[1], 0);
+  EXPECT_EQ(c->problem().tensor[TESSERA_DLSE].stride[0], 0);
+  EXPECT_NE(c->problem().tensor[TESSERA_DQ].stride[2], 0);
 }
 
 TEST(Generator, ValuesDoNotDependOnTheLayout) {
