@@ -226,7 +226,9 @@ class Builder {
     const bool causal = words_.find(" causal") != Text::npos;
     switch (below(8)) {
       case 0:
-        return broken(!causal && !window && !aligned_ && !known_equal_, "causal");
+        return broken(!causal && !window && !aligned_ && !known_equal_ &&
+                          words_.find("=full") == Text::npos,  // which may be no lengths at all
+                      "causal");
       case 1:
         return broken(!causal && !window, "causal window=3,4");
       case 2:
