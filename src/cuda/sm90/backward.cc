@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
                             TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV};
-constexpr int64_t kL2Bytes = 32 << 20;  // what q, do and the sums of the heads in flight may take of 50 MB
+constexpr int64_t kL2Bytes =
+    32 << 20;  // what q, do and the sums of the heads in flight may take of 50 MB
 
 const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv) {
   for (const BackwardKernel& kernel : backward_kernels()) {
@@ -60,8 +61,8 @@ class BackwardPlan final : public Plan {
     if (p.tensor[TESSERA_DQ].data) a.dq_sums = reinterpret_cast<float*>(base + workspace.dq_sums);
 
     const auto heads = static_cast<unsigned>(p.hq);
-    TESSERA_RETURN_IF_ERROR(launch(kernel_.rows, dim3(static_cast<unsigned>(a.slots), heads), kRowThreads,
-                                   kernel_.rows_shared_bytes, a, stream));
+    TESSERA_RETURN_IF_ERROR(launch(kernel_.rows, dim3(static_cast<unsigned>(a.slots), heads),
+                                   kRowThreads, kernel_.rows_shared_bytes, a, stream));
     TESSERA_RETURN_IF_ERROR(launch(kernel_.gradients, dim3(static_cast<unsigned>(a.tiles)),
                                    BackwardTile::kThreads, kernel_.shared_bytes, a, stream));
     if (a.dq_sums) {
@@ -74,6 +75,7 @@ class BackwardPlan final : public Plan {
 
  private:
   static constexpr int kRowThreads = 128;
+  static constexpr int64_t kBytesOfDq = 2 * 64 * 64 * 4;  // sums of a block: a part for each owner
 
   struct Workspace {
     int slots;
@@ -88,7 +90,7 @@ class BackwardPlan final : public Plan {
     const int64_t rows = s.hq * w.slots * tile_m;
     w.delta = rows * 4;
     w.dq_sums = 2 * w.delta;
-    w.bytes = w.dq_sums + (given(problem, TESSERA_DQ) ? rows * kernel_.tile.dqk * 4 : 0);
+    w.bytes = w.dq_sums + (given(problem, TESSERA_DQ) ? s.hq * w.slots * kBytesOfDq : 0);
     return w;
   }
 
@@ -127,8 +129,8 @@ class BackwardPlan final : public Plan {
     a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, tile_n) * p.hk;
     a.longest_first = p.right >= 0;
     const int64_t bytes_of_head = int64_t{p.group} * p.sq * (2 * (p.dqk + p.dv) + 4 * p.dqk);
-    int per_section =
-        static_cast<int>(std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_head, 1), 1, heads));
+    int per_section = static_cast<int>(
+        std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_head, 1), 1, heads));
     while (heads % per_section != 0) --per_section;
     a.tiles_n = Divisor::of(tiles_n);
     a.heads = Divisor::of(p.hk);
@@ -171,10 +173,11 @@ void require_backward(Support& support, const Problem& p) {
                            ": and head_dim_v must be at most 128 in the backward pass";
                   });
   // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
-  const bool ragged = is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) ||
-                      given(p, TESSERA_SEQLENS_K);
+  const bool ragged =
+      is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
   support.require(!ragged || (s.dqk > 64) == (s.dv > 64), ReasonId::kHeadDim, Remedy::kNone, [&] {
-    return "head_dim_v=" + std::to_string(s.dv) + ": with lengths, must be on the same side of 64 as "
+    return "head_dim_v=" + std::to_string(s.dv) +
+           ": with lengths, must be on the same side of 64 as "
            "head_dim_qk in the backward pass";
   });
   constexpr int kRich[] = {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,

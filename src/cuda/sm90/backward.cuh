@@ -4,23 +4,26 @@
 //   S^T = K Q^T       dP^T = V dO^T       P^T = exp2(c S^T - lse2)       dS^T = P^T (dP^T - delta)
 //   dV += P^T dO      dK += dS^T Q        dQ = sum over tiles of dS K
 //
-// Everything is transposed, so that a thread's P and dS are the A operands of dV and dK as they lie in
-// registers. A CTA owns tile_n = 128 keys of one key head and walks the blocks of tile_m queries that see
-// them, for every query head of the group: dK and dV stay in registers, GQA needs no second sum.
+// Everything is transposed, so that a thread's P and dS are the A operands of dV and dK as they lie
+// in registers. A CTA owns tile_n = 128 keys of one key head and walks the blocks of tile_m queries
+// that see them, for every query head of the group: dK and dV stay in registers, GQA needs no
+// second sum.
 //
-//   warpgroup 0     feeder  Q, lse2, dO, delta of each block by TMA; dQ of the block = dS K, added to fp32
-//                           sums in global memory
-//   warpgroup 1, 2  owners  S, dP -> P, dS -> dV, dK of 64 keys each; dS goes to shared memory too
+//   warpgroup 0     producer  one thread: Q, lse2, dO, delta of each block by TMA
+//   warpgroup 1, 2  owners    S, dP -> P, dS -> dV, dK of 64 keys each, and half of dQ
 //
-// The owners never wait for each other: while one computes exponentials, the products of the other and of
-// the feeder keep the tensor cores busy.
+// dQ needs the dS of both owners, through shared memory, and is made one block late: an owner
+// computes the dQ of block i - 1 together with its dV and dK of block i. So the owners hardly wait
+// for each other, and while one computes exponentials the products of the other keep the tensor
+// cores busy. dQ is added to fp32 sums in global memory while dV and dK run.
 //
 //   barrier        arrivals          says
 //   kv             1 + bytes         K and V have arrived
 //   q, grad_o [s]  1 + bytes         a block and its lse2 (delta) have arrived
-//   ds.full[b]     8 (a warp each)   both owners have written their rows of dS(i), and so are done with
+//   ds.full[b]     8 (a warp each)   both owners have written their rows of dS(i), and so are done
+//   with
 //                                    block i - 1: its stage takes block i + 2
-//   ds.empty[b]    4                 the feeder has used them
+//   ds.empty[b]    8                 both have used them
 #pragma once
 
 #include <cstddef>
@@ -47,8 +50,8 @@ __device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row
                 : MapRow{rows.first + row, 0};
 }
 
-// Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit elements.
-// By all lanes; the four threads of a quad trade pairs of columns for 16 bytes.
+// Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit
+// elements. By all lanes; the four threads of a quad trade pairs of columns for 16 bytes.
 template <typename Element, int kN>
 __device__ __forceinline__ void store_row(Element* row, bool stored, int first, int columns,
                                           float factor, const float (&d)[kN / 2], int r, int lane) {
@@ -75,11 +78,14 @@ struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = 3;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
-  static constexpr int kGradientBuffers = 2;  // of dS
-  static constexpr int kDqColumns = kTile.dq_columns;
+  static constexpr int kGradientBuffers = kTile.ds_buffers;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
-  static constexpr int kOwnerRegisters = kTile.registers;
-  static constexpr int kFeederRegisters = 504 - kOwners * kOwnerRegisters;
+  static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
+  // An owner makes 64 queries x 64 columns of a block of dQ: half of its rows or half of its
+  // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
+  // warps add whole lines.
+  static constexpr int kPartOfDq = 64 * 64, kBlockOfDq = kOwners * kPartOfDq;
+  static constexpr bool kSplitsRows = kTileM == 128;
 
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -99,7 +105,8 @@ struct Backward {
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
-  static_assert(kTileM % 64 == 0 && kTile.dqk % kDqColumns == 0 && kTile.dv % 32 == 0);
+  static_assert(kSplitsRows ? kTile.dqk == 64 : kTileM == 64 && kTile.dqk > 64 && kTile.dqk <= 128);
+  static_assert(kTile.dqk % 32 == 0 && kTile.dv % 32 == 0);
 
   struct Shared {
     uint32_t base;
@@ -135,127 +142,48 @@ struct Backward {
     }
   };
 
-  // ---- feeder ----
+  // ---- producer: one thread ----
 
-  // The blocks that a tile walks, in order. All threads follow, with everything in uniform registers; one
-  // of them loads.
-  struct Feed {
-    const BackwardParams& a;
-    int begin, end, head, end_head, block, slot;  // slot: of block 0 of the head
-    MapRow row0;
-    int batch;
-    Ring<kStages> ring;
-
-    __device__ __forceinline__ Feed(const BackwardParams& params, const KeyTile& tile) : a(params) {
-      const int group = a.problem.group, kv_head = uniform_register(tile.kv_head);
-      begin = block = uniform_register(tile.begin);
-      end = uniform_register(tile.end);
-      head = kv_head * group;
-      end_head = head + group;
-      slot = head * a.slots + uniform_register(tile.first_slot);
-      batch = uniform_register(tile.q.batch);
-      const MapRow row = map_row(a.ragged_q, tile.q, 0);
-      row0 = {uniform_register(row.c2), uniform_register(row.c3)};
+  static __device__ __forceinline__ void producer(const BackwardParams& a, const KeyTile& tile,
+                                                  const Shared shared) {
+    const int begin = tile.begin, end = tile.end, group = a.problem.group;
+    if (begin < end) {
+      const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
+      const uint32_t barrier = shared.kv_barrier();
+      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
+      KTile::load(shared.k(), &a.k, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
+      VTile::load(shared.v(), &a.v, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
     }
-    __device__ __forceinline__ void load_next(const Shared shared, bool loads) {
-      const uint32_t q_barrier = shared.q_barrier(ring.stage),
-                     o_barrier = shared.grad_o_barrier(ring.stage);
-      const uint32_t q = shared.q(ring.stage), grad_o = shared.grad_o(ring.stage);
-      const uint32_t lse2 = shared.lse2(ring.stage), delta = shared.delta(ring.stage);
-      const int c2 = row0.c2 + block * kTileM;
-      const int64_t statistics = int64_t{slot + block} * kTileM;
-      if (loads && head < end_head) {
-        mbarrier_arrive_expect(q_barrier, QTile::kBytes + kTileM * 4);
-        QTile::load(q, &a.q, q_barrier, head, c2, row0.c3, batch);
-        bulk_load(lse2, a.lse2 + statistics, kTileM * 4, q_barrier);
-        mbarrier_arrive_expect(o_barrier, GradOTile::kBytes + kTileM * 4);
-        GradOTile::load(grad_o, &a.grad_o, o_barrier, head, c2, row0.c3, batch);
-        bulk_load(delta, a.delta + statistics, kTileM * 4, o_barrier);
-      }
-      ring.advance();
-      if (++block == end) block = begin, ++head, slot += a.slots;
-    }
-  };
-
-  static __device__ __forceinline__ void load_keys(const BackwardParams& a, const KeyTile& tile,
-                                                   const Shared shared) {
-    const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
-    const uint32_t barrier = shared.kv_barrier();
-    mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
-    KTile::load(shared.k(), &a.k, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
-    VTile::load(shared.v(), &a.v, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
-  }
-
-  static __device__ __forceinline__ void feeder(const BackwardParams& a, const KeyTile& tile,
-                                                const Shared shared) {
-    const Params& p = a.problem;
-    const int thread = threadIdx.x, lane = thread % kWarp;
-    const auto barriers = shared.ds_barriers();
-    Feed feed(a, tile);
-    if (thread == 0 && feed.begin < feed.end) load_keys(a, tile, shared);
-    // lse2, delta and zeros in the sums are the kernel's before. Also without work: the next kernel waits
-    // for this one alone.
+    // lse2, delta and zeros in the sums are the kernel's before. Also without work: the next kernel
+    // waits for this one alone.
     wait_for_predecessors();
-    if (feed.begin >= feed.end) return;
-    const int begin = feed.begin, end = feed.end, first_slot = feed.slot;
-    feed.load_next(shared, thread == 0);
-    feed.load_next(shared, thread == 0);
-    __syncwarp();
-    mbarrier_wait(shared.kv_barrier(), 0);
-    Ring<kGradientBuffers> ring;
+    const MapRow row0 = map_row(a.ragged_q, tile.q, 0);
+    const int batch = tile.q.batch, first_slot = tile.first_slot;
+    Ring<kStages> ring;
+    Ring<kGradientBuffers> ds_ring;
+    int loaded = 0;
 #pragma unroll 1
-    for (int member = 0; member < p.group; ++member) {
-      float* sums = a.dq_sums + int64_t{first_slot + member * a.slots + begin} * kBlockOfDq +
-                    thread * 4;
+    for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block, sums += kBlockOfDq) {
-        barriers.wait(ring);
-        feed.load_next(shared, thread == 0);
-        __syncwarp();
-        if (a.dq_sums) {
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            add_part(shared, ring.stage, part, sums + part * 64 * kDqColumns);
-          }
+      for (int block = begin; block < end; ++block) {
+        if (++loaded > 2) {  // block i is asked for when both owners have dS(i - 2)
+          shared.ds_barriers().wait(ds_ring);
+          ds_ring.advance();
         }
-        __syncwarp();
-        if (lane == 0) barriers.release(ring);
+        const int64_t row = (int64_t{head} * a.slots + first_slot + block) * kTileM;
+        const int c2 = row0.c2 + block * kTileM;
+        const uint32_t q = shared.q_barrier(ring.stage), grad_o = shared.grad_o_barrier(ring.stage);
+        mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4);
+        QTile::load(shared.q(ring.stage), &a.q, q, head, c2, row0.c3, batch);
+        bulk_load(shared.lse2(ring.stage), a.lse2 + row, kTileM * 4, q);
+        mbarrier_arrive_expect(grad_o, GradOTile::kBytes + kTileM * 4);
+        GradOTile::load(shared.grad_o(ring.stage), &a.grad_o, grad_o, head, c2, row0.c3, batch);
+        bulk_load(shared.delta(ring.stage), a.delta + row, kTileM * 4, grad_o);
         ring.advance();
       }
     }
   }
 
-  // A block of dQ is made in parts of 64 queries x kDqColumns. Element 4 i + j of a thread's accumulators
-  // lies at 4 (128 i + thread) + j of its part: every warp adds whole lines.
-  static constexpr int kBlockOfDq = kTileM * kTile.dqk;
-  static constexpr int kColumnParts = kTile.dqk / kDqColumns;
-  static constexpr int kParts = kTileM / 64 * kColumnParts;
-
-  static __device__ __forceinline__ void add_part(const Shared shared, int buffer, int part,
-                                                  float* sums) {
-    float dQ[kDqColumns / 2];
-    const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
-                                               part / kColumnParts * GradientTile::kChunkBytes);
-    constexpr int kPerChunk = kDqColumns < kChunkColumns ? kChunkColumns / kDqColumns : 1;
-    const int column_part = part % kColumnParts;
-    const uint64_t k = KTile::mn_major(shared.k() + column_part / kPerChunk * KTile::kChunkBytes +
-                                       column_part % kPerChunk * kDqColumns * 2);
-    pin(dQ);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kTileN / kStepK; ++i) {
-      Wgmma<Element, kDqColumns>::template ss<kMajorMN, kMajorMN>(
-          dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(dQ);
-#pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i) {
-      add_to_global(sums + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
-                    dQ[4 * i + 3]);
-    }
-  }
   // ---- owner: dK and dV of 64 keys ----
 
   static __device__ __forceinline__ void owner(const BackwardParams& a, const KeyTile& tile,
@@ -266,7 +194,8 @@ struct Backward {
     const int key = tile.key0 + warp_row + lane / 4;    // and key + 8
     const auto ds_barriers = shared.ds_barriers();
     const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
-    const int clean_begin = uniform_register(tile.clean_begin), clean_end = uniform_register(tile.clean_end);
+    const int clean_begin = uniform_register(tile.clean_begin),
+              clean_end = uniform_register(tile.clean_end);
     const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
     const float c = log2_scale(p);
     const uint64_t k = KTile::k_major(shared.k() + w * 64 * kChunkRowBytes);
@@ -278,10 +207,12 @@ struct Backward {
 #pragma unroll
     for (float& x : dV) x = 0;
     Ring<kStages> ring;
-    Ring<kGradientBuffers> ds_ring;
+    Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
+    float* const sums = a.dq_sums ? a.dq_sums + w * kPartOfDq + 4 * thread : nullptr;
+    int previous_slot = -1;  // of the block whose dQ is next
 
-    const auto step = [&](int block) {
-      float S[kTileM / 2], dP[kTileM / 2];
+    const auto step = [&](int block, int slot) {
+      float S[kTileM / 2], dP[kTileM / 2], dQ[32];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
       mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
@@ -289,8 +220,8 @@ struct Backward {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kTile.dqk / kStepK; ++i) {
-        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(
-            S, k + KTile::k_major_step(i), q + QTile::k_major_step(i), i > 0);
+        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(S, k + KTile::k_major_step(i),
+                                                              q + QTile::k_major_step(i), i > 0);
       }
       wgmma_commit();
       mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
@@ -311,8 +242,10 @@ struct Backward {
       for (int g = 0; g < kTileM / 8; ++g) {
         const float2 of_query = load_shared_pair(lse2 + 32 * g);
         float* s = S + 4 * g;
-        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)), s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
-        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)), s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
+        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
+        s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
+        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
+        s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
       }
       if (block < clean_begin || block >= clean_end) hide(tile, key, block, quad, S);
       wgmma_wait<0>();
@@ -330,6 +263,19 @@ struct Backward {
         dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
       }
 
+      mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
+#pragma unroll
+      for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
+        stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
+      }
+      async_proxy_fence();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
+
+      // The first time there is no block before: what comes out is thrown away.
+      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      issue_dq(shared, previous_ring.stage, w, dQ);
       const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(ring.stage));
       pin(dV);
       wgmma_fence();
@@ -348,36 +294,67 @@ struct Backward {
                                                          q_rows + QTile::mn_major_step(i), 1);
       }
       wgmma_commit();
-
-      mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
-      const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
-#pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
-        stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
+      wgmma_wait<2>();
+      pin(dQ);
+      if (previous_slot >= 0) {
+        if (lane == 0) ds_barriers.release(previous_ring);
+        if (sums) add_dq(sums + int64_t{previous_slot} * kBlockOfDq, w, dQ);
       }
-      async_proxy_fence();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
-      ds_ring.advance();
-
       wgmma_wait<0>();
       pin(dV);
       pin(dK);
+      previous_slot = slot;
+      previous_ring = ds_ring;
+      ds_ring.advance();
       ring.advance();
     };
 
     if (begin < end) mbarrier_wait(shared.kv_barrier(), 0);
+    int slot =
+        uniform_register(tile.kv_head) * p.group * a.slots + uniform_register(tile.first_slot);
 #pragma unroll 1
-    for (int member = 0; member < p.group; ++member) {
+    for (int member = 0; member < p.group; ++member, slot += a.slots) {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) step(block);
+      for (int block = begin; block < end; ++block) step(block, slot + block);
+    }
+    if (sums && begin < end) {
+      float dQ[32];
+      ds_barriers.wait(previous_ring);
+      issue_dq(shared, previous_ring.stage, w, dQ);
+      wgmma_wait<0>();
+      pin(dQ);
+      add_dq(sums + int64_t{previous_slot} * kBlockOfDq, w, dQ);
     }
     store<kTile.dqk>(p, TESSERA_DK, tile, key, lane, p.softmax_scale, p.dqk, dK);
     store<kTile.dv>(p, TESSERA_DV, tile, key, lane, 1.f, p.dv, dV);
   }
 
-  // P = 0 where the band hides the key from the query. Without branches: the compiler keeps descriptors in
-  // uniform registers only where it knows that no thread has gone another way.
+  static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,
+                                                  float (&dQ)[32]) {
+    const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
+                                               (kSplitsRows ? w * GradientTile::kChunkBytes : 0));
+    const uint64_t k = KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * KTile::kChunkBytes));
+    pin(dQ);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTileN / kStepK; ++i) {
+      Wgmma<Element, 64>::template ss<kMajorMN, kMajorMN>(dQ, ds + GradientTile::mn_major_step(i),
+                                                          k + KTile::mn_major_step(i), i > 0);
+    }
+    wgmma_commit();
+  }
+  static __device__ __forceinline__ void add_dq(float* part, int w, const float (&dQ)[32]) {
+    const int groups = kSplitsRows || w == 0 ? 8 : kTile.dqk / 8 - 8;  // of columns that exist
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (kTile.dqk % 64 != 0 && i >= groups) break;
+      add_to_global(part + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
+                    dQ[4 * i + 3]);
+    }
+  }
+
+  // P = 0 where the band hides the key from the query. Without branches: the compiler keeps
+  // descriptors in uniform registers only where it knows that no thread has gone another way.
   static __device__ __forceinline__ void hide(const KeyTile& tile, int key, int block, int quad,
                                               float (&S)[kTileM / 2]) {
     const int query = block * kTileM + 2 * quad;  // of element 0
@@ -425,7 +402,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     }
     for (int buffer = 0; buffer < Kernel::kGradientBuffers; ++buffer) {
       mbarrier_init(shared.ds_barriers().full(buffer), Kernel::kOwnerWarps);
-      mbarrier_init(shared.ds_barriers().empty(buffer), kWarpgroup / kWarp);
+      mbarrier_init(shared.ds_barriers().empty(buffer), Kernel::kOwnerWarps);
     }
     mbarrier_init_fence();
   }
@@ -434,8 +411,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   __syncthreads();
   launch_dependents();
   if (warpgroup == 0) {
-    registers_release<Kernel::kFeederRegisters>();
-    Kernel::feeder(a, tile, shared);
+    registers_release<Kernel::kProducerRegisters>();
+    if (threadIdx.x == 0) Kernel::producer(a, tile, shared);
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
     Kernel::owner(a, tile, shared, warpgroup - 1);

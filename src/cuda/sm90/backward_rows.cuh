@@ -23,10 +23,11 @@ struct BackwardRows {
   };
 };
 
-// delta by the very products that dP is made of: the diagonal of O dO^T on the tensor cores. Where o is a
-// row of v, because one key is visible, dP - delta is then exactly 0.
+// delta by the very products that dP is made of: the diagonal of O dO^T on the tensor cores. Where
+// o is a row of v, because one key is visible, dP - delta is then exactly 0.
 template <typename Element, typename Row>
-__global__ void __launch_bounds__(kWarpgroup) backward_rows(const __grid_constant__ BackwardParams a) {
+__global__ void __launch_bounds__(kWarpgroup)
+    backward_rows(const __grid_constant__ BackwardParams a) {
   using Kernel = Backward<Element, Row>;
   using Storage = typename BackwardRows<Element, Row>::SharedStorage;
   using Tile = typename Kernel::GradOTile;
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kWarpgroup) backward_rows(const __grid_constan
     Tile::load(grad_o, &a.grad_o, barrier, head, row.c2, row.c3, rows.batch);
   }
   if (a.dq_sums) {
-    auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * (kTileM * Kernel::kTile.dqk));
-    for (int i = thread; i < kTileM * Kernel::kTile.dqk / 4; i += kWarpgroup) sums[i] = float4{};
+    auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
+    for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
   }
   __syncthreads();
   mbarrier_wait(barrier, 0);
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(kWarpgroup) backward_rows(const __grid_constan
     wgmma_commit();
     wgmma_wait<0>();
     pin(product);
-    // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the quad.
+    // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the
+    // quad.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float diagonal = 0;
@@ -109,7 +111,7 @@ template <typename Element, typename Row>
 __global__ void __launch_bounds__(kWarpgroup)
     backward_convert(const __grid_constant__ BackwardParams a) {
   using Kernel = Backward<Element, Row>;
-  constexpr int kTileM = Kernel::kTileM, kColumns = Kernel::kDqColumns;
+  constexpr int kTileM = Kernel::kTileM, kColumns = 64;
   const Params& p = a.problem;
   const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, tile.n);
@@ -119,30 +121,30 @@ __global__ void __launch_bounds__(kWarpgroup)
   const int first_slot =
       first_slot_of(p.thd_q, tile.n, rows.first, kTileM, (p.sq + kTileM - 1) / kTileM);
   const int64_t slot = slot_of_head(a, head, first_slot + tile.begin / kTileM);
-  const float* sums = a.dq_sums + (summed ? slot : 0) * (kTileM * Kernel::kTile.dqk) + thread * 4;
+  const float* sums = a.dq_sums + (summed ? slot : 0) * Kernel::kBlockOfDq + thread * 4;
   const View& view = p.tensor[TESSERA_DQ];
   wait_for_predecessors();
 #pragma unroll 1
-  for (int part = 0; part < Kernel::kParts; ++part) {
+  for (int part = 0; part < Kernel::kOwners; ++part) {
     float dQ[kColumns / 2];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
       float4 x{};
       if (summed) {
-        x = *reinterpret_cast<const float4*>(sums + part * 64 * kColumns + 4 * kWarpgroup * i);
+        x = *reinterpret_cast<const float4*>(sums + part * Kernel::kPartOfDq + 4 * kWarpgroup * i);
       }
       dQ[4 * i] = x.x, dQ[4 * i + 1] = x.y, dQ[4 * i + 2] = x.z, dQ[4 * i + 3] = x.w;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = tile.begin + part / Kernel::kColumnParts * 64 + thread / kWarp * 16 + lane / 4 +
-                      8 * r;
+      const int row = tile.begin + (Kernel::kSplitsRows ? part * 64 : 0) + thread / kWarp * 16 +
+                      lane / 4 + 8 * r;
       const bool stored = row >= rows.owned_lo && row < rows.owned_hi;
       const float factor = row >= 0 && row < rows.length ? p.softmax_scale : 0.f;
-      Element* to = static_cast<Element*>(view.data) +
-                    offset_of(view, rows.batch, rows.first + row, head);
-      store_row<Element, kColumns>(to, stored, part % Kernel::kColumnParts * kColumns, p.dqk, factor,
-                                   dQ, r, lane);
+      Element* to =
+          static_cast<Element*>(view.data) + offset_of(view, rows.batch, rows.first + row, head);
+      store_row<Element, kColumns>(to, stored, Kernel::kSplitsRows ? 0 : part * kColumns, p.dqk,
+                                   factor, dQ, r, lane);
     }
   }
 }

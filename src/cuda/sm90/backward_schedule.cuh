@@ -30,8 +30,8 @@ struct KeyTile {
 
 template <int kTileM, int kTileN>
 struct KeySchedule {
-  // The tile that stands at `index` of the grid. Causal problems have the longest tiles first, which are
-  // those of the first keys; the heads of a section stand side by side.
+  // The tile that stands at `index` of the grid. Causal problems have the longest tiles first,
+  // which are those of the first keys; the heads of a section stand side by side.
   static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index) {
     const Params& p = a.problem;
     KeyTile tile;
@@ -63,8 +63,7 @@ struct KeySchedule {
     tile.shift = static_cast<int>(sequence.band.shift);
     tile.left = static_cast<int>(sequence.band.left);
     tile.right = static_cast<int>(sequence.band.right);
-    tile.first_slot =
-        first_slot_of(p.thd_q, n, tile.q.first, kTileM, (p.sq + kTileM - 1) / kTileM);
+    tile.first_slot = first_slot_of(p.thd_q, n, tile.q.first, kTileM, (p.sq + kTileM - 1) / kTileM);
     set_blocks(tile, sequence.band);
     return tile;
   }
@@ -79,13 +78,14 @@ struct KeySchedule {
     const int last = tile.key0 + kTileN - 1;
     const int2 of_first = tile.queries_of_key(tile.key0), of_last = tile.queries_of_key(last);
     tile.clean_begin = (of_last.x + kTileM - 1) / kTileM;
-    tile.clean_end = last >= tile.k.length           ? 0
+    tile.clean_end = last >= tile.k.length         ? 0
                      : of_first.y >= tile.q.length ? tile.end
                                                    : max(of_first.y, 0) / kTileM;
   }
 };
 
-// The block of queries in a slot of the workspace; `begin` may lie past the sequence: nothing to do.
+// The block of queries in a slot of the workspace; `begin` may lie past the sequence: nothing to
+// do.
 struct BlockOfSlot {
   int n, block;
 };

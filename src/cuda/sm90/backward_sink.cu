@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/sm90/backward_sink.h"
-
 #include "cuda/common/element.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/sequence.cuh"
+#include "cuda/sm90/backward_sink.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
