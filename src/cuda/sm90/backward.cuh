@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_row(Element* row, bool stored, int first, 
   }
 }
 
-// Row: one row of the table in backward_tiles.h, as a type with the constant kTile.
+// Row: one row of the table in backward_tiles.def, as a type with the constant kTile.
 template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The built backward kernels: one row for each line of backward_tiles.h and each 16-bit type.
+// The built backward kernels: one row for each line of backward_tiles.def and each 16-bit type.
 #pragma once
 
 #include <span>
@@ -19,7 +19,7 @@ struct BackwardKernel {
   const void* convert;    // dq from dq_sums; grid (slot of dq rows, query head), 128 threads
 };
 
-// In the order of backward_tiles.h.
+// In the order of backward_tiles.def.
 std::span<const BackwardKernel> backward_kernels();
 
 }  // namespace tessera::cuda::sm90

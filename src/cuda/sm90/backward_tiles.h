@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of the sm90 backward kernels: what CMake builds, and what the support rules follow from.
+// The shape of a backward kernel. The table of those that are built is backward_tiles.def.
 #pragma once
 
 namespace tessera::cuda::sm90 {
@@ -13,12 +13,5 @@ struct BackwardTile {
   static constexpr int kOwners = 2, kThreads = 128 * (kOwners + 1);
   constexpr int tile_n() const { return 64 * kOwners; }
 };
-
-// BACKWARD_TILE(name, dqk, dv, tile_m, ds_buffers), in order of preference: a problem runs in the first row
-// that holds its head dims. dV, dK, S and dP take 192 of 240 registers at d64 and d128.
-#define TESSERA_SM90_BACKWARD(BACKWARD_TILE) \
-  BACKWARD_TILE(d64, 64, 64, 128, 2)         \
-  BACKWARD_TILE(d96, 96, 96, 64, 3)          \
-  BACKWARD_TILE(d128, 128, 128, 64, 3)
 
 }  // namespace tessera::cuda::sm90
