@@ -103,24 +103,6 @@ class BackwardPlan final : public Plan {
     return bits % 16 == 0;
   }
 
-  static Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows,
-                       bool ragged, CUtensorMap* map) {
-    const Tensor& t = problem.tensor[index];
-    MapShape shape;
-    shape.type = t.dtype == TESSERA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    shape.batch = t.extent[0];
-    shape.rows = t.extent[1];
-    shape.heads = t.extent[2];
-    shape.head_dim = t.extent[3];
-    shape.stride_batch = t.stride[0];
-    shape.stride_row = t.stride[1];
-    shape.stride_head = t.stride[2];
-    shape.box_rows = box_rows;
-    shape.ragged = ragged;
-    return make_tensor_map(shape, buffers.data[index], map);
-  }
-
   void order_tiles(BackwardParams& a) const {
     const Params& p = a.problem;
     const int tile_n = kernel_.tile.tile_n();

@@ -17,7 +17,7 @@
 
 #include <cstdint>
 
-#include "core/status.h"
+#include "core/problem.h"
 
 namespace tessera::cuda::sm90 {
 
@@ -33,5 +33,9 @@ struct MapShape {
 
 // base must be aligned to 16 bytes and no extent may be 0.
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map);
+
+// The same for a 16-bit tensor of a problem.
+Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, bool ragged,
+              CUtensorMap* map);
 
 }  // namespace tessera::cuda::sm90
