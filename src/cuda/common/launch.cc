@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <mutex>
 
 #include "core/philox.h"
@@ -88,7 +89,20 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
 
 Status cuda_status(cudaError_t error, const char* operation) {
   if (error == cudaSuccess) return {};
+  (void)cudaGetLastError();
   return failed("%s: %s (%s)", operation, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+Status launch_kernel(const char* operation, const void* function, dim3 grid, int threads,
+                     int shared_bytes, const void* args, cudaStream_t stream) {
+  void* arguments[] = {const_cast<void*>(args)};
+  const cudaError_t error =
+      cudaLaunchKernel(function, grid, dim3(static_cast<unsigned>(threads)), arguments,
+                       static_cast<size_t>(shared_bytes), stream);
+  if (error == cudaSuccess) return {};
+  char name[64];
+  std::snprintf(name, sizeof name, "cudaLaunchKernel (%s)", operation);
+  return cuda_status(error, name);
 }
 
 DeviceScope::DeviceScope(int ordinal) {

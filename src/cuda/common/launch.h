@@ -15,8 +15,14 @@ namespace tessera::cuda {
 // pointers (shapes only) the views are null.
 Params params_of(const Problem& problem, const Buffers& buffers);
 
-// "cudaLaunchKernel (forward): invalid argument (cudaErrorInvalidValue)".
+// "cudaLaunchKernel (forward): invalid argument (cudaErrorInvalidValue)". An error that the context
+// survives is cleared, so that the caller's next cudaGetLastError() is not ours.
 Status cuda_status(cudaError_t error, const char* operation);
+
+// Queues a kernel whose only argument is *args; answers this launch's own error, whatever error the
+// caller has left behind. operation: "merge", for the message.
+Status launch_kernel(const char* operation, const void* function, dim3 grid, int threads,
+                     int shared_bytes, const void* args, cudaStream_t stream);
 
 // Makes the device current for the calls of one scope and puts back the one that was.
 class DeviceScope {

@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   }
 }
 
-__global__ void __launch_bounds__(kThreads) dropout_mask_kernel(DropoutMaskArgs a) {
+__global__ void __launch_bounds__(kThreads)
+    dropout_mask_kernel(const __grid_constant__ DropoutMaskArgs a) {
   const Dropout dropout = Dropout::make(a.rng_state[0], a.rng_state[1], a.threshold);
   const int64_t count = a.b * a.hq * a.sq * a.sk, step = int64_t{gridDim.x} * kThreads;
   for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < count; at += step) {
@@ -60,8 +61,14 @@ __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(DropoutMaskArgs 
   }
 }
 
-__global__ void fill_kernel(float* to, int64_t stride, int count, float value) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i * stride] = value;
+struct Fill {
+  float* to;
+  int64_t stride;
+  int count;
+  float value;
+};
+__global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ Fill f) {
+  for (int i = threadIdx.x; i < f.count; i += kThreads) f.to[i * f.stride] = f.value;
 }
 
 View view_of(const Tensor& t, const void* data, int rank) {
@@ -79,8 +86,8 @@ Status launch_merge(const MergeLaunch& merge, cudaStream_t stream) {
   const int64_t rows = int64_t{merge.batch} * merge.sq * merge.hq;
   if (rows == 0) return {};
   const int64_t ctas = (rows * 32 + kThreads - 1) / kThreads;
-  merge_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(merge);
-  return cuda_status(cudaGetLastError(), "merge kernel");
+  return launch_kernel("merge", reinterpret_cast<const void*>(&merge_kernel),
+                       dim3(static_cast<unsigned>(ctas)), kThreads, 0, &merge, stream);
 }
 
 Status merge(const MergeArgs& args, const Buffers& context, const Device& device) {
@@ -114,15 +121,16 @@ Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context, const D
   if (count == 0) return {};
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  const auto stream = static_cast<cudaStream_t>(context.stream);
   const int64_t ctas = std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 16);
-  dropout_mask_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
-  return cuda_status(cudaGetLastError(), "dropout_mask kernel");
+  return launch_kernel("dropout_mask", reinterpret_cast<const void*>(&dropout_mask_kernel),
+                       dim3(static_cast<unsigned>(ctas)), kThreads, 0, &args,
+                       static_cast<cudaStream_t>(context.stream));
 }
 
 Status launch_fill(float* to, int64_t stride, int count, float value, cudaStream_t stream) {
-  fill_kernel<<<1, 256, 0, stream>>>(to, stride, count, value);
-  return cuda_status(cudaGetLastError(), "fill kernel");
+  const Fill fill{to, stride, count, value};
+  return launch_kernel("fill", reinterpret_cast<const void*>(&fill_kernel), dim3(1), kThreads, 0,
+                       &fill, stream);
 }
 
 }  // namespace tessera::cuda

@@ -133,6 +133,17 @@ const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int
   return nullptr;
 }
 
+static const char* name_of(Pass pass) {
+  switch (pass) {
+    case Pass::forward: return "forward";
+    case Pass::decode: return "decode";
+    case Pass::backward_dq: return "backward_dq";
+    case Pass::backward_dkdv: return "backward_dkdv";
+    case Pass::backward_dbias: return "backward_dbias";
+  }
+  return "";
+}
+
 Status prepare(const Kernel* kernel) {
   if (!kernel) {
     return Status(TESSERA_REFUSED, "head_dim: no kernel fits in this device's shared memory; use "
@@ -144,10 +155,8 @@ Status prepare(const Kernel* kernel) {
 }
 
 Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream) {
-  void* arguments[] = {const_cast<void*>(args)};
-  return cuda_status(cudaLaunchKernel(kernel.function, grid, dim3(kernel.tile.threads()), arguments,
-                                      static_cast<size_t>(kernel.shared_bytes), stream),
-                     "cudaLaunchKernel");
+  return launch_kernel(name_of(kernel.pass), kernel.function, grid, kernel.tile.threads(),
+                       kernel.shared_bytes, args, stream);
 }
 
 }  // namespace tessera::cuda::sm80

@@ -36,6 +36,7 @@ class BackwardPlan final : public Plan {
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     BackwardArgs args{};
     args.params = params_of(problem, buffers);
     const Params& p = args.params;

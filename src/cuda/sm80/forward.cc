@@ -80,6 +80,7 @@ class ForwardPlan final : public Plan {
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     ForwardArgs args{};
     args.params = params_of(problem, buffers);
     Params& p = args.params;

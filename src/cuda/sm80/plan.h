@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/backend.h"
+#include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/sm80/kernels.h"
 

@@ -113,12 +113,15 @@ Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream) {
   const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kRows);
   if (slots == 0) return {};
   const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));
-  switch (p.tensor[TESSERA_Q].dtype) {
-    case TESSERA_FP32: row_statistics_kernel<float><<<grid, kThreads, 0, stream>>>(args); break;
-    case TESSERA_BF16: row_statistics_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(args); break;
-    default: row_statistics_kernel<__half><<<grid, kThreads, 0, stream>>>(args);
-  }
-  return cuda_status(cudaGetLastError(), "row statistics kernel");
+  const auto kernel_of = [](int dtype) -> const void* {
+    switch (dtype) {
+      case TESSERA_FP32: return reinterpret_cast<const void*>(&row_statistics_kernel<float>);
+      case TESSERA_BF16: return reinterpret_cast<const void*>(&row_statistics_kernel<__nv_bfloat16>);
+    }
+    return reinterpret_cast<const void*>(&row_statistics_kernel<__half>);
+  };
+  return launch_kernel("row_statistics", kernel_of(p.tensor[TESSERA_Q].dtype), grid, kThreads, 0,
+                       &args, stream);
 }
 
 Status launch_row_sums(const BackwardArgs& args, cudaStream_t stream) {
@@ -127,8 +130,8 @@ Status launch_row_sums(const BackwardArgs& args, cudaStream_t stream) {
   if (!slopes.data && !p.tensor[TESSERA_DSINK].data) return {};
   const int sequences = slopes.data && slopes.stride[0] != 0 ? p.batch : 1;
   const dim3 grid(static_cast<unsigned>(p.hq), static_cast<unsigned>(sequences), 2);
-  row_sums_kernel<<<grid, kThreads, 0, stream>>>(args);
-  return cuda_status(cudaGetLastError(), "row sums kernel");
+  return launch_kernel("row_sums", reinterpret_cast<const void*>(&row_sums_kernel), grid, kThreads,
+                       0, &args, stream);
 }
 
 }  // namespace tessera::cuda::sm80

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_sink.h"
@@ -38,6 +39,7 @@ class BackwardPlan final : public Plan {
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     const BackwardTile& tile = kernel_.tile;
     BackwardParams a{};
     a.problem = params_of(problem, buffers);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
 #include "cuda/common/sequence.cuh"
@@ -51,6 +52,7 @@ class ForwardPlan final : public Plan {
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     ForwardParams a{};
     a.problem = params_of(problem, buffers);
     a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
