@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import case_lines, terminal, timing, work
+from . import bench_devices, case_lines, peers, terminal, timing, work
 
 _SUITES = Path(__file__).resolve().parents[1] / "bench_suites"
 
@@ -15,10 +17,13 @@ EPILOG = """\
 examples:
   python -m tessera bench "fwd bf16 b=1 s=2048 h=8 d=128 causal" --against torch,numpy
   python -m tessera bench --suite cpu --against torch --json cpu.json --plot cpu.png
+  python -m tessera bench --suite hopper --device cuda --against cudnn,flex
 Times are medians per call; "x torch" is how many times as long torch takes, by the median over
 neighbouring samples. % of peak is of the fastest multiply-add loop of this machine (of the
 dtype's native width), measured between the samples; for decode look at the bytes per second.
-peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), numpy (unfused)."""
+On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
+peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), numpy (unfused); on a GPU
+also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed)."""
 
 
 def add_parser(commands):
@@ -31,6 +36,7 @@ def add_parser(commands):
     parser.add_argument("--cases", metavar="FILE", help="a list of cases of yours")
     parser.add_argument("--against", default="", metavar="NAME,...", help="peers to time as well")
     parser.add_argument("--backend", help="force a backend by name")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="of tessera and of torch")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--sustained", action="store_const", dest="mode", const="sustained",
@@ -44,7 +50,6 @@ def add_parser(commands):
 
 def main(args) -> int:
     import tessera
-    from . import peers
     cases = case_lines.split(args.case)
     if args.suite:
         cases += case_lines.read(_SUITES / f"{args.suite}.cases")
@@ -62,10 +67,11 @@ def main(args) -> int:
         plot.require_matplotlib()
     if args.threads is not None:
         tessera.set_num_threads(args.threads)
+    device = bench_devices.Cuda() if args.device == "cuda" else bench_devices.Cpu(args.threads)
     results = []
     with terminal.Progress(len(cases), "bench") as progress:
-        for case in cases:
-            results.append(measure(case, against, args))
+        for case, opened in _opened(cases, device.cases_ahead):
+            results.append(measure(case, opened, against, device, args))
             progress.step(case)
     if args.json == "-":
         print(to_json(results))
@@ -78,73 +84,81 @@ def main(args) -> int:
     return 1 if all("error" in result for result in results) else 0
 
 
-def measure(case: str, against, args) -> dict:
+def _opened(cases, ahead: int):
+    """(line, its case or the error that it is), the data of the next `ahead` being drawn meanwhile."""
+    if not ahead:
+        yield from ((line, _open(line)) for line in cases)
+        return
+    with ThreadPoolExecutor(ahead) as pool:
+        waiting = collections.deque()
+        for line in cases:
+            waiting.append((line, pool.submit(_open, line)))
+            if len(waiting) > ahead:
+                line, future = waiting.popleft()
+                yield line, future.result()
+        for line, future in waiting:
+            yield line, future.result()
+
+
+def _open(line: str):
+    from . import conformance
+    words = line.split()
+    if words[:1] == ["bwd"]:  # opening it would compute its reference; its forward half would not
+        words = ["fwd"] + [word for word in words[1:] if not word.startswith(("grads=", "dlse"))]
+    try:
+        return conformance.Case(" ".join(words))
+    except (ValueError, MemoryError) as error:
+        return error
+
+
+def measure(case: str, opened, against, device, args) -> dict:
     """One entry of the JSON list; "error" instead of numbers for a case that does not run."""
     import tessera
-    from . import conformance, peers
     tokens = case.split()
     backward = tokens[:1] == ["bwd"]
     result = {"case": case, "pass": "bwd" if backward else "fwd"}
     try:
-        why = tessera.explain(case)
-        # Opening a bwd case computes its reference; its forward half has the same inputs.
-        forward_half = " ".join(["fwd"] + [token for token in tokens[1:]
-                                           if not token.startswith(("grads=", "dlse"))])
-        with conformance.Case(forward_half if backward else case) as opened:
-            arguments = dict(opened.arguments(), backend=args.backend)
-            results = tessera.attention(**arguments)
-            do, ours = None, lambda: tessera.attention(**arguments)
-            if backward:
-                do, ours = _backward(tokens, arguments, results)
-                ours()
-            return _timed(dict(result, backend=args.backend or why.backend), arguments, do, results,
-                          ours, against, args, peers, conformance)
+        if isinstance(opened, Exception):
+            raise opened
+        why = tessera.explain(case, device=device.explained_as)
+        with opened:
+            arguments = opened.arguments()
+            o, do, ours = device.problem(dict(arguments, backend=args.backend), tokens, backward)
+            q, k, v = (arguments.pop(name) for name in "qkv")
+            workload = peers.Workload(q, k, v, do, arguments, args.threads, device.name)
+            return _timed(dict(result, backend=args.backend or why.backend), workload, o, ours, against,
+                          device, args)
     except (ValueError, tessera.Refused, MemoryError) as error:
         return dict(result, error=str(error))
 
 
-def _backward(tokens, arguments: dict, results):
-    """(do, function to time) of the backward pass, given what the forward pass returned."""
-    import numpy as np
-    import tessera
-    o, lse = results[:2]
-    do = np.random.default_rng(0).standard_normal(o.shape, np.float32).astype(o.dtype)
-    dlse = np.ones_like(lse) if "dlse" in tokens else None
-    grads = ("dq", "dk", "dv") + tuple(name for token in tokens if token.startswith("grads=")
-                                       for name in token[len("grads="):].split(","))
-    arguments = {name: value for name, value in arguments.items()
-                 if name not in ("return_lse", "return_max_logit", "batch_invariant")}
-    return do, lambda: tessera.attention_backward(do, o=o, lse=lse, dlse=dlse, grads=grads,
-                                                  **arguments)
-
-
-def _timed(result, arguments, do, results, ours, against, args, peers, conformance) -> dict:
-    keywords = {name: value for name, value in arguments.items() if name not in ("q", "k", "v")}
-    q, k, v = (arguments[name] for name in "qkv")
-    workload = peers.Workload(q, k, v, do, keywords, args.threads)
-    contenders, refused = {"tessera": ours}, {}
+def _timed(result, workload, o, ours, against, device, args) -> dict:
+    contenders, refused = {"tessera": device.contender(ours)}, {}
     for name in against:
         try:
-            contenders[name] = peers.prepare(name, workload)
+            contenders[name] = device.contender(peers.prepare(name, workload))
         except peers.Unsupported as reason:
             refused[name] = str(reason)
-    probe = conformance.PeakProbe(q.dtype, args.threads or 0)
+    q, k, v, keywords = workload.q, workload.k, workload.v, workload.keywords
+    probe = device.peak(q.dtype)
     samples = timing.alternate({**contenders, "(peak)": probe.run}, timing.MODES[args.mode])
     scores = work.visible_scores(q, k, v, keywords)
-    flops = work.flops(scores, q.shape[-1], v.shape[-1], backward=do is not None)
-    o = results[0]
-    touched = [q, k, v, o, keywords.get("bias")] + ([do, q, k, v] if do is not None else [])
+    flops = work.flops(scores, q.shape[-1], v.shape[-1], workload.backward)
+    touched = [q, k, v, keywords.get("bias")] + ([q, k, v] if workload.backward else [])
+    bytes_touched = work.bytes_touched(touched) + (1 + workload.backward) * o.nbytes
 
     def numbers(name):
-        seconds = samples[name].median
+        calls = getattr(contenders[name], "calls", 1)
+        seconds = samples[name].median / calls
         return {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12,
-                "_min_ms": samples[name].best * 1e3,
-                "_times": samples["tessera"].times(samples[name])}
+                "_min_ms": samples[name].best / calls * 1e3,
+                "_times": samples["tessera"].times(samples[name]) *
+                          getattr(contenders["tessera"], "calls", 1) / calls}
 
     mine = numbers("tessera")
-    return {**result, "device": "cpu", **mine,
+    return {**result, "device": device.name, **mine,
             "percent_of_peak": 100 * mine["tflops"] / probe.tflops,
-            "bytes_per_s": work.bytes_touched(touched) / (mine["ms"] / 1e3),
+            "bytes_per_s": bytes_touched / (mine["ms"] / 1e3),
             "_peak_tflops": probe.tflops,
             "peers": {name: {"refused": refused[name]} if name in refused else numbers(name)
                       for name in against}}

@@ -4,6 +4,7 @@ raises Unsupported with the reason."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 from typing import Callable
@@ -25,6 +26,7 @@ class Workload:
     do: np.ndarray | None  # None: the forward pass
     keywords: dict
     threads: int | None
+    device: str = "cpu"
 
     @property
     def backward(self) -> bool:
@@ -103,7 +105,9 @@ def _import_torch(w: Workload):
     return torch
 
 
-def _tensor(torch, x):
+def _tensor(torch, x, device="cpu"):
+    if device != "cpu":
+        return _tensor(torch, x).to(device)
     if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         bits = torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}"))
         return bits.view(getattr(torch, x.dtype.name))
@@ -118,7 +122,8 @@ def _gradient_function(torch, forward, inputs, do):
     return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
 
 
-def _torch_sdpa(w: Workload):
+def _torch_sdpa(w: Workload, kernel: str | None = None):
+    """kernel: a member of SDPBackend, which then runs or refuses; None: the one that PyTorch picks."""
     torch = _import_torch(w)
     kw = w.keywords
     if kw.get("softcap"):
@@ -134,14 +139,15 @@ def _torch_sdpa(w: Workload):
             mask = _mask(w, b, hq, sq, sk)
         causal = False
         bias = np.where(mask, bias, np.array(-np.inf, bias.dtype)).astype(q.dtype)
-    tq, tk, tv = (_tensor(torch, x) for x in (q, k, v))
+    tq, tk, tv = (_tensor(torch, x, w.device) for x in (q, k, v))
     extra = bias if bias is not None else mask
-    extra = None if extra is None else _tensor(torch, extra)
+    extra = None if extra is None else _tensor(torch, extra, w.device)
     options = dict(attn_mask=extra, is_causal=causal, dropout_p=kw.get("dropout_p", 0.0),
                    scale=kw.get("softmax_scale"), enable_gqa=hq != k.shape[1])
 
     def forward():
-        return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
+        with _choice(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
 
     if not w.backward:
         def run():
@@ -149,35 +155,71 @@ def _torch_sdpa(w: Workload):
                 return forward()
         return run
     inputs = [tq, tk, tv] + ([extra] if kw.get("bias") is not None else [])
-    return _gradient_function(torch, forward, inputs, _tensor(torch, do))
+    return _gradient_function(torch, forward, inputs, _tensor(torch, do, w.device))
+
+
+def _choice(kernel: str | None):
+    if kernel is None:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    return sdpa_kernel(getattr(SDPBackend, kernel))
+
+
+def _torch_kernel(name: str, kernel: str):
+    """One of PyTorch's fused kernels, by its member of SDPBackend."""
+    def peer(w: Workload):
+        if w.device != "cuda":
+            raise Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
+        try:
+            call = _torch_sdpa(w, kernel)
+            call()
+            return call
+        except RuntimeError as error:
+            raise Unsupported(f"{name} cannot: {_first_line(error)}") from error
+    return peer
+
+
+def _first_line(error) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+def _at(x, *indices):
+    """An index for each axis of x, 0 where it is broadcast."""
+    return tuple(i if n > 1 else 0 for i, n in zip(indices[-x.ndim:], x.shape))
 
 
 def _torch_flex(w: Workload):
     torch = _import_torch(w)
     kw = w.keywords
-    for keyword in ("keep", "drop", "key_ranges", "bias", "seqlens_q", "seqlens_k"):
+    for keyword in ("key_ranges", "seqlens_q", "seqlens_k"):
         if kw.get(keyword) is not None:
             raise Unsupported(f"FlexAttention: {keyword} is not translated by this bench")
     if kw.get("dropout_p"):
         raise Unsupported("FlexAttention has no dropout")
-    if w.backward:
+    if w.backward and w.device == "cpu":
         raise Unsupported("FlexAttention on the CPU has no backward pass")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    q, k, v, _ = _plain(w, "FlexAttention")
+    q, k, v, do = _plain(w, "FlexAttention")
     (b, hq, sq, _), sk = q.shape, k.shape[2]
     shift = sk - sq if kw.get("align") == "bottom_right" else 0
     left, right = kw.get("window") or (-1, -1)
     right = 0 if kw.get("causal") else right
     softcap, slopes, ids = kw.get("softcap"), kw.get("alibi_slopes"), kw.get("segment_ids")
-    tq, tk, tv = (_tensor(torch, x) for x in (q, k, v))
-    slopes = None if slopes is None else _tensor(torch, np.atleast_2d(slopes))
-    ids = None if ids is None else [_tensor(torch, x) for x in
+    tq, tk, tv = (_tensor(torch, x, w.device) for x in (q, k, v))
+    slopes = None if slopes is None else _tensor(torch, np.atleast_2d(slopes), w.device)
+    ids = None if ids is None else [_tensor(torch, x, w.device) for x in
                                     (ids if isinstance(ids, tuple) else (ids, ids))]
+    bias, keep, drop = (None if kw.get(name) is None else _tensor(torch, kw[name], w.device)
+                        for name in ("bias", "keep", "drop"))
 
     def visible(n, h, i, j):
         seen = (i + shift - left <= j) if left >= 0 else (j >= 0)
         if right >= 0:
             seen = seen & (j <= i + shift + right)
+        if keep is not None:
+            seen = seen & keep[_at(keep, n, h, i, j)]
+        if drop is not None:
+            seen = seen & ~drop[_at(drop, n, h, i, j)]
         return seen if ids is None else seen & (ids[0][n, i] == ids[1][n, j])
 
     def score(x, n, h, i, j):
@@ -185,27 +227,80 @@ def _torch_flex(w: Workload):
             x = softcap * torch.tanh(x / softcap)
         if slopes is not None:
             x = x - slopes[n if slopes.shape[0] > 1 else 0, h] * (i + shift - j).abs()
-        return x
+        return x if bias is None else x + bias[_at(bias, n, h, i, j)]
+
+    def of_more_than_one(axis):
+        masks = [x for x in (keep, drop) if x is not None and x.ndim >= 4 - axis]
+        return any(x.shape[axis - 4] > 1 for x in masks)
 
     block_mask = None
-    if left >= 0 or right >= 0 or ids is not None:
-        block_mask = create_block_mask(visible, b if ids is not None else None, None, sq, sk,
-                                       device="cpu")
+    if left >= 0 or right >= 0 or not (ids is keep is drop is None):
+        block_mask = create_block_mask(
+            visible, b if ids is not None or of_more_than_one(0) else None,
+            hq if of_more_than_one(1) else None, sq, sk, device=w.device)
     compiled = torch.compile(flex_attention)
-    options = dict(score_mod=score if softcap or slopes is not None else None,
+    options = dict(score_mod=score if softcap or not (slopes is bias is None) else None,
                    block_mask=block_mask, scale=kw.get("softmax_scale"),
                    enable_gqa=hq != k.shape[1])
 
+    def forward():
+        return compiled(tq, tk, tv, **options)
+
     def run():
         with torch.no_grad():
-            return compiled(tq, tk, tv, **options)
+            return forward()
 
     try:
-        run()
+        if not w.backward:
+            run()
+            return run
+        inputs = [tq, tk, tv] + ([bias] if bias is not None else [])
+        call = _gradient_function(torch, forward, inputs, _tensor(torch, do, w.device))
+        call()
+        return call
     except Exception as error:  # the compiler's own errors are many; all mean "not here"
         raise Unsupported(f"FlexAttention does not compile this: {type(error).__name__}: "
-                          f"{str(error).strip().splitlines()[0][:120]}") from error
-    return run
+                          f"{_first_line(error)}") from error
+
+
+# ---- FlashAttention ----
+
+def _flash_attn_4(w: Workload):
+    if w.device != "cuda":
+        raise Unsupported("flash-attn-4 needs a GPU, and NumPy arrays are on the CPU")
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as error:
+        raise Unsupported(f"flash-attn-4 is not installed: {_first_line(error)}") from error
+    torch = _import_torch(w)
+    kw = w.keywords
+    for keyword in ("page_table", "sink", "bias", "alibi_slopes", "keep", "drop", "key_ranges",
+                    "segment_ids", "seqlens_q", "seqlens_k", "cu_seqlens_q", "dropout_p"):
+        if kw.get(keyword) is not None and kw.get(keyword) != 0:
+            raise Unsupported(f"flash-attn-4: {keyword} is not translated by this bench")
+    q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in _plain(w, "flash-attn-4"))
+    if kw.get("causal") and q.shape[1] != k.shape[1] and kw.get("align") != "bottom_right":
+        raise Unsupported("flash-attn-4 aligns a causal mask at the bottom right")
+    inputs = [_tensor(torch, x, w.device) for x in (q, k, v)]
+    window = tuple(None if side < 0 else side for side in kw.get("window") or (-1, -1))
+
+    def forward():
+        o = flash_attn_func(*inputs, causal=bool(kw.get("causal")), window_size=window,
+                            softmax_scale=kw.get("softmax_scale"), softcap=kw.get("softcap") or 0.0)
+        return o[0] if isinstance(o, tuple) else o
+
+    def run():
+        with torch.no_grad():
+            return forward()
+
+    try:
+        call = run if do is None else \
+            _gradient_function(torch, forward, inputs, _tensor(torch, do, w.device))
+        call()
+        return call
+    except Exception as error:  # its compiler's own errors are many; all mean "not here"
+        raise Unsupported(f"flash-attn-4 cannot: {type(error).__name__}: "
+                          f"{_first_line(error)}") from error
 
 
 # ---- the unfused computation in NumPy ----
@@ -255,12 +350,8 @@ def _unfused(w: Workload):
     return backward
 
 
-def _needs_gpu(name):
-    def refuse(_):
-        raise Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
-    return refuse
-
-
 PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "numpy": _unfused,
-         "cudnn": _needs_gpu("cuDNN"), "flash-attn-2": _needs_gpu("flash-attn 2"),
-         "flash-attn-3": _needs_gpu("flash-attn 3"), "flash-attn-4": _needs_gpu("flash-attn 4")}
+         "cudnn": _torch_kernel("cudnn", "CUDNN_ATTENTION"),
+         "flash-attn-2": _torch_kernel("flash-attn-2", "FLASH_ATTENTION"),
+         "efficient": _torch_kernel("efficient", "EFFICIENT_ATTENTION"),
+         "flash-attn-4": _flash_attn_4}

@@ -22,7 +22,7 @@ def runner(args):
 def run(case, backend: str | None, device: str = "cpu"):
     outputs = case.group("outputs")
     case.poison_outputs()
-    place = _Placer(device)
+    place = Placer(device)
     arguments = {name: place(value) for name, value in case.arguments().items()}
     with_gradient = [name[1:] for name in outputs] if case.is_backward else []
     for name in with_gradient:
@@ -50,7 +50,7 @@ def run(case, backend: str | None, device: str = "cpu"):
         outputs[name][...] = to_numpy(result.detach().cpu(), outputs[name].dtype)
 
 
-class _Placer:
+class Placer:
     """NumPy arrays as tensors of the same strides; one array given twice stays one tensor."""
 
     def __init__(self, device: str):

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where bench runs a case: which front end computes it there, how one call is repeated, what the
+machine can do at most."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import case_lines
+
+_HALF = ("return_lse", "return_max_logit", "batch_invariant")  # keywords of the forward pass alone
+
+
+def gradients(tokens) -> tuple[str, ...]:
+    """What a bwd case asks for."""
+    return ("dq", "dk", "dv") + tuple(name for token in tokens if token.startswith("grads=")
+                                      for name in token[len("grads="):].split(","))
+
+
+class Cpu:
+    """NumPy arrays through tessera.attention; peers get the same threads."""
+    name = "cpu"
+    explained_as = "cpu"
+    cases_ahead = 0  # whose data is drawn while a case is timed
+
+    def __init__(self, threads: int | None):
+        self._threads = threads
+
+    def problem(self, arguments: dict, tokens, backward: bool):
+        """(o, do | None, a function of one call) of a case with these arguments."""
+        import tessera
+        results = tessera.attention(**arguments)
+        if not backward:
+            return results[0], None, lambda: tessera.attention(**arguments)
+        o, lse = results[:2]
+        do = np.random.default_rng(0).standard_normal(o.shape, np.float32).astype(o.dtype)
+        dlse = np.ones_like(lse) if "dlse" in tokens else None
+        rest = {name: value for name, value in arguments.items() if name not in _HALF}
+        return o, do, lambda: tessera.attention_backward(do, o=o, lse=lse, dlse=dlse,
+                                                         grads=gradients(tokens), **rest)
+
+    def contender(self, call):
+        return call
+
+    def peak(self, dtype):
+        """A contender that is the fastest multiply-add loop, with .tflops."""
+        from . import conformance
+        return conformance.PeakProbe(dtype, self._threads or 0)
+
+
+class Cuda:
+    """CUDA tensors through tessera.torch. A contender is a CUDA graph of many calls, so that no host
+    time is in it, on one stream that all share."""
+    name = "cuda"
+    cases_ahead = 3
+    _WINDOW_SECONDS = 0.01  # of one replay
+    _MAX_CALLS = 200        # in one graph
+
+    def __init__(self):
+        try:
+            import torch
+        except ImportError as error:
+            raise case_lines.UsageError("--device cuda: bench uses PyTorch there, and it is not "
+                                        "installed") from error
+        if not torch.cuda.is_available():
+            raise case_lines.UsageError("--device cuda: PyTorch sees no CUDA device")
+        self._torch = torch
+        self._stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self._stream)
+        self.explained_as = "sm{}{}".format(*torch.cuda.get_device_capability())
+
+    def problem(self, arguments: dict, tokens, backward: bool):
+        """(o, do | None as a NumPy array, a function of one call) of a case with these arguments."""
+        from ..torch import attention
+        from ..torch.conformance import Placer, to_numpy
+        dtype, place = arguments["q"].dtype, Placer("cuda")
+        arguments = {name: place(value) for name, value in arguments.items()}
+        if not backward:
+            def forward():
+                with self._torch.no_grad():
+                    return attention(**arguments)
+            o = forward()
+            return o[0] if isinstance(o, tuple) else o, None, forward
+        roots = [arguments[name[1:]].requires_grad_() for name in gradients(tokens)]
+        results = attention(**arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        do = self._torch.randn_like(results[0])
+        outputs, grads = [results[0]], [do]
+        if "dlse" in tokens:
+            outputs.append(results[1])
+            grads.append(self._torch.ones_like(results[1]))
+        numpy_do = to_numpy(do.cpu(), dtype)
+        return results[0], numpy_do, lambda: self._torch.autograd.grad(outputs, roots, grads,
+                                                                       retain_graph=True)
+
+    def contender(self, call):
+        """A function of .calls calls that returns when they have ended."""
+        torch = self._torch
+        call()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        calls = int(self._WINDOW_SECONDS * 1e3 / max(start.elapsed_time(end), 1e-3))
+        calls = min(max(calls, 1), self._MAX_CALLS)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            for _ in range(calls):
+                call()
+
+        def replay():
+            graph.replay()
+            self._stream.synchronize()
+        replay.calls = calls
+        return replay
+
+    def peak(self, dtype):
+        """A contender that is PyTorch's matrix product of 8192, with .tflops."""
+        return _Gemm(self._torch, dtype)
+
+
+class _Gemm:
+    _SIZE = 8192
+
+    def __init__(self, torch, dtype):
+        self._torch = torch
+        kind = getattr(torch, np.dtype(dtype).name, torch.bfloat16)
+        self._a = torch.randn(self._SIZE, self._SIZE, device="cuda").to(kind)
+        self._rates: list[float] = []
+
+    def run(self):
+        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(4):
+            self._a @ self._a
+        end.record()
+        end.synchronize()
+        self._rates.append(4 * 2 * self._SIZE**3 / (start.elapsed_time(end) * 1e-3))
+
+    @property
+    def tflops(self) -> float:
+        return float(np.median(self._rates)) / 1e12
