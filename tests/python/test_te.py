@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 import tessera.torch  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends  # noqa: E402
+from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
 from te_oracle import HEADS, MASKS, Problem  # noqa: E402
 
 BACKENDS = {"FusedAttention": {},
@@ -146,6 +147,14 @@ def test_gaps_between_sequences(mask, backend, monkeypatch):
     close(run(p, pad_between_seqs=True), p.expected())
 
 
+def test_gaps_without_starts_are_none():
+    """TE's own callers say pad_between_seqs=True of tensors that lie one after another."""
+    q, cu = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    lengths = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    assert torch.equal(module(q, q, q, **lengths, pad_between_seqs=True), module(q, q, q, **lengths))
+
+
 @pytest.mark.parametrize("shape", ["1hss", "b1ss", "bhss", "11ss", "111s"])
 @pytest.mark.parametrize("mask", ["no_mask", "padding_causal"])
 def test_bias_shapes(mask, shape):
@@ -183,6 +192,31 @@ def test_rng_tracker_and_eval():
     b = module.eval()(q, q, q)
     assert Tracker.forks == 1 and not torch.equal(a, b)
     torch.testing.assert_close(b, DotProductAttention(2, 8)(q, q, q))
+
+
+def test_te_s_rng_tracker():
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 42)
+    tracker.add("other", 43)
+    before, states = torch.get_rng_state(), tracker.get_states()
+    module = DotProductAttention(2, 8, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+    q = torch.randn(4, 1, 2, 8, generator=torch.Generator().manual_seed(1))
+    a, b = module(q, q, q), module(q, q, q)
+    assert torch.equal(before, torch.get_rng_state()) and not torch.equal(a, b)
+    tracker.set_states(states)
+    assert torch.equal(a, module(q, q, q))
+    torch.manual_seed(42)
+    assert torch.equal(a, DotProductAttention(2, 8, attention_dropout=0.5)(q, q, q))
+    with tracker.fork("other"):
+        torch.manual_seed(43)
+        expected = torch.rand(3)
+    torch.manual_seed(43)
+    assert torch.equal(torch.rand(3), expected)
+    for wrong in (lambda: tracker.add("other", 44), lambda: tracker.add("third", 43)):
+        with pytest.raises(RuntimeError, match="added before"):
+            wrong()
+    with pytest.raises(KeyError, match="third"), tracker.fork("third"):
+        pass
 
 
 @pytest.mark.parametrize("interleave_dim", [-3, -2])
@@ -342,14 +376,18 @@ MISUSE = {
     "batch": (inputs(key_layer=torch.zeros(5, 3, 4, 8), value_layer=torch.zeros(5, 3, 4, 8)),
               "key_layer.shape=.*batch size, 2"),
     "key and value": (inputs(value_layer=torch.zeros(6, 2, 4, 8)), "value_layer.shape"),
-    "no tensors": ({}, "query_layer='NoneType'"),
-    "gaps": (inputs((5, 4, 8), qkv_format="thd", pad_between_seqs=True,
-                    cu_seqlens_q=torch.arange(2), cu_seqlens_kv=torch.arange(2)),
-             "pad_between_seqs=True.*cu_seqlens_q_padded"),
-    "packed twice": (inputs(qkv_layer=torch.zeros(5, 2, 3, 4, 8)), "query_layer=.*qkv_layer"),
+    "no tensors": ({}, "query_layer='NoneType'.*required unless packed"),
+    "packed twice": (inputs(qkv_layer=torch.zeros(5, 2, 3, 4, 8)),
+                     "query_layer=.*must be None when qkv_layer is provided"),
+    "both packed": (dict(qkv_layer=torch.zeros(5, 2, 3, 4, 8), kv_layer=torch.zeros(5, 2, 2, 4, 8)),
+                    "mutually exclusive"),
+    "key and value without query": (dict(kv_layer=torch.zeros(5, 2, 2, 4, 8)),
+                                    "query_layer is required when kv_layer"),
+    "packed size": (dict(qkv_layer=torch.zeros(5, 2, 2, 4, 8)), "must have size 3 at dim -3"),
+    "packed strides": (dict(qkv_layer=torch.zeros(5, 2, 3, 8, 4).mT), "stride 1 in its last"),
     "packed axis": (dict(qkv_layer=torch.zeros(5, 2, 4, 4, 8)), "qkv_layer.shape"),
     "packed dim": (dict(qkv_layer=torch.zeros(5, 2, 3, 4, 8), qkv_interleave_dim=0),
-                   "qkv_interleave_dim=0"),
+                   "qkv_interleave_dim=0.*must be -3"),
 }
 
 

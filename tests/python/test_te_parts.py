@@ -18,7 +18,8 @@ from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem  # noqa: E402
 
-SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND",
+VERSIONS = dict.fromkeys(("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"), "0")
+SWITCHES = (*VERSIONS, "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND",
             "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 FLASH, FUSED, UNFUSED = _selection.NAMES
 FP8 = fused.FusedAttnBackend.FP8
@@ -47,6 +48,10 @@ RULES = {
     "kernels do not fit": (dict(device="sm90"), {}, False, UNFUSED, {FLASH: "why", FUSED: "why"}),
     "nothing fits": (dict(device="sm90"), dict(NVTE_UNFUSED_ATTN="0"), False, None,
                      {UNFUSED: "NVTE_UNFUSED_ATTN=0", FUSED: "why"}),
+    "no version of flash": (dict(device="sm80"), VERSIONS, True, FUSED,
+                            {FLASH: "NVTE_FLASH_ATTN_V3=0"}),
+    "one version of flash": (dict(device="sm80"), {**VERSIONS, "NVTE_FLASH_ATTN_V3": "1"}, True,
+                             FLASH, {}),
     "fp8": (dict(fp8=True), {}, True, None, {name: "FP8 attention" for name in _selection.NAMES}),
     "ring": (dict(context_parallel=True), {}, True, None, {FUSED: "context parallelism"}),
     "cache": (dict(inference_params=object()), {}, True, None, {FLASH: "inference_params"}),
@@ -59,6 +64,7 @@ RULES = {
 def test_selection(rule, monkeypatch):
     given, switches, fits, selected, reasons = RULES[rule]
     monkeypatch.setattr(_selection, "_explained", lambda line, device: () if fits else ("why",))
+    monkeypatch.setattr(_selection, "backends", lambda: ["cuda_sm90", "cuda_sm80", "cpu"])
     for name, value in switches.items():
         monkeypatch.setenv(name, value)
     params = utils.AttentionParams(**{"device": "cpu", **given})
@@ -71,6 +77,46 @@ def test_selection(rule, monkeypatch):
     assert [flash, use_fused, unfused] == [selected == name for name in _selection.NAMES]
     assert available == [chosen.available[name] for name in _selection.NAMES]
     assert (version is None) == (not available[0]) and (sub is None) == (not available[1])
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "sm90", torch.device("cuda", 0)])
+def test_a_build_without_cuda_refuses_cuda_tensors(device, monkeypatch):
+    """Not even the unfused backend runs them, unless it was asked for."""
+    monkeypatch.setattr(_selection, "backends", lambda: ["cpu", "reference"])
+    monkeypatch.setattr(_selection, "_explained", lambda line, device: ("no CUDA backend",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    params = utils.AttentionParams(device=device)
+    chosen = _selection.select(params)
+    assert chosen.selected is None
+    assert "no CUDA backend" in chosen.reasons[FUSED]
+    assert "TESSERA_CUDA=ON" in chosen.reasons[UNFUSED][0]
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert _selection.select(params).selected is None
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert _selection.select(params).selected == UNFUSED
+
+
+def test_a_backward_pass_counts_when_said(monkeypatch):
+    monkeypatch.setattr(_selection, "_explained",
+                        lambda line, device: ("why",) if line.startswith("bwd") else ())
+    for training, backward, fits in ((True, None, False), (False, None, True), (False, True, False),
+                                     (True, False, True)):
+        params = utils.AttentionParams(device="cpu", is_training=training,
+                                       requires_backward=backward)
+        assert _selection.select(params).available[FUSED] == fits
+
+
+def test_the_module_asks_through_utils(monkeypatch):
+    """TE's users and tests put functions of their own there. Declared layouts are not looked for."""
+    asked = []
+    select = utils.get_attention_backend
+    monkeypatch.setattr(utils, "get_qkv_layout", lambda *_: pytest.fail("the layout was declared"))
+    monkeypatch.setattr(utils, "get_attention_backend", lambda p: (asked.append(p), select(p))[1])
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding")
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    module(qkv_layer=torch.randn(7, 3, 2, 8), cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=4,
+           max_seqlen_kv=4)
+    assert [params.qkv_layout for params in asked] == ["t3hd"]
 
 
 @pytest.mark.parametrize("wanted, length, got", [("0", 512, 0), ("0", 513, 1), ("1", 64, 1),
@@ -165,6 +211,23 @@ def test_flash_version_compares_as_te_s():
     assert utils.get_attention_backend(utils.AttentionParams(device="cpu"))[1] < version("3.0.0b")
 
 
+def test_flash_attention_s_versions():
+    flash = utils.FlashAttentionUtils
+    assert flash.is_installed and flash.v2_1_plus and flash.v2_3_plus and flash.v2_7_0_plus
+    assert not flash.v3_is_installed and not flash.v4_is_installed
+    assert flash.fa3_version < flash.version
+
+
+def test_what_the_machine_is(monkeypatch):
+    from tessera.te.pytorch import get_device_compute_capability, is_bf16_available
+    from tessera.te.pytorch.utils import get_cudnn_version
+    assert get_device_compute_capability("cpu") == (9, 0)
+    assert is_bf16_available() and is_bf16_available(return_reason=True) == (True, "")
+    for version, parts in ((8907, (8, 9, 7)), (90100, (9, 1, 0)), (92101, (9, 21, 1)), (None, (0, 0, 0))):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert get_cudnn_version() == parts
+
+
 def test_the_submodule_is_found_from_the_top():
     import tessera.te
 
@@ -235,6 +298,17 @@ def test_full_cu_seqlens_are_made_once():
     cu_seqlens = utils.get_full_cu_seqlens(3, 5, cpu)
     assert cu_seqlens.tolist() == [0, 5, 10, 15] and cu_seqlens.dtype == torch.int32
     assert utils.get_full_cu_seqlens(3, 5, cpu) is cu_seqlens
+
+
+def test_cu_seqlens_of_inference_can_be_trained_with():
+    with torch.inference_mode():
+        made = utils.get_full_cu_seqlens(3, 11, "cpu")
+    cu = utils.get_full_cu_seqlens(3, 11, torch.device("cpu"))
+    assert made.is_inference() and not cu.is_inference() and torch.equal(made, cu)
+    q = torch.randn(33, 2, 8, requires_grad=True)
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    module(q, q, q, cu_seqlens_q=cu, cu_seqlens_kv=cu).sum().backward()
+    assert q.grad.abs().sum() > 0
 
 
 def test_alibi():
@@ -377,7 +451,8 @@ def test_te_s_numbers():
 @pytest.mark.parametrize("module", ["", ".attention", ".attention.dot_product_attention",
                                     ".attention.dot_product_attention.backends",
                                     ".attention.dot_product_attention.utils", ".constants",
-                                    ".cpp_extensions", ".cpp_extensions.fused_attn"])
+                                    ".cpp_extensions", ".cpp_extensions.fused_attn", ".utils",
+                                    ".distributed"])
 def test_names_that_are_not_here_say_why(module):
     found = importlib.import_module(f"tessera.te.pytorch{module}")
     with pytest.raises(AttributeError, match="tessera has TE's attention only"):

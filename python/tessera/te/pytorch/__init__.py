@@ -6,8 +6,10 @@
 """
 
 from .._names import missing
-from . import attention, constants, cpp_extensions
+from . import attention, constants, cpp_extensions, distributed, utils
 from .attention import DotProductAttention
+from .utils import get_cudnn_version, get_device_compute_capability, is_bf16_available
 
-__all__ = ["DotProductAttention", "attention", "constants", "cpp_extensions"]
+__all__ = ["DotProductAttention", "attention", "constants", "cpp_extensions", "distributed",
+           "get_cudnn_version", "get_device_compute_capability", "is_bf16_available", "utils"]
 __getattr__ = missing(__name__)

@@ -17,7 +17,7 @@ try:
 except ImportError:
     from torch.torch_version import TorchVersion as Version
 
-from ..... import __version__, _explain, _lib
+from ..... import __version__, _explain, _lib, backends
 from ..._words import formats_of
 from ...cpp_extensions._tables import FusedAttnBackend
 from ._logging import AttentionLogging, logger, switch
@@ -25,6 +25,7 @@ from ._logging import AttentionLogging, logger, switch
 NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
 _FLASH, _FUSED, _UNFUSED = NAMES
 _SWITCHES = {_FLASH: "NVTE_FLASH_ATTN", _FUSED: "NVTE_FUSED_ATTN", _UNFUSED: "NVTE_UNFUSED_ATTN"}
+_VERSIONS = tuple(f"NVTE_FLASH_ATTN_V{n}" for n in (2, 3, 4))  # tessera's kernels stand for each
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
            torch.float64: "fp64"}
 _MAX512 = 512  # the longest sequence of F16_max512
@@ -68,6 +69,7 @@ class AttentionParams:
     cp_comm_type: str = "p2p"
     deterministic: bool = False
     is_training: bool = True
+    requires_backward: bool | None = None  # None is is_training
     fp8: bool = False
     fp8_meta: dict | None = None
     inference_params: object = None
@@ -75,7 +77,7 @@ class AttentionParams:
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int = 1
-    device: str | None = None
+    device: torch.device | str | None = None
 
     def __eq__(self, other):
         """Of fp8_meta the recipe only."""
@@ -116,10 +118,28 @@ def select(params: AttentionParams) -> Selection:
     config = {"tessera_version": __version__, "compute_capability": _architecture(params)}
     config.update((field.name, getattr(params, field.name)) for field in dataclasses.fields(params))
     logger.debug("Running with config=%s", config)
+    reasons = why_not(params)
+    for name, texts in reasons.items():
+        for text in texts:
+            logger.debug("Disabling %s due to %s", name, text)
+    return _prefer(params, reasons, _capability(params))
+
+
+def switched_off() -> dict[str, list[str]]:
+    """For each of NAMES the switches that turn it off, as they are now."""
     reasons = {name: [] for name in NAMES}
     for name, variable in _SWITCHES.items():
         if not switch(variable, 1):
             reasons[name].append(f"{variable}=0")
+    if not any([switch(variable, 1) for variable in _VERSIONS]):
+        reasons[_FLASH].append(", ".join([f"{variable}=0" for variable in _VERSIONS]))
+    return reasons
+
+
+def why_not(params: AttentionParams) -> dict[str, list[str]]:
+    """For each of NAMES what keeps it from running this; empty lists are backends that could."""
+    reasons = switched_off()
+    asked_for_unfused = bool(reasons[_FLASH] and reasons[_FUSED])
     capability = _capability(params)
     if capability < (8, 0):
         reasons[_FLASH].append("compute capability < sm80")
@@ -135,13 +155,18 @@ def select(params: AttentionParams) -> Selection:
                 reasons[name].append(reason)
     if params.qkv_dtype not in _DTYPES:
         reasons[_UNFUSED].append(f"unsupported qkv_dtype = {params.qkv_dtype}")
+    if not _has_kernels(_device(params)) and not asked_for_unfused:
+        reasons[_UNFUSED].append("no kernel of this build being for CUDA: it would materialise the "
+                                 "scores; build with TESSERA_CUDA=ON, or ask for it by "
+                                 "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0")
     kernels = _kernel_reasons(params)
     reasons[_FLASH] += kernels
     reasons[_FUSED] += kernels
-    for name, texts in reasons.items():
-        for text in texts:
-            logger.debug("Disabling %s due to %s", name, text)
-    return _prefer(params, reasons, capability)
+    return reasons
+
+
+def _has_kernels(device: str) -> bool:
+    return device == "cpu" or any(name.startswith("cuda") for name in backends())
 
 
 def _prefer(params, reasons, capability) -> Selection:
@@ -217,7 +242,7 @@ def case_lines(params: AttentionParams) -> list[str]:
     if p.deterministic:
         words.append("deterministic")
     lines = [" ".join(["fwd", *words] + ["max_logit"] * p.return_max_logit)]
-    if p.is_training:
+    if p.is_training if p.requires_backward is None else p.requires_backward:
         lines.append(" ".join(["bwd", *words] + [f"grads={','.join(grads)}"] * bool(grads)))
     return lines
 
@@ -262,9 +287,10 @@ def _explained(line: str, device: str) -> tuple[str, ...]:
 
 
 def _device(params) -> str:
-    if params.device is not None:
-        return params.device
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    device = params.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else str(device)
 
 
 def _capability(params) -> tuple[int, int]:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.nn.functional import pad
 
@@ -30,10 +28,20 @@ def get_indices(max_seqlen, cu_seqlens):
     return _filled(visible.reshape(-1).nonzero().squeeze(1), visible.numel())
 
 
-@functools.lru_cache(maxsize=256)
+_MAX_KEPT = 256
+_cu_seqlens_cache: dict = {}  # (batch size, length, device, whether inference made it) -> tensor
+
+
 def get_full_cu_seqlens(batch_size, max_seqlen, device):
-    """int32 [b + 1] of sequences that are all max_seqlen long; one tensor for equal questions."""
-    return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
+    """int32 [b + 1] of sequences that are all max_seqlen long; one tensor for equal questions. One
+    that inference mode made cannot be saved for a backward pass, so it is kept apart."""
+    key = batch_size, max_seqlen, torch.device(device), torch.is_inference_mode_enabled()
+    if key not in _cu_seqlens_cache:
+        if len(_cu_seqlens_cache) >= _MAX_KEPT:
+            _cu_seqlens_cache.clear()
+        _cu_seqlens_cache[key] = torch.arange(batch_size + 1, dtype=torch.int32,
+                                              device=device) * max_seqlen
+    return _cu_seqlens_cache[key]
 
 
 class PackTensors:

@@ -14,10 +14,10 @@ from ... import _words
 from ..._translate import Call
 from ...constants import AttnTypes
 from . import _packed, _selection
+from . import utils as dpa_utils
 from ._logging import logger, switch
 from ._selection import AttentionParams, _attention_backends
 from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention
-from .utils import get_qkv_layout
 
 __all__ = ["DotProductAttention", "_attention_backends"]
 __getattr__ = missing(__name__)
@@ -130,9 +130,6 @@ class DotProductAttention(torch.nn.Module):
             _words.check_set_window_size(mask, window_size or self._window_for(mask))
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else \
             bottom_right_diagonal
-        if pad_between_seqs and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None:
-            raise _words.error("pad_between_seqs", True,
-                               "needs cu_seqlens_q_padded and cu_seqlens_kv_padded")
         call = Call(q, k, v, q_format, q_format, mask, window,
                     _words.bottom_right(mask, bottom_right), attention_mask, cu_seqlens_q,
                     cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
@@ -213,16 +210,15 @@ class DotProductAttention(torch.nn.Module):
             cache["attention_params"] = params
             cache["backend_selection_requires_update"] = True
         if cache["backend_selection_requires_update"]:
-            chosen = _selection.select(params)
-            cache.update(zip(("use_flash_attention", "use_fused_attention",
-                              "use_unfused_attention"),
-                             (chosen.selected == name for name in _selection.NAMES)))
-            cache["fused_attention_backend"] = chosen.fused_backend
-            cache["flash_attention_backend"] = _selection.flash_version()
-            cache["backend_selection_requires_update"] = chosen.selected is None
-            if chosen.selected is None:
-                raise ValueError(_nothing_fits(chosen.reasons))
-            self._announce(chosen)
+            *chosen, _ = dpa_utils.get_attention_backend(params)
+            cache.update(zip(("use_flash_attention", "flash_attention_backend",
+                              "use_fused_attention", "fused_attention_backend",
+                              "use_unfused_attention"), chosen))
+            selected = any(chosen[::2])
+            cache["backend_selection_requires_update"] = not selected
+            if not selected:
+                raise ValueError(_nothing_fits(_selection.why_not(params)))
+            self._announce(cache)
         if cache["use_fused_attention"]:
             return self.fused_attention
         return self.flash_attention if cache["use_flash_attention"] else self.unfused_attention
@@ -230,12 +226,13 @@ class DotProductAttention(torch.nn.Module):
     def _switched_backend(self):
         """While torch.compile traces: by the switches alone, without a log. A call that tessera's
         kernels refuse then raises their reasons."""
-        for name, module in (("NVTE_FUSED_ATTN", self.fused_attention),
-                             ("NVTE_FLASH_ATTN", self.flash_attention),
-                             ("NVTE_UNFUSED_ATTN", self.unfused_attention)):
-            if switch(name, 1):
+        off = _selection.switched_off()
+        for name, module in (("FusedAttention", self.fused_attention),
+                             ("FlashAttention", self.flash_attention),
+                             ("UnfusedDotProductAttention", self.unfused_attention)):
+            if not off[name]:
                 return module
-        raise ValueError(_nothing_fits({name: [f"{name}=0"] for name in _selection.NAMES}))
+        raise ValueError(_nothing_fits(off))
 
     def _params(self, call: Call, keywords: dict, layout: str | None) -> AttentionParams:
         bias = keywords.get("bias")
@@ -243,7 +240,7 @@ class DotProductAttention(torch.nn.Module):
         starts = "cu_seqlens_q_padded" in keywords or "cu_seqlens_k_padded" in keywords
         return AttentionParams(
             qkv_dtype=call.q.dtype,
-            qkv_layout=layout or get_qkv_layout(call.q, call.k, call.v, call.q_format)[0],
+            qkv_layout=layout or dpa_utils.get_qkv_layout(call.q, call.k, call.v, call.q_format)[0],
             batch_size=call.extent("b"), num_heads=call.extent("h"),
             num_gqa_groups=call.extent("h", "kv"),
             max_seqlen_q=keywords.get("max_seqlen_q") or call.extent("s") or call.q.shape[0],
@@ -260,13 +257,13 @@ class DotProductAttention(torch.nn.Module):
             softmax_type=self.softmax_type, return_max_logit=self.return_max_logit,
             device=str(call.q.device))
 
-    def _announce(self, chosen):
-        if chosen.selected == "FusedAttention":
+    def _announce(self, cache: dict):
+        if cache["use_fused_attention"]:
             logger.info("Running with FusedAttention backend (sub-backend %s)",
-                        int(chosen.fused_backend))
-        elif chosen.selected == "FlashAttention":
+                        int(cache["fused_attention_backend"]))
+        elif cache["use_flash_attention"]:
             logger.info("Running with FlashAttention backend (version %s)",
-                        _selection.flash_version())
+                        cache["flash_attention_backend"])
         else:
             logger.info("Running with UnfusedDotProductAttention backend")
 

@@ -10,7 +10,7 @@ from ._logging import AttentionLogging
 from ._masks import get_alibi, get_full_mask, get_padding_mask
 from ._selection import AttentionParams, flash_version, get_attention_backend
 from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
-                         get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens,
+                         _cu_seqlens_cache, get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens,
                          get_indices)
 
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
@@ -33,10 +33,14 @@ _alibi_cache = {
 
 
 class FlashAttentionUtils:
-    """FlashAttention is tessera's kernels, which are always installed; no external package is."""
+    """FlashAttention is tessera's kernels: always installed, with everything that flash-attn 2 came
+    to have in its versions. flash-attn 3 and 4 are no part of it."""
     is_installed = True
     version = flash_version()
-    v3_is_installed = False
-    v4_is_installed = False
-    fa3_version = None
-    fa4_version = None
+    version_required = version_required_blackwell = max_version = version
+    v2_plus = v2_1_plus = v2_3_plus = v2_4_plus = v2_4_1_plus = v2_5_plus = v2_5_7_plus = True
+    v2_6_0_plus = v2_7_0_plus = True
+    warning_printed = v3_warning_printed = False
+    v3_is_installed = v3_0_0_beta = use_v3 = False
+    v4_is_installed = use_v4 = False
+    fa3_version = fa4_version = type(version)("0")

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.torch on a CUDA device: graphs, streams, no host synchronisation, what PyTorch computes."""
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera  # noqa: E402
+import tessera.torch as tt  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not any(x.startswith("cuda") for x in tessera.backends()),
+    reason="needs a CUDA device and a build for it")
+
+
+def qkv(b=2, s=192, h=4, d=64, dtype=torch.bfloat16):
+    g = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(b, s, h, d, generator=g, device="cuda", dtype=dtype).requires_grad_()
+            for _ in range(3)]
+
+
+def warmed(function):
+    """`function` has run on a side stream, as a capture wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def captured(function):
+    warmed(function)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return graph, outputs
+
+
+@pytest.mark.parametrize("keywords", [dict(causal=True), dict(window=(40, 8), softcap=20.0), {}])
+def test_agrees_with_pytorch(keywords):
+    q, k, v = qkv()
+    x = [t.detach().float().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    scores = x[0] @ x[1].mT / 8
+    if "softcap" in keywords:
+        scores = 20 * (scores / 20).tanh()
+    i, j = torch.arange(192, device="cuda")[:, None], torch.arange(192, device="cuda")
+    left, right = keywords.get("window", (1000, 0 if "causal" in keywords else 1000))
+    hidden = (j < i - left) | (j > i + right)
+    theirs = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ x[2]).transpose(1, 2)
+    ours = tt.attention(q, k, v, **keywords)
+    do = torch.randn_like(ours)
+    torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=1e-2)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), do),
+                    torch.autograd.grad(theirs, x, do.float())):
+        torch.testing.assert_close(a.float(), b.transpose(1, 2), rtol=2e-2, atol=2e-2)
+
+
+def test_a_graph_replays_the_dropout_of_its_state():
+    q, k, v = qkv()
+    state = torch.tensor([5, 7], device="cuda")
+
+    def step():
+        o = tt.attention(q, k, v, causal=True, dropout_p=0.25, rng_state=state)
+        return o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+    graph, outputs = captured(step)
+    graph.replay()
+    first = [x.clone() for x in outputs]
+    graph.replay()
+    assert torch.equal(first[0], outputs[0])
+    state += 1  # the graph reads the state when it runs
+    graph.replay()
+    assert not torch.equal(first[0], outputs[0])
+    expected = step()
+    assert torch.equal(outputs[0], expected[0])
+    for a, b in zip(outputs[1:], expected[1:]):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_a_graph_draws_a_new_mask_each_time_and_its_backward_has_the_same():
+    q, k, v = qkv(dtype=torch.float16)
+
+    def step():
+        o = tt.attention(q, k, v, dropout_p=0.5)
+        return o, *torch.autograd.grad(o, (v,), torch.ones_like(o))
+    graph, (o, dv) = captured(step)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        # o is linear in v, so <dv, v> = <do, o> only if both passes dropped the same entries
+        lost = (dv.double() * v.double()).sum(1) - o.double().sum(1)
+        assert lost.sum(-1).abs().max() < 0.05 * o.double().abs().sum((1, 3)).min()
+        seen.append(o.clone())
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+def test_checkpointing_replays_dropout():
+    q, k, v = qkv()
+    grads = []
+    for run in (lambda f, *x: f(*x), lambda f, *x: checkpoint(f, *x, use_reentrant=False)):
+        torch.manual_seed(3)
+        o = run(lambda *x: tt.attention(*x, dropout_p=0.3, deterministic=True), q, k, v)
+        grads.append((o, *torch.autograd.grad(o.float().sum(), (q, k, v))))
+    for a, b in zip(*grads):
+        assert torch.equal(a, b)
+
+
+def test_dropout_is_the_same_on_both_devices():
+    state = torch.tensor([11, 4])
+    here = tt.dropout_mask(2, 3, 70, 90, 0.3, state)
+    assert torch.equal(here, tt.dropout_mask(2, 3, 70, 90, 0.3, state.cuda()).cpu())
+
+
+def test_the_host_never_waits():
+    q, k, v = qkv()
+    cu = torch.tensor([0, 100, 384], dtype=torch.int32, device="cuda")
+    packed = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
+
+    def step():
+        o = tt.attention(q, k, v, causal=True, dropout_p=0.1)
+        p = tt.attention(*packed, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+        return torch.autograd.grad((o.sum() + p.sum()), (q, k, v, *packed))
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_current_stream_is_used():
+    q, k, v = (x.detach() for x in qkv(s=2048))
+    expected = tt.attention(q, k, v)
+    stream = torch.cuda.Stream()
+    late = torch.empty_like(q)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(q)  # attention must queue behind this
+        o = tt.attention(late, k, v)
+    torch.cuda.synchronize()
+    assert torch.equal(o, expected)
+
+
+def test_compiles_with_graphs():
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in qkv())
+    compiled = torch.compile(lambda q: tt.attention(q * 2, k, v, causal=True) + 1, fullgraph=True,
+                             mode="reduce-overhead")
+    for _ in range(3):
+        got = compiled(q).clone()
+    torch.testing.assert_close(got, tt.attention(q * 2, k, v, causal=True) + 1)
+
+
+def test_sdpa_s_gradients_of_gqa():
+    q, k, v = qkv()
+    k, v = (x.detach()[:, :, :2].contiguous().requires_grad_() for x in (k, v))
+    ours = tt.attention(q, k, v, causal=True)
+    theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)),
+                                            is_causal=True, enable_gqa=True).transpose(1, 2)
+    do = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), do),
+                    torch.autograd.grad(theirs, (q, k, v), do)):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
