@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the caller does wrong, what the driver refuses, and what a call costs the host.
+#include <algorithm>
+#include <chrono>
+
+#include "properties.h"
+
+namespace tessera_test {
+namespace {
+
+Options small(const std::string& backend, int pass) {
+  Options options;
+  options.backend = backend;
+  options.pass = pass;
+  options.flags = TESSERA_CAUSAL;
+  return options;
+}
+
+const char* pass_name(int pass) { return pass == TESSERA_FORWARD ? "fwd" : "bwd"; }
+
+template <typename Body>
+void for_each_pass(const char* property, const char* what, const Body& body) {
+  for (const std::string& backend : backends()) {
+    for (const int pass : {TESSERA_FORWARD, TESSERA_BACKWARD}) {
+      check(property, text("%s %s, %s", backend.c_str(), pass_name(pass), what),
+            [&] { return body(backend, pass); });
+    }
+  }
+}
+
+// An error that the caller has not picked up yet is the caller's, before and after a call.
+std::string keeps_callers_error(const std::string& backend, int pass) {
+  Attention attention(small(backend, pass));
+  void* impossible = nullptr;
+  require(cudaMalloc(&impossible, size_t{1} << 60) == cudaErrorMemoryAllocation, "cudaMalloc");
+  attention.run();
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  (void)cudaGetLastError();
+  return "not taken for the library's";
+}
+
+// A stream whose capture the caller has spoilt refuses every launch.
+std::string survives_failed_launch(const std::string& backend, int pass) {
+  Options options = small(backend, pass);
+  options.flags |= TESSERA_DETERMINISTIC * (pass == TESSERA_BACKWARD && backend == "cuda_sm80");
+  Attention attention(options);
+  attention.run();
+  const std::vector<uint8_t> expected = attention.outputs();
+  std::string message;
+  {
+    const Stream stream;
+    require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
+    require(cudaStreamSynchronize(stream) != cudaSuccess, "a synchronised capture must be invalid");
+    (void)cudaGetLastError();
+    require(attention.run_status(stream) == TESSERA_FAILED, "the launch must fail");
+    message = attention.error().message;
+    require(message.find("cuda") != message.npos, "the message must name CUDA's error: " + message);
+    require(cudaGetLastError() == cudaSuccess, "the failed launch left an error behind");
+    cudaGraph_t graph = nullptr;
+    (void)cudaStreamEndCapture(stream, &graph);
+    (void)cudaGetLastError();
+  }
+  attention.spoil();
+  attention.run();
+  const std::vector<uint8_t> found = attention.outputs();
+  // The sums of dq are in no order unless asked.
+  if (pass == TESSERA_FORWARD || options.flags & TESSERA_DETERMINISTIC) {
+    require_equal(expected, found, "after the failed launch");
+  }
+  return message;
+}
+
+// tessera_set_log's callback: the messages since the last clear().
+struct Log {
+  std::vector<std::string> messages;
+  Log() {
+    tessera_set_log(
+        [](void* user, const char* topic, const char* message) {
+          static_cast<Log*>(user)->messages.push_back(std::string(topic) + ": " + message);
+        },
+        this);
+  }
+  ~Log() { tessera_set_log(nullptr, nullptr); }
+};
+
+// Runs with `values` in place of a table, twice: in silence, and with TESSERA_LOG=checks, which must say
+// `says`. Nothing outside the tensors may be written.
+template <typename T>
+std::string wrong_values(Attention& attention, int index, const std::vector<T>& values,
+                         const std::string& says) {
+  require(cudaMemcpy(attention.buffers.data[index], values.data(), values.size() * sizeof(T),
+                     cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  attention.run();
+  require(cudaDeviceSynchronize(), "with wrong values");
+  attention.check_guards();
+  std::string said;
+  {
+    const Log log;
+    attention.run();
+    require(log.messages.size() == 1, text("%zu messages", log.messages.size()));
+    said = log.messages[0];
+  }
+  require(said.rfind("checks: " + says, 0) == 0, "said: " + said);
+  return said;
+}
+
+// k and v of a small problem as pages of 16 keys.
+Attention paged(const std::string& backend) {
+  Options options = small(backend, TESSERA_FORWARD);
+  options.b = 2, options.sq = 1, options.sk = 256;
+  Attention attention(options);
+  for (const int index : {TESSERA_K, TESSERA_V}) {
+    tessera_tensor& t = attention.problem.tensor[index];
+    t.extent[0] = 32, t.extent[1] = 16;
+    t.stride[0] = 16 * t.stride[1];
+  }
+  const std::vector<int32_t> lengths{256, 200};
+  std::vector<int32_t> table(32);
+  for (int i = 0; i < 32; ++i) table[static_cast<size_t>(i)] = 31 - i;
+  attention.give(TESSERA_SEQLENS_K, TESSERA_INT32, {2}, lengths.data());
+  attention.give(TESSERA_PAGE_TABLE_K, TESSERA_INT32, {2, 16}, table.data());
+  attention.prepare();
+  return attention;
+}
+
+}  // namespace
+
+void errors() {
+  for_each_pass("errors", "an error of the caller's", keeps_callers_error);
+  for_each_pass("errors", "a failed launch", survives_failed_launch);
+  check("errors", "a device that is not there", [] {
+    Attention attention(small("", TESSERA_FORWARD));
+    const tessera_device nowhere{TESSERA_CUDA, 63, 0, 0};
+    tessera_error error{sizeof error, 0, {}};
+    require(tessera_run(&attention.problem, &nowhere, &attention.buffers, &error) != TESSERA_OK,
+            "must be refused");
+    require(cudaGetLastError() == cudaSuccess, "left an error behind");
+    attention.run();
+    require(cudaDeviceSynchronize(), "afterwards");
+    return std::string(error.message);
+  });
+}
+
+void lengths() {
+  constexpr int64_t kHuge = int64_t{1} << 40;
+  for_each_pass("lengths", "seqlens_k", [](const std::string& backend, int pass) {
+    Options options = small(backend, pass);
+    options.lengths = {300, 17};
+    Attention attention(options);
+    return wrong_values<int32_t>(attention, TESSERA_SEQLENS_K, {1 << 30, -5},
+                                 "seqlens_k[0]=1073741824: must be between 0 and the extent, 300");
+  });
+  for_each_pass("lengths", "cu_seqlens_q", [&](const std::string& backend, int pass) {
+    Options options = small(backend, pass);
+    options.format = TESSERA_THD;
+    options.b = 3;
+    options.lengths = {100, 57, 143};
+    Attention attention(options);
+    const std::string said = wrong_values<int32_t>(
+        attention, TESSERA_CU_SEQLENS_Q, {0, 1000, -7, 1 << 30},
+        "cu_seqlens_q[2]=-7: must not be below cu_seqlens_q[1]=1000");
+    attention.give(TESSERA_CU_SEQLENS_K, TESSERA_INT64, {4}, nullptr);
+    attention.prepare();
+    const std::vector<int32_t> right{0, 100, 157, 300};
+    require(cudaMemcpy(attention.buffers.data[TESSERA_CU_SEQLENS_Q], right.data(), 16,
+                       cudaMemcpyHostToDevice),
+            "cudaMemcpy");
+    wrong_values<int64_t>(attention, TESSERA_CU_SEQLENS_K, {-kHuge, kHuge, 0, 300},
+                          text("cu_seqlens_k[0]=%lld: must be 0", static_cast<long long>(-kHuge)));
+    return said;
+  });
+  for (const std::string& backend : backends()) {
+    check("lengths", backend + " fwd, page_table", [&] {
+      Attention attention = paged(backend);
+      std::vector<int32_t> table(32, 3);
+      table[1] = 32, table[2] = -1, table[20] = 1 << 30;
+      return wrong_values<int32_t>(attention, TESSERA_PAGE_TABLE_K, table,
+                                   "page_table[0, 1]=32: must be a page of k, between 0 and 31");
+    });
+  }
+  check("lengths", "right values", [] {
+    Options options = small("", TESSERA_FORWARD);
+    options.lengths = {300, 17};
+    Attention attention(options);
+    const Log log;
+    attention.run();
+    require(log.messages.empty(), "must say nothing");
+    return std::string("nothing is said");
+  });
+}
+
+void host_cost() {
+  constexpr int kCalls = 100000, kQueued = 200;
+  constexpr double kGoal = 5;  // us
+  for (const std::string& backend : backends()) {
+    for (const bool decode : {false, true}) {
+      for (const int pass : {TESSERA_FORWARD, TESSERA_BACKWARD}) {
+        if (decode && pass == TESSERA_BACKWARD) continue;
+        Options options = small(backend, pass);
+        options.sq = decode ? 1 : 64;
+        options.sk = 64;
+        // A pass of one kernel: the backward pass is several launches, and costs as many times as much.
+        check("host", name_of(options), [&] {
+          Attention attention(options);
+          std::vector<float> microseconds;
+          microseconds.reserve(kCalls);
+          for (int call = 0; call < kCalls; ++call) {
+            if (call % kQueued == 0) require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+            const auto begin = std::chrono::steady_clock::now();
+            attention.run();
+            const std::chrono::duration<float, std::micro> taken =
+                std::chrono::steady_clock::now() - begin;
+            microseconds.push_back(taken.count());
+          }
+          const auto median = microseconds.begin() + kCalls / 2;
+          std::nth_element(microseconds.begin(), median, microseconds.end());
+          const std::string cost = text("%.2f us, median of %d", static_cast<double>(*median), kCalls);
+          require(pass == TESSERA_BACKWARD || static_cast<double>(*median) < kGoal, cost);
+          return cost;
+        });
+      }
+    }
+  }
+}
+
+}  // namespace tessera_test

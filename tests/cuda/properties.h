@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The properties of tessera_cuda_properties; properties.cc says what each is.
+#pragma once
+
+#include <functional>
+
+#include "attention.h"
+
+namespace tessera_test {
+
+void repeat();
+void layouts();
+void packed();
+void graph();
+void streams();
+void dropout();
+void errors();
+void lengths();
+void host_cost();
+void large();
+
+// Runs body and prints one line: what it answers, or why it failed. A case that the forced backend
+// refuses is counted and not printed.
+void check(const char* property, const std::string& what, const std::function<std::string()>& body);
+
+std::vector<std::string> backends();  // of this device, by name
+std::vector<Options> cases();         // forward and deterministic backward of each backend
+
+void require_equal(const std::vector<uint8_t>& expected, const std::vector<uint8_t>& found,
+                   const std::string& what);
+
+}  // namespace tessera_test
