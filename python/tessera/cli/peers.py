@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import warnings
 from typing import Callable
 
 import numpy as np
@@ -171,8 +172,10 @@ def _torch_kernel(name: str, kernel: str):
         if w.device != "cuda":
             raise Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
         try:
-            call = _torch_sdpa(w, kernel)
-            call()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why each of the other kernels is not used
+                call = _torch_sdpa(w, kernel)
+                call()
             return call
         except RuntimeError as error:
             raise Unsupported(f"{name} cannot: {_first_line(error)}") from error
