@@ -47,7 +47,8 @@ void packed() {
   for (Options options : cases()) {
     if (options.sq != options.sk) continue;
     options.b = 4;
-    options.lengths = {450, 1, 0, 333};
+    // So few keys in all that neither form is cut along them: a cut is another order of sums.
+    options.lengths = {450, 1, 0, 40};
     check("packed", name_of(options), [&] {
       Attention padded(options);
       padded.run();
