@@ -169,7 +169,7 @@ def _apply(arguments):
             q.requires_grad or k.requires_grad or v.requires_grad or
             (bias is not None and bias.requires_grad) or
             (sink is not None and sink.requires_grad) or
-            (slopes is not None and slopes.requires_grad)):
+            (slopes is not None and slopes.requires_grad)) or _ops.has_duals():
         return _ops.Attention.apply(*arguments)
     with _ops.below_autograd():
         return _ops.attention(*arguments)

@@ -14,9 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch.autograd import forward_ad
 
 from .. import _lib
-from . import _describe, _kernels, _tensors
+from . import _describe, _kernels, _tensors, _vmap
 
 _TYPES = {"backend": "str", "softmax_scale": "float", "softcap": "float", "dropout_p": "float",
           "window_left": "SymInt", "window_right": "SymInt", "max_seqlen_q": "SymInt",
@@ -120,9 +121,15 @@ def _(rng_state, b, hq, sq, sk, dropout_p):
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+def _no_forward_mode(ctx, *_):
+    raise _lib.Refused("tessera.attention: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) "
+                       "do not exist yet; use torch.func.vjp, grad or jacrev")
+
+
 class TransformedAttention(torch.autograd.Function):
     """attention with its gradient, under vmap, torch.func.grad and their likes."""
     generate_vmap_rule = True
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(*arguments):
@@ -140,6 +147,7 @@ class TransformedAttention(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """attention with its gradient. A Function, and not register_autograd, which looks through the
     schema on every call: 0.2 ms for one of this length."""
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -184,6 +192,7 @@ def gradients(ctx, do, dlse) -> tuple:
 class AttentionBackward(torch.autograd.Function):
     """attention_backward where a graph of it is made: its own gradient is refused when asked for."""
     generate_vmap_rule = True
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(*arguments):
@@ -207,8 +216,13 @@ def _apply_backward(arguments):
         return attention_backward(*arguments)
 
 
+def has_duals() -> bool:
+    """Whether tensors may carry tangents, which only a Function's jvp sees."""
+    return forward_ad._current_level >= 0
+
+
 def _needs_gradient(arguments) -> bool:
-    return torch.is_grad_enabled() and any(
+    return has_duals() or torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
 
 
@@ -267,37 +281,7 @@ torch.library.register_autograd("tessera::merge", _merge_backward, setup_context
 
 # ---- vmap ----
 
-def _vmap(operator, leading: int):
-    """Folds the new axis into the batch where that means the same: padded formats without dropout,
-    every other tensor one for all sequences and no gradient of it wanted. Elsewhere one call each."""
-    def rule(info, in_dims, *arguments):
-        n = info.batch_size
-        inputs = arguments[leading:leading + _NUM_INPUTS]
-        flags, _, format_q, format_kv = arguments[leading + _NUM_INPUTS:][:4]
-        plain = all(x is None for x in inputs[3:]) and not flags & _lib.DROPOUT
-        if not plain or 3 in (format_q, format_kv) or (not leading and arguments[-1]):
-            results = [operator(*(x if dim is None else x.select(dim, i)
-                                  for x, dim in zip(arguments, in_dims))) for i in range(n)]
-            stacked = [torch.stack(parts) for parts in zip(*results)]
-            return (stacked, [0] * len(stacked)) if leading else (tuple(stacked), (0,) * 3)
-        axes = [format_q, format_q, None, None][:leading] + [format_q, format_kv, format_kv]
-        axes = [int(axis == _lib.FORMATS["sbhd"]) for axis in axes]
-        folded = list(arguments)
-        for i, axis in enumerate(axes):
-            if arguments[i] is not None:
-                x = arguments[i].movedim(in_dims[i], axis) if in_dims[i] is not None else \
-                    arguments[i].unsqueeze(axis).expand(
-                        *arguments[i].shape[:axis], n, *arguments[i].shape[axis:])
-                folded[i] = x.flatten(axis, axis + 1)
-        results = operator(*folded)
-        places = [axes[leading + i] for i in range(3) if arguments[-1] >> i & 1] if leading else \
-            [axes[0], 0, None]
-        unfolded = [x if axis is None else x.unflatten(axis, (n, -1))
-                    for x, axis in zip(results, places)]
-        return (unfolded, places) if leading else (tuple(unfolded), tuple(places))
-    return rule
-
-
-torch.library.register_vmap("tessera::attention", _vmap(attention, 0), lib=_library)
-torch.library.register_vmap("tessera::attention_backward", _vmap(attention_backward, 4),
+torch.library.register_vmap("tessera::attention", _vmap.rule(attention, ()), lib=_library)
+torch.library.register_vmap("tessera::attention_backward",
+                            _vmap.rule(attention_backward, ("do", "o", "lse", "dlse")),
                             lib=_library)
