@@ -314,3 +314,17 @@ def test_example_trains_to_the_same_loss(tmp_path, monkeypatch):
     ours, theirs = (results[name][0] for name in ("tessera", "sdpa"))
     assert ours == pytest.approx(theirs, rel=1e-3) and ours[-1] < ours[0]
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_host_cost_is_measured_beside_sdpa(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import torch_host_cost
+    threads = torch.get_num_threads()
+    try:
+        rows = torch_host_cost.main(["--calls=20", "--repeat=2"])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(ours > 0 for ours, _ in rows.values()) and rows["end to end"][1] > 0
+    assert rows["inside the operator"][0] < rows["the operator, from Python"][0]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rows) and "SDPA" in printed

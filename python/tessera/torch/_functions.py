@@ -170,7 +170,7 @@ def _apply(arguments):
             (bias is not None and bias.requires_grad) or
             (sink is not None and sink.requires_grad) or
             (slopes is not None and slopes.requires_grad)) or _ops.has_duals():
-        return _ops.Attention.apply(*arguments)
+        return _ops.Attention.of(arguments)
     with _ops.below_autograd():
         return _ops.attention(*arguments)
 

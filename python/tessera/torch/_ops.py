@@ -27,6 +27,7 @@ _ARGUMENTS = ", ".join(
     [f"{_TYPES.get(name, 'int')} {name}" for name in _describe.SCALARS])
 _NUM_INPUTS = len(_describe.INPUTS)
 _DIFFERENTIABLE = tuple(map(_describe.INPUTS.index, _describe.GRADIENT_OF.values()))
+_SINK = _describe.INPUTS.index("sink")
 
 _library = torch.library.Library("tessera", "DEF")
 for _schema in (f"attention({_ARGUMENTS}, bool max_logit) -> (Tensor, Tensor, Tensor)",
@@ -137,56 +138,64 @@ class TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        save(ctx, inputs, output)
+        o, lse, max_logit = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(max_logit)
+        ctx.save_for_backward(o, lse, *inputs[:_NUM_INPUTS])
+        ctx.values = inputs[_NUM_INPUTS:-1]
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        return gradients(ctx, do, dlse)
+        grads = [None] * (_NUM_INPUTS + len(ctx.values) + 1)
+        wanted = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
+        o, lse, *inputs = ctx.saved_tensors
+        for i, grad in zip(wanted, _gradients(do, dlse, o, lse, inputs, ctx.values, wanted)):
+            grads[i] = grad
+        return tuple(grads)
 
 
 class Attention(torch.autograd.Function):
     """attention with its gradient. A Function, and not register_autograd, which looks through the
-    schema on every call: 0.2 ms for one of this length."""
+    schema on every call: 0.2 ms for one of this length. It is applied to what may have a gradient,
+    and to a tuple of all arguments: PyTorch looks at each of its inputs several times."""
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(ctx, *arguments):
+    def of(arguments):
+        q, k, v, bias = arguments[:4]
+        return Attention.apply(q, k, v, bias, *arguments[_SINK:_SINK + 2], arguments)
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sink, alibi_slopes, arguments):
         with below_autograd():
-            output = attention(*arguments)
-        save(ctx, arguments, output)
+            o, lse, max_logit = output = attention(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(max_logit)
+        ctx.save_for_backward(o, lse, *arguments[:_NUM_INPUTS])
+        ctx.values = arguments[_NUM_INPUTS:-1]
         return output
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        return gradients(ctx, do, dlse)
+        o, lse, *inputs = ctx.saved_tensors
+        wanted = [i for i, needed in zip(_DIFFERENTIABLE, ctx.needs_input_grad) if needed]
+        results = iter(_gradients(do, dlse, o, lse, inputs, ctx.values, wanted))
+        return *(next(results) if needed else None for needed in ctx.needs_input_grad[:-1]), None
 
 
-def save(ctx, inputs, output):
-    o, lse, max_logit = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(max_logit)
-    ctx.save_for_backward(o, lse, *inputs[:_NUM_INPUTS])
-    ctx.values = inputs[_NUM_INPUTS:-1]
-
-
-def gradients(ctx, do, dlse) -> tuple:
-    o, lse, *inputs = ctx.saved_tensors
-    grads = [None] * (len(inputs) + len(ctx.values) + 1)
-    wanted = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
+def _gradients(do, dlse, o, lse, inputs, values, wanted) -> list:
+    """The gradients of the inputs `wanted`, in their order."""
     if (do is None and dlse is None) or not wanted:
-        return tuple(grads)
+        return [None] * len(wanted)
     if do is None:
         do = o.new_zeros(o.shape[-1]).expand(o.shape)
     bits = sum(1 << _DIFFERENTIABLE.index(i) for i in wanted)
-    arguments = (do, o, lse, dlse, *inputs, *ctx.values, bits)
+    arguments = (do, o, lse, dlse, *inputs, *values, bits)
     try:
-        results = _apply_backward(arguments)
+        return _apply_backward(arguments)
     except RuntimeError:
         _describe_backward(*arguments)
         raise
-    for i, result in zip(wanted, results):
-        grads[i] = result
-    return tuple(grads)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -228,7 +237,7 @@ def _needs_gradient(arguments) -> bool:
 
 def _attention_autograd(*arguments):
     if _needs_gradient(arguments):
-        return Attention.apply(*arguments)
+        return Attention.of(arguments)
     with below_autograd():
         return attention(*arguments)
 

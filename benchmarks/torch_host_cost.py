@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one call of tessera.torch.attention costs the host, on a problem of 1 x 1 x 16 x 16 whose
+arithmetic is nothing, with PyTorch's scaled_dot_product_attention beside.
+
+    python benchmarks/torch_host_cost.py [--device cuda] [--repeat 15]
+
+Microseconds, the smallest of the repetitions, one thread. "inside" is the operator as a loop of
+TorchScript calls it, on an empty batch: dispatcher, binding, plan and allocations, up to where a
+kernel would start. On a GPU nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+
+import torch
+from torch.nn import functional as F
+
+import tessera.torch as tt
+
+GOALS = {"end to end": 15.0, "end to end, with gradient": 25.0, "inside the operator": 5.0}
+_NONE = ", ".join(["None"] * (len(tt._describe.INPUTS) - 3))
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=2000)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
+    rows = measure(args.device, lambda function: fastest(function, args))
+    print(f"{'us a call on ' + args.device:<32}{'tessera':>8}{'SDPA':>8}{'goal':>8}")
+    for name, (ours, theirs) in rows.items():
+        beside = f"{theirs:8.1f}" if theirs is not None else f"{'-':>8}"
+        goal = f"{GOALS[name]:8.0f}" if name in GOALS else f"{'-':>8}"
+        print(f"{name:<32}{ours:8.1f}{beside}{goal}")
+    return rows
+
+
+def measure(device: str, timed) -> dict[str, tuple[float, float | None]]:
+    q, k, v = (torch.randn(1, 16, 1, 16, device=device) for _ in range(3))
+    with_gradient = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def ours(inputs):
+        return repeated(lambda: tt.attention(*inputs))
+
+    def theirs(inputs):
+        inputs = [x.detach().transpose(1, 2).requires_grad_(x.requires_grad) for x in inputs]
+        return repeated(lambda: F.scaled_dot_product_attention(*inputs))
+
+    empty = [torch.randn(0, 16, 1, 16, device=device) for _ in range(3)]
+    arguments = (q, k, v, *(None,) * (len(tt._describe.INPUTS) - 3), *(0,) * 8, "", 0.0, 0.0, 0.0, False)
+    rows = {"end to end": (timed(ours((q, k, v))), timed(theirs((q, k, v)))),
+            "end to end, with gradient": (timed(ours(with_gradient)), timed(theirs(with_gradient)))}
+    loop = scripted()
+    with torch.no_grad(), tt._ops.below_autograd():
+        rows["the operator, from Python"] = \
+            timed(repeated(lambda: tt._ops.attention(*arguments))), None
+        rows["the operator, with its kernel"] = timed(lambda n: loop(q, k, v, n)), None
+        rows["inside the operator"] = timed(lambda n: loop(*empty, n)), None
+    return rows
+
+
+def repeated(call):
+    def run(n: int):
+        for _ in range(n):
+            call()
+    return run
+
+
+def scripted():
+    """n calls without Python between them; each takes the output of the last, or none would run."""
+    unit = torch.jit.CompilationUnit(f"""
+def loop(q, k, v, n: int):
+    o = q
+    for i in range(n):
+        o, lse, max_logit = torch.ops.tessera.attention(
+            o, k, v, {_NONE}, 0, 0, 0, 0, 0, 0, 0, 0, "", 0.0, 0.0, 0.0, False)
+    return o
+""")
+    return unit.loop
+
+
+def fastest(function, args) -> float:
+    """The smallest time of one call, in microseconds, over args.repeat runs of args.calls."""
+    function(args.calls // 10 + 1)
+    times = []
+    for _ in range(args.repeat):
+        if args.device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        function(args.calls)
+        times.append((time.perf_counter_ns() - start) / args.calls / 1e3)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()
