@@ -139,6 +139,53 @@ def test_inputs_are_used_in_place():
         tt.attention(q, torch.randn(2, 33, 16, 4).mT, v)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_out_is_written_in_place(layout):
+    q, k, v = qkv(grad=False)
+    if layout != "bshd":
+        order = (1, 0, 2, 3) if layout == "sbhd" else (0, 2, 1, 3)
+        q, k, v = (x.permute(order).contiguous() for x in (q, k, v))
+    expected = tt.attention(q, k, v, layout=layout, causal=True, return_lse=True,
+                            return_max_logit=True)
+    buffer = torch.full((*q.shape[:-1], 3, q.shape[-1]), 7.0)  # one of three, interleaved
+    out = buffer[..., 1, :]
+    version = out._version
+    results = tt.attention(q, k, v, layout=layout, causal=True, out=out, return_lse=True,
+                           return_max_logit=True)
+    assert results[0] is out and out._version > version
+    assert_same(results, expected, rtol=0, atol=0)
+    assert (buffer[..., 0, :] == 7).all() and (buffer[..., 2, :] == 7).all()
+    with torch.inference_mode():
+        assert tt.attention(q, k, v, layout=layout, out=torch.empty_like(q)).shape == q.shape
+    assert tt.explain(q, k, v, layout=layout, out=out).backend == "cpu"
+
+
+def test_out_misuse():
+    q, k, v = qkv(grad=False)
+    for out, message in ((torch.empty(2, 33, 4, 15), r"out.shape"), (np.zeros(3), "out=ndarray"),
+                         (torch.empty(2, 33, 4, 16, dtype=torch.float16), "out.dtype"),
+                         (torch.empty(2, 33, 4, 16, device="meta"), "out.device='meta'"),
+                         (torch.empty(1, 33, 4, 16).expand(2, -1, -1, -1), "out"), (q, "out")):
+        with pytest.raises(ValueError, match=f"tessera.attention: .*{message}"):
+            tt.attention(q, k, v, out=out)
+        with pytest.raises(ValueError, match=f"tessera.explain: .*{message}"):
+            tt.explain(q, k, v, out=out)
+    out = torch.empty_like(q)
+    for tensors in ((q.clone().requires_grad_(), k, v, out), (q, k, v, out.clone().requires_grad_())):
+        with pytest.raises(tt.Refused, match="out=Tensor: .*no_grad"):
+            tt.attention(*tensors[:3], out=tensors[3])
+    with torch.no_grad():
+        assert tt.attention(q.clone().requires_grad_(), k, v, out=out) is out
+    with pytest.raises(tt.Refused, match="out=Tensor"):
+        torch.func.vmap(lambda q: tt.attention(q, k, v, out=out))(torch.stack([q, q]))
+    used = q.clone().requires_grad_()
+    loss = used.square() * out  # saves out, which then changes
+    with torch.no_grad():
+        tt.attention(q, k, v, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
 def test_dropout_is_drawn_replayed_and_shown():
     q, k, v = qkv()
     torch.manual_seed(5)
@@ -274,6 +321,10 @@ def test_both_kernels_agree(monkeypatch):
     backward = torch.randn_like(o), o, lse, torch.randn_like(lse), *arguments, 63
     assert_same(tt._ops.attention_backward(*backward), _kernels.attention_backward(*backward),
                 rtol=0, atol=0)
+    mine, yours = torch.empty_like(o), torch.empty_like(o)
+    assert_same(tt._ops.attention_out(mine, *arguments, True),
+                _kernels.attention_out(yours, *arguments, True), rtol=0, atol=0)
+    assert_same([mine, yours], [o, o], rtol=0, atol=0)
 
 
 def test_two_translations_of_keywords_agree():

@@ -25,6 +25,7 @@ def test_opcheck():
     o, lse, _ = tt._ops.attention(*arguments, False)
     torch.library.opcheck(tt._ops.attention_backward,
                           (torch.ones_like(o), o, lse, None, *arguments, 0b11111))
+    torch.library.opcheck(tt._ops.attention_out, (torch.empty_like(o), *arguments, True))
     parts = [o.requires_grad_()] * 2, [lse.requires_grad_()] * 2
     torch.library.opcheck(tt._ops.merge, (*parts, 0))
     torch.library.opcheck(tt._ops.dropout_mask, (torch.tensor([1, 2]), 2, 2, 7, 7, 0.5))
@@ -64,6 +65,20 @@ def test_packed_sequences_compile_with_a_changing_max_seqlen():
         with torch.compiler.set_stance("default" if longest == 4 else "fail_on_recompile"):
             torch.testing.assert_close(compiled(x, x, x, cu, longest),
                                        function(x, x, x, cu, longest))
+
+
+def test_out_under_compile():
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in qkv(16))
+
+    def function(q, out):
+        tt.attention(q.sin(), k, v, causal=True, out=out[..., 0])
+        return out.cos()
+    a, b = (torch.zeros(*q.shape[:-1], 2, q.shape[-1]).movedim(-2, -1) for _ in range(2))
+    compiled = torch.compile(function, fullgraph=True)
+    torch.testing.assert_close(compiled(q, a), function(q, b))
+    torch.testing.assert_close(a, b)
+    assert a[..., 0].any() and not a[..., 1].any()
 
 
 def test_inductor():

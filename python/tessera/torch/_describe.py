@@ -90,7 +90,7 @@ class Call:
         rows = _tensors.statistics_dtype(q)
         o_shape, lse_shape = _tensors.output_shape(q, v), _tensors.row_shape(q, a.layout_q)
         if backward is None:
-            self._new("o", o_shape, q.dtype, a.order_q)
+            self._forward_output(given.get("out"), o_shape, q.dtype)
             self._new("lse", lse_shape, rows, a.order_rows)
             if max_logit:
                 hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
@@ -115,6 +115,16 @@ class Call:
             rank = 4 if name == "dbias" else 2
             order = orders.get(name) or (None,) * (rank - of.dim()) + tuple(range(of.dim()))
             self._new(name, tuple(of.shape), of.dtype, order)
+
+    def _forward_output(self, out, shape, dtype):
+        """o is new, or goes into `out`."""
+        a = self.arguments
+        if out is None:
+            self._new("o", shape, dtype, a.order_q)
+            return
+        a.put("o", "out", out, a.order_q, axes="b, sq, hq, dv", output=True)
+        if out.dtype != dtype:
+            raise a.error("out.dtype", out.dtype, f"must be q's dtype, {dtype}")
 
     def _new(self, name, shape, dtype, order):
         self.outputs[name] = shape, dtype

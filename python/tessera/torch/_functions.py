@@ -23,7 +23,7 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
               bias_at="post_scale", alibi_slopes=None, softcap=0.0, sink=None, dropout_p=0.0,
               rng_state=None, page_table=None, k_scale=None, v_scale=None, return_lse=False,
               return_max_logit=False, deterministic=None, batch_invariant=False, backend=None,
-              allow_quadratic=False):
+              allow_quadratic=False, out=None):
     """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
 
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
@@ -31,8 +31,9 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
     layouts of their own. Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and
     alibi_slopes, through o and lse. dropout_p > 0 without rng_state draws one from PyTorch's
     generator. deterministic=None follows torch.use_deterministic_algorithms; autocast casts q, k, v.
-    docs/semantics.md says what each keyword means and what is illegal (ValueError); Refused is
-    raised when no backend can.
+    o is written into `out` where that is given, whatever its strides, and where no gradient is
+    wanted. docs/semantics.md says what each keyword means and what is illegal (ValueError); Refused
+    is raised when no backend can.
 
     >>> o = tessera.torch.attention(q, k, v, causal=True)
     >>> o, lse = tessera.torch.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
@@ -62,7 +63,7 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
                cu_seqlens_q is cu_seqlens_k and cu_seqlens_q is not None)
     wanted = return_lse, return_max_logit
     if torch.compiler.is_compiling():
-        o, lse, max_logit = _ops.attention(*tensors, *_describe.scalars(*options), return_max_logit)
+        o, lse, max_logit = _traced(out, (*tensors, *_describe.scalars(*options), return_max_logit))
     else:
         key = options, wanted, (*map(type, options), *map(type, wanted))
         try:
@@ -72,7 +73,7 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
         try:
             if values is None:
                 values = _learn(key, locals())
-            o, lse, max_logit = _apply((*tensors, *values, return_max_logit))
+            o, lse, max_logit = _apply(out, (*tensors, *values, return_max_logit))
         except (RuntimeError, TypeError, AttributeError, OverflowError) as error:
             raise _diagnose("attention", locals(), error) from None
     if not return_lse and not return_max_logit:
@@ -133,7 +134,7 @@ def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse
                                 **keywords)
     a = _args.Arguments(_tensors, "explain")
     for name in keywords:
-        if name not in _args.ARRAYS[3:] + _args.OPTIONS + ("return_lse", "return_max_logit"):
+        if name not in _args.ARRAYS[3:] + _args.OPTIONS + ("return_lse", "return_max_logit", "out"):
             raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
     if type(keywords.get("rng_state")) in (list, tuple):
         keywords["rng_state"] = _state("explain", keywords["rng_state"], q)
@@ -159,8 +160,16 @@ def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse
 
 # ---- below: how ----
 
-def _apply(arguments):
+def _traced(out, arguments):
+    if out is None:
+        return _ops.attention(*arguments)
+    return out, *_ops.attention_out(out, *arguments)
+
+
+def _apply(out, arguments):
     """The operator, past the dispatcher's autograd key where that is all it would decide."""
+    if out is not None:
+        return out, *_ops.attention_into(out, *arguments)
     if torch._C._are_functorch_transforms_active():
         return _ops.TransformedAttention.apply(*arguments)
     q, k, v, bias = arguments[:4]

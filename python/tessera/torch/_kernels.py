@@ -20,6 +20,12 @@ def attention(*arguments):
         outputs["max_logit"] if max_logit else outputs["lse"].new_empty(0)
 
 
+def attention_out(out, *arguments):
+    *inputs, max_logit = arguments
+    outputs = _run(_call("attention", inputs, out=out, max_logit=max_logit))
+    return outputs["lse"], outputs["max_logit"] if max_logit else outputs["lse"].new_empty(0)
+
+
 def attention_backward(do, o, lse, dlse, *arguments):
     *inputs, wanted = arguments
     if do.stride(-1) != 1:
@@ -84,10 +90,10 @@ def _context(tensor) -> _lib.Buffers:
     return buffers
 
 
-def _call(operation, inputs, **more) -> _describe.Call:
+def _call(operation, inputs, out=None, **more) -> _describe.Call:
     n = len(_describe.INPUTS)
     values = inputs[n:]
-    return _describe.Call(operation, _describe.keywords(inputs[:n], values),
+    return _describe.Call(operation, {**_describe.keywords(inputs[:n], values), "out": out},
                           same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
 
 

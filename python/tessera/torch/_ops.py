@@ -3,6 +3,7 @@
 and vmap. Kernels are binding.cc's, or _kernels.py's where that was not built.
 
     attention(q, k, v, bias?, ... rng_state?, flags, ... dropout_p, max_logit) -> (o, lse, max_logit)
+    attention_out(out, q, ... max_logit) -> (lse, max_logit)
     attention_backward(do, o, lse, dlse?, q, ... dropout_p, grads) -> Tensor[]
 
 max_logit is empty unless asked for; attention_backward returns the gradients of the bits of `grads`,
@@ -31,6 +32,7 @@ _SINK = _describe.INPUTS.index("sink")
 
 _library = torch.library.Library("tessera", "DEF")
 for _schema in (f"attention({_ARGUMENTS}, bool max_logit) -> (Tensor, Tensor, Tensor)",
+                f"attention_out(Tensor(a!) out, {_ARGUMENTS}, bool max_logit) -> (Tensor, Tensor)",
                 "attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, "
                 f"{_ARGUMENTS}, int grads) -> Tensor[]",
                 "merge(Tensor[] o, Tensor[] lse, int format) -> (Tensor, Tensor)",
@@ -52,11 +54,12 @@ def _load_binding() -> bool:
 
 has_binding = _load_binding()
 for _name in ("merge", "dropout_mask") if has_binding else \
-        ("attention", "attention_backward", "merge", "dropout_mask"):
+        ("attention", "attention_out", "attention_backward", "merge", "dropout_mask"):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, getattr(_kernels, _name), _key)
 
 attention = torch.ops.tessera.attention.default
+attention_out = torch.ops.tessera.attention_out.default
 attention_backward = torch.ops.tessera.attention_backward.default
 merge = torch.ops.tessera.merge.default
 dropout_mask = torch.ops.tessera.dropout_mask.default
@@ -64,10 +67,10 @@ dropout_mask = torch.ops.tessera.dropout_mask.default
 
 # ---- fake tensors: shapes, and at trace time every error that shapes and options make ----
 
-def _refuse(operation: str, arguments, **more):
+def _refuse(operation: str, arguments, out=None, **more):
     inputs, values = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
     try:
-        call = _describe.Call(operation, _describe.keywords(inputs, values),
+        call = _describe.Call(operation, {**_describe.keywords(inputs, values), "out": out},
                               same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
     except _tensors.NoHint:
         return  # extents that only the run will know: it will check them
@@ -84,15 +87,26 @@ def _describe_backward(do, o, lse, dlse, *arguments):
 
 @torch.library.register_fake("tessera::attention", lib=_library)
 def _(*arguments):
-    *arguments, max_logit = arguments
-    _refuse("attention", arguments, max_logit=max_logit)
-    q, k, v = arguments[:3]
-    layout = tuple(_lib.FORMATS)[arguments[_NUM_INPUTS + 2]]
+    *inputs, max_logit = arguments
+    _refuse("attention", inputs, max_logit=max_logit)
+    q, k, v = inputs[:3]
+    return q.new_empty(_tensors.output_shape(q, v)), *_row_outputs(arguments)
+
+
+@torch.library.register_fake("tessera::attention_out", lib=_library)
+def _(out, *arguments):
+    *inputs, max_logit = arguments
+    _refuse("attention", inputs, max_logit=max_logit, out=out)
+    return _row_outputs(arguments)
+
+
+def _row_outputs(arguments):
+    """lse and max_logit."""
+    q, layout = arguments[0], tuple(_lib.FORMATS)[arguments[_NUM_INPUTS + 2]]
     rows = _tensors.statistics_dtype(q)
     heads = q.shape[-3] if layout == "bhsd" else q.shape[-2]
-    return (q.new_empty(_tensors.output_shape(q, v)),
-            q.new_empty(_tensors.row_shape(q, layout), dtype=rows),
-            q.new_empty(heads if max_logit else 0, dtype=rows))
+    return (q.new_empty(_tensors.row_shape(q, layout), dtype=rows),
+            q.new_empty(heads if arguments[-1] else 0, dtype=rows))
 
 
 @torch.library.register_fake("tessera::attention_backward", lib=_library)
@@ -242,11 +256,24 @@ def _attention_autograd(*arguments):
         return attention(*arguments)
 
 
+def attention_into(out, *arguments):
+    """attention_out as autograd lets it be called: nobody may want a gradient of it."""
+    if torch._C._are_functorch_transforms_active() or _needs_gradient((out, *arguments)):
+        raise _lib.Refused("tessera.attention: out=Tensor: what is written into it has no gradient, "
+                           "and a tensor here asks for one; use torch.no_grad(), or leave out= out")
+    with below_autograd():
+        results = attention_out(out, *arguments)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return results
+
+
 def _attention_backward_autograd(*arguments):
     return list(_apply_backward(arguments))
 
 
 _library.impl("attention", _attention_autograd, "Autograd")
+_library.impl("attention_out", attention_into, "Autograd")
 _library.impl("attention_backward", _attention_backward_autograd, "Autograd")
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of tessera::attention and tessera::attention_backward, on the CPU and on CUDA: from
-// the dispatcher's stack to a tessera_problem to one call of libtessera. Schemas are in _ops.py.
+// The kernels of tessera::attention, attention_out and attention_backward, on the CPU and on CUDA:
+// from the dispatcher's stack to a tessera_problem to one call of libtessera. Schemas are in _ops.py.
 //
 // Written against PyTorch's stable ABI alone, so that one file serves every PyTorch from 2.11 on
 // and any Python. An error crosses that ABI as a RuntimeError; _functions.py says it in full.
@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tensors.h"
@@ -38,7 +39,7 @@ constexpr int kNumInputs = TESSERA_RNG_STATE + 1;
 // workspace of its last call, up to kKeptWorkspace.
 class Call {
  public:
-  // Takes the arguments of both operators, which begin at `stack`.
+  // Takes the arguments that the operators share, which begin at `stack`.
   Call(StableIValue* stack, int32_t pass) {
     inputs_[TESSERA_Q] = to<Tensor>(stack[TESSERA_Q]);
     inputs_[TESSERA_K] = to<Tensor>(stack[TESSERA_K]);
@@ -83,6 +84,7 @@ class Call {
   }
   const tessera_tensor& described(int index) const { return problem_.tensor[index]; }
 
+  // A tensor of the caller's, o included.
   void input(int index, const Tensor& tensor) {
     describe(problem_, index, paged(), Layout(tensor));
     check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.data[index]));
@@ -185,26 +187,42 @@ class Call {
   std::array<std::optional<Tensor>, kNumInputs> inputs_;
 };
 
-void attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  Call call(stack, TESSERA_FORWARD);
-  const bool want_max_logit = to<bool>(stack[num_arguments - 1]);
-  const Layout q(call.q()), v(call.v());
-  const int32_t rows = call.described(TESSERA_Q).dtype == TESSERA_FP64 ? aoti_torch_dtype_float64()
-                                                                       : aoti_torch_dtype_float32();
-  std::array<int64_t, 4> sizes{};
-  std::copy_n(q.sizes, q.rank, sizes.begin());
-  sizes[q.rank - 1] = v.sizes[v.rank - 1];
-  Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, q.scalar_type);
+// lse, and max_logit or an empty tensor: what a forward call fills beside o.
+std::pair<Tensor, Tensor> row_outputs(Call& call, bool want_max_logit) {
+  const bool wide = call.described(TESSERA_Q).dtype == TESSERA_FP64;
+  const int32_t rows = wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t* extent = call.described(TESSERA_Q).extent;
-  sizes = {extent[0], extent[2], extent[1], 0};
-  Tensor lse = call.output(TESSERA_LSE, sizes.data() + (q.rank == 3), q.rank - 1, rows);
+  const int64_t rank = Layout(call.q()).rank;
+  const std::array<int64_t, 3> sizes = {extent[0], extent[2], extent[1]};
+  Tensor lse = call.output(TESSERA_LSE, sizes.data() + (rank == 3), rank - 1, rows);
   const int64_t none = 0, one = 1;
   Tensor max_logit = want_max_logit ? call.output(TESSERA_MAX_LOGIT, &extent[2], 1, rows)
                                     : call.empty(1, &none, &one, rows);
+  return {lse, max_logit};
+}
+
+void attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Call call(stack, TESSERA_FORWARD);
+  const Layout q(call.q()), v(call.v());
+  std::array<int64_t, 4> sizes{};
+  std::copy_n(q.sizes, q.rank, sizes.begin());
+  sizes[q.rank - 1] = v.sizes[v.rank - 1];
+  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, q.scalar_type);
+  const auto [lse, max_logit] = row_outputs(call, to<bool>(stack[num_arguments - 1]));
   call.run();
   stack[0] = from(o);
   stack[1] = from(lse);
   stack[2] = from(max_logit);
+}
+
+void attention_out(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  const Tensor out = to<Tensor>(stack[0]);
+  Call call(stack + 1, TESSERA_FORWARD);
+  call.input(TESSERA_O, out);
+  const auto [lse, max_logit] = row_outputs(call, to<bool>(stack[num_arguments - 1]));
+  call.run();
+  stack[0] = from(lse);
+  stack[1] = from(max_logit);
 }
 
 void attention_backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
@@ -238,10 +256,12 @@ void attention_backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
 
 STABLE_TORCH_LIBRARY_IMPL(tessera, CPU, cpu) {
   cpu.impl("attention", attention);
+  cpu.impl("attention_out", attention_out);
   cpu.impl("attention_backward", attention_backward);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tessera, CUDA, cuda) {
   cuda.impl("attention", attention);
+  cuda.impl("attention_out", attention_out);
   cuda.impl("attention_backward", attention_backward);
 }
