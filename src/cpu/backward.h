@@ -71,6 +71,7 @@ class Backward : BackwardRows<S, kPairs, T> {
       head_task(head_k * call_.group + g, chunk, part);
     }
     if (args_.parts == 1 && chunk == 0 && !call_.k_pages.table) zero_keys_outside(head_k);
+    if constexpr (S::kStreams) S::end_streams();
   }
 
   void reduce_q_task(int64_t task) {
@@ -189,9 +190,7 @@ class Backward : BackwardRows<S, kPairs, T> {
     for (int64_t strip = begin; strip < end; ++strip) {
       StripRows<S>& rows = x_.rows[strip];
       const int n = static_cast<int>(smaller<int64_t>(W, sequence.band.len_q - strip * W));
-      float *shift = x_.shift + strip * W, *shift_low = x_.shift_low + strip * W;
-      float* delta = x_.delta + strip * W;
-      float lse[W];
+      float *lse = x_.lse + strip * W, *delta = x_.delta + strip * W;
       for (int l = 0; l < W; ++l) {
         const int64_t i = strip * W + l, row = sequence.first_q + i;
         lse[l] = kInfinity, delta[l] = 0.0f;
@@ -204,10 +203,6 @@ class Backward : BackwardRows<S, kPairs, T> {
             delta[l] = -delta[l];
           }
         }
-        const double log2 = lse[l] * 1.4426950408889634;
-        shift[l] = call_.raw ? lse[l] : static_cast<float>(log2);
-        const bool exact = call_.raw || lse[l] == kInfinity;
-        shift_low[l] = exact ? 0.0f : static_cast<float>(log2 - shift[l]);
       }
       copy_queries(call_.q, strip, call_.dqk, x_.q_rows + strip * W * x_.q_rows_step,
                    x_.q_rows_step);
@@ -283,6 +278,9 @@ class Backward : BackwardRows<S, kPairs, T> {
       seen[t] = find_visible(call_, x_.rows[m0 / W + t], keys_, visible[t]);
       if (!seen[t]) continue;
       visible[t].first -= visible[t].first % R;  // the bits say that no lane sees what this adds
+      for (int v = 0; v < kVectors; ++v) {
+        visible[t].begin[v] = visible[t].first, visible[t].end[v] = visible[t].last;
+      }
       first = smaller(first, visible[t].first);
       last = larger(last, static_cast<int>(pad_to(visible[t].last, R)));
     }
@@ -342,12 +340,11 @@ class Backward : BackwardRows<S, kPairs, T> {
     const StripRows<S>& rows = x_.rows[index];
     const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
     for (int j = visible.first; j < visible.last; j += R) {
-      prefetch_bias(call_.bias, rows, visible, j);
+      prefetch_bias(rows, visible, j);
       multiply_rows<S>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t,
                        x_.s + j * W);
     }
     for (int j = visible.first; j < visible.last; j += R) {
-      prefetch_bias(args_.dbias, rows, visible, j);
       multiply_rows<S>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t,
                        x_.dp + j * W);
     }
@@ -384,10 +381,10 @@ class Backward : BackwardRows<S, kPairs, T> {
     }
   }
 
-  // Asks for this step's share of the lines that a bias, or its gradient, has for the strip: all at
-  // once they would fill the queues that the products' own loads wait in.
-  void prefetch_bias(const Strided& bias, const StripRows<S>& rows, const Visible<S>& visible,
-                     int j) const {
+  // Asks for this step's share of the lines that a bias has for the strip: all at once they would
+  // fill the queues that the products' own loads wait in.
+  void prefetch_bias(const StripRows<S>& rows, const Visible<S>& visible, int j) const {
+    const Strided& bias = call_.bias;
     if (!bias.data || bias.stride[3] == 0) return;
     const int steps = (visible.last - visible.first + R - 1) / R, step = (j - visible.first) / R;
     for (int l = W * step / steps; l < W * (step + 1) / steps; ++l) {
@@ -403,23 +400,21 @@ class Backward : BackwardRows<S, kPairs, T> {
   // dX back into dp, for what looks at it first.
   template <bool kDropout, bool kWatched>
   __attribute__((noinline)) void weigh(int64_t index, int t, const Visible<S>& visible) {
-    F shift[kVectors], shift_low[kVectors], delta[kVectors];
+    F lse[kVectors], delta[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      shift[v] = S::load(x_.shift + index * W + v * L);
-      shift_low[v] = S::load(x_.shift_low + index * W + v * L);
+      lse[v] = S::load(x_.lse + index * W + v * L);
       delta[v] = S::load(x_.delta + index * W + v * L);
     }
-    // (x - lse) log2(e), where x - lse is rounded when it is small already.
-    const F scale = S::set1(call_.raw ? call_.softmax_scale : 1.0f);
-    const F to_log2 = S::set1(call_.raw ? kLog2e : 1.0f);
+    const F scale = S::set1(call_.raw ? call_.softmax_scale : 1.0f), log2e = S::set1(kLog2e);
     const F dropout_scale = S::set1(call_.dropout_scale);
     for (int j = visible.first; j < visible.last; j += 2) {
       F p[2][kVectors], dx[2][kVectors];
       for (int u = 0; u < 2; ++u) {
         const auto bit = S::set1i(keep_bit(j + u));
         for (int v = 0; v < kVectors; ++v) {
-          const F above = S::fms(S::load(x_.s + (j + u) * W + v * L), scale, shift[v]);
-          const F x = S::fms(above, to_log2, shift_low[v]);
+          // x - lse is rounded when it is small already.
+          const F above = S::fms(S::load(x_.s + (j + u) * W + v * L), scale, lse[v]);
+          const F x = S::mul(above, log2e);
           F dp = S::load(x_.dp + (j + u) * W + v * L);
           // What is watched may be fp32, and not only rounded to pairs of bf16.
           F weight = kPairs && !kWatched ? S::exp2_fast(x) : S::exp2(x);
@@ -523,8 +518,10 @@ class Backward : BackwardRows<S, kPairs, T> {
   void clear_columns(int t, int first, int last) {
     for (int j = first; j < last; ++j) {
       const int64_t place = j * x_.p_step + t * W / kPerWord;
-      memset(x_.p + place, 0, W / kPerWord * sizeof(Word));
-      memset(x_.ds + place, 0, W / kPerWord * sizeof(Word));
+      for (int i = 0; i < W / kPerWord; i += L) {
+        S::store(reinterpret_cast<float*>(x_.p + place + i), S::zero());
+        S::store(reinterpret_cast<float*>(x_.ds + place + i), S::zero());
+      }
     }
   }
 

@@ -124,23 +124,28 @@ class BackwardRows {
         const int rows = static_cast<int>(smaller<int64_t>(L, sequence_->band.len_q - i));
         for (int64_t d = 0; d < dqk && rows > 0; d += L) {
           const int n = static_cast<int>(smaller<int64_t>(L, dqk - d));
+          const float* from = parts + strip * tile + d * W + v * L;
           F x[L];
+          TESSERA_UNROLL
           for (int k = 0; k < L; ++k) {
-            x[k] = S::zero();
-            if (k >= n) continue;
-            const float* from = parts + strip * tile + (d + k) * W + v * L;
-            x[k] = S::load(from);
-            for (int c = 1; c < args_.chunks; ++c) x[k] = S::add(x[k], S::load(from + c * step));
-            x[k] = S::mul(x[k], scale);
+            x[k] =
+                k < n ? S::mul(sum_of_chunks(from + k * W, step, args_.chunks), scale) : S::zero();
           }
           S::transpose(x);
-          for (int r = 0; r < rows; ++r) {
-            char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i + r, head_);
-            S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
+          char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i, head_);
+          TESSERA_UNROLL
+          for (int r = 0; r < L; ++r, to += args_.dq.row) {
+            if (r < rows) S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
           }
         }
       }
     }
+  }
+
+  TESSERA_INLINE F sum_of_chunks(const float* from, int64_t step, int chunks) {
+    F sum = S::load(from);
+    for (int c = 1; c < chunks; ++c) sum = S::add(sum, S::load(from + c * step));
+    return sum;
   }
 
   void zero_queries_outside() {

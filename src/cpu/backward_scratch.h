@@ -28,15 +28,13 @@ struct Scratch {
   static_assert(M % W == 0);
   using Word = typename WordOf<kPairs>::Type;
 
-  // One head. shift is what scores lose before exp2: lse, or lse log2(e) = shift + shift_low where
-  // scores are in base 2 (Call.raw); +inf where p is 0 whatever the score. delta = rowsum(do o) -
-  // dlse.
-  StripRows<S>* rows;                // [strips]
-  Word *q_rows, *do_rows;            // [strips * W][q_rows_step], pairs along head dims
-  float *shift, *shift_low, *delta;  // [strips][W]
-  float* bias_rows;                  // [strips][W]
-  float* dq;                         // [strips][gradient_rows(dqk)][W]
-  float *dk_sum, *dv_sum;            // [bound_k][dqk or dv]: of the group's heads so far
+  // One head. lse is +inf where p is 0 whatever the score. delta = rowsum(do o) - dlse.
+  StripRows<S>* rows;      // [strips]
+  Word *q_rows, *do_rows;  // [strips * W][q_rows_step], pairs along head dims
+  float *lse, *delta;      // [strips][W]
+  float* bias_rows;        // [strips][W]
+  float* dq;               // [strips][gradient_rows(dqk)][W]
+  float *dk_sum, *dv_sum;  // [bound_k][dqk or dv]: of the group's heads so far
 
   // One block of keys.
   Word *k, *v;       // [B][k_step], pairs along head dims
@@ -86,8 +84,7 @@ struct Scratch {
     const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
     take(rows, strips);
     take(q_rows, strips * W * q_rows_step), take(do_rows, strips * W * do_rows_step);
-    take(delta, strips * W);
-    take(shift, strips * W), take(shift_low, strips * W);
+    take(lse, strips * W), take(delta, strips * W);
     take(bias_rows, args.bias_gradient == BiasGradient::kRows ? strips * W : 0);
     take(dq, args.chunks == 1 ? strips * dq_rows * W : 0);
     take(dk_sum, summed * dqk), take(dv_sum, summed * dim_v);

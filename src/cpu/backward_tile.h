@@ -103,12 +103,14 @@ TESSERA_INLINE void multiply_rows(int64_t depth, int64_t piece, const Word* a, i
 
 // ---- copies ----
 
-// Asks for the next rows of a table: they lie a head's or a page's distance apart, which hardware
-// does not guess.
+// Rows of a table to ask for before they are read: they lie a head's or a page's distance apart,
+// which hardware does not guess. 2.5 KiB on their way cover the latency of memory.
+TESSERA_INLINE int rows_ahead(int64_t bytes) {
+  return static_cast<int>(larger<int64_t>(2560 / larger<int64_t>(bytes, 64), 6));
+}
 TESSERA_INLINE void prefetch_row(const char* const* rows, int r, int count, int64_t bytes) {
-  constexpr int kAhead = 6;
-  if (r + kAhead >= count) return;
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[r + kAhead] + at);
+  if (r >= count) return;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[r] + at);
 }
 
 template <typename S>
@@ -121,8 +123,11 @@ template <typename S, typename T>
 __attribute__((noinline)) void widen_rows(const char* const* rows, int count, int64_t dim,
                                           float* out, int64_t step) {
   constexpr int L = S::kLanes;
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  const int ahead = rows_ahead(bytes);
+  for (int r = 0; r < ahead; ++r) prefetch_row(rows, r, count, bytes);
   for (int r = 0; r < count; ++r) {
-    prefetch_row(rows, r, count, dim * static_cast<int64_t>(sizeof(T)));
+    prefetch_row(rows, r + ahead, count, bytes);
     const T* row = reinterpret_cast<const T*>(rows[r]);
     float* to = out + r * step;
     int64_t d = 0;
@@ -156,8 +161,11 @@ template <typename S>
 __attribute__((noinline)) void copy_pairs(const char* const* rows, int count, int64_t dim,
                                           uint32_t* out, int64_t step) {
   constexpr int L = S::kLanes;
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(Bf16));
+  const int ahead = rows_ahead(bytes);
+  for (int r = 0; r < ahead; ++r) prefetch_row(rows, r, count, bytes);
   for (int r = 0; r < count; ++r) {
-    prefetch_row(rows, r, count, dim * static_cast<int64_t>(sizeof(Bf16)));
+    prefetch_row(rows, r + ahead, count, bytes);
     const Bf16* row = reinterpret_cast<const Bf16*>(rows[r]);
     for (int64_t d = 0; d < dim; d += 2 * L) {
       const int n = static_cast<int>(smaller<int64_t>(2 * L, dim - d));

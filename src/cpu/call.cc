@@ -5,6 +5,7 @@
 
 #include "core/problem.h"
 #include "core/sequence.h"
+#include "cpu/kernels.h"
 
 namespace tessera::cpu {
 namespace {
@@ -28,8 +29,11 @@ void fill_score(const Problem& problem, const Buffers& buffers, const Sizes& siz
                            : 1.0 / std::sqrt(static_cast<double>(sizes.dqk));
   call.softmax_scale = static_cast<float>(scale);
   call.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  call.score_unit = is_backward(problem) ? 1.0f : kLog2e;
+  call.score_scale = is_backward(problem) ? call.softmax_scale : call.scale_log2;
   call.softcap = has(problem, TESSERA_SOFTCAP) ? static_cast<float>(buffers.softcap) : 0.0f;
   call.bias = strided_of(problem, buffers, TESSERA_BIAS);
+  call.bias_ahead = is_backward(problem) ? 0 : kernels().block * call.bias.stride[3];
   call.bias_pre_scale = has(problem, TESSERA_BIAS_PRE_SCALE);
   call.slopes = strided_of(problem, buffers, TESSERA_ALIBI_SLOPES);
   call.raw = call.scale_log2 > 0 && call.softcap == 0 && !call.bias.data && !call.slopes.data;

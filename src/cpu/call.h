@@ -48,16 +48,21 @@ struct Call {
   Pages k_pages, v_pages;
   Strided k_scale, v_scale;  // [b, hk] fp32: what an fp8 element is multiplied by
 
-  // x = softcap(scale (s + pre-scale bias)) + post-scale bias - slope |i + shift - j|, in base 2:
-  // kernels hold x log2(e). If raw, x log2(e) = scale_log2 s and scale_log2 > 0, so that S may stay
-  // as the product left it and hidden scores be -inf before the scale.
+  // x = softcap(scale (s + pre-scale bias)) + post-scale bias - slope |i + shift - j|. Kernels hold
+  // x * score_unit: log2(e) forward, whose exp2 subtracts a maximum of its own; 1 backward, where
+  // x - lse must be rounded as what it is, small. If raw, x = scale s and scale > 0, so that S may
+  // stay as the product left it and hidden scores be -inf before the scale.
   bool raw;
+  float score_unit;
   bool bias_pre_scale;
   float softmax_scale;
-  float scale_log2;  // softmax_scale * log2(e)
-  float softcap;     // 0: none
-  Strided bias;      // [b, hq, sq, sk]
-  Strided slopes;    // [b, hq]
+  float score_scale;   // softmax_scale * score_unit
+  float scale_log2;    // softmax_scale * log2(e)
+  float softcap;       // 0: none
+  Strided bias;        // [b, hq, sq, sk]
+  int64_t bias_ahead;  // bytes from a bias to the one that its row is asked for next: a block of
+                       // keys forward; 0 backward, where other queries come first
+  Strided slopes;      // [b, hq]
 
   // Visibility beside the band.
   Strided mask;        // [b, hq, sq, sk] bytes of 0 and 1

@@ -140,7 +140,7 @@ void place_state(const ForwardShape& shape, int strip, float* state, Strip<S>& t
 // P^T = exp2(c S^T - m') in place, or as pairs of bf16 for kPairs; m, l and alpha follow. Sums go
 // to four partial sums by key index, so that how the block is trimmed changes no bit.
 template <typename S, int N, bool kPairs, bool kDrop>
-__attribute__((noinline)) void exponentiate(float c, int first, int last,
+__attribute__((noinline)) void exponentiate(float c, const Visible<S>& visible,
                                             const uint32_t (*keep)[Tile<S>::kStrip],
                                             const float* maximum, float* scores, uint32_t* pairs,
                                             float* m, float* l, float* alpha) {
@@ -172,7 +172,8 @@ __attribute__((noinline)) void exponentiate(float c, int first, int last,
         S::store(scores + ((j + 1) * N + v) * L, odd);
       }
     };
-    int j = first;
+    const int last = visible.end[v];
+    int j = visible.begin[v];
     for (; j + 4 <= last; j += 4) {
       F p[4];
       TESSERA_UNROLL
@@ -192,13 +193,46 @@ __attribute__((noinline)) void exponentiate(float c, int first, int last,
   }
 }
 
-// S^T of a strip and a block, from `first` to `last`.
+// Keys that the same vectors of a strip see: all N of them, or vector v alone.
+struct Run {
+  int first, last, vector;
+  bool all;
+};
+
+// [first, last) of a strip in order: what one vector sees before both do, both, and after.
+template <typename S, int N>
+TESSERA_INLINE int find_runs(const Visible<S>& visible, Run (&runs)[3]) {
+  const int *begin = visible.begin, *end = visible.end;
+  if constexpr (N == kVectors && !S::kNarrow) {
+    if (begin[0] >= end[0] || begin[1] >= end[1]) {
+      const int seen = begin[0] < end[0] ? 0 : 1;
+      runs[0] = {begin[seen], end[seen], seen, false};
+      return 1;
+    }
+    const int early = begin[0] <= begin[1] ? 0 : 1, late = end[0] >= end[1] ? 0 : 1;
+    const int both = begin[1 - early], after = end[1 - late];
+    int count = 0;
+    if (begin[early] < both) runs[count++] = {begin[early], both, early, false};
+    runs[count++] = {both, after, 0, true};
+    if (after < end[late]) runs[count++] = {after, end[late], late, false};
+    return count;
+  }
+  runs[0] = {visible.first, visible.last, 0, true};
+  return 1;
+}
+
+// S^T of a run.
 template <typename S, typename Product, int N>
-void multiply(const Call& call, const Block<S>& block, const float* q_t, bool maximum, int first,
-              int last, ForwardScratch<S>& scratch) {
-  auto* kernel = maximum ? multiply_keys<S, Product, N, true> : multiply_keys<S, Product, N, false>;
-  kernel(block.k_rows, block.next_k_rows, reinterpret_cast<const typename Product::Word*>(q_t),
-         call.dqk, first, last, scratch.scores, scratch.maximum);
+void multiply(const Call& call, const Block<S>& block, const float* q_t, bool maximum,
+              const Run& run, ForwardScratch<S>& scratch) {
+  constexpr int L = S::kLanes;
+  using Word = typename Product::Word;
+  const auto* q = reinterpret_cast<const Word*>(q_t) + run.vector * L;
+  auto* kernel = multiply_keys<S, Product, N, N, false>;
+  if (maximum) kernel = multiply_keys<S, Product, N, N, true>;
+  if (!run.all) kernel = multiply_keys<S, Product, 1, N, false>;
+  kernel(block.k_rows, block.next_k_rows, q, call.dqk, run.first, run.last,
+         scratch.scores + run.vector * L, scratch.maximum);
 }
 
 // Which of the tile's strips this is.
@@ -206,34 +240,49 @@ struct Part {
   int index, count;
 };
 
-// O^T = alpha O^T + V^T P^T over all head dims. Scratch has whole groups of 16 of them.
-template <typename S, int N>
+// O^T = alpha O^T + V^T P^T of a run over all head dims. Scratch has whole groups of 16 of them.
+template <typename S, int N, int kOf>
 void accumulate(const Block<S>& block, Part part, int64_t dv, const float* p, int first, int last,
                 const float* alpha, float* o_t) {
   constexpr int kRows = S::kNarrow ? 16 : S::kRows;
   const ValueRows values{block.v_rows};
   const auto rows_from = [&](int64_t d, auto rows) {
-    accumulate_values<S, Fp32Product<S>, rows.value, N>(values, block.next_v_rows, d, p, first,
-                                                        last, alpha, o_t);
+    accumulate_values<S, Fp32Product<S>, rows.value, N, kOf>(values, block.next_v_rows, d, p, first,
+                                                             last, alpha, o_t);
   };
   int64_t d = 0;
   for (; d + kRows <= dv; d += kRows) {
-    if (!S::kNarrow) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
+    if (!S::kNarrow && N == kOf) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
     rows_from(d, Constant<kRows>{});
   }
   for (; d + 4 <= dv; d += 4) rows_from(d, Constant<4>{});
   for (; d < dv; ++d) rows_from(d, Constant<1>{});
 }
-template <typename S, int N>
+template <typename S, int N, int kOf>
 void accumulate_pairs(const Block<S>& block, Part part, int64_t dv, const uint32_t* p, int first,
                       int last, const float* alpha, float* o_t) {
   constexpr int kRows = S::kNarrow ? 16 : S::kRows;
   const ValuePairs values{block.v_pairs, block.v_stride};
   for (int64_t d = 0; d < dv; d += kRows) {
-    if (!S::kNarrow) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
-    accumulate_values<S, Bf16Product<S>, kRows, N>(values, block.next_v_rows, d, p, first / 2,
-                                                   (last + 1) / 2, alpha, o_t);
+    if (!S::kNarrow && N == kOf) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
+    accumulate_values<S, Bf16Product<S>, kRows, N, kOf>(values, block.next_v_rows, d, p, first / 2,
+                                                        (last + 1) / 2, alpha, o_t);
   }
+}
+template <typename S, int N, int kOf>
+void accumulate_run(const ForwardArgs& args, Part part, const Run& run, ForwardScratch<S>& scratch,
+                    Strip<S>& strip) {
+  const int64_t at = run.vector * S::kLanes;
+  if (args.shape.bf16) {
+    if constexpr (S::kHasBf16Dot) {
+      accumulate_pairs<S, N, kOf>(scratch.block, part, args.call.dv, scratch.p_pairs + at,
+                                  run.first, run.last, scratch.alpha + at, strip.o_t + at);
+    }
+  } else {
+    accumulate<S, N, kOf>(scratch.block, part, args.call.dv, scratch.scores + at, run.first,
+                          run.last, scratch.alpha + at, strip.o_t + at);
+  }
+  for (int v = 0; v < N; ++v) S::store(scratch.alpha + at + v * S::kLanes, S::set1(1.0f));
 }
 
 template <typename S, int N>
@@ -244,14 +293,18 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
   const Block<S>& block = scratch.block;
   const int first = visible.first, last = visible.last;
   const bool plain = call.raw && visible.full && (last - first) % S::kRows == 0;
+  Run runs[3];
+  const int num_runs = find_runs<S, N>(visible, runs);
 
   // S = Q K^T
-  if (args.shape.bf16) {
-    if constexpr (S::kHasBf16Dot) {
-      multiply<S, Bf16Product<S>, N>(call, block, strip.q_t, plain, first, last, scratch);
+  for (int r = 0; r < num_runs; ++r) {
+    if (args.shape.bf16) {
+      if constexpr (S::kHasBf16Dot) {
+        multiply<S, Bf16Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
+      }
+    } else {
+      multiply<S, Fp32Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
     }
-  } else {
-    multiply<S, Fp32Product<S>, N>(call, block, strip.q_t, plain, first, last, scratch);
   }
   if (!plain) {
     finish_scores<S, N>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
@@ -264,18 +317,22 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
     fill_keep_bits<S, N>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
   }
   const auto softmax = [&](auto* kernel) {
-    kernel(c, first, last, scratch.keep, scratch.maximum, scratch.scores, scratch.p_pairs, strip.m,
+    kernel(c, visible, scratch.keep, scratch.maximum, scratch.scores, scratch.p_pairs, strip.m,
            strip.l, scratch.alpha);
   };
   if (args.shape.bf16) {
     if constexpr (S::kHasBf16Dot) {
       softmax(call.has_dropout ? exponentiate<S, N, true, true> : exponentiate<S, N, true, false>);
-      accumulate_pairs<S, N>(block, part, call.dv, scratch.p_pairs, first, last, scratch.alpha,
-                             strip.o_t);
     }
   } else {
     softmax(call.has_dropout ? exponentiate<S, N, false, true> : exponentiate<S, N, false, false>);
-    accumulate<S, N>(block, part, call.dv, scratch.scores, first, last, scratch.alpha, strip.o_t);
+  }
+  for (int r = 0; r < num_runs; ++r) {
+    if (runs[r].all) {
+      accumulate_run<S, N, N>(args, part, runs[r], scratch, strip);
+    } else {
+      accumulate_run<S, 1, N>(args, part, runs[r], scratch, strip);
+    }
   }
 }
 
@@ -300,8 +357,8 @@ void attend_dots(const Call& call, const CallSequence& sequence, int64_t kv_head
   }
   auto* softmax =
       call.has_dropout ? exponentiate<S, 1, false, true> : exponentiate<S, 1, false, false>;
-  softmax(call.raw ? call.scale_log2 : 1.0f, first, last, scratch.keep, scratch.maximum,
-          scratch.scores, scratch.p_pairs, strip.m, strip.l, scratch.alpha);
+  softmax(call.raw ? call.scale_log2 : 1.0f, visible, scratch.keep, scratch.maximum, scratch.scores,
+          scratch.p_pairs, strip.m, strip.l, scratch.alpha);
   const float scale = scale_of(call.v_scale, sequence, kv_head);
   for (int r = 0; r < strip.rows.count; ++r) {
     by_dtype(call.v.dtype, [&](auto element) {

@@ -43,8 +43,8 @@ struct Bf16Product {
 
 // S^T[j][lane] = sum_d K[j][d] Q^T[d][lane] for j in [first, last), rounded up to whole tiles: the
 // tables have valid rows up to there. maximum, if kMax: of each lane over the rows, which then must
-// be whole tiles; NaN is passed over.
-template <typename S, typename Product, int N, bool kMax>
+// be whole tiles; NaN is passed over. N vectors of a strip of kOf.
+template <typename S, typename Product, int N, int kOf, bool kMax>
 __attribute__((noinline)) void multiply_keys(const char* const* k_rows, const char* const* ahead,
                                              const typename Product::Word* q_t, int64_t dqk,
                                              int first, int last, float* scores, float* maximum) {
@@ -76,7 +76,7 @@ __attribute__((noinline)) void multiply_keys(const char* const* k_rows, const ch
         const auto y = broadcast(k[r] + d);
         for (int v = 0; v < N; ++v) sum[u][r][v] = Product::add(sum[u][r][v], y, x[v]);
       }
-      d += kDepth, q += N * L;
+      d += kDepth, q += kOf * L;
     };
     const auto whole = [](const Element* p) { return Product::broadcast(p); };
     if constexpr (S::kNarrow) {
@@ -94,7 +94,7 @@ __attribute__((noinline)) void multiply_keys(const char* const* k_rows, const ch
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < N; ++v) {
         const F s = kSums == 2 ? S::add(sum[0][r][v], sum[kSums - 1][r][v]) : sum[0][r][v];
-        S::store(scores + ((j + r) * N + v) * L, s);
+        S::store(scores + ((j + r) * kOf + v) * L, s);
         if (kMax) top[v] = S::max(s, top[v]);
       }
     }
@@ -116,19 +116,19 @@ struct ValuePairs {
 };
 
 // O^T[d][lane] = alpha[lane] O^T[d][lane] + sum_j V[j][d] P^T[j][lane] for R head dims from d on.
-// [first, last) counts keys, or pairs of them.
-template <typename S, typename Product, int R, int N, typename Values>
+// [first, last) counts keys, or pairs of them. N vectors of a strip of kOf.
+template <typename S, typename Product, int R, int N, int kOf, typename Values>
 __attribute__((noinline)) void accumulate_values(Values values, const char* const* ahead, int64_t d,
                                                  const typename Product::Word* p, int first,
                                                  int last, const float* alpha, float* o_t) {
   using F = typename S::F;
   constexpr int L = S::kLanes, kDepth = Product::kDepth;
   F sum[R][N];
-  o_t += d * N * L;
+  o_t += d * kOf * L;
   TESSERA_UNROLL
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < N; ++v) {
-      sum[r][v] = S::mul(S::load(o_t + (r * N + v) * L), S::load(alpha + v * L));
+      sum[r][v] = S::mul(S::load(o_t + (r * kOf + v) * L), S::load(alpha + v * L));
     }
   }
   for (int j = first; j < last; ++j) {
@@ -141,7 +141,7 @@ __attribute__((noinline)) void accumulate_values(Values values, const char* cons
       }
     }
     decltype(Product::load(p)) x[N];
-    for (int v = 0; v < N; ++v) x[v] = Product::load(p + (j * N + v) * L);
+    for (int v = 0; v < N; ++v) x[v] = Product::load(p + (j * kOf + v) * L);
     TESSERA_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto y = Product::broadcast(value + r * kDepth);
@@ -150,7 +150,7 @@ __attribute__((noinline)) void accumulate_values(Values values, const char* cons
   }
   TESSERA_UNROLL
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < N; ++v) S::store(o_t + (r * N + v) * L, sum[r][v]);
+    for (int v = 0; v < N; ++v) S::store(o_t + (r * kOf + v) * L, sum[r][v]);
   }
 }
 

@@ -5,8 +5,8 @@
 //
 //   StripRows     which (token, head) each lane is, with its interval of keys, segment, slope
 //   find_visible  which keys of a block its lanes see: none, all, or one bit each
-//   finish_scores S := x log2(e) (scale, biases, softcap, ALiBi), hidden := -inf, and its row
-//   maximum
+//   finish_scores S := x in the pass's unit (scale, biases, softcap, ALiBi), hidden := -inf, and
+//                 its row maximum
 //
 // A mask is one function here: band and key ranges are an interval a lane, and everything else that
 // hides is ANDed into the same bits.
@@ -79,7 +79,8 @@ struct StripRows {
 
   alignas(64) int32_t segment[kStrip];
   int32_t segment_min, segment_max;
-  // ALiBi, times log2(e); the second holds the digits that the first has not: distances are long.
+  // ALiBi, times score_unit; the second holds the digits that the first has not: distances are
+  // long.
   alignas(64) float slope[kStrip];
   alignas(64) float slope_low[kStrip];
   const char* bias[kStrip];  // this row's bias of key 0
@@ -133,7 +134,7 @@ void StripRows<S>::resolve(const Call& call, const CallSequence& sequence, int n
     }
     if (call.slopes.data) {
       const float given = load_scalar<S>(at(call.slopes, sequence.n, h), call.slopes.dtype);
-      const double both = given * 1.4426950408889634;
+      const double both = call.score_unit == 1 ? given : given * 1.4426950408889634;
       slope[l] = static_cast<float>(both);
       slope_low[l] = static_cast<float>(both - slope[l]);
     }
@@ -169,11 +170,13 @@ struct Keys {
 
 // ---- visibility ----
 
-// Keys of a block that a strip sees: [first, last) holds them all, first a multiple of 8.
+// Keys of a block that a strip sees: [first, last) holds them all, first a multiple of 8, and
+// [begin[v], end[v]) those of vector v alone. Of two vectors these overlap, or one is empty: 0, 0.
 template <typename S>
 struct Visible {
   int first, last;
-  bool full;  // every lane sees all of [first, last); bits are not filled
+  int begin[kVectors], end[kVectors];  // multiples of 8, but for an end at last
+  bool full;                           // every lane sees all of [first, last); bits are not filled
   alignas(64) uint32_t bits[Tile<S>::kBlock / 32][Tile<S>::kStrip];  // bit j % 32 of word j / 32
 };
 
@@ -184,15 +187,37 @@ TESSERA_INLINE uint32_t bit_range(int64_t lo, int64_t hi) {
   return (~uint32_t{0} >> (32 - (hi - lo))) << lo;
 }
 
+// The same in lanes, for lo and hi in [0, kBlock] from the word's first bit on: 2^hi - 2^lo.
 template <typename S>
-void fill_interval_bits(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>& visible) {
-  const int lanes = rows.vectors * S::kLanes;
+TESSERA_INLINE typename S::I bit_ranges(const int32_t* lo, const int32_t* hi, int32_t base) {
+  const auto nothing = S::set1i(0), whole = S::set1i(32), one = S::set1i(1), from = S::set1i(base);
+  const auto clamp = [&](const int32_t* end) {
+    return S::max(S::min(S::sub(S::load(end), from), whole), nothing);
+  };
+  const auto first = clamp(lo), last = S::max(clamp(hi), first);
+  return S::sub(S::shift_left(one, last), S::shift_left(one, first));
+}
+
+template <typename S>
+__attribute__((noinline)) void fill_interval_bits(const StripRows<S>& rows, const Keys<S>& keys,
+                                                  Visible<S>& visible) {
+  constexpr int L = S::kLanes;
+  alignas(64) int32_t ends[4][Tile<S>::kStrip];
+  const auto resolve = [&](const int64_t* key, int32_t* end) {
+    for (int l = 0; l < rows.vectors * L; ++l) {
+      const int64_t clamped = smaller<int64_t>(larger<int64_t>(key[l] - keys.n0, 0), keys.kBlock);
+      end[l] = static_cast<int32_t>(clamped);
+    }
+  };
+  resolve(rows.lo, ends[0]), resolve(rows.hi, ends[1]);
+  if (rows.two_ranges) resolve(rows.lo2, ends[2]), resolve(rows.hi2, ends[3]);
   for (int word = 0; word * 32 < keys.count; ++word) {
-    const int64_t base = keys.n0 + word * 32;
-    for (int l = 0; l < lanes; ++l) {
-      uint32_t bits = bit_range(rows.lo[l] - base, rows.hi[l] - base);
-      if (rows.two_ranges) bits |= bit_range(rows.lo2[l] - base, rows.hi2[l] - base);
-      visible.bits[word][l] = bits;
+    for (int l = 0; l < rows.vectors * L; l += L) {
+      auto bits = bit_ranges<S>(ends[0] + l, ends[1] + l, word * 32);
+      if (rows.two_ranges) {
+        bits = S::bit_or(bits, bit_ranges<S>(ends[2] + l, ends[3] + l, word * 32));
+      }
+      S::store(reinterpret_cast<int32_t*>(visible.bits[word] + l), bits);
     }
   }
 }
@@ -234,28 +259,38 @@ void and_segment_bits(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>&
   }
 }
 
-// Trims [first, last) to what some lane sees and says whether there is anything; sets full.
+// Trims the ranges to what some lane sees and says whether there is anything; sets full.
 template <typename S>
 bool summarise(const StripRows<S>& rows, const Keys<S>& keys, Visible<S>& visible) {
-  int first = -1, last = 0;
-  bool full = true;
-  for (int word = 0; word * 32 < keys.count; ++word) {
-    uint32_t any = 0, all = ~uint32_t{0};
-    for (int l = 0; l < rows.vectors * S::kLanes; ++l) {
-      any |= visible.bits[word][l];
-      all &= visible.bits[word][l];
+  visible.first = INT32_MAX, visible.last = 0, visible.full = true;
+  for (int v = 0; v < rows.vectors; ++v) {
+    int first = -1, last = 0;
+    for (int word = 0; word * 32 < keys.count; ++word) {
+      const uint32_t* bits = visible.bits[word] + v * S::kLanes;
+      uint32_t any = 0, all = ~uint32_t{0};
+      for (int l = 0; l < S::kLanes; ++l) any |= bits[l], all &= bits[l];
+      const uint32_t present = bit_range(0, keys.count - word * 32);
+      visible.full &= (all & present) == present;
+      any &= present;
+      if (any == 0) continue;
+      if (first < 0) first = word * 32 + __builtin_ctz(any);
+      last = word * 32 + 32 - __builtin_clz(any);
     }
-    const uint32_t present = bit_range(0, keys.count - word * 32);
-    full &= (all & present) == present;
-    any &= present;
-    if (any == 0) continue;
-    if (first < 0) first = word * 32 + __builtin_ctz(any);
-    last = word * 32 + 32 - __builtin_clz(any);
+    visible.begin[v] = first < 0 ? 0 : first - first % 8;
+    visible.end[v] = last;
+    if (first < 0) continue;
+    visible.first = smaller(visible.first, visible.begin[v]);
+    visible.last = larger(visible.last, last);
   }
-  visible.first = first - first % 8;
-  visible.last = last;
-  visible.full = full;
-  return first >= 0;
+  for (int v = 0; v < rows.vectors; ++v) {
+    visible.end[v] = smaller((visible.end[v] + 7) / 8 * 8, visible.last);
+  }
+  const int both = larger(visible.begin[0], visible.begin[1]);
+  const int after = smaller(visible.end[0], visible.end[1]);
+  if (rows.vectors == 2 && visible.last > 0 && after > 0 && both >= after) {  // with a gap
+    for (int v = 0; v < 2; ++v) visible.begin[v] = visible.first, visible.end[v] = visible.last;
+  }
+  return visible.last > 0;
 }
 
 // False if no row sees any key of the block.
@@ -272,6 +307,7 @@ bool find_visible(const Call& call, const StripRows<S>& rows, const Keys<S>& key
   const bool by_interval = rows.lo_max > keys.n0 || rows.hi_min < end;
   if (!by_interval && !by_segment && !call.mask.data) {
     visible.first = 0, visible.last = keys.count, visible.full = true;
+    for (int v = 0; v < kVectors; ++v) visible.begin[v] = 0, visible.end[v] = keys.count;
     return true;
   }
   fill_interval_bits(rows, keys, visible);
@@ -309,8 +345,8 @@ TESSERA_INLINE typename S::F tanh_slope(typename S::F y) {
 }
 
 // Biases of keys [j, j + n) of a block, n <= kLanes: key k of lane l in x[k], for vector v of the
-// strip. Asks for those of the next block, which this strip comes to one block of work later: as
-// many streams as rows are more than the hardware follows.
+// strip. Asks for those that lie bias_ahead further: as many streams as rows are more than the
+// hardware follows.
 template <typename S>
 TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_t j, int n, int v,
                               typename S::F (&x)[S::kLanes]) {
@@ -319,7 +355,7 @@ TESSERA_INLINE void load_bias(const Call& call, const StripRows<S>& rows, int64_
   const auto load = [&](const char* row) {
     if (step == 0) return S::set1(load_scalar<S>(row, call.bias.dtype));
     row += j * step;
-    prefetch(row + Tile<S>::kBlock * step);
+    prefetch(row + call.bias_ahead);
     switch (call.bias.dtype) {
       case TESSERA_FP32:
         return S::load_n(reinterpret_cast<const float*>(row), n);
@@ -356,17 +392,18 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
                                                   float* maximum, float* slope) {
   constexpr int L = S::kLanes;
   using F = typename S::F;
-  const F hidden = S::set1(-kInfinity), log2e = S::set1(kLog2e);
-  const F scale = S::set1(call.raw ? 1.0f : call.scale_log2);
+  const F hidden = S::set1(-kInfinity), unit = S::set1(call.score_unit);
+  const F scale = S::set1(call.raw ? 1.0f : call.score_scale);
   const F into_cap = S::set1(kCapped ? call.softmax_scale / call.softcap : 0.0f);
-  const F out_of_cap = S::set1(call.softcap * kLog2e);
+  const F out_of_cap = S::set1(call.softcap * call.score_unit);
   for (int v = 0; v < N; ++v) {
+    const int first = visible.begin[v], last = visible.end[v];
     F top = hidden, distance = S::zero(), steepness = S::zero(), steepness_low = S::zero();
     if (kSloped) {  // of key `first`; exact to 2^24
       alignas(64) float from[L];
       for (int l = 0; l < L; ++l) {
         const int64_t i = rows.token[v * L + l] + sequence.band.shift;
-        from[l] = static_cast<float>(i - keys.n0 - visible.first);
+        from[l] = static_cast<float>(i - keys.n0 - first);
       }
       distance = S::load(from), steepness = S::load(rows.slope + v * L);
       steepness_low = S::load(rows.slope_low + v * L);
@@ -384,7 +421,7 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
       } else {
         x = S::mul(x, scale);
       }
-      if (kBias == BiasAt::kPostScale) x = S::fma(bias, log2e, x);
+      if (kBias == BiasAt::kPostScale) x = S::fma(bias, unit, x);
       if (kSloped) {
         const F apart = S::abs(distance);
         x = S::fnma(steepness, apart, S::fnma(steepness_low, apart, x));
@@ -401,10 +438,10 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
       top = S::max(x, top);
     };
     if constexpr (kBias == BiasAt::kNone) {
-      for (int j = visible.first; j < visible.last; ++j) finish(j, S::zero());
+      for (int j = first; j < last; ++j) finish(j, S::zero());
     } else {
-      for (int begin = visible.first; begin < visible.last; begin += L) {
-        const int n = smaller(visible.last - begin, L);
+      for (int begin = first; begin < last; begin += L) {
+        const int n = smaller(last - begin, L);
         F bias[L];
         load_bias<S>(call, rows, keys.n0 + begin, n, v, bias);
         if (n == L) {
@@ -421,9 +458,10 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
   }
 }
 
-// From s = q.k in rows [first, last) of scores to x log2(e), hidden ones to -inf. maximum[v]: the
-// greatest of each lane, -inf if there is none; NaN is passed over (it comes back in exp2). With
-// call.raw s stays unscaled. slope, if not null: d softcap(x) / dx, laid out as scores.
+// From s = q.k in rows [begin[v], end[v]) of scores, for each vector v, to x * score_unit, hidden
+// ones to -inf. maximum[v]: the greatest of each lane, -inf if there is none; NaN is passed over
+// (it comes back in exp2). With call.raw s stays unscaled. slope, if not null: d softcap(x) / dx,
+// laid out as scores.
 template <typename S, int N>
 void finish_scores(const Call& call, const CallSequence& sequence, const StripRows<S>& rows,
                    const Keys<S>& keys, const Visible<S>& visible, float* scores, float* maximum,

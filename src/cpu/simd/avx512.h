@@ -98,6 +98,12 @@ struct Avx512 {
   TESSERA_INLINE F load(const E5m2* p) { return widen_e5m2(load_8bit(p)); }
   TESSERA_INLINE F load_n(const E5m2* p, int n) { return widen_e5m2(load_8bit_n(p, n)); }
 
+  static constexpr bool kStreams = true;
+  TESSERA_INLINE void stream(float* p, F a) { _mm512_stream_ps(p, a); }
+  TESSERA_INLINE void stream(Bf16* p, F a, F b) { stream_pair(p, narrow_bf16(a), narrow_bf16(b)); }
+  TESSERA_INLINE void stream(Fp16* p, F a, F b) { stream_pair(p, narrow_fp16(a), narrow_fp16(b)); }
+  TESSERA_INLINE void end_streams() { _mm_sfence(); }
+
   // Bit i: p[i] != 0, for i < n <= 32; bytes from the n-th on are not read.
   TESSERA_INLINE uint32_t nonzero_bytes(const uint8_t* p, int n) {
     const __mmask32 lanes = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
@@ -184,6 +190,10 @@ struct Avx512 {
   }
   TESSERA_INLINE __m256i load_16bit_n(const void* p, int n) {
     return _mm256_maskz_loadu_epi16(first_lanes(n), p);
+  }
+  TESSERA_INLINE void stream_pair(void* p, __m256i a, __m256i b) {
+    _mm512_stream_si512(static_cast<__m512i*>(p),
+                        _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
   }
   TESSERA_INLINE __m128i load_8bit(const void* p) {
     return _mm_loadu_si128(static_cast<const __m128i*>(p));

@@ -13,6 +13,9 @@
 //   load, load_n         kLanes elements of a storage type as fp32; of n < kLanes, others 0: bytes
 //                        past the n-th are not read
 //   store, store_n       the reverse, rounded to nearest even, NaN stays NaN
+//   stream, end_streams  with kStreams: a cache line (64-byte aligned; one vector of fp32, two of
+//   16
+//                        bits) past the caches, without fetching it; before others may look at it
 //   broadcast            one element of memory to all lanes, as fp32
 //   fma, fms, fnma       a b + c, a b - c, c - a b; the last two round once on every level
 //   max(a, b), min(a, b) b where either is NaN
