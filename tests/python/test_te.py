@@ -416,6 +416,12 @@ def test_what_comes_later_is_refused_by_name(given):
         DotProductAttention(4, 8)(**inputs(**given))
 
 
+def test_methods_of_fp8_are_refused():
+    for name in ("init_fp8_metadata", "get_quantizer_roles", "get_qkv_quantization_capabilities"):
+        with pytest.raises(tessera.torch.Refused, match="FP8 attention"):
+            getattr(DotProductAttention(4, 8), name)()
+
+
 def test_alibi_along_two_masks_asks_for_lengths():
     masks = torch.zeros(2, 1, 1, 5, dtype=torch.bool), torch.zeros(2, 1, 1, 6, dtype=torch.bool)
     k = torch.zeros(6, 2, 4, 8)

@@ -6,6 +6,7 @@ import logging
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,8 @@ RULES = {
     "one version of flash": (dict(device="sm80"), {**VERSIONS, "NVTE_FLASH_ATTN_V3": "1"}, True,
                              FLASH, {}),
     "fp8": (dict(fp8=True), {}, True, None, {name: "FP8 attention" for name in _selection.NAMES}),
+    "fp8 elsewhere": (dict(fp8=True, fp8_meta={"recipe": SimpleNamespace(fp8_dpa=False)}), {}, True,
+                      FUSED, {}),
     "ring": (dict(context_parallel=True), {}, True, None, {FUSED: "context parallelism"}),
     "cache": (dict(inference_params=object()), {}, True, None, {FLASH: "inference_params"}),
     "integers": (dict(qkv_dtype=torch.int8), {}, True, None,
@@ -446,6 +449,15 @@ def test_te_s_numbers():
     assert [fused.FusedAttnBackend[name] for name in ("No_Backend", "F16_max512", "FP8")] == \
         [-1, 0, 2]
     assert set(fused.AttnMaskType) == set(constants.AttnMaskTypes) - {"arbitrary"}
+
+
+def test_where_te_1_had_its_names():
+    from tessera.te.pytorch import attention
+    assert attention._attention_backends is _attention_backends
+    assert attention.get_attention_backend is utils.get_attention_backend
+    assert constants.TE_DType[torch.bfloat16] == 6
+    assert constants.TE_DType_To_Torch[constants.TE_DType[torch.float16]] == torch.float16
+    assert list(fused.QKVLayout)[:-1] == list(constants.QKVLayouts)
 
 
 @pytest.mark.parametrize("module", ["", ".attention", ".attention.dot_product_attention",

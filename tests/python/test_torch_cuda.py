@@ -163,3 +163,43 @@ def test_sdpa_s_gradients_of_gqa():
     for a, b in zip(torch.autograd.grad(ours, (q, k, v), do),
                     torch.autograd.grad(theirs, (q, k, v), do)):
         torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("given", ["causal", "attention_mask", "thd", "alibi", "dropout"])
+def test_te_s_module_in_a_graph(given):
+    """Captured, so nothing in it waits for the device or reads a value from it."""
+    from tessera.te.pytorch import DotProductAttention
+    module = DotProductAttention(4, 64, qkv_format="thd" if given == "thd" else "bshd",
+                                 attention_dropout=0.2 * (given == "dropout")).cuda()
+    cu = torch.tensor([0, 100, 384], dtype=torch.int32, device="cuda")
+    keywords = {
+        "attention_mask": dict(attn_mask_type="padding_causal", attention_mask=torch.arange(
+            384, device="cuda").view(2, 1, 1, 192) % 192 > 100),
+        "thd": dict(attn_mask_type="padding_causal", cu_seqlens_q=cu, cu_seqlens_kv=cu,
+                    max_seqlen_q=284, max_seqlen_kv=284),
+        "alibi": dict(core_attention_bias_type="alibi"),
+    }.get(given, {})
+    q, k, v = (x.detach().flatten(0, 1).requires_grad_() if given == "thd" else x for x in qkv())
+
+    def step():
+        out = module(q, k, v, **keywords)
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    graph, outputs = captured(step)
+    graph.replay()
+    if given != "dropout":
+        for a, b in zip(outputs, step()):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert all(x.isfinite().all() and x.any() for x in outputs)
+
+
+def test_out_and_vmap():
+    q, k, v = (x.detach() for x in qkv())
+    buffer = torch.zeros(*q.shape[:-1], 3, 64, device="cuda", dtype=q.dtype)
+    graph, _ = captured(lambda: tt.attention(q, k, v, out=buffer[..., 1, :]))
+    graph.replay()
+    assert torch.equal(buffer[..., 1, :], tt.attention(q, k, v)) and not buffer[..., 0, :].any()
+    sinks = torch.randn(2, 4, device="cuda")
+    ours = torch.func.vmap(lambda q, sink: tt.attention(q, k, v, sink=sink))(
+        torch.stack([q, k]), sinks)
+    for a, b in zip(ours, (tt.attention(x, k, v, sink=s) for x, s in zip((q, k), sinks))):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)

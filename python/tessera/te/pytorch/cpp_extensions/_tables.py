@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import enum
 
+from ..constants import QKVLayouts, SoftmaxTypes
+
 
 class FusedAttnBackend(enum.IntEnum):
     """F16_max512 and F16_arbitrary_seqlen are both tessera's kernels."""
@@ -20,18 +22,11 @@ class FusedAttnBackend(enum.IntEnum):
         return cls[value] if isinstance(value, str) else cls(int(value))
 
 
-_LAYOUTS = ("sb3hd", "sbh3d", "sbhd_sb2hd", "sbhd_sbh2d", "sbhd_sbhd_sbhd",
-            "bs3hd", "bsh3d", "bshd_bs2hd", "bshd_bsh2d", "bshd_bshd_bshd",
-            "t3hd", "th3d", "thd_t2hd", "thd_th2d", "thd_thd_thd",
-            "sbhd_bshd_bshd", "bshd_sbhd_sbhd", "thd_bshd_bshd", "thd_sbhd_sbhd",
-            "paged_kv_bshd_bshd_bshd", "paged_kv_bshd_sbhd_sbhd", "paged_kv_sbhd_bshd_bshd",
-            "paged_kv_sbhd_sbhd_sbhd", "paged_kv_thd_bshd_bshd", "paged_kv_thd_sbhd_sbhd",
-            "bhsd_bhsd_bhsd")
+_LAYOUTS = (*QKVLayouts, "bhsd_bhsd_bhsd")
 _FORMATS = ("sbhd", "bshd", "thd", "bshd_2sbhd", "sbhd_2bshd", "thd_2bshd", "thd_2sbhd", "bhsd")
 _BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
           "padding_causal_bottom_right")
-_SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 
 
 def _table(name: str, words) -> dict[str, enum.IntEnum]:
@@ -44,7 +39,7 @@ QKVLayout = _table("NVTE_QKV_Layout", _LAYOUTS)
 QKVFormat = _table("NVTE_QKV_Format", _FORMATS)
 AttnBiasType = _table("NVTE_Bias_Type", _BIASES)
 AttnMaskType = _table("NVTE_Mask_Type", _MASKS)
-SoftmaxType = _table("NVTE_Softmax_Type", _SOFTMAXES)
+SoftmaxType = _table("NVTE_Softmax_Type", SoftmaxTypes)
 
 # Where an FP8 tensor's scale stands among those of TE's GEMMs.
 META_QKV, META_O, META_S = 2, 3, 8

@@ -145,7 +145,7 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
         reasons[_FLASH].append("compute capability < sm80")
         reasons[_FUSED].append("compute capability < sm80")
     for flag, reason in (
-            (params.fp8, "FP8 attention, which tessera.te does not have yet; leave the fp8 region"),
+            (_in_fp8(params), "FP8 attention, which tessera.te does not have yet; leave the fp8 region"),
             (params.context_parallel, "context parallelism, which tessera.te does not have yet; "
              "merge the parts of each rank with tessera.torch.merge"),
             (params.inference_params is not None, "inference_params, which tessera.te does not "
@@ -163,6 +163,12 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
     reasons[_FLASH] += kernels
     reasons[_FUSED] += kernels
     return reasons
+
+
+def _in_fp8(params) -> bool:
+    """An FP8 region whose recipe leaves attention alone is none."""
+    recipe = (params.fp8_meta or {}).get("recipe")
+    return params.fp8 and getattr(recipe, "fp8_dpa", True)
 
 
 def _has_kernels(device: str) -> bool:

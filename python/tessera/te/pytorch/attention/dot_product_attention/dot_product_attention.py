@@ -155,6 +155,11 @@ class DotProductAttention(torch.nn.Module):
         out, max_logit = result
         return out.flatten(-2), max_logit.to(out.dtype)
 
+    def init_fp8_metadata(self, *_, **__):
+        raise _later("init_fp8_metadata", "called", "FP8 attention", "pass 16-bit tensors")
+
+    get_quantizer_roles = get_qkv_quantization_capabilities = init_fp8_metadata
+
     # ---- state dicts: TE keeps FP8's state beside the parameters ----
 
     def get_extra_state(self):
