@@ -48,6 +48,13 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x, to 1 ulp; x = +inf gives 0.
+__device__ inline float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats as one register of 16-bit elements, the first in the low half.
 template <typename T>
 __device__ uint32_t pack(float low, float high);

@@ -6,6 +6,7 @@
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/sm90/backward_kernels.h"
+#include "cuda/sm90/backward_pack_mask.h"
 #include "cuda/sm90/backward_sink.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensormap.h"
@@ -18,17 +19,29 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 constexpr int64_t kL2Bytes =
     32 << 20;  // what q, do and the sums of the heads in flight may take of 50 MB
 
-const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv) {
+// Of enum BackwardFeature.
+int features_of(const Problem& p) {
+  const bool masks =
+      given(p, TESSERA_MASK) || given(p, TESSERA_KEY_RANGES) || given(p, TESSERA_SEGMENT_IDS_Q);
+  return (given(p, TESSERA_ALIBI_SLOPES) ? kAlibi : 0) | (has(p, TESSERA_SOFTCAP) ? kSoftcap : 0) |
+         (has(p, TESSERA_DROPOUT) ? kDropout : 0) | (masks ? kMasks : 0) |
+         (given(p, TESSERA_BIAS) ? kBias : 0);
+}
+
+// The first row that holds the head dims and knows the features.
+const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv, int features) {
   for (const BackwardKernel& kernel : backward_kernels()) {
-    if (kernel.dtype == dtype && kernel.tile.dqk >= dqk && kernel.tile.dv >= dv) return &kernel;
+    if (kernel.dtype == dtype && kernel.tile.dqk >= dqk && kernel.tile.dv >= dv &&
+        (kernel.features & features) == features) {
+      return &kernel;
+    }
   }
   return nullptr;
 }
 
 class BackwardPlan final : public Plan {
  public:
-  BackwardPlan(const BackwardKernel& kernel, std::unique_ptr<Plan> fallback)
-      : kernel_(kernel), fallback_(std::move(fallback)) {}
+  explicit BackwardPlan(std::unique_ptr<Plan> fallback) : fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
     return std::max(workspace_of(problem).bytes, fallback_->workspace_bytes(problem, num_threads));
@@ -40,7 +53,8 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    const BackwardTile& tile = kernel_.tile;
+    const BackwardKernel& kernel = kernel_of(problem);
+    const BackwardTile& tile = kernel.tile;
     BackwardParams a{};
     a.problem = params_of(problem, buffers);
     const Params& p = a.problem;
@@ -52,24 +66,35 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m, a.ragged_q, &a.q));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_O, tile.tile_m, a.ragged_q, &a.o));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m, a.ragged_q, &a.grad_o));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_K, tile.tile_n(), a.ragged_k, &a.k));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_V, tile.tile_n(), a.ragged_k, &a.v));
-    order_tiles(a);
+    if (tile.pair) {
+      TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m / 2, a.ragged_q, &a.q_half));
+      TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m / 2, a.ragged_q, &a.grad_o_half));
+    }
+    const int keys_of_cta = tile.tile_n() / tile.ctas();
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.ragged_k, &a.k));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.ragged_k, &a.v));
+    order_tiles(tile, a);
     const Workspace workspace = workspace_of(problem);
     auto* base = static_cast<char*>(buffers.workspace);
     a.slots = workspace.slots;
     a.lse2 = reinterpret_cast<float*>(base);
     a.delta = reinterpret_cast<float*>(base + workspace.delta);
+    if (workspace.has_hulls) a.hulls = reinterpret_cast<QueryHull*>(base + workspace.hulls);
+    if (given(problem, TESSERA_MASK)) {
+      TESSERA_RETURN_IF_ERROR(
+          pack_backward_mask(problem.tensor[TESSERA_MASK], tile, base + workspace.mask, a, stream));
+    }
     if (p.tensor[TESSERA_DQ].data) a.dq_sums = reinterpret_cast<float*>(base + workspace.dq_sums);
 
     const auto heads = static_cast<unsigned>(p.hq);
-    TESSERA_RETURN_IF_ERROR(launch(kernel_.rows, dim3(static_cast<unsigned>(a.slots), heads),
-                                   kRowThreads, kernel_.rows_shared_bytes, a, stream));
-    TESSERA_RETURN_IF_ERROR(launch(kernel_.gradients, dim3(static_cast<unsigned>(a.tiles)),
-                                   BackwardTile::kThreads, kernel_.shared_bytes, a, stream));
+    TESSERA_RETURN_IF_ERROR(launch(kernel.rows, dim3(static_cast<unsigned>(a.slots), heads),
+                                   kRowThreads, kernel.rows_shared_bytes, a, stream));
+    TESSERA_RETURN_IF_ERROR(launch(kernel.gradients,
+                                   dim3(static_cast<unsigned>(a.tiles * tile.ctas())),
+                                   BackwardTile::kThreads, kernel.shared_bytes, a, stream));
     if (a.dq_sums) {
       const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, tile.tile_m);
-      TESSERA_RETURN_IF_ERROR(launch(kernel_.convert, dim3(static_cast<unsigned>(slots), heads),
+      TESSERA_RETURN_IF_ERROR(launch(kernel.convert, dim3(static_cast<unsigned>(slots), heads),
                                      kRowThreads, 0, a, stream));
     }
     return launch_dsink(a, tile.tile_m, stream);
@@ -77,22 +102,36 @@ class BackwardPlan final : public Plan {
 
  private:
   static constexpr int kRowThreads = 128;
-  static constexpr int64_t kBytesOfDq = 2 * 64 * 64 * 4;  // sums of a block: a part for each owner
+  static constexpr int64_t kBytesOfPart = 64 * 64 * 4;  // of the dQ sums of a block
+
+  static const BackwardKernel& kernel_of(const Problem& problem) {
+    const Sizes s = sizes_of(problem);
+    return *find_backward_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv,
+                                 features_of(problem));
+  }
 
   struct Workspace {
     int slots;
-    int64_t delta, dq_sums, bytes;  // lse2 stands at 0
+    bool has_hulls;
+    int64_t delta, hulls, mask, dq_sums, bytes;  // lse2 stands at 0
   };
-  Workspace workspace_of(const Problem& problem) const {
+  static Workspace workspace_of(const Problem& problem) {
     const Sizes s = sizes_of(problem);
-    const int tile_m = kernel_.tile.tile_m;
+    const BackwardTile& tile = kernel_of(problem).tile;
     Workspace w;
     w.slots = num_slots(is_thd_q(problem), static_cast<int>(s.sq),
-                        static_cast<int>(std::max<int64_t>(s.batch, 1)), tile_m);
-    const int64_t rows = s.hq * w.slots * tile_m;
-    w.delta = rows * 4;
-    w.dq_sums = 2 * w.delta;
-    w.bytes = w.dq_sums + (given(problem, TESSERA_DQ) ? s.hq * w.slots * kBytesOfDq : 0);
+                        static_cast<int>(std::max<int64_t>(s.batch, 1)), tile.tile_m);
+    w.has_hulls = given(problem, TESSERA_KEY_RANGES) || given(problem, TESSERA_SEGMENT_IDS_Q);
+    const int64_t slots = s.hq * w.slots;
+    w.delta = slots * tile.tile_m * 4;
+    w.hulls = 2 * w.delta;
+    w.mask = w.hulls + (w.has_hulls ? slots * static_cast<int64_t>(sizeof(QueryHull)) : 0);
+    w.dq_sums = w.mask;
+    if (given(problem, TESSERA_MASK)) {
+      w.dq_sums += packed_backward_mask_bytes(problem.tensor[TESSERA_MASK], tile);
+    }
+    w.bytes =
+        w.dq_sums + (given(problem, TESSERA_DQ) ? slots * tile.parts_of_dq() * kBytesOfPart : 0);
     return w;
   }
 
@@ -105,9 +144,9 @@ class BackwardPlan final : public Plan {
     return bits % 16 == 0;
   }
 
-  void order_tiles(BackwardParams& a) const {
+  static void order_tiles(const BackwardTile& tile, BackwardParams& a) {
     const Params& p = a.problem;
-    const int tile_n = kernel_.tile.tile_n();
+    const int tile_n = tile.tile_n();
     const int tiles_n = (p.sk + tile_n - 1) / tile_n;
     const int heads = p.batch * p.hk;
     a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, tile_n) * p.hk;
@@ -139,7 +178,6 @@ class BackwardPlan final : public Plan {
                        "cudaLaunchKernel (backward)");
   }
 
-  const BackwardKernel& kernel_;
   std::unique_ptr<Plan> fallback_;
 };
 
@@ -151,30 +189,28 @@ void require_backward(Support& support, const Problem& p) {
   support.require(!has(p, TESSERA_DETERMINISTIC), ReasonId::kFeature, Remedy::kNone, [] {
     return std::string("deterministic=True: dq is a sum of atomic additions here");
   });
-  support.require(find_backward_kernel(dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim,
-                  Remedy::kNone, [&] {
-                    return "head_dim_qk=" + std::to_string(s.dqk) +
-                           ": and head_dim_v must be at most 128 in the backward pass";
-                  });
+  const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features_of(p));
+  const char* limit = features_of(p) ? ": and head_dim_v must be at most 128 in the backward pass "
+                                       "with bias, masks, ALiBi, softcap or dropout"
+                                     : ": and head_dim_v must be at most 256 in the backward pass";
+  support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
+                  [&] { return "head_dim_qk=" + std::to_string(s.dqk) + limit; });
   // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
   const bool ragged =
       is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
-  support.require(!ragged || (s.dqk > 64) == (s.dv > 64), ReasonId::kHeadDim, Remedy::kNone, [&] {
-    return "head_dim_v=" + std::to_string(s.dv) +
-           ": with lengths, must be on the same side of 64 as "
-           "head_dim_qk in the backward pass";
-  });
-  constexpr int kRich[] = {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
-                           TESSERA_ALIBI_SLOPES};
-  for (const int index : kRich) {
+  const auto in_last_chunk = [](int64_t dim, int tile) { return dim > (tile - 1) / 64 * 64; };
+  support.require(
+      !ragged || !kernel ||
+          (in_last_chunk(s.dqk, kernel->tile.dqk) && in_last_chunk(s.dv, kernel->tile.dv)),
+      ReasonId::kHeadDim, Remedy::kNone, [&] {
+        return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
+               ": with lengths, must end in the last 64 columns of the backward tile (" +
+               std::to_string(kernel->tile.dqk) + ", " + std::to_string(kernel->tile.dv) + ")";
+      });
+  // Gradients that are sums over scores.
+  for (const int index : {TESSERA_DBIAS, TESSERA_DALIBI_SLOPES}) {
     support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {
-      return std::string(name_of(p, index)) + ": not in the backward pass of this backend";
-    });
-  }
-  for (const auto& [flag, name] :
-       {std::pair{TESSERA_SOFTCAP, "softcap"}, {TESSERA_DROPOUT, "dropout_p"}}) {
-    support.require(!has(p, flag), ReasonId::kFeature, Remedy::kNone, [name = name] {
-      return std::string(name) + ": not in the backward pass of this backend";
+      return std::string(tensor_rule(index).name) + ": not in the backward pass of this backend";
     });
   }
 }
@@ -182,17 +218,21 @@ void require_backward(Support& support, const Problem& p) {
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
                                             std::unique_ptr<Plan> fallback) {
   const Sizes s = sizes_of(canonical);
-  const BackwardKernel& kernel =
-      *find_backward_kernel(canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  for (const auto& [function, bytes] : {std::pair{kernel.rows, kernel.rows_shared_bytes},
-                                        {kernel.gradients, kernel.shared_bytes}}) {
-    TESSERA_RETURN_IF_ERROR(cuda_status(
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "cudaFuncSetAttribute"));
+  // Which features a call has is not part of a plan.
+  for (int features = 0; features <= kEverything; ++features) {
+    const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features);
+    if (!kernel) continue;  // require_backward() refuses such calls
+    for (const auto& [function, bytes] : {std::pair{kernel->rows, kernel->rows_shared_bytes},
+                                          {kernel->gradients, kernel->shared_bytes}}) {
+      TESSERA_RETURN_IF_ERROR(cuda_status(
+          cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+          "cudaFuncSetAttribute"));
+    }
   }
-  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(kernel, std::move(fallback)));
+  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(std::move(fallback)));
 }
 
 }  // namespace tessera::cuda::sm90

@@ -29,6 +29,9 @@
 #include <cstddef>
 
 #include "cuda/common/element.cuh"
+#include "cuda/sm90/backward_blocks.cuh"
+#include "cuda/sm90/backward_edges.cuh"
+#include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/fragment.cuh"
@@ -36,46 +39,17 @@
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/smem_tile.cuh"
-#include "cuda/sm90/tensormap.h"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace tessera::cuda::sm90 {
 
-// Where row `row` of a side is for a tensor map.
-struct MapRow {
-  int c2, c3;
-};
-__device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row) {
-  return ragged ? MapRow{kRagged - rows.length + row, rows.first + rows.length}
-                : MapRow{rows.first + row, 0};
-}
-
-// Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit
-// elements. By all lanes; the four threads of a quad trade pairs of columns for 16 bytes.
-template <typename Element, int kN>
-__device__ __forceinline__ void store_row(Element* row, bool stored, int first, int columns,
-                                          float factor, const float (&d)[kN / 2], int r, int lane) {
-  const int quad = lane % 4;
-#pragma unroll
-  for (int g = 0; g < kN / 8; g += 4) {
-    uint32_t x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = d + 4 * (g + i) + 2 * r;
-      x[i] = pack<Element>(pair[0] * factor, pair[1] * factor);
-    }
-    transpose_quad(x, quad);
-    const int column = first + 8 * (g + quad);
-    if (stored && column < columns) {
-      *reinterpret_cast<uint4*>(row + column) = uint4{x[0], x[1], x[2], x[3]};
-    }
-  }
-}
-
-// Row: one row of the table in backward_tiles.def, as a type with the constant kTile.
+// Row: one row of the table in backward_tiles.def, as a type with the constants kTile and
+// kFeatures.
 template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
+  static constexpr int kFeatures = Row::kFeatures;
+  static constexpr bool kRich = kFeatures != 0, kLeavesOut = kFeatures & kMasks;
   static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = 3;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
   static constexpr int kGradientBuffers = kTile.ds_buffers;
@@ -84,7 +58,8 @@ struct Backward {
   // An owner makes 64 queries x 64 columns of a block of dQ: half of its rows or half of its
   // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
   // warps add whole lines.
-  static constexpr int kPartOfDq = 64 * 64, kBlockOfDq = kOwners * kPartOfDq;
+  static constexpr int kPartOfDq = 64 * 64, kPartsOfDq = kTile.parts_of_dq(),
+                       kBlockOfDq = kPartsOfDq * kPartOfDq;
   static constexpr bool kSplitsRows = kTileM == 128;
 
   using Schedule = KeySchedule<kTileM, kTileN>;
@@ -93,6 +68,8 @@ struct Backward {
   using KTile = SmemTile<kTileN, kTile.dqk>;
   using VTile = SmemTile<kTileN, kTile.dv>;
   using GradientTile = SmemTile<kTileN, kTileM>;  // dS^T
+  using Blocks = QueryBlocks<kTileM, kTileN>;
+  using Features = BackwardFeatures<Element, kTileM, kFeatures>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[KTile::kBytes], v[VTile::kBytes];
@@ -102,6 +79,7 @@ struct Backward {
     float lse2[kStages][kTileM], delta[kStages][kTileM];
     uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
+    int2 blocks[kStages];  // rich: which block a stage holds, see Stage
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -128,6 +106,9 @@ struct Backward {
     __device__ __forceinline__ uint32_t delta(int stage) const {
       return base + offsetof(SharedStorage, delta) + stage * kTileM * 4;
     }
+    __device__ __forceinline__ uint32_t block(int stage) const {
+      return base + offsetof(SharedStorage, blocks) + 8 * stage;
+    }
     __device__ __forceinline__ uint32_t kv_barrier() const {
       return base + offsetof(SharedStorage, kv_barrier);
     }
@@ -142,45 +123,108 @@ struct Backward {
     }
   };
 
-  // ---- producer: one thread ----
+  // ---- producer ----
 
+  // What the rich producer says of a stage, as two integers: the query head of the group, or -1
+  // when there are no more blocks, and twice the block, plus 1 where some key is hidden from some
+  // query.
+  struct Stage {
+    int member, block_and_masked;
+  };
+
+  // By one thread: the stages of Q, lse2, dO and delta, in turn.
+  class Loader {
+   public:
+    __device__ __forceinline__ Loader(const BackwardParams& a, const KeyTile& tile,
+                                      const Shared shared)
+        : a_(a), tile_(tile), shared_(shared), row0_(map_row(a.ragged_q, tile.q, 0)) {}
+
+    __device__ __forceinline__ void load_keys() const {
+      const MapRow key = map_row(a_.ragged_k, tile_.k, tile_.key0);
+      const uint32_t barrier = shared_.kv_barrier();
+      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
+      KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+      VTile::load(shared_.v(), &a_.v, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+    }
+    __device__ __forceinline__ void load_block(int member, int block, bool masked) {
+      acquire();
+      const int head = tile_.kv_head * a_.problem.group + member;
+      const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
+      const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
+      const uint32_t q = shared_.q_barrier(ring_.stage),
+                     grad_o = shared_.grad_o_barrier(ring_.stage);
+      if constexpr (kRich) say({member, 2 * block + masked});
+      mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4);
+      QTile::load(shared_.q(ring_.stage), &a_.q, q, head, c2, row0_.c3, batch);
+      bulk_load(shared_.lse2(ring_.stage), a_.lse2 + row, kTileM * 4, q);
+      mbarrier_arrive_expect(grad_o, GradOTile::kBytes + kTileM * 4);
+      GradOTile::load(shared_.grad_o(ring_.stage), &a_.grad_o, grad_o, head, c2, row0_.c3, batch);
+      bulk_load(shared_.delta(ring_.stage), a_.delta + row, kTileM * 4, grad_o);
+      ring_.advance();
+    }
+    __device__ __forceinline__ void say_last() {
+      acquire();
+      say({-1, 0});
+      mbarrier_arrive(shared_.q_barrier(ring_.stage));
+    }
+
+   private:
+    // Block i is asked for when both owners have dS(i - 2).
+    __device__ __forceinline__ void acquire() {
+      if (++asked_ <= 2) return;
+      shared_.ds_barriers().wait(ds_ring_);
+      ds_ring_.advance();
+    }
+    __device__ __forceinline__ void say(Stage stage) const {
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_.block(ring_.stage)),
+                   "r"(stage.member), "r"(stage.block_and_masked)
+                   : "memory");
+    }
+
+    const BackwardParams& a_;
+    const KeyTile& tile_;
+    const Shared shared_;
+    const MapRow row0_;
+    Ring<kStages> ring_;
+    Ring<kGradientBuffers> ds_ring_;
+    int asked_ = 0;
+  };
+
+  // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
+  // the kernel's before, which is waited for also without work: the next kernel waits for this one
+  // alone.
   static __device__ __forceinline__ void producer(const BackwardParams& a, const KeyTile& tile,
                                                   const Shared shared) {
-    const int begin = tile.begin, end = tile.end, group = a.problem.group;
-    if (begin < end) {
-      const MapRow key = map_row(a.ragged_k, tile.k, tile.key0);
-      const uint32_t barrier = shared.kv_barrier();
-      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
-      KTile::load(shared.k(), &a.k, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
-      VTile::load(shared.v(), &a.v, barrier, tile.kv_head, key.c2, key.c3, tile.k.batch);
-    }
-    // lse2, delta and zeros in the sums are the kernel's before. Also without work: the next kernel
-    // waits for this one alone.
+    Loader loader(a, tile, shared);
+    const int group = a.problem.group;
+    const bool leader = threadIdx.x == 0;
+    if (leader && tile.begin < tile.end) loader.load_keys();
     wait_for_predecessors();
-    const MapRow row0 = map_row(a.ragged_q, tile.q, 0);
-    const int batch = tile.q.batch, first_slot = tile.first_slot;
-    Ring<kStages> ring;
-    Ring<kGradientBuffers> ds_ring;
-    int loaded = 0;
+    if constexpr (kLeavesOut) {
+      const Blocks blocks(a, tile);
 #pragma unroll 1
-    for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
+      for (int member = 0; member < group; ++member) {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) {
-        if (++loaded > 2) {  // block i is asked for when both owners have dS(i - 2)
-          shared.ds_barriers().wait(ds_ring);
-          ds_ring.advance();
+        for (int start = tile.begin; start < tile.end; start += kWarp) {
+          const auto bits = blocks.look(tile.kv_head * group + member, start);
+          if (!leader) continue;
+#pragma unroll 1
+          for (uint32_t live = bits.live; live; live &= live - 1) {
+            const int i = __ffs(live) - 1;
+            loader.load_block(member, start + i, bits.partial >> i & 1);
+          }
         }
-        const int64_t row = (int64_t{head} * a.slots + first_slot + block) * kTileM;
-        const int c2 = row0.c2 + block * kTileM;
-        const uint32_t q = shared.q_barrier(ring.stage), grad_o = shared.grad_o_barrier(ring.stage);
-        mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4);
-        QTile::load(shared.q(ring.stage), &a.q, q, head, c2, row0.c3, batch);
-        bulk_load(shared.lse2(ring.stage), a.lse2 + row, kTileM * 4, q);
-        mbarrier_arrive_expect(grad_o, GradOTile::kBytes + kTileM * 4);
-        GradOTile::load(shared.grad_o(ring.stage), &a.grad_o, grad_o, head, c2, row0.c3, batch);
-        bulk_load(shared.delta(ring.stage), a.delta + row, kTileM * 4, grad_o);
-        ring.advance();
       }
+      if (leader) loader.say_last();
+    } else {
+#pragma unroll 1
+      for (int member = 0; member < group; ++member) {
+#pragma unroll 1
+        for (int block = tile.begin; block < tile.end; ++block) {
+          loader.load_block(member, block, block < tile.clean_begin || block >= tile.clean_end);
+        }
+      }
+      if constexpr (kRich) loader.say_last();
     }
   }
 
@@ -210,11 +254,13 @@ struct Backward {
     Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
     float* const sums = a.dq_sums ? a.dq_sums + w * kPartOfDq + 4 * thread : nullptr;
     int previous_slot = -1;  // of the block whose dQ is next
+    Features features(a, tile, tile.key0 + warp_row);
+    constexpr uint32_t kPitch = GradientTile::kChunkBytes;  // between pieces of a staged bias
 
-    const auto step = [&](int block, int slot) {
+    // Q of the stage has arrived. masked: some key of the tile is hidden from some query.
+    const auto step = [&](int block, int slot, bool masked) {
       float S[kTileM / 2], dP[kTileM / 2], dQ[32];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
-      mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
       pin(S);
       wgmma_fence();
@@ -234,36 +280,49 @@ struct Backward {
             dP, v + VTile::k_major_step(i), grad_o + GradOTile::k_major_step(i), i > 0);
       }
       wgmma_commit();
+      const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad,
+                     delta = shared.delta(ring.stage) + 8 * quad;
+      const uint32_t warp_ds = shared.ds(ds_ring.stage) + warp_row * kChunkRowBytes;
+      if constexpr (kRich) {
+        features.look(block, masked);
+        mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+        if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
+      }
       wgmma_wait<1>();
       pin(S);
 
-      const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad;
+      if constexpr (kRich) {
+        features.weigh(block, warp_ds, kPitch, lse2, S);
+      } else {
 #pragma unroll
-      for (int g = 0; g < kTileM / 8; ++g) {
-        const float2 of_query = load_shared_pair(lse2 + 32 * g);
-        float* s = S + 4 * g;
-        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
-        s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
-        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
-        s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
+        for (int g = 0; g < kTileM / 8; ++g) {
+          const float2 of_query = load_shared_pair(lse2 + 32 * g);
+          float* s = S + 4 * g;
+          s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
+          s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
+          s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
+          s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
+        }
+        if (masked) hide<kTileM>(tile, key, block, S);
       }
-      if (block < clean_begin || block >= clean_end) hide(tile, key, block, quad, S);
       wgmma_wait<0>();
       pin(dP);
       pin(S);  // P is not packed earlier than this: it would take registers of its own
-      const uint32_t delta = shared.delta(ring.stage) + 8 * quad;
+      if constexpr (kRich) features.differentiate(block, warp_ds, kPitch, lse2, delta, S, dP);
 #pragma unroll
       for (int g = 0; g < kTileM / 8; ++g) {
-        const float2 of_query = load_shared_pair(delta + 32 * g);
         const float* s = S + 4 * g;
         float* dp = dP + 4 * g;
-        dp[0] = s[0] * (dp[0] - of_query.x), dp[1] = s[1] * (dp[1] - of_query.y);
-        dp[2] = s[2] * (dp[2] - of_query.x), dp[3] = s[3] * (dp[3] - of_query.y);
+        if constexpr (!kRich) {
+          const float2 of_query = load_shared_pair(delta + 32 * g);
+          dp[0] = s[0] * (dp[0] - of_query.x), dp[1] = s[1] * (dp[1] - of_query.y);
+          dp[2] = s[2] * (dp[2] - of_query.x), dp[3] = s[3] * (dp[3] - of_query.y);
+        }
         P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
         dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
       }
 
-      mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
 #pragma unroll
       for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
@@ -310,14 +369,33 @@ struct Backward {
     };
 
     if (begin < end) mbarrier_wait(shared.kv_barrier(), 0);
-    int slot =
+    const int first_slot =
         uniform_register(tile.kv_head) * p.group * a.slots + uniform_register(tile.first_slot);
+    if constexpr (kRich) {
+      int head = -1;
 #pragma unroll 1
-    for (int member = 0; member < p.group; ++member, slot += a.slots) {
+      while (true) {
+        mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
+        const float2 stage = load_shared_pair(shared.block(ring.stage));
+        const int member = uniform_register(__float_as_int(stage.x)),
+                  block_and_masked = uniform_register(__float_as_int(stage.y));
+        if (member < 0) break;
+        if (member != head) features.start_head(tile.kv_head * p.group + (head = member));
+        const int block = block_and_masked >> 1;
+        step(block, first_slot + member * a.slots + block, block_and_masked & 1);
+      }
+    } else {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) step(block, slot + block);
+      for (int member = 0; member < p.group; ++member) {
+#pragma unroll 1
+        for (int block = begin; block < end; ++block) {
+          mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
+          step(block, first_slot + member * a.slots + block,
+               block < clean_begin || block >= clean_end);
+        }
+      }
     }
-    if (sums && begin < end) {
+    if (sums && previous_slot >= 0) {
       float dQ[32];
       ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
@@ -325,8 +403,8 @@ struct Backward {
       pin(dQ);
       add_dq(sums + int64_t{previous_slot} * kBlockOfDq, w, dQ);
     }
-    store<kTile.dqk>(p, TESSERA_DK, tile, key, lane, p.softmax_scale, p.dqk, dK);
-    store<kTile.dv>(p, TESSERA_DV, tile, key, lane, 1.f, p.dv, dV);
+    store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
+    store_gradient<Element>(p, TESSERA_DV, tile, key, p.dropout_scale, p.dv, dV);
   }
 
   static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,
@@ -350,38 +428,6 @@ struct Backward {
       if (kTile.dqk % 64 != 0 && i >= groups) break;
       add_to_global(part + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
                     dQ[4 * i + 3]);
-    }
-  }
-
-  // P = 0 where the band hides the key from the query. Without branches: the compiler keeps
-  // descriptors in uniform registers only where it knows that no thread has gone another way.
-  static __device__ __forceinline__ void hide(const KeyTile& tile, int key, int block, int quad,
-                                              float (&S)[kTileM / 2]) {
-    const int query = block * kTileM + 2 * quad;  // of element 0
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int2 queries = tile.queries_of_key(key + 8 * r);
-      const uint32_t visible = element_bits(queries.x - query, queries.y - query);
-#pragma unroll
-      for (int e = 0; e < kTileM / 4; ++e) {
-        float& s = S[4 * (e / 2) + 2 * r + e % 2];
-        s = visible >> e & 1 ? s : 0.f;
-      }
-    }
-  }
-
-  template <int kN>
-  static __device__ __forceinline__ void store(const Params& p, int index, const KeyTile& tile,
-                                               int key, int lane, float factor, int columns,
-                                               const float (&d)[kN / 2]) {
-    const View& view = p.tensor[index];
-    if (!view.data) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = key + 8 * r;
-      Element* to = static_cast<Element*>(view.data) +
-                    offset_of(view, tile.k.batch, tile.k.first + row, tile.kv_head);
-      store_row<Element, kN>(to, tile.owns(row), 0, columns, factor, d, r, lane);
     }
   }
 };
@@ -412,7 +458,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-    if (threadIdx.x == 0) Kernel::producer(a, tile, shared);
+    if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) Kernel::producer(a, tile, shared);
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
     Kernel::owner(a, tile, shared, warpgroup - 1);

@@ -11,7 +11,8 @@ namespace tessera::cuda::sm90 {
 
 // All three take BackwardParams.
 struct BackwardKernel {
-  int dtype;  // of q, k, v, o and their gradients
+  int dtype;     // of q, k, v, o and their gradients
+  int features;  // of enum BackwardFeature
   BackwardTile tile;
   int shared_bytes, rows_shared_bytes;
   const void* rows;       // lse2, delta, zeros in dq_sums; grid (slot, query head), 128 threads

@@ -14,10 +14,21 @@
 
 namespace tessera::cuda::sm90 {
 
+// What a block of queries sees by its key ranges and segments. Some query sees what lies in any[i]
+// through range i; all of them see the whole of all[i]. Segment ids are in [segment_lo,
+// segment_hi].
+struct alignas(16) QueryHull {
+  struct Keys {
+    int lo, hi;
+  } any[2], all[2];
+  int segment_lo, segment_hi, unused[2];
+};
+
 struct BackwardParams {
   // TMA views (tensormap.h). Ragged where rows can lie beyond a sequence: a weight of 0 does not
   // protect from a NaN there.
   CUtensorMap q, k, v, grad_o, o;
+  CUtensorMap q_half, grad_o_half;  // of a pair: half a block
   Params problem;
   int ragged_q, ragged_k;
 
@@ -30,7 +41,18 @@ struct BackwardParams {
   float* lse2;   // [hq, slots, tile_m] lse in units of log2; +inf where a row does not exist or is
                  // empty
   float* delta;  // [hq, slots, tile_m] rowsum(do o) - dlse; 0 there
-  float* dq_sums;  // [hq, slots, 8192] in the order of accumulators; null: no dq
+  // Of each [hq, slots]; null where neither key ranges nor segments are given.
+  QueryHull* hulls;
+
+  // The dense mask, packed (backward_pack_mask.h); null without one. A batch or head axis that is
+  // broadcast has stride 0; strides count heads.
+  const uint32_t*
+      mask_bits;  // [heads, mask_pieces of 64 queries, mask_rows of 16 keys, 32 threads]
+  const uint8_t* mask_states;  // [heads, mask_tiles of keys, mask_blocks of queries]
+  int mask_pieces, mask_rows, mask_tiles, mask_blocks;
+  int mask_stride_batch, mask_stride_head;
+
+  float* dq_sums;  // [hq, slots, parts of 4096] in the order of accumulators; null: no dq
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");
 

@@ -2,7 +2,10 @@
 // The two kernels around the backward pass: lse2, delta and cleared sums before it, dq after it.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/backward_pair.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -11,9 +14,14 @@ __device__ __forceinline__ int64_t slot_of_head(const BackwardParams& a, int hea
   return int64_t{head} * a.slots + slot;
 }
 
+// The kernel between the two.
+template <typename Element, typename Row>
+using MainKernel =
+    std::conditional_t<Row::kTile.pair, BackwardPair<Element, Row>, Backward<Element, Row>>;
+
 template <typename Element, typename Row>
 struct BackwardRows {
-  using Kernel = Backward<Element, Row>;
+  using Kernel = MainKernel<Element, Row>;
   static constexpr int kTileM = Kernel::kTileM;
   using Tile = typename Kernel::GradOTile;
 
@@ -28,7 +36,7 @@ struct BackwardRows {
 template <typename Element, typename Row>
 __global__ void __launch_bounds__(kWarpgroup)
     backward_rows(const __grid_constant__ BackwardParams a) {
-  using Kernel = Backward<Element, Row>;
+  using Kernel = MainKernel<Element, Row>;
   using Storage = typename BackwardRows<Element, Row>::SharedStorage;
   using Tile = typename Kernel::GradOTile;
   constexpr int kTileM = Kernel::kTileM, kSteps = Kernel::kTile.dv / kStepK;
@@ -56,10 +64,11 @@ __global__ void __launch_bounds__(kWarpgroup)
     auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
     for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
   }
+  const int warp = thread / kWarp, lane = thread % kWarp;
+  if (warp == 1) Kernel::Blocks::note(a, rows, head, row0, slot);
   __syncthreads();
   mbarrier_wait(barrier, 0);
 
-  const int warp = thread / kWarp, lane = thread % kWarp;
 #pragma unroll
   for (int half = 0; half < kTileM / 64; ++half) {
     float product[32];
@@ -110,7 +119,7 @@ __global__ void __launch_bounds__(kWarpgroup)
 template <typename Element, typename Row>
 __global__ void __launch_bounds__(kWarpgroup)
     backward_convert(const __grid_constant__ BackwardParams a) {
-  using Kernel = Backward<Element, Row>;
+  using Kernel = MainKernel<Element, Row>;
   constexpr int kTileM = Kernel::kTileM, kColumns = 64;
   const Params& p = a.problem;
   const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
@@ -125,7 +134,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const View& view = p.tensor[TESSERA_DQ];
   wait_for_predecessors();
 #pragma unroll 1
-  for (int part = 0; part < Kernel::kOwners; ++part) {
+  for (int part = 0; part < Kernel::kPartsOfDq; ++part) {
     float dQ[kColumns / 2];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
@@ -151,12 +160,20 @@ __global__ void __launch_bounds__(kWarpgroup)
 
 template <typename Element, typename Row>
 BackwardKernel make_backward(int dtype) {
+  using Kernel = MainKernel<Element, Row>;
+  const void* gradients;
+  if constexpr (Row::kTile.pair) {
+    gradients = reinterpret_cast<const void*>(&backward_pair<Element, Row>);
+  } else {
+    gradients = reinterpret_cast<const void*>(&backward<Element, Row>);
+  }
   return {dtype,
+          Row::kFeatures,
           Row::kTile,
-          static_cast<int>(sizeof(typename Backward<Element, Row>::SharedStorage)),
+          static_cast<int>(sizeof(typename Kernel::SharedStorage)),
           static_cast<int>(sizeof(typename BackwardRows<Element, Row>::SharedStorage)),
           reinterpret_cast<const void*>(&backward_rows<Element, Row>),
-          reinterpret_cast<const void*>(&backward<Element, Row>),
+          gradients,
           reinterpret_cast<const void*>(&backward_convert<Element, Row>)};
 }
 

@@ -9,7 +9,8 @@
 namespace tessera::cuda::sm90 {
 
 struct KeyTile {
-  int kv_head, key0;  // the tile's first row; the sequence's rows are below
+  int n, kv_head;
+  int key0;  // the tile's first row; the sequence's rows are below
   Rows q, k;
   int shift, left, right;  // the band, see core/mask.h
   // Blocks of queries [begin, end) that see some key of the tile. Every row that exists in blocks
@@ -58,6 +59,7 @@ struct KeySchedule {
       tile.kv_head = x - n * a.heads.divisor;
     }
     const Sequence sequence = sequence_of(p, n);
+    tile.n = n;
     tile.q = sequence.q;
     tile.k = sequence.k;
     tile.shift = static_cast<int>(sequence.band.shift);

@@ -4,14 +4,30 @@
 
 namespace tessera::cuda::sm90 {
 
-// A CTA owns tile_n keys: two warpgroups of 64 keys each, and one thread of a third that feeds them.
+// What a kernel knows beyond the band, lengths and sinks.
+enum BackwardFeature {
+  kAlibi = 1,
+  kSoftcap = 2,
+  kDropout = 4,
+  kMasks = 8,  // dense masks, key ranges, segments
+  kBias = 16,
+  kEverything = 31,
+};
+
+// A CTA owns 128 keys: two warpgroups of 64 keys each, and one thread of a third that feeds them.
+// Of a pair (backward_pair.cuh) each CTA owns 64 of them.
 struct BackwardTile {
   int dqk, dv;     // head dims up to these; TMA fills the rest with zeros
   int tile_m;      // queries a block
   int ds_buffers;  // blocks of dS that wait for both warpgroups: how far one may run ahead
+  bool pair = false;
+  int grad_o_stages = 3;  // blocks of dO in shared memory
 
   static constexpr int kOwners = 2, kThreads = 128 * (kOwners + 1);
   constexpr int tile_n() const { return 64 * kOwners; }
+  constexpr int ctas() const { return pair ? 2 : 1; }  // of a cluster, which owns a tile
+  // Sums of a block of dQ come in parts of 64 x 64: its halves, or its chunks of columns.
+  constexpr int parts_of_dq() const { return pair ? (dqk + 63) / 64 : kOwners; }
 };
 
 }  // namespace tessera::cuda::sm90

@@ -78,6 +78,17 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+// The same into the same place of every CTA of the cluster whose bit is set in `ctas`; completes on the
+// barrier of each.
+__device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtensorMap* map,
+                                                   uint32_t barrier, uint16_t ctas, int c0, int c1,
+                                                   int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(ctas)
+      : "memory");
+}
 // `bytes` contiguous bytes, a multiple of 16, from an address that is one too.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier) {
@@ -89,6 +100,45 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
 }
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// ---- clusters: CTAs that read and write each other's shared memory ----
+
+// An address of this CTA's shared memory, in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t address_in(int rank, uint32_t shared) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+// barrier: an address_in() some CTA.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+// Waits for a barrier of this CTA on which other CTAs arrive.
+__device__ __forceinline__ void mbarrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// `bytes` of this CTA's shared memory to another's; completes on a barrier there. to and barrier: of
+// address_in().
+__device__ __forceinline__ void copy_to_cta(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          to),
+      "r"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// By all threads of all CTAs that have not exited.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- register file, named barriers, programmatic launch ----
@@ -123,6 +173,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
+// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -136,6 +193,18 @@ __device__ __forceinline__ void async_proxy_fence() {
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ float4 load_shared_four(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address));
   return v;
 }
 // *to += (a, b, c, d), each an atomic of its own; to is 16-byte aligned.

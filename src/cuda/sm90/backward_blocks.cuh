@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which blocks of queries a tile of keys needs when more than the band decides: dense masks, key
+// ranges and segments leave blocks out. backward_rows notes what each block of queries sees; a warp
+// of the main kernel looks, a lane a block.
+#pragma once
+
+#include <climits>
+
+#include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/blocks.cuh"
+
+namespace tessera::cuda::sm90 {
+
+template <int kTileM, int kTileN>
+class QueryBlocks {
+ public:
+  // The hull of the block at row0 of a sequence, by all lanes of a warp.
+  static __device__ __forceinline__ void note(const BackwardParams& a, const Rows& rows, int head,
+                                              int row0, int64_t slot) {
+    if (!a.hulls) return;
+    const Params& p = a.problem;
+    const int lane = threadIdx.x % kWarp;
+    QueryHull hull{};
+    hull.segment_lo = INT_MAX, hull.segment_hi = INT_MIN;
+    for (int i = 0; i < 2; ++i) {
+      hull.any[i] = {INT_MAX, INT_MIN};
+      hull.all[i] =
+          i < p.num_ranges ? QueryHull::Keys{INT_MIN, INT_MAX} : QueryHull::Keys{0, INT_MIN};
+    }
+    const View& ranges = p.tensor[TESSERA_KEY_RANGES];
+    const View& segments = p.tensor[TESSERA_SEGMENT_IDS_Q];
+    for (int row = row0 + lane; row < min(row0 + kTileM, rows.length); row += kWarp) {
+      for (int i = 0; i < p.num_ranges; ++i) {
+        const int* range = static_cast<const int*>(ranges.data) +
+                           offset_of(ranges, rows.batch, head, rows.first + row, 2 * i);
+        const int lo = range[0], hi = range[ranges.stride[3]];
+        hull.all[i] = {max(hull.all[i].lo, lo), min(hull.all[i].hi, hi)};
+        if (lo < hi) hull.any[i] = {min(hull.any[i].lo, lo), max(hull.any[i].hi, hi)};
+      }
+      if (segments.data) {
+        const int id = static_cast<const int*>(
+            segments.data)[offset_of(segments, rows.batch, rows.first + row)];
+        hull.segment_lo = min(hull.segment_lo, id), hull.segment_hi = max(hull.segment_hi, id);
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      hull.any[i] = {lowest(hull.any[i].lo), highest(hull.any[i].hi)};
+      hull.all[i] = {highest(hull.all[i].lo), lowest(hull.all[i].hi)};
+    }
+    hull.segment_lo = lowest(hull.segment_lo), hull.segment_hi = highest(hull.segment_hi);
+    if (lane == 0) a.hulls[slot] = hull;
+  }
+
+  // By all lanes of a warp; lane 0 holds what next() returns.
+  __device__ __forceinline__ QueryBlocks(const BackwardParams& a, const KeyTile& tile)
+      : a_(a), tile_(tile) {
+    const View& ids = a.problem.tensor[TESSERA_SEGMENT_IDS_K];
+    if (!ids.data) return;
+    for (int key = tile.key0 + threadIdx.x % kWarp; key < min(tile.key0 + kTileN, tile.k.length);
+         key += kWarp) {
+      const int id =
+          static_cast<const int*>(ids.data)[offset_of(ids, tile.k.batch, tile.k.first + key)];
+      segment_lo_ = min(segment_lo_, id), segment_hi_ = max(segment_hi_, id);
+    }
+    segment_lo_ = lowest(segment_lo_), segment_hi_ = highest(segment_hi_);
+  }
+
+  // Of the blocks start .. start + 31: a bit for each that some key of the tile needs, and for
+  // those where some key is hidden from some query.
+  struct Bits {
+    uint32_t live, partial;
+  };
+  __device__ __forceinline__ Bits look(int head, int start) const {
+    const Params& p = a_.problem;
+    const int block = start + static_cast<int>(threadIdx.x % kWarp);
+    bool live = block < tile_.end;
+    bool partial = block < tile_.clean_begin || block >= tile_.clean_end;
+    if (live && a_.mask_states) {
+      const int64_t of_head = tile_.n * a_.mask_stride_batch + head * a_.mask_stride_head;
+      const int key_tile = min(tile_.key0 / kTileN, a_.mask_tiles - 1),
+                query_block = min(block, a_.mask_blocks - 1);
+      const uint8_t state =
+          a_.mask_states[(of_head * a_.mask_tiles + key_tile) * a_.mask_blocks + query_block];
+      live = state != kBlockHidden;
+      partial |= state != kBlockFull;
+    }
+    if (live && a_.hulls) {
+      const QueryHull hull = a_.hulls[int64_t{head} * a_.slots + tile_.first_slot + block];
+      const int begin = tile_.key0, end = min(begin + kTileN, tile_.k.length);
+      if (p.num_ranges) {
+        bool meets = false, holds = false;
+        for (int i = 0; i < 2; ++i) {
+          meets |= hull.any[i].lo < end && begin < hull.any[i].hi;
+          holds |= hull.all[i].lo <= begin && end <= hull.all[i].hi;
+        }
+        live = meets;
+        partial |= !holds;
+      }
+      if (p.tensor[TESSERA_SEGMENT_IDS_Q].data) {
+        live &= segment_lo_ <= hull.segment_hi && hull.segment_lo <= segment_hi_;
+        partial |= hull.segment_lo != hull.segment_hi || segment_lo_ != hull.segment_lo ||
+                   segment_hi_ != hull.segment_lo;
+      }
+    }
+    return {__ballot_sync(kAllLanes, live), __ballot_sync(kAllLanes, partial)};
+  }
+
+ private:
+  static __device__ __forceinline__ int lowest(int x) { return __reduce_min_sync(kAllLanes, x); }
+  static __device__ __forceinline__ int highest(int x) { return __reduce_max_sync(kAllLanes, x); }
+
+  const BackwardParams& a_;
+  const KeyTile& tile_;
+  int segment_lo_ = INT_MAX, segment_hi_ = INT_MIN;
+};
+
+}  // namespace tessera::cuda::sm90

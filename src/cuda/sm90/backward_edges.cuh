@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the backward kernels share at the edges of their loops: where rows are for TMA, the band,
+// and how finished rows of gradients reach memory.
+#pragma once
+
+#include "cuda/common/element.cuh"
+#include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/tensormap.h"
+
+namespace tessera::cuda::sm90 {
+
+// Where row `row` of a side is for a tensor map.
+struct MapRow {
+  int c2, c3;
+};
+__device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row) {
+  return ragged ? MapRow{kRagged - rows.length + row, rows.first + rows.length}
+                : MapRow{rows.first + row, 0};
+}
+
+// Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit
+// elements. By all lanes; the four threads of a quad trade pairs of columns for 16 bytes.
+template <typename Element, int kN>
+__device__ __forceinline__ void store_row(Element* row, bool stored, int first, int columns,
+                                          float factor, const float (&d)[kN / 2], int r, int lane) {
+  const int quad = lane % 4;
+#pragma unroll
+  for (int g = 0; g < kN / 8; g += 4) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = d + 4 * (g + i) + 2 * r;
+      x[i] = pack<Element>(pair[0] * factor, pair[1] * factor);
+    }
+    transpose_quad(x, quad);
+    const int column = first + 8 * (g + quad);
+    if (stored && column < columns) {
+      *reinterpret_cast<uint4*>(row + column) = uint4{x[0], x[1], x[2], x[3]};
+    }
+  }
+}
+
+// dK or dV of the keys `key` and key + 8, to the gradient's own layout. By all lanes.
+template <typename Element, int kCount>
+__device__ __forceinline__ void store_gradient(const Params& p, int index, const KeyTile& tile,
+                                               int key, float factor, int columns,
+                                               const float (&d)[kCount]) {
+  const View& view = p.tensor[index];
+  if (!view.data) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = key + 8 * r;
+    Element* to = static_cast<Element*>(view.data) +
+                  offset_of(view, tile.k.batch, tile.k.first + row, tile.kv_head);
+    store_row<Element, 2 * kCount>(to, tile.owns(row), 0, columns, factor, d, r,
+                                   threadIdx.x % kWarp);
+  }
+}
+
+// P = 0 where the band hides the key from the query. Without branches: the compiler keeps
+// descriptors in uniform registers only where it knows that no thread has gone another way.
+template <int kTileM>
+__device__ __forceinline__ void hide(const KeyTile& tile, int key, int block,
+                                     float (&S)[kTileM / 2]) {
+  const int query = block * kTileM + 2 * (threadIdx.x % 4);  // of element 0
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int2 queries = tile.queries_of_key(key + 8 * r);
+    const uint32_t visible = element_bits(queries.x - query, queries.y - query);
+#pragma unroll
+    for (int e = 0; e < kTileM / 4; ++e) {
+      float& s = S[4 * (e / 2) + 2 * r + e % 2];
+      s = visible >> e & 1 ? s : 0.f;
+    }
+  }
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the rich backward kernel does to a block of scores beyond the lean one: bias, softcap,
+// ALiBi, dense masks, key ranges, segments, dropout. The mirror of features.cuh in the coordinates
+// of S^T: rows are keys, columns are queries. Everything is switched by uniform run-time branches.
+//
+// A thread has two keys, r = 0 and 1, eight apart, and of each the elements e = 0, 1, ... at
+// queries 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of key r.
+//
+// A step calls, in this order: look() and stage_bias() while the products run, weigh() when S is
+// there, differentiate() when dP is there too.
+#pragma once
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/sm90/backward_params.h"
+#include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/backward_tiles.h"
+#include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/output.cuh"
+#include "cuda/sm90/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// How many queries a piece of a packed mask has: one word a thread, 16 bits for each of its keys.
+constexpr int kMaskPiece = 64;
+constexpr int kMaskKeys = 16;  // and keys: those of a warp
+
+// kFeatures: of enum BackwardFeature; what is not among them costs nothing.
+template <typename Element, int kTileM, int kFeatures>
+class BackwardFeatures {
+ public:
+  static constexpr int kGroups = kTileM / 8, kElements = kTileM / 4;  // of a key
+  static constexpr int kPieces = kTileM / kMaskPiece;
+  static constexpr int kPieceBytes = kMaskPiece * kMaskKeys * 2;  // of bias that a warp stages
+
+  // key0: the first of the 16 keys of this warp.
+  __device__ __forceinline__ BackwardFeatures(const BackwardParams& a, const KeyTile& tile,
+                                              int key0)
+      : a_(a), p_(a.problem), tile_(tile), key0_(key0) {}
+
+  __device__ __forceinline__ void start_head(int head) {
+    head_ = head;
+    const View& slopes = p_.tensor[TESSERA_ALIBI_SLOPES];
+    if (alibi()) {
+      slope_ = kLog2e * load_float(slopes.data, offset_of(slopes, tile_.n, head), slopes.dtype);
+    }
+  }
+
+  // Which keys the block's queries see, and which of their weights dropout keeps. masked: some key
+  // of the tile is hidden from some query of the block.
+  __device__ __forceinline__ void look(int block, bool masked) {
+    masked_ = masked;
+    if (masked) {
+      const int query = block * kTileM + 2 * quad();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int2 queries = tile_.queries_of_key(key() + 8 * r);
+        visible_[r] = element_bits(queries.x - query, queries.y - query);
+      }
+      if (kFeatures & kMasks) {
+        if (a_.mask_bits) see_mask(block);
+        if (p_.num_ranges) see_ranges(block);
+        if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) see_segments(block);
+      }
+    }
+    if (drops()) {
+      const uint32_t head = static_cast<uint32_t>(tile_.n) * p_.hq + head_;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        uint32_t bits[1];
+        dropout_bits<kMaskPiece, cuda::Major::kKeys>(dropout_of(p_), head, key0_,
+                                                     block * kTileM + piece * kMaskPiece, bits);
+        kept_[piece] = bits[0];
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool stages_bias() const {
+    const View& bias = p_.tensor[TESSERA_BIAS];
+    return biased() && bias.dtype != TESSERA_FP32 && bias.stride[3] == 1 && bias.vector_bytes == 16;
+  }
+
+  // Copies the 16-bit bias of the block and the warp's keys to shared memory, kPieceBytes for each
+  // piece of queries, `pitch` bytes apart: [query][two units of 8 keys], units trading places every
+  // four queries. Each thread takes 8 keys of every 16th query.
+  __device__ __forceinline__ void stage_bias(int block, uint32_t shared, uint32_t pitch) const {
+    const int unit = lane() % 2, key = key0_ + 8 * unit;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint4 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query = block * kTileM + piece * kMaskPiece + lane() / 2 + 16 * i;
+        x[i] = uint4{};
+        if (query >= tile_.q.length) continue;
+        const uint16_t* row = static_cast<const uint16_t*>(row_of_bias(query, 2)) + key;
+        if (key + 8 <= tile_.k.length) {
+          x[i] = *reinterpret_cast<const uint4*>(row);
+        } else {
+          uint32_t words[4] = {};
+#pragma unroll
+          for (int j = 0; j < 7; ++j) {
+            if (key + j < tile_.k.length) {
+              words[j / 2] |= static_cast<uint32_t>(row[j]) << (j % 2 * 16);
+            }
+          }
+          x[i] = uint4{words[0], words[1], words[2], words[3]};
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query = lane() / 2 + 16 * i;
+        store_shared(shared + piece * pitch + query * 32 + ((unit ^ query / 4 % 2) << 4), x[i]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // S to P; with a softcap only to what differentiate() needs for P and the slope of the cap.
+  // shared, pitch: where stage_bias() has put the bias; lse2: the thread's first pair.
+  __device__ __forceinline__ void weigh(int block, uint32_t shared, uint32_t pitch, uint32_t lse2,
+                                        float (&S)[kTileM / 2]) {
+    const bool before = pre_scale();
+    if (biased() && before) add_bias(block, shared, pitch, 1.f, 1.f, S);
+    if (capped()) {
+      cap(S);
+      return;
+    }
+    if (biased() && !before) add_bias(block, shared, pitch, log2_scale(p_), kLog2e, S);
+    exponentials(block, biased() && !before ? 1.f : log2_scale(p_), lse2, S);
+  }
+
+  // S to P, if weigh() has not done it, and dP to dS; then P as dropout leaves it, without its
+  // scale. delta: the thread's first pair.
+  __device__ __forceinline__ void differentiate(int block, uint32_t shared, uint32_t pitch,
+                                                uint32_t lse2, uint32_t delta,
+                                                float (&S)[kTileM / 2], float (&dP)[kTileM / 2]) {
+    const float scale = kFeatures & kDropout ? p_.dropout_scale : 1.f;
+    if (drops()) {
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) dP[e] = kept(e) ? dP[e] : 0.f;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const float2 of_query = load_shared_pair(delta + 32 * g);
+      float* dp = dP + 4 * g;
+      dp[0] = fmaf(dp[0], scale, -of_query.x), dp[1] = fmaf(dp[1], scale, -of_query.y);
+      dp[2] = fmaf(dp[2], scale, -of_query.x), dp[3] = fmaf(dp[3], scale, -of_query.y);
+    }
+    if (capped()) {
+      // S is u with the sign of the score; tanh = 1 - 2 u there and its slope 4 u (1 - u).
+      const float x_scale = kLog2e * p_.softcap;
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) {
+        const float u = fabsf(S[e]);
+        dP[e] *= 4 * fmaf(-u, u, u);
+        S[e] = copysignf(fmaf(-2 * x_scale, u, x_scale), S[e]);
+      }
+      if (biased() && !pre_scale()) {
+        add_bias(block, shared, pitch, 1.f, kLog2e, S);
+      }
+      exponentials(block, 1.f, lse2, S);
+    }
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) dP[e] *= S[e];
+    if (drops()) {
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) S[e] = kept(e) ? S[e] : 0.f;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
+  static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
+  __device__ __forceinline__ int key() const { return key0_ + lane() / 4; }
+  __device__ __forceinline__ bool biased() const {
+    return (kFeatures & kBias) && p_.tensor[TESSERA_BIAS].data;
+  }
+  __device__ __forceinline__ bool alibi() const {
+    return (kFeatures & kAlibi) && p_.tensor[TESSERA_ALIBI_SLOPES].data;
+  }
+  __device__ __forceinline__ bool capped() const {
+    return (kFeatures & kSoftcap) && (p_.flags & TESSERA_SOFTCAP);
+  }
+  __device__ __forceinline__ bool drops() const {
+    return (kFeatures & kDropout) && (p_.flags & TESSERA_DROPOUT);
+  }
+  __device__ __forceinline__ bool pre_scale() const { return p_.flags & TESSERA_BIAS_PRE_SCALE; }
+  __device__ __forceinline__ bool kept(int e) const { return kept_[e / 32] >> e % 32 & 1; }
+
+  // ---- what is visible ----
+
+  __device__ __forceinline__ void see_mask(int block) {
+    const int64_t head = tile_.n * a_.mask_stride_batch + head_ * a_.mask_stride_head;
+    const int row = min(key0_ / kMaskKeys, a_.mask_rows - 1);
+    uint32_t words[kPieces];
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int column = min(block * kPieces + piece, a_.mask_pieces - 1);
+      words[piece] =
+          a_.mask_bits[((head * a_.mask_pieces + column) * a_.mask_rows + row) * kWarp + lane()];
+    }
+    visible_[0] &= __byte_perm(words[0], kPieces == 2 ? words[kPieces - 1] : 0, 0x5410);
+    visible_[1] &= __byte_perm(words[0], kPieces == 2 ? words[kPieces - 1] : 0, 0x7632);
+  }
+
+  // Bit e of both keys for each query: of_query(row) is loaded, a few rows at a time, and shows(it,
+  // key) says whether the row sees the key.
+  template <typename OfQuery, typename Shows>
+  __device__ __forceinline__ void see(int block, const OfQuery& of_query, const Shows& shows) {
+    const int query = block * kTileM + 2 * quad();
+    uint32_t seen[2] = {};
+#pragma unroll 4
+    for (int e = 0; e < kElements; ++e) {
+      const auto data = of_query(existing(query + 8 * (e / 2) + e % 2, tile_.q.length));
+      seen[0] |= static_cast<uint32_t>(shows(data, 0)) << e;
+      seen[1] |= static_cast<uint32_t>(shows(data, 1)) << e;
+    }
+    visible_[0] &= seen[0], visible_[1] &= seen[1];
+  }
+
+  __device__ __forceinline__ void see_ranges(int block) {
+    const View& view = p_.tensor[TESSERA_KEY_RANGES];
+    struct Ranges {
+      KeyInterval a, b;
+    };
+    see(
+        block,
+        [&](int row) {
+          const int* at = static_cast<const int*>(view.data) +
+                          offset_of(view, tile_.q.batch, head_, tile_.q.first + row);
+          const int64_t step = view.stride[3];
+          return Ranges{
+              {at[0], at[step]},
+              p_.num_ranges > 1 ? KeyInterval{at[2 * step], at[3 * step]} : KeyInterval{0, 0}};
+        },
+        [&](const Ranges& ranges, int r) {
+          return ranges.a.contains(key() + 8 * r) || ranges.b.contains(key() + 8 * r);
+        });
+  }
+
+  __device__ __forceinline__ void see_segments(int block) {
+    const View& of_queries = p_.tensor[TESSERA_SEGMENT_IDS_Q];
+    const View& of_keys = p_.tensor[TESSERA_SEGMENT_IDS_K];
+    int id[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = existing(key() + 8 * r, tile_.k.length);
+      id[r] = static_cast<const int*>(
+          of_keys.data)[offset_of(of_keys, tile_.k.batch, tile_.k.first + row)];
+    }
+    see(
+        block,
+        [&](int row) {
+          return static_cast<const int*>(
+              of_queries.data)[offset_of(of_queries, tile_.q.batch, tile_.q.first + row)];
+        },
+        [&](int segment, int r) { return segment == id[r]; });
+  }
+
+  // ---- scores ----
+
+  __device__ __forceinline__ const void* row_of_bias(int query, int bytes) const {
+    const View& view = p_.tensor[TESSERA_BIAS];
+    return static_cast<const char*>(view.data) + offset_of(view, tile_.n, head_, query) * bytes;
+  }
+
+  // S = c S + factor * bias. What a bias of -inf hides stays hidden under a cap, which would make
+  // it finite.
+  __device__ __forceinline__ void add_bias(int block, uint32_t shared, uint32_t pitch, float c,
+                                           float factor, float (&S)[kTileM / 2]) {
+    const bool hides = capped() && pre_scale();
+    if (hides && !masked_) masked_ = true, visible_[0] = visible_[1] = ~0u;
+    const auto add = [&](int e, float bias) {
+      if (hides && bias == -kInfinity) {
+        visible_[e / 2 % 2] &= ~(1u << (e / 4 * 2 + e % 2));
+        bias = 0;
+      }
+      S[e] = fmaf(S[e], c, factor * bias);
+    };
+    if (stages_bias()) {
+      const int row = lane() % 8, unit = lane() / 8 % 2;  // of matrix lane / 8: group, then unit
+      const uint32_t at = shared + (lane() / 16 * 8 + row) * 32 + ((unit ^ row / 4) << 4);
+#pragma unroll
+      for (int g = 0; g < kGroups; g += 2) {
+        uint32_t x[4];
+        ldmatrix_x4_transposed(x, at + g / 8 * pitch + g % 8 * 256);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          add(4 * g + 2 * i, to_float(x[i] & 0xffff));
+          add(4 * g + 2 * i + 1, to_float(x[i] >> 16));
+        }
+      }
+      __syncwarp();  // dS is written where the bias was
+      return;
+    }
+    const View& view = p_.tensor[TESSERA_BIAS];
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) {
+      const int query = block * kTileM + 2 * quad() + 8 * (e / 4) + e % 2,
+                k = key() + e / 2 % 2 * 8;
+      float bias = 0;
+      if (query < tile_.q.length && k < tile_.k.length) {
+        bias = load_float(view.data, offset_of(view, tile_.n, head_, query, k), view.dtype);
+      }
+      add(e, bias);
+      if (e % 4 == 3) asm volatile("" ::: "memory");  // loads in flight take registers
+    }
+  }
+  static __device__ __forceinline__ float to_float(uint32_t bits) {
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) return __uint_as_float(bits << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  }
+
+  // S = u with the sign of S, where u = 1 / (1 + exp(2 |y|)) of y = softmax_scale S / softcap: with
+  // it tanh y and its slope are right to their last digits, also where tanh is all but 1.
+  __device__ __forceinline__ void cap(float (&S)[kTileM / 2]) const {
+    const float y_scale = p_.softmax_scale / p_.softcap;
+    float largest = 0;
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) largest = fmaxf(largest, fabsf(S[e]));
+    // Scores are small beside the cap in most problems: a polynomial spares the exponential unit.
+    constexpr float kSmall = 0.4f;
+    if (__all_sync(kAllLanes, largest * y_scale <= kSmall)) {
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) {
+        const float y = fabsf(S[e]) * y_scale, y2 = y * y;
+        float t = fmaf(y2, 62.f / 2835, -17.f / 315);
+        t = fmaf(y2, t, 2.f / 15);
+        t = fmaf(y2, t, -1.f / 3);
+        t = fmaf(y2, t, 1.f);
+        S[e] = copysignf(fmaf(-0.5f * y, t, 0.5f), S[e]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) {
+      const float power = exp2_approx(fabsf(S[e]) * (2 * kLog2e * y_scale));
+      S[e] = copysignf(reciprocal_approx(1 + power), S[e]);
+    }
+  }
+
+  // S = P: exp2(c S - slope |i + shift - j| - lse2), 0 where hidden.
+  __device__ __forceinline__ void exponentials(int block, float c, uint32_t lse2,
+                                               float (&S)[kTileM / 2]) const {
+    if (alibi()) {
+      const float distance0 = static_cast<float>(block * kTileM + 2 * quad() + tile_.shift - key());
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) {
+        const float distance =
+            distance0 + static_cast<float>(8 * (e / 4) + e % 2 - 8 * (e / 2 % 2));
+        S[e] = fmaf(S[e], c, -slope_ * fabsf(distance));
+      }
+      c = 1;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const float2 of_query = load_shared_pair(lse2 + 32 * g);
+      float* s = S + 4 * g;
+      s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
+      s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
+      s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
+      s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
+    }
+    if (!masked_) return;
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) {
+      S[e] = visible_[e / 2 % 2] >> (e / 4 * 2 + e % 2) & 1 ? S[e] : 0.f;
+    }
+  }
+
+  const BackwardParams& a_;
+  const Params& p_;
+  const KeyTile& tile_;
+  int key0_, head_ = 0;
+  float slope_ = 0;
+  bool masked_ = false;
+  uint32_t visible_[2];     // bit e of key r, where masked_
+  uint32_t kept_[kPieces];  // bit of each S[e], with dropout
+};
+
+}  // namespace tessera::cuda::sm90

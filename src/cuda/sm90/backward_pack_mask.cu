@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CTA packs one tile of 128 keys beside one block of queries, 64 queries at a time, a warp 16
+// keys of them: bytes are read along the keys, and bits leave along the threads.
+#include "cuda/sm90/backward_pack_mask.h"
+#include "cuda/sm90/blocks.cuh"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kKeys = 128, kQueries = 64, kKeysOfWarp = 16;
+constexpr int kThreads = kKeys / kKeysOfWarp * 32;
+constexpr int kPitch = kKeys + 4;  // bytes; the four threads of a quad read different banks
+
+struct PackParams {
+  View mask;
+  int heads;  // of the mask; the batch axis varies slower
+  int queries, keys;
+  int pieces, pieces_of_block, rows, tiles, blocks;
+  int drop;  // true = hidden
+  uint32_t* bits;
+  uint8_t* states;
+};
+
+__global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
+  __shared__ uint8_t visible[kQueries * kPitch];
+  const int tile = blockIdx.x, block = blockIdx.y;
+  const int batch = blockIdx.z / p.heads, head = blockIdx.z % p.heads;
+  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  bool any = false, all = true;
+  for (int i = 0; i < p.pieces_of_block; ++i) {
+    const int piece = block * p.pieces_of_block + i, key = tile * kKeys + thread % kKeys;
+    for (int row = thread / kKeys; row < kQueries; row += kThreads / kKeys) {
+      const int query = piece * kQueries + row;
+      const bool exists = query < p.queries && key < p.keys;
+      bool shows = false;
+      if (exists) {
+        const auto* bytes =
+            static_cast<const uint8_t*>(p.mask.data) + offset_of(p.mask, batch, head, query);
+        shows = (bytes[key * p.mask.stride[3]] != 0) != (p.drop != 0);
+      }
+      visible[row * kPitch + thread % kKeys] = shows;
+      any |= shows;
+      all &= shows || !exists;
+    }
+    __syncthreads();
+    uint32_t packed = 0;
+#pragma unroll
+    for (int e = 0; e < 32; ++e) {  // bit e % 16 of key e / 16
+      const int row = 8 * (e % 16 / 2) + 2 * (lane % 4) + e % 2;
+      const int column = warp * kKeysOfWarp + lane / 4 + e / 16 * 8;
+      packed |= static_cast<uint32_t>(visible[row * kPitch + column]) << e;
+    }
+    if (piece < p.pieces) {
+      const int64_t row =
+          (int64_t{blockIdx.z} * p.pieces + piece) * p.rows + tile * (kKeys / kKeysOfWarp) + warp;
+      p.bits[row * kWarp + lane] = packed;
+    }
+    __syncthreads();
+  }
+  any = __syncthreads_or(any);
+  all = __syncthreads_and(all);
+  if (thread == 0) {
+    p.states[(int64_t{blockIdx.z} * p.tiles + tile) * p.blocks + block] = all   ? kBlockFull
+                                                                          : any ? kBlockPartial
+                                                                                : kBlockHidden;
+  }
+}
+
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t bytes_of_bits(const Tensor& mask) {
+  return mask.extent[0] * mask.extent[1] * up(mask.extent[2], kQueries) *
+         up(mask.extent[3], kKeys) * (kQueries * kKeys / 8);
+}
+
+}  // namespace
+
+int64_t packed_backward_mask_bytes(const Tensor& mask, const BackwardTile& tile) {
+  const int64_t states =
+      mask.extent[0] * mask.extent[1] * up(mask.extent[2], tile.tile_m) * up(mask.extent[3], kKeys);
+  return bytes_of_bits(mask) + up(states, 16) * 16;
+}
+
+Status pack_backward_mask(const Tensor& mask, const BackwardTile& tile, void* workspace,
+                          BackwardParams& a, cudaStream_t stream) {
+  PackParams p{};
+  p.mask = a.problem.tensor[TESSERA_MASK];
+  p.heads = static_cast<int>(mask.extent[1]);
+  p.queries = static_cast<int>(mask.extent[2]);
+  p.keys = static_cast<int>(mask.extent[3]);
+  p.pieces = static_cast<int>(up(p.queries, kQueries));
+  p.pieces_of_block = tile.tile_m / kQueries;
+  p.tiles = static_cast<int>(up(p.keys, kKeys));
+  p.rows = p.tiles * (kKeys / kKeysOfWarp);
+  p.blocks = static_cast<int>(up(p.queries, tile.tile_m));
+  p.drop = (a.problem.flags & TESSERA_MASK_DROP) != 0;
+  p.bits = static_cast<uint32_t*>(workspace);
+  p.states = static_cast<uint8_t*>(workspace) + bytes_of_bits(mask);
+  a.mask_bits = p.bits;
+  a.mask_states = p.states;
+  a.mask_pieces = p.pieces;
+  a.mask_rows = p.rows;
+  a.mask_tiles = p.tiles;
+  a.mask_blocks = p.blocks;
+  a.mask_stride_head = mask.extent[1] > 1;
+  a.mask_stride_batch = mask.extent[0] > 1 ? p.heads : 0;
+  const dim3 grid(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.blocks),
+                  static_cast<unsigned>(mask.extent[0] * mask.extent[1]));
+  pack<<<grid, kThreads, 0, stream>>>(p);
+  return cuda_status(cudaGetLastError(), "cudaLaunchKernel (pack_backward_mask)");
+}
+
+}  // namespace tessera::cuda::sm90
