@@ -20,8 +20,8 @@ from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem  # noqa: E402
 
 VERSIONS = dict.fromkeys(("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"), "0")
-SWITCHES = (*VERSIONS, "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND",
-            "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
+SWITCHES = (*VERSIONS, "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN",
+            "NVTE_FUSED_ATTN_BACKEND", "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 FLASH, FUSED, UNFUSED = _selection.NAMES
 FP8 = fused.FusedAttnBackend.FP8
 

@@ -2,7 +2,8 @@
 """The three backends of DotProductAttention. Each takes query, key and value and the keywords of
 tessera.torch.attention, and returns out, or (out, max_logit); DotProductAttention chooses one.
 
-FlashAttention and FusedAttention run tessera's kernels. UnfusedDotProductAttention is plain
+FlashAttention and FusedAttention run tessera's kernels, the former also the public flash-attn
+packages, for those who ask for one by name. UnfusedDotProductAttention is plain
 PyTorch, on any device, and the only one that materialises the scores.
 """
 
@@ -14,13 +15,22 @@ from .....torch import attention
 from ...._names import missing
 from ...cpp_extensions._tables import FusedAttnBackend
 from ...cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
-from . import _unfused
+from . import _packages, _unfused
 
 __getattr__ = missing(__name__)
 
 
 class FlashAttention(torch.nn.Module):
+    """package="flash_attn" or "flash_attn_interface" asks for a public package instead of tessera's
+    kernels. It is imported when it runs."""
+
+    def __init__(self, package: str | None = None):
+        super().__init__()
+        self.package = package
+
     def forward(self, query_layer, key_layer, value_layer, **keywords):
+        if self.package is not None:
+            return _packages.attention(self.package, query_layer, key_layer, value_layer, **keywords)
         return attention(query_layer, key_layer, value_layer, **keywords)
 
 

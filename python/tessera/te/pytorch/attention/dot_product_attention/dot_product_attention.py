@@ -155,10 +155,14 @@ class DotProductAttention(torch.nn.Module):
         out, max_logit = result
         return out.flatten(-2), max_logit.to(out.dtype)
 
-    def init_fp8_metadata(self, *_, **__):
-        raise _later("init_fp8_metadata", "called", "FP8 attention", "pass 16-bit tensors")
+    def init_fp8_metadata(self, num_gemms: int = 1):
+        raise _of_fp8("init_fp8_metadata")
 
-    get_quantizer_roles = get_qkv_quantization_capabilities = init_fp8_metadata
+    def get_quantizer_roles(self, **_):
+        raise _of_fp8("get_quantizer_roles")
+
+    def get_qkv_quantization_capabilities(self, **_):
+        raise _of_fp8("get_qkv_quantization_capabilities")
 
     # ---- state dicts: TE keeps FP8's state beside the parameters ----
 
@@ -282,6 +286,10 @@ def _nothing_fits(reasons: dict) -> str:
     lines = [f"  {name}: {text}" for name, texts in reasons.items() for text in texts]
     return "\n".join(["No dot product attention backend is available for the provided inputs.",
                       *lines])
+
+
+def _of_fp8(method: str) -> _lib.Refused:
+    return _later(method, "called", "FP8 attention", "pass 16-bit tensors")
 
 
 def _later(name: str, value: str, feature: str, instead: str) -> _lib.Refused:
