@@ -152,7 +152,11 @@ def test_gaps_without_starts_are_none():
     q, cu = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
     lengths = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu)
-    assert torch.equal(module(q, q, q, **lengths, pad_between_seqs=True), module(q, q, q, **lengths))
+    expected = module(q, q, q, **lengths)
+    assert torch.equal(module(q, q, q, **lengths, pad_between_seqs=True), expected)
+    for longest in (5, torch.tensor(5), torch.tensor([64], dtype=torch.int32)):
+        assert torch.equal(expected, module(q, q, q, **lengths, max_seqlen_q=longest,
+                                            max_seqlen_kv=longest))
 
 
 @pytest.mark.parametrize("shape", ["1hss", "b1ss", "bhss", "11ss", "111s"])
@@ -341,6 +345,9 @@ MISUSE = {
                                  r"cu_seqlens_kv.shape=\[4\].*\[3\]"),
     "float lengths": (inputs((5, 4, 8), qkv_format="thd", cu_seqlens_q=torch.zeros(2),
                              cu_seqlens_kv=torch.zeros(2)), "cu_seqlens_q=.*float32.*int32"),
+    "float length": (inputs((5, 4, 8), qkv_format="thd", cu_seqlens_q=torch.arange(2),
+                            cu_seqlens_kv=torch.arange(2), max_seqlen_kv=5.0),
+                     "max_seqlen_kv=5.0: must be an integer"),
     "bias missing": (inputs(core_attention_bias_type="post_scale_bias"),
                      "core_attention_bias=None"),
     "bias shape": (inputs(core_attention_bias_type="post_scale_bias",

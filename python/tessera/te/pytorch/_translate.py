@@ -52,6 +52,10 @@ class Call:
     softmax_type: str = "vanilla"
     softmax_offset: torch.Tensor | None = None
 
+    def __post_init__(self):
+        self.max_seqlen_q = _words.max_seqlen("max_seqlen_q", self.max_seqlen_q)
+        self.max_seqlen_kv = _words.max_seqlen("max_seqlen_kv", self.max_seqlen_kv)
+
     @property
     def packed(self) -> bool:
         return "thd" in (self.q_format, self.kv_format)

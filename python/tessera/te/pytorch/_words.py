@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 import warnings
 
@@ -130,6 +131,16 @@ def cu_seqlens(name: str, x, why: str) -> torch.Tensor:
     if x.dim() != 1 or x.shape[0] < 1 or x.dtype not in (torch.int32, torch.int64):
         raise error(name, f"{x.dtype}{list(x.shape)}", "must be int32 [batch_size + 1]")
     return x
+
+
+def max_seqlen(name: str, value) -> int | None:
+    """As an integer; a tensor is read, which on a GPU waits for it."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        value = int(value)
+    if value is None or isinstance(value, (numbers.Integral, torch.SymInt)) and \
+            not isinstance(value, bool):
+        return value
+    raise error(name, value, "must be an integer, or a tensor of one")
 
 
 def broadcastable(name: str, x, extents: tuple, axes: str):
