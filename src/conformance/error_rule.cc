@@ -12,7 +12,8 @@ namespace tessera {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kTermAllowance = 4.0 / 16777216.0;  // 4 * 2^-24: fp32 accumulation
+constexpr double kTermAllowance = 4.0 / 16777216.0;   // 4 * 2^-24: fp32 accumulation
+constexpr double kNoiseAllowance = 2.0 / 16777216.0;  // two roundings, or two deviations
 constexpr double kFlushed = 0x1p-125;
 
 std::string text(const char* format, auto... values) {
@@ -58,7 +59,14 @@ Comparison compare_tensor(const TensorRuleInput& in) {
   const bool wide = in.dtype == TESSERA_FP32 || in.dtype == TESSERA_FP64;
   const double f = in.ref.size() < 64 ? 10 : in.softcap ? 3 : 2, c = wide ? 32 : 2;
   const double m = wide ? 2 : 1.2, a = wide ? 8 : 1;
-  const double u = half_ulp(in.dtype), allowance = kTermAllowance * in.max_terms + kFlushed;
+  const double u = half_ulp(in.dtype);
+  double max_terms = 0, max_noise = 0, mean_noise = 0;
+  for (double terms : in.terms) max_terms = std::max(max_terms, terms);
+  for (double variance : in.noise) {
+    if (!std::isfinite(variance)) continue;
+    max_noise = std::max(max_noise, std::sqrt(variance));
+    mean_noise += std::sqrt(variance) / static_cast<double>(in.noise.size());
+  }
 
   double max_ref = 0, mean_ref = 0;
   for (double x : in.ref) {
@@ -68,10 +76,12 @@ Comparison compare_tensor(const TensorRuleInput& in) {
   }
   const Distance low = distance(in.low, in.ref), out = distance(in.out, in.ref);
   result.max_err = out.max;
-  result.max_limit = f * low.max + c * u * max_ref + allowance;
+  result.max_limit = f * low.max + c * u * max_ref + kTermAllowance * max_terms +
+                     kNoiseAllowance * max_noise + kFlushed;
   result.mean_err = out.mean;
   result.mean_limit = in.ref.size() >= 4096 && max_ref > 0
-                          ? m * low.mean + a * u * mean_ref + allowance
+                          ? m * low.mean + a * u * mean_ref + kTermAllowance * max_terms +
+                                kNoiseAllowance * mean_noise + kFlushed
                           : kInfinity;
   if (const int64_t at = first_not_finite(in.out, in.ref); at >= 0) {
     result.max_err = kInfinity;

@@ -19,16 +19,18 @@ struct Comparison {
 
 // Both limits also allow 2^-125: what lies below the smallest normal fp32 may be flushed to 0.
 //
-// o or a gradient, dense and in one order. max_terms: the largest sum of |terms| for gradients that
-// are sums over rows, heads or a broadcast axis, otherwise 0. dtype is the output's.
-//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max_terms
-//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max_terms    from 4096 elements on, ref
-//   not 0
+// o or a gradient, dense and in one order. dtype is the output's. terms: the sums of |terms| of a
+// gradient that is a sum over rows, heads or a broadcast axis; otherwise none. noise: variances of
+// its elements or rows in units of one fp32 rounding (cpu/reference_noise.h); a test of plain
+// numbers has none.
+//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max terms + 2 2^-24 max sqrt(noise)
+//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max terms + 2 2^-24 mean sqrt(noise)
+// with the mean from 4096 elements on, ref not 0.
 struct TensorRuleInput {
   std::span<const double> out, ref, low;
   int32_t dtype;
   bool softcap = false;
-  double max_terms = 0;
+  std::span<const double> terms = {}, noise = {};
 };
 Comparison compare_tensor(const TensorRuleInput& input);
 

@@ -24,6 +24,9 @@ struct ReferenceValues {
   // sum of the absolute values of its terms. Of lse and max_logit: the largest scale * (sum |q||k|
   // + |pre-scale bias|) + |post-scale bias| + |slope * distance| behind it.
   std::vector<double> terms[TESSERA_NUM_TENSORS];
+  // Exact arithmetic only. Of o and each gradient: the variance of an element in units of fp32
+  // roundings (reference_noise.h), one for each row of head_dim elements of o, dq, dk and dv.
+  std::vector<double> noise[TESSERA_NUM_TENSORS];
 };
 
 // Buffers are on the host and validated with the problem. num_threads >= 1. Allocates.
