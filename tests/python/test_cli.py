@@ -145,10 +145,11 @@ def test_bench_json(tmp_path):
     results = json.loads(path.read_text())
     assert [result["pass"] for result in results] == ["fwd", "bwd"]
     for result in results:
-        assert set(result) == {"case", "pass", "backend", "device", "ms", "tflops",
-                               "percent_of_peak", "bytes_per_s", "peers"}
+        assert set(result) == {"case", "pass", "backend", "device", "threads", "ms", "min_ms",
+                               "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
+                               "peers"}
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
-        assert set(result["peers"]["numpy"]) == {"ms", "tflops"}
+        assert set(result["peers"]["numpy"]) == {"ms", "min_ms", "tflops", "times"}
         assert "GPU" in result["peers"]["cudnn"]["refused"]
     done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--burst", "--threads", "1", "--json", "-")
     assert json.loads(done.stdout)[0]["ms"] > 0
@@ -157,7 +158,17 @@ def test_bench_json(tmp_path):
 def test_bench_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    lines_of(run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--burst", "--plot", path))
+    saved = tmp_path / "saved.json"
+    lines_of(run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "fwd fp32 b=1 sq=1 sk=256 h=1 d=16", "--burst",
+                 "--against", "numpy", "--json", saved, "--plot", path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert json.loads(saved.read_text())[1]["percent_of_bandwidth"] > 0
+    for kind in ("roofline", "ratio", "scaling"):
+        drawn = tmp_path / f"{kind}.png"
+        lines_of(run("bench", "--from", saved, "--plot", drawn, "--plot-as", kind))
+        assert drawn.read_bytes()[:4] == b"\x89PNG", kind
+    done = run("bench", "--from", tmp_path / "none.json", "--plot", path)
+    assert done.returncode == 2 and "none.json" in done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -167,7 +178,7 @@ def test_bench_usage():
     assert done.returncode == 2 and "torch" in done.stderr
 
 
-@pytest.mark.parametrize("suite", ["cpu", "te", "features"])
+@pytest.mark.parametrize("suite", ["cpu", "te", "features", "scaling"])
 def test_suites_are_legal(suite):
     from tessera.cli import bench
     cases = case_lines.read(bench._SUITES / f"{suite}.cases")

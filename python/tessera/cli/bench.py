@@ -9,20 +9,25 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench_devices, case_lines, peers, terminal, timing, work
+from . import bench_devices, case_lines, peers, plot, terminal, timing, work
 
+_FEW_OPERATIONS = 32  # for each byte: below, memory may be the limit
 _SUITES = Path(__file__).resolve().parents[1] / "bench_suites"
 
 EPILOG = """\
 examples:
   python -m tessera bench "fwd bf16 b=1 s=2048 h=8 d=128 causal" --against torch,numpy
   python -m tessera bench --suite cpu --against torch --json cpu.json --plot cpu.png
+  python -m tessera bench --suite scaling --threads 1 --json one.json
+  python -m tessera bench --from one.json,two.json --plot scaling.png --plot-as scaling
   python -m tessera bench --suite hopper --device cuda --against cudnn,flex
 Times are medians per call; "x torch" is how many times as long torch takes, by the median over
 neighbouring samples. % of peak is of the fastest multiply-add loop of this machine (of the
-dtype's native width), measured between the samples; for decode look at the bytes per second.
+dtype's native width), % DRAM of reading memory (where a case does little with each byte, as decode
+does), both measured between the samples.
 On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
-peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), numpy (unfused); on a GPU
+peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
+products and softmax: oneDNN's in bf16 and fp16), numpy (unfused); on a GPU
 also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed)."""
 
 
@@ -44,7 +49,12 @@ def add_parser(commands):
     mode.add_argument("--burst", action="store_const", dest="mode", const="burst",
                       help="a pause before each sample")
     parser.add_argument("--json", metavar="FILE", help="write all results ('-': to stdout)")
+    parser.add_argument("--from", dest="saved", metavar="FILE,...",
+                        help="take results of earlier --json files instead of measuring")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
+    parser.add_argument("--plot-as", choices=["bars", "roofline", "ratio", "scaling"], default="bars",
+                        help="speed of each case; speed over operations per byte; time of peers over "
+                             "tessera's; speed over length, by threads")
     parser.set_defaults(main=main)
 
 
@@ -55,7 +65,9 @@ def main(args) -> int:
         cases += case_lines.read(_SUITES / f"{args.suite}.cases")
     if args.cases:
         cases += case_lines.read(args.cases)
-    if not cases:
+    if args.saved and cases:
+        raise case_lines.UsageError("bench: --from takes the results of a file, so give no cases")
+    if not cases and not args.saved:
         raise case_lines.UsageError("bench: give a case, --suite or --cases; see bench --help")
     against = [name for name in args.against.split(",") if name]
     for name in against:
@@ -63,16 +75,35 @@ def main(args) -> int:
             raise case_lines.UsageError(f"--against {name}: must be one of "
                                         f"{', '.join(peers.PEERS)}")
     if args.plot:
-        from . import plot
         plot.require_matplotlib()
     if args.threads is not None:
         tessera.set_num_threads(args.threads)
+    if args.saved:
+        results = [entry for name in args.saved.split(",") for entry in _saved(name)]
+        against = sorted({name for entry in results for name in entry.get("peers", {})})
+        return _report(results, against, args)
     device = bench_devices.Cuda() if args.device == "cuda" else bench_devices.Cpu(args.threads)
     results = []
     with terminal.Progress(len(cases), "bench") as progress:
         for case, opened in _opened(cases, device.cases_ahead):
             results.append(measure(case, opened, against, device, args))
             progress.step(case)
+    return _report(results, against, args)
+
+
+def _saved(path: str) -> list[dict]:
+    try:
+        results = json.loads(Path(path).read_text())
+        if not all("case" in result and ("error" in result or "tflops" in result)
+                   for result in results):
+            raise ValueError("no list of bench results")
+    except (OSError, ValueError, TypeError) as error:
+        raise case_lines.UsageError(f"--from {path}: {error}; give a file that bench --json wrote"
+                                    ) from error
+    return results
+
+
+def _report(results, against, args) -> int:
     if args.json == "-":
         print(to_json(results))
     else:
@@ -80,7 +111,7 @@ def main(args) -> int:
     if args.json and args.json != "-":
         Path(args.json).write_text(to_json(results) + "\n")
     if args.plot:
-        plot.draw(results, against, args.plot)
+        plot.draw(args.plot_as, results, against, args.plot)
     return 1 if all("error" in result for result in results) else 0
 
 
@@ -141,52 +172,51 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
             refused[name] = str(reason)
     q, k, v, keywords = workload.q, workload.k, workload.v, workload.keywords
     probe = device.peak(q.dtype)
-    samples = timing.alternate({**contenders, "(peak)": probe.run}, timing.MODES[args.mode])
     scores = work.visible_scores(q, k, v, keywords)
     flops = work.flops(scores, q.shape[-1], v.shape[-1], workload.backward)
     touched = [q, k, v, keywords.get("bias")] + ([q, k, v] if workload.backward else [])
     bytes_touched = work.bytes_touched(touched) + (1 + workload.backward) * o.nbytes
+    memory = device.bandwidth() if flops < _FEW_OPERATIONS * bytes_touched else None
+    probes = {"(peak)": probe.run, **({"(memory)": memory.run} if memory else {})}
+    samples = timing.alternate({**contenders, **probes}, timing.MODES[args.mode])
 
     def numbers(name):
         calls = getattr(contenders[name], "calls", 1)
         seconds = samples[name].median / calls
         return {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12,
-                "_min_ms": samples[name].best / calls * 1e3,
-                "_times": samples["tessera"].times(samples[name]) *
+                "min_ms": samples[name].best / calls * 1e3,
+                "times": samples["tessera"].times(samples[name]) *
                           getattr(contenders["tessera"], "calls", 1) / calls}
 
     mine = numbers("tessera")
-    return {**result, "device": device.name, **mine,
-            "percent_of_peak": 100 * mine["tflops"] / probe.tflops,
-            "bytes_per_s": bytes_touched / (mine["ms"] / 1e3),
-            "_peak_tflops": probe.tflops,
+    del mine["times"]
+    rate = bytes_touched / (mine["ms"] / 1e3)
+    return {**result, "device": device.name, "threads": args.threads, **mine,
+            "percent_of_peak": 100 * mine["tflops"] / probe.tflops, "bytes_per_s": rate,
+            "percent_of_bandwidth": 100 * rate / memory.bytes_per_s if memory else None,
             "peers": {name: {"refused": refused[name]} if name in refused else numbers(name)
                       for name in against}}
 
 
 def to_json(results) -> str:
-    """Without the keys that only the table and the plot need, which begin with "_"."""
-    def public(x):
-        if isinstance(x, dict):
-            return {key: public(value) for key, value in x.items() if not key.startswith("_")}
-        return [public(item) for item in x] if isinstance(x, list) else x
-    return json.dumps(public(results), indent=2)
+    return json.dumps(results, indent=2)
 
 
 def show(results, against):
-    columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s"]
+    columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s", ">% DRAM"]
     columns += [f">{name} ms" for name in against] + [f">x {name}" for name in against]
     rows = []
     for result in results:
         if "error" in result:
-            rows.append([result["case"], "-", "-", "-", "-", "-"] + ["-"] * 2 * len(against))
+            rows.append([result["case"], "-", "-", "-", "-", "-", "-"] + ["-"] * 2 * len(against))
             continue
-        row = [result["case"], f"{result['ms']:.3f}", f"{result['_min_ms']:.3f}",
+        row = [result["case"], f"{result['ms']:.3f}", f"{result['min_ms']:.3f}",
                f"{result['tflops']:.3f}", f"{result['percent_of_peak']:.1f}",
-               f"{result['bytes_per_s'] / 1e9:.1f}"]
-        peers = [result["peers"][name] for name in against]
+               f"{result['bytes_per_s'] / 1e9:.1f}",
+               f"{result['percent_of_bandwidth']:.1f}" if result["percent_of_bandwidth"] else "-"]
+        peers = [result["peers"].get(name, {}) for name in against]
         row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers]
-        row += [f"{peer['_times']:.2f}" if "ms" in peer else "-" for peer in peers]
+        row += [f"{peer['times']:.2f}" if "ms" in peer else "-" for peer in peers]
         rows.append(row)
     terminal.print_table(columns, rows)
     for result in results:

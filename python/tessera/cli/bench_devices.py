@@ -47,6 +47,11 @@ class Cpu:
         from . import conformance
         return conformance.PeakProbe(dtype, self._threads or 0)
 
+    def bandwidth(self):
+        """A contender that reads memory, with .bytes_per_s; None where there is none."""
+        from . import conformance
+        return conformance.BandwidthProbe(self._threads or 0)
+
 
 class Cuda:
     """CUDA tensors through tessera.torch. A contender is a CUDA graph of many calls, so that no host
@@ -118,6 +123,9 @@ class Cuda:
     def peak(self, dtype):
         """A contender that is PyTorch's matrix product of 8192, with .tflops."""
         return _Gemm(self._torch, dtype)
+
+    def bandwidth(self):
+        return None
 
 
 class _Gemm:

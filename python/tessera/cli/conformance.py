@@ -129,6 +129,21 @@ def bandwidth(num_threads: int) -> float:
     return _probe_bandwidth(512 << 20, num_threads, 0.3)
 
 
+class BandwidthProbe:
+    """Reading memory that no cache holds, as one more contender of a timing."""
+
+    def __init__(self, num_threads: int):
+        self._num_threads = num_threads
+        self._rates: list[float] = []
+
+    def run(self):
+        self._rates.append(_probe_bandwidth(256 << 20, self._num_threads, 0.02))
+
+    @property
+    def bytes_per_s(self) -> float:
+        return float(np.median(self._rates))
+
+
 def numpy_dtype(code: int) -> np.dtype:
     name = _NAMES[code]
     if not name.startswith(("bfloat", "float8")):

@@ -306,6 +306,36 @@ def _flash_attn_4(w: Workload):
                           f"{_first_line(error)}") from error
 
 
+def _torch_matmul(w: Workload):
+    torch = _import_torch(w)
+    kw = w.keywords
+    if kw.get("softcap") or kw.get("dropout_p"):
+        raise Unsupported("the unfused computation has no softcap and no dropout here")
+    q, k, v, do = _plain(w, "the unfused computation")
+    (b, hq, sq, dqk), (hk, sk) = q.shape, k.shape[1:3]
+    scale = dqk**-0.5 if kw.get("softmax_scale") is None else kw["softmax_scale"]
+    mask, bias = _mask(w, b, hq, sq, sk), _bias(w, sq, sk)
+    tq, tk, tv = (_tensor(torch, x, w.device) for x in (q, k, v))
+    hidden = None if mask is None else _tensor(torch, ~mask, w.device)
+    bias = None if bias is None else _tensor(torch, bias, w.device)
+
+    def forward():
+        rows = tq.reshape(b, hk, -1, dqk)
+        x = (torch.matmul(rows, tk.transpose(2, 3)) * scale).reshape(b, hq, sq, sk)
+        x = x if bias is None else x + bias
+        x = x if hidden is None else x.masked_fill(hidden, -torch.inf)
+        p = torch.softmax(x, -1).reshape(b, hk, -1, sk)
+        return torch.matmul(p, tv).reshape(b, hq, sq, -1)
+
+    if not w.backward:
+        def run():
+            with torch.no_grad():
+                return forward()
+        return run
+    inputs = [tq, tk, tv] + ([bias] if kw.get("bias") is not None else [])
+    return _gradient_function(torch, forward, inputs, _tensor(torch, do, w.device))
+
+
 # ---- the unfused computation in NumPy ----
 
 def _unfused(w: Workload):
@@ -353,7 +383,7 @@ def _unfused(w: Workload):
     return backward
 
 
-PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "numpy": _unfused,
+PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "matmul": _torch_matmul, "numpy": _unfused,
          "cudnn": _torch_kernel("cudnn", "CUDNN_ATTENTION"),
          "flash-attn-2": _torch_kernel("flash-attn-2", "FLASH_ATTENTION"),
          "efficient": _torch_kernel("efficient", "EFFICIENT_ATTENTION"),
