@@ -7,6 +7,7 @@
 #include "cpu/backward_run.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
+#include "cpu/tiles.h"
 
 namespace tessera::cpu {
 namespace {
@@ -241,17 +242,28 @@ void resolve(const Problem& problem, const Buffers& buffers, Layout& layout) {
   }
 }
 
+// Multiplications, were every key seen.
+int64_t products_at_most(const Call& call) {
+  int64_t scores = 0;
+  for (int64_t n = 0; n < call.batch; ++n) {
+    scores += call.sequences[n].band.len_q * call.sequences[n].band.len_k;
+  }
+  return scores * call.hq * (3 * call.dqk + 2 * call.dv);
+}
+
 }  // namespace
 
 int64_t backward_workspace_bytes(const Problem& problem, int num_threads) {
   return Layout(problem, num_threads, nullptr).bytes;
 }
 
-void run_backward(const Problem& problem, const Buffers& buffers) {
+void run_backward(const Problem& problem, const Buffers& given_buffers) {
+  Buffers buffers = given_buffers;
   Layout layout(problem, buffers.num_threads, buffers.workspace);
   BackwardArgs& args = layout.args;
   resolve(problem, buffers, layout);
   const Call& call = args.call;
+  if (products_at_most(call) < kSerialProducts) buffers.num_threads = 1;
   const auto run = [&](BackwardPhase phase, int64_t tasks) {
     parallel_for(buffers, tasks, [&](int64_t task, int worker) {
       kernels().backward(args, phase, task, layout.scratch + worker * layout.scratch_bytes);

@@ -266,7 +266,6 @@ Status run_forward(const Problem& problem, const Buffers& buffers) {
   }
   const Order order = fill_tasks(problem, buffers, layout, args.call, tasks);
 
-  // Below about 30 microseconds of work a second thread costs more than it brings.
   Buffers threads = buffers;
   if (order.cost * (layout.sizes.dqk + layout.sizes.dv) < kSerialProducts) threads.num_threads = 1;
   char* scratch = workspace + layout.scratch_at;
