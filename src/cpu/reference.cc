@@ -165,7 +165,7 @@ class Pass {
     o_row_.assign(s_.dv, 0);
     double noise = 0;
     for (size_t at = 0; at < keys_.size(); ++at) {
-      const T weight = product(dropped(x_[at] / sum, keys_[at]));
+      const T weight = dropped(product(x_[at] / sum), keys_[at]);
       if (weight == 0) continue;
       add_scaled(o_row_.data(), weight, &v_[keys_[at] * s_.dv], s_.dv);
       if (!low_) noise += squared(weight * noise_[at].weight * v_norm_[keys_[at]]);
@@ -202,7 +202,7 @@ class Pass {
     for (size_t at = 0; at < keys_.size(); ++at) {
       const int64_t j = keys_[at];
       const T p = std::exp(x_[at] - static_cast<T>(lse));
-      const T weight = product(dropped(p, j));
+      const T weight = dropped(product(p), j);
       const T dp = weight == 0 ? T{0} : dropped(dot(do_row_.data(), &v_[j * s_.dv], s_.dv), j);
       const T dx = p * (dp - delta + dlse), dy = dx * slope_of_cap_[at];
       double dx_noise = 0, dy_noise = 0;
