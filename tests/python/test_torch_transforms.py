@@ -183,6 +183,31 @@ def test_vjp_and_jacrev():
     compare([pull(torch.ones_like(o))[0]], [rows[0].sum(0)])
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap,
+                                       lambda f: torch.func.vmap(torch.func.grad(f))],
+                         ids=["grad", "vmap", "vmap of grad"])
+def test_transforms_compile(transform):
+    torch._dynamo.reset()
+    transformed = transform(lambda q: tt.attention(q, q, q, causal=True).square().sum())
+    q = normal(N, *PADDED["bshd"]) if transform is not torch.func.grad else normal(B, S, H, D)
+    compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+    compare([compiled(q)], [transformed(q)])
+
+
+def test_the_operator_itself_has_a_gradient_at_every_level():
+    q = normal(*PADDED["bshd"])
+    inputs = (None,) * (len(tt._describe.INPUTS) - 3)
+
+    def loss(x, k=q):
+        o, _, _ = torch.ops.tessera.attention(x, k, x, *inputs, *(0,) * 8, "", 0.0, 0.0, 0.0, False)
+        return o.square().sum()
+    x = q.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(x), x)
+    compare([torch.func.grad(loss)(q)], expected)
+    each_k = torch.func.vmap(lambda k: torch.func.grad(loss)(q, k))(torch.stack([q, q + 1]))
+    compare([each_k[0]], expected)
+
+
 @pytest.mark.parametrize("transform", [
     lambda f, q: torch.func.jvp(f, (q,), (q,)), lambda f, q: torch.func.jacfwd(f)(q),
     lambda f, q: torch.func.hessian(lambda x: f(x).sum())(q)], ids=["jvp", "jacfwd", "hessian"])

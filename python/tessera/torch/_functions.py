@@ -171,7 +171,7 @@ def _apply(out, arguments):
     if out is not None:
         return out, *_ops.attention_into(out, *arguments)
     if torch._C._are_functorch_transforms_active():
-        return _ops.TransformedAttention.apply(*arguments)
+        return _ops.attention(*arguments)
     q, k, v, bias = arguments[:4]
     sink, slopes = arguments[8:10]
     if torch.is_grad_enabled() and (

@@ -15,7 +15,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from .. import _lib
 from . import _describe, _kernels, _tensors, _vmap
@@ -136,39 +138,20 @@ def _(rng_state, b, hq, sq, sk, dropout_p):
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+def _applied(function, *arguments):
+    """`function` at the level of torch.func that the dispatcher has come to."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)
+
+
 def _no_forward_mode(ctx, *_):
     raise _lib.Refused("tessera.attention: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) "
                        "do not exist yet; use torch.func.vjp, grad or jacrev")
 
 
-class TransformedAttention(torch.autograd.Function):
-    """attention with its gradient, under vmap, torch.func.grad and their likes."""
-    generate_vmap_rule = True
-    jvp = staticmethod(_no_forward_mode)
-
-    @staticmethod
-    def forward(*arguments):
-        return attention(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        o, lse, max_logit = output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(max_logit)
-        ctx.save_for_backward(o, lse, *inputs[:_NUM_INPUTS])
-        ctx.values = inputs[_NUM_INPUTS:-1]
-
-    @staticmethod
-    def backward(ctx, do, dlse, _):
-        grads = [None] * (_NUM_INPUTS + len(ctx.values) + 1)
-        wanted = [i for i in _DIFFERENTIABLE if ctx.needs_input_grad[i]]
-        o, lse, *inputs = ctx.saved_tensors
-        for i, grad in zip(wanted, _gradients(do, dlse, o, lse, inputs, ctx.values, wanted)):
-            grads[i] = grad
-        return tuple(grads)
-
-
-class Attention(torch.autograd.Function):
+class Attention(_SingleLevelFunction):
     """attention with its gradient. A Function, and not register_autograd, which looks through the
     schema on every call: 0.2 ms for one of this length. It is applied to what may have a gradient,
     and to a tuple of all arguments: PyTorch looks at each of its inputs several times."""
@@ -177,7 +160,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def of(arguments):
         q, k, v, bias = arguments[:4]
-        return Attention.apply(q, k, v, bias, *arguments[_SINK:_SINK + 2], arguments)
+        return _applied(Attention, q, k, v, bias, *arguments[_SINK:_SINK + 2], arguments)
 
     @staticmethod
     def forward(ctx, q, k, v, bias, sink, alibi_slopes, arguments):
@@ -207,24 +190,21 @@ def _gradients(do, dlse, o, lse, inputs, values, wanted) -> list:
     arguments = (do, o, lse, dlse, *inputs, *values, bits)
     try:
         return _apply_backward(arguments)
+    except _lib.Refused:
+        raise
     except RuntimeError:
         _describe_backward(*arguments)
         raise
 
 
-class AttentionBackward(torch.autograd.Function):
+class AttentionBackward(_SingleLevelFunction):
     """attention_backward where a graph of it is made: its own gradient is refused when asked for."""
-    generate_vmap_rule = True
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(*arguments):
+    def forward(ctx, *arguments):
         with below_autograd():
             return tuple(attention_backward(*arguments))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
     @staticmethod
     def backward(ctx, *_):
@@ -233,10 +213,9 @@ class AttentionBackward(torch.autograd.Function):
 
 
 def _apply_backward(arguments):
-    if _needs_gradient(arguments) or torch._C._are_functorch_transforms_active():
-        return AttentionBackward.apply(*arguments)
-    with below_autograd():
+    if torch._C._are_functorch_transforms_active():  # other levels may be below
         return attention_backward(*arguments)
+    return _attention_backward_autograd(*arguments)
 
 
 def has_duals() -> bool:
@@ -269,7 +248,10 @@ def attention_into(out, *arguments):
 
 
 def _attention_backward_autograd(*arguments):
-    return list(_apply_backward(arguments))
+    if _needs_gradient(arguments):
+        return list(_applied(AttentionBackward, *arguments))
+    with below_autograd():
+        return attention_backward(*arguments)
 
 
 _library.impl("attention", _attention_autograd, "Autograd")
