@@ -55,12 +55,13 @@ struct Backward {
   static constexpr int kGradientBuffers = kTile.ds_buffers;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
-  // An owner makes 64 queries x 64 columns of a block of dQ: half of its rows or half of its
+  // An owner makes 64 queries x 64 or 32 columns of a block of dQ: half of its rows or half of its
   // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
   // warps add whole lines.
-  static constexpr int kPartOfDq = 64 * 64, kPartsOfDq = kTile.parts_of_dq(),
-                       kBlockOfDq = kPartsOfDq * kPartOfDq;
   static constexpr bool kSplitsRows = kTileM == 128;
+  static constexpr int kColumnsOfDq = !kSplitsRows && kTile.dqk == 64 ? 32 : 64;
+  static constexpr int kPartOfDq = 64 * kColumnsOfDq, kPartsOfDq = kTile.parts_of_dq(),
+                       kBlockOfDq = kPartsOfDq * kPartOfDq;
 
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -83,7 +84,7 @@ struct Backward {
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
-  static_assert(kSplitsRows ? kTile.dqk == 64 : kTileM == 64 && kTile.dqk > 64 && kTile.dqk <= 128);
+  static_assert(kSplitsRows ? kTile.dqk == 64 : kTileM == 64 && kTile.dqk <= 128);
   static_assert(kTile.dqk % 32 == 0 && kTile.dv % 32 == 0);
 
   struct Shared {
@@ -259,7 +260,7 @@ struct Backward {
 
     // Q of the stage has arrived. masked: some key of the tile is hidden from some query.
     const auto step = [&](int block, int slot, bool masked) {
-      float S[kTileM / 2], dP[kTileM / 2], dQ[32];
+      float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
       pin(S);
@@ -396,7 +397,7 @@ struct Backward {
       }
     }
     if (sums && previous_slot >= 0) {
-      float dQ[32];
+      float dQ[kColumnsOfDq / 2];
       ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
       wgmma_wait<0>();
@@ -404,28 +405,31 @@ struct Backward {
       add_dq(sums + int64_t{previous_slot} * kBlockOfDq, w, dQ);
     }
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
-    store_gradient<Element>(p, TESSERA_DV, tile, key, p.dropout_scale, p.dv, dV);
+    store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
   }
 
   static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,
-                                                  float (&dQ)[32]) {
+                                                  float (&dQ)[kColumnsOfDq / 2]) {
+    constexpr uint32_t kHalfOfK = kColumnsOfDq == 64 ? KTile::kChunkBytes : kColumnsOfDq * 2;
     const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
                                                (kSplitsRows ? w * GradientTile::kChunkBytes : 0));
-    const uint64_t k = KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * KTile::kChunkBytes));
+    const uint64_t k = KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * kHalfOfK));
     pin(dQ);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTileN / kStepK; ++i) {
-      Wgmma<Element, 64>::template ss<kMajorMN, kMajorMN>(dQ, ds + GradientTile::mn_major_step(i),
-                                                          k + KTile::mn_major_step(i), i > 0);
+      Wgmma<Element, kColumnsOfDq>::template ss<kMajorMN, kMajorMN>(
+          dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
     }
     wgmma_commit();
   }
-  static __device__ __forceinline__ void add_dq(float* part, int w, const float (&dQ)[32]) {
-    const int groups = kSplitsRows || w == 0 ? 8 : kTile.dqk / 8 - 8;  // of columns that exist
+  static __device__ __forceinline__ void add_dq(float* part, int w,
+                                                const float (&dQ)[kColumnsOfDq / 2]) {
+    // Of 96 columns the second owner has 32.
+    const int groups = kTile.dqk == 96 && w == 1 ? 4 : kColumnsOfDq / 8;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (kTile.dqk % 64 != 0 && i >= groups) break;
+    for (int i = 0; i < kColumnsOfDq / 8; ++i) {
+      if (kTile.dqk == 96 && i >= groups) break;
       add_to_global(part + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
                     dQ[4 * i + 3]);
     }

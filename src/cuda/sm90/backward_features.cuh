@@ -36,7 +36,9 @@ class BackwardFeatures {
   // key0: the first of the 16 keys of this warp.
   __device__ __forceinline__ BackwardFeatures(const BackwardParams& a, const KeyTile& tile,
                                               int key0)
-      : a_(a), p_(a.problem), tile_(tile), key0_(key0) {}
+      : a_(a), p_(a.problem), tile_(tile), key0_(key0) {
+    if (drops()) dropout_ = dropout_of(p_);
+  }
 
   __device__ __forceinline__ void start_head(int head) {
     head_ = head;
@@ -64,13 +66,9 @@ class BackwardFeatures {
       }
     }
     if (drops()) {
-      const uint32_t head = static_cast<uint32_t>(tile_.n) * p_.hq + head_;
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        uint32_t bits[1];
-        dropout_bits<kMaskPiece, cuda::Major::kKeys>(dropout_of(p_), head, key0_,
-                                                     block * kTileM + piece * kMaskPiece, bits);
-        kept_[piece] = bits[0];
+        kept_[piece] = kept_of(block * kTileM + piece * kMaskPiece);
       }
     }
   }
@@ -135,37 +133,43 @@ class BackwardFeatures {
   __device__ __forceinline__ void differentiate(int block, uint32_t shared, uint32_t pitch,
                                                 uint32_t lse2, uint32_t delta,
                                                 float (&S)[kTileM / 2], float (&dP)[kTileM / 2]) {
-    const float scale = kFeatures & kDropout ? p_.dropout_scale : 1.f;
-    if (drops()) {
+    if (capped()) {
 #pragma unroll
-      for (int e = 0; e < kTileM / 2; ++e) dP[e] = kept(e) ? dP[e] : 0.f;
+      for (int g = 0; g < kGroups; ++g) {
+        const float2 of_query = load_shared_pair(delta + 32 * g);
+#pragma unroll
+        for (int e = 4 * g; e < 4 * g + 4; ++e) {
+          const float dp = !drops() || kept(e) ? dP[e] : 0.f;
+          dP[e] = (dp - (e % 2 ? of_query.y : of_query.x)) * slope_of_cap(S[e]);
+        }
+      }
+      float c = kLog2e * p_.softcap;
+      if (biased() && !pre_scale()) {
+        add_bias(block, shared, pitch, c, kLog2e, S);
+        c = 1;
+      }
+      exponentials(block, c, lse2, S);
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) dP[e] *= S[e];
+      if (!drops()) return;
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) S[e] = kept(e) ? S[e] : 0.f;
+      return;
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const float2 of_query = load_shared_pair(delta + 32 * g);
-      float* dp = dP + 4 * g;
-      dp[0] = fmaf(dp[0], scale, -of_query.x), dp[1] = fmaf(dp[1], scale, -of_query.y);
-      dp[2] = fmaf(dp[2], scale, -of_query.x), dp[3] = fmaf(dp[3], scale, -of_query.y);
-    }
-    if (capped()) {
-      // S is u with the sign of the score; tanh = 1 - 2 u there and its slope 4 u (1 - u).
-      const float x_scale = kLog2e * p_.softcap;
 #pragma unroll
-      for (int e = 0; e < kTileM / 2; ++e) {
-        const float u = fabsf(S[e]);
-        dP[e] *= 4 * fmaf(-u, u, u);
-        S[e] = copysignf(fmaf(-2 * x_scale, u, x_scale), S[e]);
+      for (int e = 4 * g; e < 4 * g + 4; ++e) {
+        const float d = e % 2 ? of_query.y : of_query.x;
+        if (drops()) {
+          const float p = S[e];
+          S[e] = kept(e) ? p : 0.f;
+          dP[e] = fmaf(S[e], dP[e], -p * d);
+        } else {
+          dP[e] = S[e] * (dP[e] - d);
+        }
       }
-      if (biased() && !pre_scale()) {
-        add_bias(block, shared, pitch, 1.f, kLog2e, S);
-      }
-      exponentials(block, 1.f, lse2, S);
-    }
-#pragma unroll
-    for (int e = 0; e < kTileM / 2; ++e) dP[e] *= S[e];
-    if (drops()) {
-#pragma unroll
-      for (int e = 0; e < kTileM / 2; ++e) S[e] = kept(e) ? S[e] : 0.f;
     }
   }
 
@@ -187,6 +191,33 @@ class BackwardFeatures {
   }
   __device__ __forceinline__ bool pre_scale() const { return p_.flags & TESSERA_BIAS_PRE_SCALE; }
   __device__ __forceinline__ bool kept(int e) const { return kept_[e / 32] >> e % 32 & 1; }
+
+  // ---- dropout ----
+
+  // Of the 64 queries from `query` on: bit of each S[e] that is kept. A Philox call decides two
+  // queries, eight apart, of four keys: two neighbours, and those eight further on. Each thread
+  // calls for the query of its key's parity; the bits of the other key are for the thread four
+  // lanes away, which has called for the other query.
+  __device__ __forceinline__ uint32_t kept_of(int query) const {
+    const uint32_t threshold = dropout_.threshold << 16;
+    const uint32_t head = static_cast<uint32_t>(tile_.n) * p_.hq + head_;
+    const int parity = lane() / 4 % 2;
+    uint32_t even = 0, odd = 0;  // of the keys' parities; bit 0 stands for the query of mine
+#pragma unroll
+    for (int i = 0; i < kMaskPiece / 16; ++i) {
+      const Philox4 random =
+          philox4x32_7(dropout_.key0, dropout_.key1, dropout_.counter0, head,
+                       (query / 16 + i) * 8 + 2 * quad() + parity, key0_ / 16 * 4 + lane() / 8);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const uint32_t bit = 1u << (8 * i + 4 * (word / 2) + 2 * (word % 2));
+        if (random.word[word] << 16 >= threshold) even |= bit;
+        if (random.word[word] >= threshold) odd |= bit;
+      }
+    }
+    const uint32_t mine = parity ? odd : even, theirs = parity ? even : odd;
+    return mine << parity | __shfl_xor_sync(kAllLanes, theirs, 4) << (parity ^ 1);
+  }
 
   // ---- what is visible ----
 
@@ -312,24 +343,25 @@ class BackwardFeatures {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
   }
 
-  // S = u with the sign of S, where u = 1 / (1 + exp(2 |y|)) of y = softmax_scale S / softcap: with
-  // it tanh y and its slope are right to their last digits, also where tanh is all but 1.
-  __device__ __forceinline__ void cap(float (&S)[kTileM / 2]) const {
+  // S = t = tanh of y = softmax_scale S / softcap where the warp's scores are small beside the cap,
+  // as they are in most problems: a polynomial spares the exponential unit. Elsewhere S = u with
+  // the sign of S, where u = 1 / (1 + exp(2 |y|)): with it tanh and its slope are right to their
+  // last digits, also where tanh is all but 1.
+  __device__ __forceinline__ void cap(float (&S)[kTileM / 2]) {
     const float y_scale = p_.softmax_scale / p_.softcap;
     float largest = 0;
 #pragma unroll
     for (int e = 0; e < kTileM / 2; ++e) largest = fmaxf(largest, fabsf(S[e]));
-    // Scores are small beside the cap in most problems: a polynomial spares the exponential unit.
     constexpr float kSmall = 0.4f;
-    if (__all_sync(kAllLanes, largest * y_scale <= kSmall)) {
+    small_ = __all_sync(kAllLanes, largest * y_scale <= kSmall);
+    if (small_) {
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) {
-        const float y = fabsf(S[e]) * y_scale, y2 = y * y;
+        const float y = S[e] * y_scale, y2 = y * y;
         float t = fmaf(y2, 62.f / 2835, -17.f / 315);
         t = fmaf(y2, t, 2.f / 15);
         t = fmaf(y2, t, -1.f / 3);
-        t = fmaf(y2, t, 1.f);
-        S[e] = copysignf(fmaf(-0.5f * y, t, 0.5f), S[e]);
+        S[e] = fmaf(y * y2, t, y);
       }
       return;
     }
@@ -338,6 +370,13 @@ class BackwardFeatures {
       const float power = exp2_approx(fabsf(S[e]) * (2 * kLog2e * y_scale));
       S[e] = copysignf(reciprocal_approx(1 + power), S[e]);
     }
+  }
+  // From what cap() left to tanh; returns its slope.
+  __device__ __forceinline__ float slope_of_cap(float& s) const {
+    if (small_) return fmaf(-s, s, 1.f);
+    const float u = fabsf(s);
+    s = copysignf(fmaf(-2.f, u, 1.f), s);
+    return 4 * fmaf(-u, u, u);
   }
 
   // S = P: exp2(c S - slope |i + shift - j| - lse2), 0 where hidden.
@@ -374,7 +413,8 @@ class BackwardFeatures {
   const KeyTile& tile_;
   int key0_, head_ = 0;
   float slope_ = 0;
-  bool masked_ = false;
+  bool masked_ = false, small_ = false;
+  Dropout dropout_;
   uint32_t visible_[2];     // bit e of key r, where masked_
   uint32_t kept_[kPieces];  // bit of each S[e], with dropout
 };

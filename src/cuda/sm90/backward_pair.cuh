@@ -50,6 +50,7 @@ struct BackwardPair {
   static constexpr int kPartOfDq = 64 * 64, kPartsOfDq = kTile.parts_of_dq(),
                        kBlockOfDq = kPartsOfDq * kPartOfDq;
   static constexpr bool kSplitsRows = false;
+  static constexpr int kColumnsOfDq = 64;
   static_assert(kTile.tile_m == kTileM && kTile.ds_buffers == kBuffers && Row::kFeatures == 0);
   static_assert(kTile.dqk == kChunks * kChunkColumns && (kChunks == 3 || kChunks == 4));
   static_assert(kTile.dv % kChunkColumns == 0);
@@ -382,7 +383,7 @@ struct BackwardPair {
       weight_ring.advance();
     });
     finish_dq(shared, part, ds_ring, previous_slot, sums, thread, dQ);
-    store_gradient<Element>(p, TESSERA_DV, tile, key, p.dropout_scale, p.dv, dV);
+    store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
   }
 
   static __device__ __forceinline__ void gradients(const BackwardParams& a, const KeyTile& tile,

@@ -39,8 +39,8 @@ struct BackwardParams {
 
   int slots;     // of one head
   float* lse2;   // [hq, slots, tile_m] lse in units of log2; +inf where a row does not exist or is
-                 // empty
-  float* delta;  // [hq, slots, tile_m] rowsum(do o) - dlse; 0 there
+                 // empty. Less by log2 of dropout's scale, so that P comes with it
+  float* delta;  // [hq, slots, tile_m] rowsum(do o) - dlse, over dropout's scale; 0 there
   // Of each [hq, slots]; null where neither key ranges nor segments are given.
   QueryHull* hulls;
 

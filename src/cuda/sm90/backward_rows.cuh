@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(kWarpgroup)
               grad_lse.data)[offset_of(grad_lse, rows.batch, head, rows.first + row)];
         }
         if (lse2 == -kInfinity) lse2 = kInfinity, delta = 0;
+        lse2 -= log2f(p.dropout_scale), delta /= p.dropout_scale;
       }
       a.lse2[slot * kTileM + i] = lse2;
       a.delta[slot * kTileM + i] = delta;
@@ -120,7 +121,7 @@ template <typename Element, typename Row>
 __global__ void __launch_bounds__(kWarpgroup)
     backward_convert(const __grid_constant__ BackwardParams a) {
   using Kernel = MainKernel<Element, Row>;
-  constexpr int kTileM = Kernel::kTileM, kColumns = 64;
+  constexpr int kTileM = Kernel::kTileM, kColumns = Kernel::kColumnsOfDq;
   const Params& p = a.problem;
   const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, tile.n);
