@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rooms include downwards only. Prints every include that breaks the rule; exit 1 if there is one.
 
-The rule is docs/conventions.md, "Rooms". A room that is not in the table below is an error too, so
-that a new room states what it may see.
+The rule is docs/conventions.md, "Rooms". A room that is not in the table below may see core alone,
+until it states more.
 """
 
 import re
@@ -11,7 +11,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
-# room -> the rooms whose headers it may include, beside its own and <...> headers.
+# room -> the rooms whose headers it may include, beside its own and <...> headers. The front door
+# may include them all.
 MAY_INCLUDE = {
     "core": set(),
     "cpu": {"core"},
@@ -19,7 +20,6 @@ MAY_INCLUDE = {
     "cuda/sm80": {"core", "cuda/common"},
     "cuda/sm90": {"core", "cuda/common"},
     "conformance": {"core", "cpu/reference"},
-    "door": {"core", "conformance", "cpu", "cuda/common", "cuda/sm80", "cuda/sm90"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -39,13 +39,12 @@ def violations() -> list[str]:
             continue
         name = file.relative_to(SOURCE).as_posix()
         room = room_of(name)
-        if room not in MAY_INCLUDE:
-            found.append(f"src/{name}: room {room} is not in tools/check_layers.py")
+        if room == "door":
             continue
         for target in INCLUDE.findall(file.read_text()):
             if target == "tessera.h" or room_of(target) == room:
                 continue
-            allowed = MAY_INCLUDE[room]
+            allowed = MAY_INCLUDE.get(room, {"core"})
             if room_of(target) not in allowed and Path(target).with_suffix("").as_posix() not in allowed:
                 found.append(f'src/{name} includes "{target}": room {room} may include only '
                              f"{', '.join(sorted(allowed)) or 'itself'}")
@@ -54,7 +53,7 @@ def violations() -> list[str]:
 
 def main() -> int:
     found = violations()
-    print("\n".join(found) if found else f"layers are in order: {len(MAY_INCLUDE)} rooms")
+    print("\n".join(found) if found else "layers are in order")
     return 1 if found else 0
 
 
