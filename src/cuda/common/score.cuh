@@ -241,12 +241,12 @@ __device__ inline float tangent_slope(float y) {
 }
 
 // All of it: raw scores become logits (units as above), hidden ones -inf. clean: the band hides nothing here.
-// cap_slope, where not null, becomes the softcap's derivative.
+// cap_slope, where not null, becomes the softcap's derivative. shown: nor do the data masks.
 template <typename T, int kN, Major kMajor>
 __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slope)[kN / 2],
                                              const Params& p, const Sequence& sequence,
                                              TileRows rows, int major0, int minor0,
-                                             bool clean) {
+                                             bool clean, bool shown = false) {
   // What only features need is not to be computed ahead of the caller's loop and held in registers.
   asm volatile("" : "+r"(major0), "+r"(minor0), "+r"(rows.origin), "+r"(rows.head0));
   constexpr int kCount = kN / 2;
@@ -304,7 +304,7 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
           });
     }
   }
-  apply_data_masks<kN, kMajor>(s, p, sequence, rows, major0, minor0);
+  if (!shown) apply_data_masks<kN, kMajor>(s, p, sequence, rows, major0, minor0);
   if (!clean) apply_band<kN, kMajor>(s, sequence.band, rows, major0, minor0);
 }
 

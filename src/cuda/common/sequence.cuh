@@ -27,13 +27,13 @@ struct Sequence {
 // The tensors that describe a side.
 struct SideOfQueries {
   static constexpr int kSeqlens = TESSERA_SEQLENS_Q, kCuSeqlens = TESSERA_CU_SEQLENS_Q,
-                       kPadded = TESSERA_CU_SEQLENS_Q_PADDED;
+                       kPadded = TESSERA_CU_SEQLENS_Q_PADDED, kSegmentIds = TESSERA_SEGMENT_IDS_Q;
   __device__ static bool packed(const Params& p) { return p.thd_q; }
   __device__ static int extent(const Params& p) { return p.sq; }
 };
 struct SideOfKeys {
   static constexpr int kSeqlens = TESSERA_SEQLENS_K, kCuSeqlens = TESSERA_CU_SEQLENS_K,
-                       kPadded = TESSERA_CU_SEQLENS_K_PADDED;
+                       kPadded = TESSERA_CU_SEQLENS_K_PADDED, kSegmentIds = TESSERA_SEGMENT_IDS_K;
   __device__ static bool packed(const Params& p) { return p.thd_k; }
   __device__ static int extent(const Params& p) { return p.sk; }
 };

@@ -2,12 +2,13 @@
 // What each kernel is told beside the problem: how the host cut it into CTAs, and the workspace.
 #pragma once
 
-#include "cuda/common/params.h"
+#include "cuda/common/blocks.h"
 
 namespace tessera::cuda::sm80 {
 
 struct ForwardArgs {
   Params params;
+  BlockMap blocks;  // of keys
   int pack;       // query heads that share a tile; divides the group
   int dv_pieces;  // of output_columns columns
   int splits;     // parts of the keys, merged afterwards; 1: o and lse are final
@@ -26,16 +27,20 @@ struct BackwardArgs {
 
 struct DqArgs {
   BackwardArgs b;
+  BlockMap blocks;  // of keys
   int pieces;  // of output_columns columns of dq
 };
 
 enum DkdvOutput { kDk = 1, kDv = 2 };
 struct DkdvArgs {
   BackwardArgs b;
+  BlockMap blocks;   // of queries
   int outputs;       // DkdvOutput, what to write
   int pieces_k;      // of dk; where one CTA makes both, 1
   int pool;          // the tensor whose pages are walked, TESSERA_K or TESSERA_V; read with pages
   int tiles_a_page;  // read with pages
+  float* dq_sums;    // of the fused kernel (backward_fused.cuh); null: not asked
+  int dq_slots;      // tiles of queries of a head
 };
 
 struct DbiasArgs {

@@ -139,6 +139,7 @@ static const char* name_of(Pass pass) {
     case Pass::decode: return "decode";
     case Pass::backward_dq: return "backward_dq";
     case Pass::backward_dkdv: return "backward_dkdv";
+    case Pass::backward_fused: return "backward_fused";
     case Pass::backward_dbias: return "backward_dbias";
   }
   return "";

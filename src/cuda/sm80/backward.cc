@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products instead
-// of five, and in return no atomics: it is always deterministic), dbias, and sums over rows.
+// of five, and in return no atomics), dbias, and sums over rows. Where the order of sums is free and
+// nothing but a band shapes the scores, one kernel makes all three with five products.
 #include <algorithm>
 
 #include "cuda/sm80/plan.h"
@@ -15,12 +16,14 @@ struct Kernels {
   const Kernel* dq;
   const Kernel* dkdv;
   const Kernel* dbias;
+  const Kernel* fused;  // may be null
 };
 
 Kernels kernels_of(int dtype, int64_t head_dim, bool rich, int shared_bytes) {
   return {find_kernel(Pass::backward_dq, rich, dtype, head_dim, shared_bytes),
           find_kernel(Pass::backward_dkdv, rich, dtype, head_dim, shared_bytes),
-          find_kernel(Pass::backward_dbias, true, dtype, head_dim, shared_bytes)};
+          find_kernel(Pass::backward_dbias, true, dtype, head_dim, shared_bytes),
+          rich ? nullptr : find_kernel(Pass::backward_fused, false, dtype, head_dim, shared_bytes)};
 }
 
 class BackwardPlan final : public Plan {
@@ -28,8 +31,13 @@ class BackwardPlan final : public Plan {
   BackwardPlan(const Kernels& lean, const Kernels& rich) : lean_(lean), rich_(rich) {}
 
   int64_t workspace_bytes(const Problem& problem, int) const override {
-    const int arrays = given(problem, TESSERA_DALIBI_SLOPES) ? 3 : 2;
-    return arrays * row_bytes(problem);
+    if (may_fuse(problem)) return arrays_bytes(problem) + dq_sums_bytes(problem);
+    if (!has_block_map(problem)) return arrays_bytes(problem);
+    const auto bytes_of = [&](const Kernel& kernel, Walked walked) {
+      return block_map_bytes(problem, walked, kernel.tile.rows(), kernel.tile.step);
+    };
+    return arrays_bytes(problem) + std::max(bytes_of(*rich_.dq, Walked::kKeys),
+                                            bytes_of(*rich_.dkdv, Walked::kQueries));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -49,14 +57,60 @@ class BackwardPlan final : public Plan {
 
     const bool rich = is_rich(p) || !has_aligned_keys(p) || !has_aligned_queries(p);
     const Kernels& kernels = rich ? rich_ : lean_;
+    void* maps = workspace + arrays_bytes(problem);  // of one kernel, then of the next; or the sums of dQ
     TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, stream));
-    TESSERA_RETURN_IF_ERROR(run_dq(*kernels.dq, args, stream));
-    TESSERA_RETURN_IF_ERROR(run_dkdv(*kernels.dkdv, problem, args, stream));
+    if (!rich && may_fuse(problem)) {
+      TESSERA_RETURN_IF_ERROR(run_fused(problem, args, static_cast<float*>(maps), stream));
+      return launch_row_sums(args, stream);
+    }
+    TESSERA_RETURN_IF_ERROR(run_dq(*kernels.dq, problem, args, maps, stream));
+    TESSERA_RETURN_IF_ERROR(run_dkdv(*kernels.dkdv, problem, args, maps, stream));
     TESSERA_RETURN_IF_ERROR(run_dbias(*kernels.dbias, problem, args, stream));
     return launch_row_sums(args, stream);
   }
 
  private:
+  static int64_t arrays_bytes(const Problem& problem) {
+    return (given(problem, TESSERA_DALIBI_SLOPES) ? 3 : 2) * row_bytes(problem);
+  }
+  // One kernel makes all that is asked.
+  bool may_fuse(const Problem& problem) const {
+    constexpr uint32_t kFlags = TESSERA_DETERMINISTIC | TESSERA_SOFTCAP | TESSERA_DROPOUT;
+    return lean_.fused && !has(problem, kFlags) && !has_block_map(problem) && !is_paged(problem) &&
+           !given(problem, TESSERA_BIAS) && !given(problem, TESSERA_ALIBI_SLOPES) &&
+           given(problem, TESSERA_DQ) && (given(problem, TESSERA_DK) || given(problem, TESSERA_DV));
+  }
+  int dq_slots(const Problem& problem) const {
+    const Sizes s = sizes_of(problem);
+    const int step = lean_.fused->tile.step;
+    return num_tile_slots(is_thd_q(problem), static_cast<int>(s.sq),
+                          static_cast<int>(std::max<int64_t>(s.batch, 1)), step);
+  }
+  int64_t dq_sums_bytes(const Problem& problem) const {
+    const int64_t tile = int64_t{lean_.fused->tile.step} * lean_.fused->bucket;
+    return sizes_of(problem).hq * dq_slots(problem) * tile * 4;
+  }
+
+  Status run_fused(const Problem& problem, const BackwardArgs& b, float* dq_sums,
+                   cudaStream_t stream) const {
+    const Kernel& kernel = *lean_.fused;
+    const Params& p = b.params;
+    const int outputs = (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
+    const DkdvArgs args{b, {}, outputs, 1, TESSERA_K, 0, dq_sums, dq_slots(problem)};
+    const int slots_k = num_tile_slots(p.thd_k, p.sk, p.batch, kernel.tile.rows());
+    const int slots_q = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.step);
+    TESSERA_RETURN_IF_ERROR(cuda_status(
+        cudaMemsetAsync(dq_sums, 0, static_cast<size_t>(dq_sums_bytes(problem)), stream),
+        "cudaMemsetAsync"));
+    if (slots_k > 0) {
+      const dim3 grid(static_cast<unsigned>(slots_k), static_cast<unsigned>(p.hk));
+      TESSERA_RETURN_IF_ERROR(launch(kernel, grid, &args, stream));
+    }
+    if (slots_q == 0) return {};
+    const dim3 grid(static_cast<unsigned>(slots_q), static_cast<unsigned>(p.hq));
+    return launch_kernel("finish_dq", kernel.finish, grid, kernel.tile.threads(), 0, &args, stream);
+  }
+
   // Of one float for each row and head, rounded so that each array keeps the workspace's alignment.
   static int64_t row_bytes(const Problem& problem) {
     const Sizes s = sizes_of(problem);
@@ -67,34 +121,44 @@ class BackwardPlan final : public Plan {
     return p.tensor[TESSERA_Q].vector_bytes == 16 && p.tensor[TESSERA_DO].vector_bytes == 16;
   }
 
-  static Status run_dq(const Kernel& kernel, const BackwardArgs& b, cudaStream_t stream) {
+  static Status run_dq(const Kernel& kernel, const Problem& problem, const BackwardArgs& b, void* maps,
+                       cudaStream_t stream) {
     const Params& p = b.params;
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.rows());
     if ((!p.tensor[TESSERA_DQ].data && !b.slope_rows) || slots == 0) return {};
-    DqArgs args{b, divided_up(p.dqk, output_columns(kernel.bucket))};
+    DqArgs args{b, {}, divided_up(p.dqk, output_columns(kernel.bucket))};
+    if (has_block_map(problem)) {
+      TESSERA_RETURN_IF_ERROR(map_blocks(problem, p, Walked::kKeys, kernel.tile.rows(),
+                                         kernel.tile.step, maps, &args.blocks, stream));
+    }
     const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq),
                     static_cast<unsigned>(args.pieces));
     return launch(kernel, grid, &args, stream);
   }
 
-  static Status run_dkdv(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
+  static Status run_dkdv(const Kernel& kernel, const Problem& problem, const BackwardArgs& b, void* maps,
                          cudaStream_t stream) {
     const Params& p = b.params;
     const int outputs = (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
     if (outputs == 0) return {};
+    BlockMap blocks{};
+    if (has_block_map(problem)) {
+      TESSERA_RETURN_IF_ERROR(map_blocks(problem, p, Walked::kQueries, kernel.tile.rows(),
+                                         kernel.tile.step, maps, &blocks, stream));
+    }
     // Tables of their own: the pages of k and of v are walked one after the other.
     if (is_paged(problem) && given(problem, TESSERA_PAGE_TABLE_V)) {
-      TESSERA_RETURN_IF_ERROR(launch_dkdv(kernel, b, outputs & kDk, TESSERA_K, stream));
-      return launch_dkdv(kernel, b, outputs & kDv, TESSERA_V, stream);
+      TESSERA_RETURN_IF_ERROR(launch_dkdv(kernel, b, blocks, outputs & kDk, TESSERA_K, stream));
+      return launch_dkdv(kernel, b, blocks, outputs & kDv, TESSERA_V, stream);
     }
-    return launch_dkdv(kernel, b, outputs, TESSERA_K, stream);
+    return launch_dkdv(kernel, b, blocks, outputs, TESSERA_K, stream);
   }
 
-  static Status launch_dkdv(const Kernel& kernel, const BackwardArgs& b, int outputs, int pool,
-                            cudaStream_t stream) {
+  static Status launch_dkdv(const Kernel& kernel, const BackwardArgs& b, const BlockMap& blocks,
+                            int outputs, int pool, cudaStream_t stream) {
     const Params& p = b.params;
     const int rows = kernel.tile.rows();
-    DkdvArgs args{b, outputs, 1, pool, divided_up(p.page_size, rows)};
+    DkdvArgs args{b, blocks, outputs, 1, pool, divided_up(p.page_size, rows), nullptr, 0};
     int pieces = 1;
     if (!makes_both(kernel.bucket, kernel.tile.row_tiles)) {
       const int columns = output_columns(kernel.bucket);
@@ -145,6 +209,7 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
       TESSERA_RETURN_IF_ERROR(prepare(kernel));
     }
   }
+  if (kernels[0].fused) TESSERA_RETURN_IF_ERROR(prepare(kernels[0].fused));
   return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(kernels[0], kernels[1]));
 }
 

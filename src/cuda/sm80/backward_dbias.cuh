@@ -66,13 +66,20 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
       load_keys<T, kTileN, kD, kThreads, true>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
       commit_copies();
       wait_for_copies<0>();
-      __syncthreads();
+      if constexpr (kSplits<T>) {
+        if (j == begin) {
+          __syncthreads();
+          split_tile<T, kTileM, kD, kWarps>(smem.q, threadIdx.x / 32);
+          split_tile<T, kTileM, kD, kWarps>(smem.grad_o, threadIdx.x / 32);
+        }
+      }
+      meet_and_split<T, kD, kWarps, kTileN, kTileN>(smem.k, smem.v);
 
       float s[1][kTileN / 2] = {}, dp[1][kTileN / 2] = {}, slope[2] = {};
       multiply_nt<T, 1, kTileN, kD>(s, smem.q, warp_row, smem.k, p.dqk);
       multiply_nt<T, 1, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
       score_gradient<T, kTileN, Major::kQueries, true, !kPreScale>(
-          s[0], dp[0], p, sequence, TileRows{query0, head, 1}, warp_row, key0, false,
+          s[0], dp[0], p, sequence, TileRows{query0, head, 1}, warp_row, key0, false, false,
           [&](int half) { return rows[half]; }, slope);
 #pragma unroll
       for (int e = 0; e < kTileN / 2; ++e) sum[e] += dp[0][e];

@@ -11,15 +11,18 @@
 //     copies    Q(j+1) .......................... dO(j+1) .......
 //     warps     wait | S^T(j), dP^T(j) | dS | dV += P^T dO | meet | dK += dS^T Q | wait ...
 //
-// One CTA makes both where their accumulators fit (makes_both), otherwise one piece of one of them.
+// One CTA makes both where their accumulators fit (makes_both), otherwise one piece of one of them. With
+// kFused it also adds dS K to sums of dQ (fused_dq.cuh).
 #pragma once
 
+#include "cuda/common/blocks.cuh"
+#include "cuda/sm80/fused_dq.cuh"
 #include "cuda/sm80/gradient.cuh"
 #include "cuda/sm80/kernels.h"
 
 namespace tessera::cuda::sm80 {
 
-template <typename T, int kD, int kRowTiles, int kWarps, int kTileM>
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, bool kFused>
 struct DkdvStorage {
   static constexpr int kTileN = 16 * kRowTiles * kWarps;
   static constexpr int kBuffers = sizeof(T) == 4 && kD > 256 ? 1 : 2;  // 163 KB of an sm80
@@ -29,6 +32,7 @@ struct DkdvStorage {
   T grad_o[kTileM * kSmemStride<T, kD>];
   float lse[kBuffers][kTileM];
   float delta[kBuffers][kTileM];
+  alignas(16) T ds[kFused ? kTileN * kSmemStride<T, kTileM> : 1];  // dS^T, for dQ
 };
 
 // A place where the tile's rows stand in a sequence.
@@ -59,10 +63,11 @@ __device__ inline bool next_use(const Params& p, int pool, int page, int64_t& cu
   return false;
 }
 
-template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileM, bool kRich>
+template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileM, bool kRich,
+          bool kFused>
 __global__ void __launch_bounds__(32 * kWarps)
     backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
-  using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM>;
+  using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM, kFused>;
   constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN;
   constexpr bool kBoth = makes_both(kD, kRowTiles), kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
@@ -89,6 +94,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 
   const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  __shared__ QueryBlocks blocks;
   float dk[kRowTiles][kOut / 2];                // or, unless kBoth, whichever this CTA makes
   float dv[kRowTiles][kBoth ? kOut / 2 : 1];
 #pragma unroll
@@ -127,22 +133,39 @@ __global__ void __launch_bounds__(32 * kWarps)
       commit_copies();
     };
 
-    if (total > 0) {
+    if constexpr (kRich) {
+      if (threadIdx.x < 32) blocks = QueryBlocks::of(args.blocks, p, sequence, key0, kTileN);
+      __syncthreads();
+    }
+    const auto view_of = [&](int step) { return blocks(head_of(step), query_of(step) / kTileM); };
+    BlockWalk<kRich> walk(total);
+    int next = walk.next(view_of);
+    if (next < total) {
       const int head0 = kv_head * p.group;
       const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, p.group);
       const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, p.group);
       load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
       load_keys<T, kTileN, kD, kThreads, kRich>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
-      load_q(0, 0);
-      load_grad_o(0);
+      load_q(next, 0);
+      load_grad_o(next);
+      if constexpr (kSplits<T>) {
+        wait_for_copies<0>();
+        __syncthreads();
+        split_tile<T, kTileN, kD, kWarps>(smem.k, threadIdx.x / 32);
+        split_tile<T, kTileN, kD, kWarps>(smem.v, threadIdx.x / 32);
+      }
     }
     int buffer = 0;
-    for (int step = 0; step < total; ++step) {
-      const bool more = step + 1 < total;
+    while (next < total) {
+      const int step = next;
+      const bool shown = walk.full(step);
+      next = walk.next(view_of);
+      const bool more = next < total;
       const int head = head_of(step), query0 = query_of(step);
       wait_for_copies<0>();
-      __syncthreads();  // Q(j) and dO(j) are there, and Q(j - 1) has been used
-      if (Storage::kBuffers == 2 && more) load_q(step + 1, buffer ^ 1);
+      // Q(j) and dO(j) are there, and Q(j - 1) has been used
+      meet_and_split<T, kD, kWarps, kTileM, kTileM>(smem.q[buffer], smem.grad_o);
+      if (Storage::kBuffers == 2 && more) load_q(next, buffer ^ 1);
 
       // S^T = K Q^T, dP^T = V dO^T
       float s[kRowTiles][kTileM / 2], dp[kRowTiles][kTileM / 2];
@@ -167,7 +190,11 @@ __global__ void __launch_bounds__(32 * kWarps)
         float slope[2] = {};
         score_gradient<T, kTileM, Major::kKeys, kRich, false>(
             s[r], dp[r], p, sequence, TileRows{query0, head, 1}, key0 + warp_row + 16 * r, 0,
-            key0 >= clean.lo && key0 + kTileN <= clean.hi, row, slope);
+            key0 >= clean.lo && key0 + kTileN <= clean.hi, shown, row, slope);
+      }
+
+      if constexpr (kFused) {
+        store_transposed_ds<T, kTileM>(smem.ds + warp_row * kSmemStride<T, kTileM>, dp[0]);
       }
 
       // dV += P^T dO
@@ -176,18 +203,23 @@ __global__ void __launch_bounds__(32 * kWarps)
       } else if (makes_dv) {
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, s, smem.grad_o, first, p.dv);
       }
-      __syncthreads();  // dO's buffer is free
-      if (more) load_grad_o(step + 1);
+      __syncthreads();  // dO's buffer is free, and dS^T is there
+      if (more) load_grad_o(next);
 
       // dK += dS^T Q
       if (makes_dk) {
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, dp, smem.q[buffer], first, p.dqk);
       }
+      if constexpr (kFused) {
+        const int slot =
+            slot_of_block<SideOfQueries>(p, sequence.n, sequence.q.first, kTileM, query0 / kTileM);
+        add_dq<T, kD, kWarps, kTileM, kTileN>(args, head, slot, smem.ds, smem.k);
+      }
       if constexpr (Storage::kBuffers == 2) {
         buffer ^= 1;
       } else if (more) {
         __syncthreads();  // Q's only buffer is free
-        load_q(step + 1, 0);
+        load_q(next, 0);
       }
     }
     used = paged && next_use(p, args.pool, page, cursor, use);
@@ -229,9 +261,9 @@ template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kR
 Kernel make_backward_dkdv(int dtype) {
   constexpr int kOut = output_columns(kBucket);
   return {Pass::backward_dkdv, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
-          sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep>),
+          sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, false>),
           reinterpret_cast<const void*>(
-              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>)};
+              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, false>)};
 }
 
 }  // namespace tessera::cuda::sm80

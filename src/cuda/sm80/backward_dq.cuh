@@ -10,6 +10,7 @@
 //     warps     wait | S(j), dP(j) | meet | dS | dQ += dS K(j) | wait ...
 #pragma once
 
+#include "cuda/common/blocks.cuh"
 #include "cuda/sm80/gradient.cuh"
 #include "cuda/sm80/kernels.h"
 
@@ -76,22 +77,43 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   // ---- the loop over keys ----
   const TileRows tile_rows{tile.begin, head, 1};
-  int key0 = key_begin + (key_end - 1 - key_begin) / kTileN * kTileN, buffer = 0;
-  if (key_begin < key_end) {
+  const int steps = max(key_end - key_begin + kTileN - 1, 0) / kTileN;
+  const auto key_of = [&](int step) { return key_begin + (steps - 1 - step) * kTileN; };
+  __shared__ KeyBlocks blocks;
+  if constexpr (kRich) {
+    if (threadIdx.x < 32) {
+      blocks = KeyBlocks::of(args.blocks, p, sequence, head, 1, tile.begin, kTileM);
+    }
+    __syncthreads();
+  }
+  const auto view_of = [&](int step) { return blocks(key_of(step) / kTileN); };
+  BlockWalk<kRich> walk(steps);
+  int next = walk.next(view_of), buffer = 0;
+  if (next < steps) {
     load_tile<T, kTileM, kD, kThreads>(
         smem.q, query_rows(p, TESSERA_Q, sequence, head, tile.begin, 1, kTileM), p.dqk,
         p.tensor[TESSERA_Q]);
     load_tile<T, kTileM, kD, kThreads>(
         smem.grad_o, query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kTileM), p.dv,
         p.tensor[TESSERA_DO]);
-    load_k(key0, 0);
-    load_v(key0);
+    load_k(key_of(next), 0);
+    load_v(key_of(next));
+    if constexpr (kSplits<T>) {
+      wait_for_copies<0>();
+      __syncthreads();
+      split_tile<T, kTileM, kD, kWarps>(smem.q, threadIdx.x / 32);
+      split_tile<T, kTileM, kD, kWarps>(smem.grad_o, threadIdx.x / 32);
+    }
   }
-  for (; key_begin < key_end && key0 >= key_begin; key0 -= kTileN) {
-    const bool more = key0 > key_begin;
+  while (next < steps) {
+    const int key0 = key_of(next);
+    const bool shown = walk.full(next);
+    next = walk.next(view_of);
+    const bool more = next < steps;
     wait_for_copies<0>();
-    __syncthreads();  // K(j) and V(j) are there, and K(j - 1) has been used
-    if (Storage::kBuffers == 2 && more) load_k(key0 - kTileN, buffer ^ 1);
+    // K(j) and V(j) are there, and K(j - 1) has been used
+    meet_and_split<T, kD, kWarps, kTileN, kTileN>(smem.k[buffer], smem.v);
+    if (Storage::kBuffers == 2 && more) load_k(key_of(next), buffer ^ 1);
 
     // S = Q K^T, dP = dO V^T
     float s[kRowTiles][kTileN / 2], dp[kRowTiles][kTileN / 2];
@@ -103,15 +125,15 @@ __global__ void __launch_bounds__(32 * kWarps)
     multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k[buffer], p.dqk);
     multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(dp, smem.grad_o, warp_row, smem.v, p.dv);
     __syncthreads();  // V's buffer is free
-    if (more) load_v(key0 - kTileN);
+    if (more) load_v(key_of(next));
 
     // dS = P (dP - delta)
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       score_gradient<T, kTileN, Major::kQueries, kRich, false>(
           s[r], dp[r], p, sequence, tile_rows, warp_row + 16 * r, key0,
-          key0 >= clean.lo && key0 + kTileN <= clean.hi, [&](int half) { return rows[r][half]; },
-          slope[r]);
+          key0 >= clean.lo && key0 + kTileN <= clean.hi, shown,
+          [&](int half) { return rows[r][half]; }, slope[r]);
     }
 
     // dQ += dS K
@@ -120,7 +142,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       buffer ^= 1;
     } else if (more) {
       __syncthreads();  // K's only buffer is free
-      load_k(key0 - kTileN, 0);
+      load_k(key_of(next), 0);
     }
   }
 

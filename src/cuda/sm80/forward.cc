@@ -73,7 +73,8 @@ class ForwardPlan final : public Plan {
   int64_t workspace_bytes(const Problem& problem, int) const override {
     // Lean or rich is decided by pointers too; room for the larger.
     const Kernels& kernels = kernels_of(problem);
-    return std::max(partial_bytes(problem, *kernels.lean), partial_bytes(problem, *kernels.rich));
+    return std::max(partial_bytes(problem, *kernels.lean),
+                    partial_bytes(problem, *kernels.rich) + map_bytes(problem, *kernels.rich));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -102,6 +103,11 @@ class ForwardPlan final : public Plan {
       args.partial_o = static_cast<float*>(buffers.workspace);
       args.partial_lse = args.partial_o + cut.splits * args.rows * p.hq * p.dv;
     }
+    if (has_map(problem, kernel)) {
+      TESSERA_RETURN_IF_ERROR(map_blocks(
+          problem, p, Walked::kKeys, cut.queries, kernel.tile.step,
+          static_cast<char*>(buffers.workspace) + partial_bytes(problem, kernel), &args.blocks, stream));
+    }
     const dim3 grid(static_cast<unsigned>(num_tile_slots(p.thd_q, p.sq, p.batch, cut.queries)),
                     static_cast<unsigned>(p.hq / cut.pack),
                     static_cast<unsigned>(args.dv_pieces * cut.splits));
@@ -121,7 +127,17 @@ class ForwardPlan final : public Plan {
     if (cut.splits == 1) return 0;
     const Sizes s = sizes_of(problem);
     const int64_t rows = problem.tensor[TESSERA_Q].extent[0] * s.sq;
-    return cut.splits * rows * s.hq * (s.dv + 1) * static_cast<int64_t>(sizeof(float));
+    const int64_t bytes = cut.splits * rows * s.hq * (s.dv + 1) * static_cast<int64_t>(sizeof(float));
+    return (bytes + 255) / 256 * 256;
+  }
+  // The decoding kernel looks at every key.
+  static bool has_map(const Problem& problem, const Kernel& kernel) {
+    return kernel.pass != Pass::decode && has_block_map(problem);
+  }
+  int64_t map_bytes(const Problem& problem, const Kernel& kernel) const {
+    if (!has_map(problem, kernel)) return 0;
+    return block_map_bytes(problem, Walked::kKeys, cut_of(problem, kernel, device_).queries,
+                           kernel.tile.step);
   }
 
   static MergeLaunch merge_of(const ForwardArgs& args) {

@@ -5,7 +5,7 @@
 //     O = sum P V          m, l: running row maximum and sum         o = O / l,  lse = m ln 2 + log l
 //
 // A CTA owns a tile of queries of one head (or of `pack` heads that share keys, interleaved by rows) and
-// walks the keys that the band leaves, right to left: partial tiles come first. K and V have one
+// walks the keys that band and data masks leave, right to left: partial tiles come first. K and V have one
 // buffer each. V(j) arrives under S(j), K(j+1) under the softmax and P V:
 //
 //     copies    V(j) ........... K(j+1) ..........
@@ -14,6 +14,7 @@
 // Each warp owns 16 x row_tiles rows from S to O; warps meet only at the two waits.
 #pragma once
 
+#include "cuda/common/blocks.cuh"
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/epilogue.cuh"
 #include "cuda/sm80/kernels.h"
@@ -54,13 +55,15 @@ __device__ __forceinline__ void drop(float (&s)[kN / 2], const Params& p, int n,
 }
 
 // CTAs of a multiprocessor that registers must leave room for: narrow warps live on their number. At
-// d128 a third one costs the features more in spills than it gives.
-constexpr int min_ctas(int bytes, int bucket, int row_tiles, int warps) {
-  return bytes == 2 && bucket <= 64 && row_tiles * warps <= 4 ? 3 : 1;
+// d128 a third one costs the features more in spills than it gives. fp32 without features is worth a few
+// spills for a second one.
+constexpr int min_ctas(int bytes, int bucket, int row_tiles, int warps, bool rich) {
+  if (bytes == 4) return !rich && bucket <= 64 && row_tiles * warps <= 8 ? 2 : 1;
+  return bucket <= 64 && row_tiles * warps <= 4 ? 3 : 1;
 }
 
 template <typename T, int kD, int kDv, int kRowTiles, int kWarps, int kTileN, bool kRich>
-__global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles, kWarps))
+__global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles, kWarps, kRich))
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Storage = ForwardStorage<T, kD, kDv, kRowTiles, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
@@ -123,20 +126,39 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
   }
 
   // ---- the loop over keys ----
-  const float scale = kRich ? kToLog2<T> : logit_scale<T>(p);
-  int key0 = key_begin + (key_end - 1 - key_begin) / kTileN * kTileN;
-  if (key_begin < key_end) {
+  const float scale = kRich ? kToLog2<T> : logit_scale<T>(p) * kToLog2<T>;
+  const int steps = max(key_end - key_begin + kTileN - 1, 0) / kTileN;
+  const auto key_of = [&](int step) { return key_begin + (steps - 1 - step) * kTileN; };
+  __shared__ KeyBlocks blocks;
+  if constexpr (kRich) {
+    if (threadIdx.x < 32) {
+      blocks = KeyBlocks::of(args.blocks, p, sequence, head0, args.pack, tile.begin, queries);
+    }
+    __syncthreads();
+  }
+  const auto view_of = [&](int step) { return blocks(key_of(step) / kTileN); };
+  BlockWalk<kRich> walk(steps);
+  int next = walk.next(view_of);
+  if (next < steps) {
     if (args.pack == 1) {
       load_queries<T, kTileM, kD, kThreads, true>(smem.q, p, TESSERA_Q, sequence, head0, tile.begin,
                                                   p.dqk);
     } else {
       load_tile<T, kTileM, kD, kThreads>(smem.q, q_rows, p.dqk, p.tensor[TESSERA_Q]);
     }
-    load_k(key0);
+    load_k(key_of(next));
+    if constexpr (kSplits<T>) {
+      wait_for_copies<0>();
+      __syncthreads();
+      split_tile<T, kTileM, kD, kWarps>(smem.q, threadIdx.x / 32);
+    }
   }
-  for (; key_begin < key_end && key0 >= key_begin; key0 -= kTileN) {
+  while (next < steps) {
+    const int key0 = key_of(next);
+    const bool shown = walk.full(next);
+    next = walk.next(view_of);
     wait_for_copies<0>();
-    __syncthreads();  // K(j) is there, and V's buffer is free
+    meet_and_split<T, kD, kWarps, kTileN>(smem.k);  // K(j) is there, and V's buffer is free
     load_v(key0);
 
     // S = Q K^T
@@ -149,8 +171,8 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
     multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k, p.dqk);
 
     wait_for_copies<0>();
-    __syncthreads();  // V(j) is there, and K's buffer is free
-    if (key0 > key_begin) load_k(key0 - kTileN);
+    meet_and_split<T, kDv, kWarps, kTileN>(smem.v);  // V(j) is there, and K's buffer is free
+    if (next < steps) load_k(key_of(next));
 
     // P = 2^(x - m)
 #pragma unroll
@@ -158,12 +180,13 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
       const int row0 = warp_row + 16 * r;
       const bool clean = key0 >= clean_keys.lo && key0 + kTileN <= clean_keys.hi;
       if constexpr (kRich) {
-        shape_scores<T, kTileN, Major::kQueries>(s[r], nullptr, p, sequence, rows, row0, key0, clean);
+        shape_scores<T, kTileN, Major::kQueries>(s[r], nullptr, p, sequence, rows, row0, key0, clean,
+                                                 shown);
       } else if (!clean) {
         apply_band<kTileN, Major::kQueries>(s[r], sequence.band, rows, row0, key0);
       }
       float rescale[2];
-      softmax[r].template update<kTileN, !kRich>(s[r], scale, rescale);
+      softmax[r].template update<kTileN, !kRich && !kSplits<T>>(s[r], scale, rescale);
 #pragma unroll
       for (int e = 0; e < kDv / 2; ++e) o[r][e] *= rescale[e / 2 % 2];
       if constexpr (kRich) {

@@ -28,12 +28,14 @@ __device__ inline RowStatistics statistics_of(const BackwardArgs& b, const Seque
 
 // s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack = 1.
 // statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4 for S^T.
-// slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides nothing here.
+// slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides nothing here; shown:
+// nor do the data masks.
 template <typename T, int kN, Major kMajor, bool kRich, bool kOfLogit, typename Statistics>
 __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[kN / 2],
                                                const Params& p, const Sequence& sequence,
                                                const TileRows& rows, int major0, int minor0,
-                                               bool clean, const Statistics& statistics,
+                                               bool clean, bool shown,
+                                               const Statistics& statistics,
                                                float (&slope)[2]) {
   const auto row_of = [&](int e) {
     return statistics(kMajor == Major::kQueries ? e / 2 % 2 : e / 4 * 2 + e % 2);
@@ -44,12 +46,12 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e) {
       const RowStatistics row = row_of(e);
-      s[e] = exp2_approx(s[e] * scale - row.lse);
+      s[e] = exp2_approx((s[e] * scale - row.lse) * kToLog2<T>);
       dp[e] = s[e] * (dp[e] - row.delta);
     }
   } else {
     float cap_slope[kN / 2];
-    shape_scores<T, kN, kMajor>(s, &cap_slope, p, sequence, rows, major0, minor0, clean);
+    shape_scores<T, kN, kMajor>(s, &cap_slope, p, sequence, rows, major0, minor0, clean, shown);
     uint32_t kept[(kN + 63) / 64];
     if (p.flags & TESSERA_DROPOUT) {
       const int row0 = rows.origin + (kMajor == Major::kQueries ? major0 : minor0);

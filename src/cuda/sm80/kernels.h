@@ -8,7 +8,7 @@
 
 namespace tessera::cuda::sm80 {
 
-enum class Pass { forward, decode, backward_dq, backward_dkdv, backward_dbias };
+enum class Pass { forward, decode, backward_dq, backward_dkdv, backward_fused, backward_dbias };
 
 struct Kernel {
   Pass pass;
@@ -18,6 +18,7 @@ struct Kernel {
   Tile tile;
   int shared_bytes;
   const void* function;
+  const void* finish = nullptr;  // of backward_fused: what turns the sums of dQ into dq
 };
 
 // In the table's order, buckets ascending.

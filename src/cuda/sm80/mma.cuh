@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a warp on mma.sync, for 16-bit elements and for fp32 by three tf32 products.
+// Products of a warp on mma.sync, for 16-bit elements and for fp32 by three fp16 products.
 //
 // Two forms are enough for attention, forward and backward:
 //     multiply_nt   C[16 x N] += A[16 x K] B[N x K]^T   A and B in shared memory        S, dP
@@ -66,28 +66,36 @@ struct Mma16 {
     ldmatrix_x4_transposed(b.r, smem_address(tile + (k + lane % 16) * stride + n + lane / 16 * 8));
     return b;
   }
-  __device__ static A from_accumulator(const float* c) {
+  // A of 16 rows from m on, from a tile that holds it transposed.
+  __device__ static A load_a_transposed(const T* tile, int stride, int k, int m) {
+    const int lane = threadIdx.x % 32;
+    A a;
+    ldmatrix_x4_transposed(
+        a.r, smem_address(tile + (k + lane / 16 * 8 + lane % 8) * stride + m + lane / 8 % 2 * 8));
+    return a;
+  }
+  __device__ static float scale_of(const T*, int, int) { return 1; }
+  __device__ static A from_accumulator(const float* c, float) {
     return {{pack<T>(c[0], c[1]), pack<T>(c[2], c[3]), pack<T>(c[4], c[5]), pack<T>(c[6], c[7])}};
   }
   // c: the accumulators of the pair, 8 floats.
   template <bool kTransposed = false>
-  __device__ static void multiply(float* c, const A& a, const B& b) {
-    multiply_n8(c, a, b.r[0], b.r[1]);
-    multiply_n8(c + 4, a, b.r[2], b.r[3]);
+  __device__ static void multiply(float* c, const A& a, const B& b, float = 1) {
+    multiply_n8(c, a.r, b.r);
+    multiply_n8(c + 4, a.r, b.r + 2);
   }
 
- private:
-  __device__ static void multiply_n8(float* c, const A& a, uint32_t b0, uint32_t b1) {
+  __device__ static void multiply_n8(float* c, const uint32_t* a, const uint32_t* b) {
     if constexpr (sizeof(T) == 2 && __is_same(T, __half)) {
       asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
           "{%8, %9}, {%0, %1, %2, %3};"
           : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     } else {
       asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
           "{%8, %9}, {%0, %1, %2, %3};"
           : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
   }
 };
@@ -96,74 +104,152 @@ struct Mma<__nv_bfloat16> : Mma16<__nv_bfloat16> {};
 template <>
 struct Mma<__half> : Mma16<__half> {};
 
-// fp32: x = hi + lo in tf32 (11 + 11 bits), and the product is lo hi + hi lo + hi hi. The tensor core
-// adds with truncation, so each step's small sum is added to C by an ordinary, rounding, addition. hi is
-// rounded and lo cut, so that hi + lo splits into hi and lo again: a row with one visible key has
-// o = hi + lo of its v, and dO V^T and dO O^T must cancel exactly.
+// fp32: x = (hi + lo) / f with hi and lo in fp16 (11 + 11 bits), f a power of two that brings the largest
+// of 16 rows to 2^14 .. 2^15: what fp16 cannot hold is then 2^-40 of that largest. The product is
+// lo hi + hi lo + hi hi; the tensor core adds with truncation, so each step's sum joins C by an ordinary,
+// rounding, multiply-add, which also undoes the two f. hi is rounded and lo cut, so that hi + lo splits
+// into hi and lo again: a row with one visible key has o = hi + lo of its v, and dO V^T and dO O^T must
+// cancel exactly. (tf32 has the same bits at half the rate.)
+//
+// split_tile() turns rows of a shared tile, kColumns floats and 16 bytes of padding, into kColumns halves
+// hi, kColumns halves lo, and 1 / f in the padding.
 template <>
 struct Mma<float> {
-  static constexpr int kK = 8;
+  static constexpr int kK = 16;
   struct A {
-    float r[4];
+    uint32_t hi[4], lo[4];
   };
-  struct B {
-    float r[4];
-  };
+  using B = A;
 
   __device__ static A load_a(const float* tile, int stride, int row, int column) {
     const int lane = threadIdx.x % 32;
-    uint32_t r[4];
-    ldmatrix_x4(r, smem_address(tile + (row + lane % 16) * stride + column + lane / 16 * 4));
-    return {{__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]),
-             __uint_as_float(r[3])}};
+    return load<false>(tile + (row + lane % 16) * stride, stride, column + lane / 16 * 8);
   }
   __device__ static B load_b(const float* tile, int stride, int n, int k) {
     const int lane = threadIdx.x % 32;
-    uint32_t r[4];
-    ldmatrix_x4(r, smem_address(tile + (n + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 4));
-    return {{__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]),
-             __uint_as_float(r[3])}};
+    return load<false>(tile + (n + lane / 16 * 8 + lane % 8) * stride, stride, k + lane / 8 % 2 * 8);
   }
-  // Row order of K within a step as from_accumulator has it: 2t and 2t + 1 for t and t + 4.
   __device__ static B load_b_transposed(const float* tile, int stride, int k, int n) {
     const int lane = threadIdx.x % 32;
-    const float* at = tile + (k + lane % 4 * 2) * stride + n + lane / 4;
-    return {{at[0], at[stride], at[8], at[stride + 8]}};
+    return load<true>(tile + (k + lane % 16) * stride, stride, n + lane / 16 * 8);
   }
-  __device__ static A from_accumulator(const float* c) { return {{c[0], c[2], c[1], c[3]}}; }
-
+  __device__ static A load_a_transposed(const float* tile, int stride, int k, int m) {
+    const int lane = threadIdx.x % 32;
+    return load<true>(tile + (k + lane / 16 * 8 + lane % 8) * stride, stride, m + lane / 8 % 2 * 8);
+  }
+  // 1 / f of the 16 rows from `row` on.
+  __device__ static float scale_of(const float* tile, int stride, int row) {
+    return tile[row * stride + stride - 4];
+  }
+  __device__ static A from_accumulator(const float* c, float f) {
+    A a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(c[2 * i] * f, c[2 * i + 1] * f, a.hi[i], a.lo[i]);
+    return a;
+  }
   // kTransposed: A and B have traded places, and so do the two mixed products.
   template <bool kTransposed = false>
-  __device__ static void multiply(float* c, const A& a, const B& b) {
-    uint32_t a_hi[4], a_lo[4], b_hi[4], b_lo[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      split(a.r[i], a_hi[i], a_lo[i]);
-      split(b.r[i], b_hi[i], b_lo[i]);
-    }
+  __device__ static void multiply(float* c, const A& a, const B& b, float factor) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float sum[4] = {0, 0, 0, 0};
-      multiply_n8(sum, kTransposed ? a_hi : a_lo, (kTransposed ? b_lo : b_hi) + 2 * tile);
-      multiply_n8(sum, kTransposed ? a_lo : a_hi, (kTransposed ? b_hi : b_lo) + 2 * tile);
-      multiply_n8(sum, a_hi, b_hi + 2 * tile);
+      Mma<__half>::multiply_n8(sum, kTransposed ? a.hi : a.lo, (kTransposed ? b.lo : b.hi) + 2 * tile);
+      Mma<__half>::multiply_n8(sum, kTransposed ? a.lo : a.hi, (kTransposed ? b.hi : b.lo) + 2 * tile);
+      Mma<__half>::multiply_n8(sum, a.hi, b.hi + 2 * tile);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[4 * tile + i] += sum[i];
+      for (int i = 0; i < 4; ++i) c[4 * tile + i] += sum[i] * factor;
     }
   }
 
- private:
-  __device__ static void split(float x, uint32_t& hi, uint32_t& lo) {
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(hi) : "f"(x));
-    lo = __float_as_uint(x - __uint_as_float(hi)) & 0xFFFFE000;
+  __device__ static void split(float x, float y, uint32_t& hi, uint32_t& lo) {
+    hi = pack<__half>(x, y);
+    const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&hi));
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(lo) : "f"(y - rounded.y), "f"(x - rounded.x));
   }
-  __device__ static void multiply_n8(float* c, const uint32_t* a, const uint32_t* b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+
+ private:
+  template <bool kTransposed>
+  __device__ static A load(const float* row, int stride, int column) {
+    const uint32_t hi = smem_address(row) + column * 2, lo = hi + (stride - 4) * 2;
+    A a;
+    if constexpr (kTransposed) {
+      ldmatrix_x4_transposed(a.hi, hi);
+      ldmatrix_x4_transposed(a.lo, lo);
+    } else {
+      ldmatrix_x4(a.hi, hi);
+      ldmatrix_x4(a.lo, lo);
+    }
+    return a;
   }
 };
+
+// f and 1 / f from the bits of the largest magnitude.
+struct SplitScale {
+  float f, inverse;
+  __device__ explicit SplitScale(uint32_t largest) {
+    const int exponent = min(max(static_cast<int>(largest >> 23), 15), 254);
+    f = __int_as_float((127 + 141 - exponent) << 23);
+    inverse = __int_as_float((exponent - 14) << 23);
+  }
+};
+
+template <typename T>
+inline constexpr bool kSplits = sizeof(T) == 4;
+
+// fp32 tiles must be split before products read them, in place, 16 rows a warp; barriers before and after
+// are the caller's. Nothing for 16-bit elements. warp: of kWarps that share the work.
+template <typename T, int kRows, int kColumns, int kWarps>
+__device__ __forceinline__ void split_tile(T* tile, int warp) {
+  if constexpr (kSplits<T>) {
+    constexpr int kStride = kSmemStride<T, kColumns>, kChunks = kColumns / 4;
+    constexpr int kRowsAtOnce = kChunks <= 16 ? 2 : 1, kLanes = 32 / kRowsAtOnce;
+    constexpr int kEach = (kChunks + kLanes - 1) / kLanes;  // chunks of a row that a lane has
+    const int lane = threadIdx.x % 32, row_of_lane = lane / kLanes, chunk = lane % kLanes;
+    for (int row0 = 16 * warp; row0 < kRows; row0 += 16 * kWarps) {
+      float* rows = tile + (row0 + row_of_lane) * kStride;
+      const auto chunk_of = [&](int row, int i) -> float4 {
+        if (kChunks % kLanes != 0 && chunk + i * kLanes >= kChunks) return {0, 0, 0, 0};
+        return *reinterpret_cast<const float4*>(rows + row * kStride + (chunk + i * kLanes) * 4);
+      };
+      float largest = 0;
+#pragma unroll
+      for (int row = 0; row < 16; row += kRowsAtOnce) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const float4 x = chunk_of(row, i);
+          largest = fmaxf(fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
+        }
+      }
+      const SplitScale scale(__reduce_max_sync(~0u, __float_as_uint(largest)));
+      constexpr int kBatch = kEach >= 4 ? 1 : 4 / kEach;  // rows in flight
+#pragma unroll
+      for (int first = 0; first < 16; first += kBatch * kRowsAtOnce) {
+        float4 x[kBatch][kEach];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) x[j][i] = chunk_of(first + j * kRowsAtOnce, i);
+        }
+        __syncwarp();  // the rows are read; they are written over
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          float* row = rows + (first + j * kRowsAtOnce) * kStride;
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) {
+            if (kChunks % kLanes != 0 && chunk + i * kLanes >= kChunks) break;
+            uint2 hi, lo;
+            Mma<float>::split(x[j][i].x * scale.f, x[j][i].y * scale.f, hi.x, lo.x);
+            Mma<float>::split(x[j][i].z * scale.f, x[j][i].w * scale.f, hi.y, lo.y);
+            float* to = row + (chunk + i * kLanes) * 2;
+            *reinterpret_cast<uint2*>(to) = hi;
+            *reinterpret_cast<uint2*>(to + kColumns / 2) = lo;
+          }
+          if (chunk == 0) row[kColumns] = scale.inverse;
+        }
+      }
+    }
+  }
+}
 
 // Wide products (kSkip) leave out blocks of this many columns that lie past the true head dim.
 inline constexpr int kBlock = 64;
@@ -178,6 +264,11 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
                                             const T* b, int depth) {
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
   constexpr int kUnroll = kSkip ? 1 : kK / kBlock;
+  float scale_a[kRowTiles], scale_b[kN / 16];
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) scale_a[r] = Mma<T>::scale_of(a, kStride, a_row + 16 * r);
+#pragma unroll
+  for (int n = 0; n < kN; n += 16) scale_b[n / 16] = Mma<T>::scale_of(b, kStride, n);
 #pragma unroll kUnroll
   for (int block = 0; block < kK; block += kBlock) {
     if (kSkip && block >= depth) break;
@@ -193,11 +284,35 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
         const typename Mma<T>::B b_step = Mma<T>::load_b(b, kStride, n, k);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          Mma<T>::template multiply<kTransposed>(c[r] + n / 2, a_step[r], b_step);
+          Mma<T>::template multiply<kTransposed>(c[r] + n / 2, a_step[r], b_step,
+                                                 scale_a[r] * scale_b[n / 16]);
         }
       }
     }
   }
+}
+
+// The same by all warps of a CTA for any number of tiles, between barriers: what was copied is seen by
+// all, and so is what this makes of it.
+template <typename T, int kColumns, int kWarps, int... kRows, typename... Tiles>
+__device__ __forceinline__ void meet_and_split(Tiles*... tiles) {
+  __syncthreads();
+  if constexpr (kSplits<T>) {
+    (split_tile<T, kRows, kColumns, kWarps>(tiles, threadIdx.x / 32), ...);
+    __syncthreads();
+  }
+}
+
+// What brings a warp's fragment into the range of fp16.
+template <typename T, int kN>
+__device__ __forceinline__ SplitScale scale_of_fragment(const float (&c)[kN / 2]) {
+  float largest = 0;
+  if constexpr (kSplits<T>) {
+#pragma unroll
+    for (int e = 0; e < kN / 2; ++e) largest = fmaxf(largest, fabsf(c[e]));
+    return SplitScale(__reduce_max_sync(~0u, __float_as_uint(largest)));
+  }
+  return SplitScale(0);
 }
 
 // c[r] += a[r] (accumulators of kK columns) times the kK rows of B, columns [first, first + kN) of
@@ -209,22 +324,28 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
                                             int first, int width) {
   constexpr int kStride = kSmemStride<T, kColumns>, kStep = Mma<T>::kK;
   typename Mma<T>::A a_steps[kRowTiles][kK / kStep];  // 16-bit: half the registers of a
+  float scale_a[kRowTiles];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
+    const SplitScale scale = scale_of_fragment<T, kK>(a[r]);
+    scale_a[r] = scale.inverse;
 #pragma unroll
-    for (int k = 0; k < kK; k += kStep) a_steps[r][k / kStep] = Mma<T>::from_accumulator(a[r] + k / 2);
+    for (int k = 0; k < kK; k += kStep) {
+      a_steps[r][k / kStep] = Mma<T>::from_accumulator(a[r] + k / 2, scale.f);
+    }
   }
 #pragma unroll
   for (int block = 0; block < kN; block += kBlock) {
     if (kSkip && first + block >= width) break;
 #pragma unroll
     for (int k = 0; k < kK; k += kStep) {
+      const float scale_b = Mma<T>::scale_of(b, kStride, k);
 #pragma unroll
       for (int n = block; n < block + kBlock && n < kN; n += 16) {
         const typename Mma<T>::B b_step = Mma<T>::load_b_transposed(b, kStride, k, first + n);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          Mma<T>::multiply(c[r] + n / 2, a_steps[r][k / kStep], b_step);
+          Mma<T>::multiply(c[r] + n / 2, a_steps[r][k / kStep], b_step, scale_a[r] * scale_b);
         }
       }
     }

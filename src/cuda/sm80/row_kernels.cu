@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
     load_tile<T, kRows, kColumns, kThreads>(o, o_rows, p.dv - c, p.tensor[TESSERA_O]);
     commit_copies();
     wait_for_copies<0>();
-    __syncthreads();
+    meet_and_split<T, kColumns, kWarps, kRows, kRows>(grad_o, o);
     multiply_nt<T, 1, 16, kColumns>(product, grad_o, warp_row,
                                     o + warp_row * kSmemStride<T, kColumns>, kColumns);
     grad_o_rows.base += kColumns * sizeof(T);

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole backward pass in one kernel, where its sums may be in any order: backward_dkdv.cuh with dQ.
+#pragma once
+
+#include "cuda/sm80/backward_dkdv.cuh"
+
+namespace tessera::cuda::sm80 {
+
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+Kernel make_backward_fused(int dtype) {
+  static_assert(makes_both(kBucket, kRowTiles) && kRowTiles == 1);
+  return {Pass::backward_fused, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+          sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, true>),
+          reinterpret_cast<const void*>(
+              &backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps, kStep, kRich, true>),
+          reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>)};
+}
+
+}  // namespace tessera::cuda::sm80
