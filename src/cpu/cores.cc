@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
+#include <cstdio>
+#include <cstring>
 #include <limits>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -17,12 +19,18 @@ namespace {
 
 #if defined(__linux__)
 
+// C's streams, not C++'s: those of two C++ libraries in one process (a Python wheel may bring its
+// own) take each other's locales and crash.
+using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+
+File open_to_read(const std::string& path) { return {std::fopen(path.c_str(), "re"), std::fclose}; }
+
 // The first number of a list such as "3,67" or "2-3": the lowest hyperthread of cpu's core.
 int first_sibling(int cpu) {
-  std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
-                     "/topology/thread_siblings_list");
+  const File file = open_to_read("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
+                                 "/topology/thread_siblings_list");
   int first = cpu;
-  return file >> first ? first : cpu;
+  return file && std::fscanf(file.get(), "%d", &first) == 1 ? first : cpu;
 }
 
 // 0 when the mask cannot be read.
@@ -41,12 +49,20 @@ int cores_in_affinity_mask() {
   return cores;
 }
 
+// The number that a file begins with; -1 without one ("max", or no file).
+double number_in(const std::string& path) {
+  const File file = open_to_read(path);
+  double number = -1;
+  return file && std::fscanf(file.get(), "%lf", &number) == 1 ? number : -1;
+}
+
 // Cores that a group's folder grants: cpu.max "200000 100000" in version 2, two files in version 1.
 double quota_of_folder(const std::string& folder) {
   double quota = -1, period = 0;
-  if (std::ifstream file(folder + "/cpu.max"); !(file >> quota >> period)) {
-    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
-    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  const File file = open_to_read(folder + "/cpu.max");
+  if (!file || std::fscanf(file.get(), "%lf %lf", &quota, &period) != 2) {
+    quota = number_in(folder + "/cpu.cfs_quota_us");
+    period = number_in(folder + "/cpu.cfs_period_us");
   }
   return quota > 0 && period > 0 ? quota / period : std::numeric_limits<double>::infinity();
 }
@@ -55,8 +71,10 @@ double quota_of_folder(const std::string& folder) {
 // are "id:controllers:path"; version 2 has no controllers.
 double control_group_quota() {
   double quota = std::numeric_limits<double>::infinity();
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
+  const File groups = open_to_read("/proc/self/cgroup");
+  char text[4096];  // longer than any path
+  while (groups && std::fgets(text, sizeof text, groups.get())) {
+    const std::string line(text, std::strcspn(text, "\n"));
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
