@@ -13,9 +13,13 @@ namespace {
 
 int64_t bytes_of(int dtype) {
   switch (dtype) {
-    case TESSERA_FP32: case TESSERA_INT32: return 4;
-    case TESSERA_INT64: return 8;
-    case TESSERA_BOOL: return 1;
+    case TESSERA_FP32:
+    case TESSERA_INT32:
+      return 4;
+    case TESSERA_INT64:
+      return 8;
+    case TESSERA_BOOL:
+      return 1;
   }
   return 2;
 }
@@ -56,7 +60,8 @@ void require(bool condition, const std::string& what) {
 }
 
 void require(cudaError_t error, const char* operation) {
-  if (error != cudaSuccess) throw Failure(std::string(operation) + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw Failure(std::string(operation) + ": " + cudaGetErrorString(error));
 }
 
 std::string text(const char* format, ...) {
@@ -85,7 +90,8 @@ void DeviceArray::check_guards(const char* name) const {
   require(cudaMemcpy(guards.data(), base_, kGuard, cudaMemcpyDeviceToHost), "cudaMemcpy");
   require(cudaMemcpy(guards.data() + kGuard, data() + bytes_, kGuard, cudaMemcpyDeviceToHost),
           "cudaMemcpy");
-  for (const uint8_t byte : guards) require(byte == 0xA5, text("a byte outside of %s was written", name));
+  for (const uint8_t byte : guards)
+    require(byte == 0xA5, text("a byte outside of %s was written", name));
 }
 
 Attention::Attention(const Options& given) : options(given) {
@@ -108,9 +114,10 @@ Attention::Attention(const Options& given) : options(given) {
   int64_t tokens = 0;
   for (const int64_t n : o.lengths) tokens += n;
   const int64_t sq = packed ? tokens : o.sq, sk = packed ? tokens : o.sk;
-  for (const auto& [index, s, heads] :
-       {std::tuple{TESSERA_Q, sq, o.hq}, {TESSERA_K, sk, o.hk}, {TESSERA_V, sk, o.hk},
-        {TESSERA_O, sq, o.hq}}) {
+  for (const auto& [index, s, heads] : {std::tuple{TESSERA_Q, sq, o.hq},
+                                        {TESSERA_K, sk, o.hk},
+                                        {TESSERA_V, sk, o.hk},
+                                        {TESSERA_O, sq, o.hq}}) {
     describe(index, s, heads, o.d, o.format);
     if (index != TESSERA_O) fill(index, heads);
   }
@@ -120,7 +127,8 @@ Attention::Attention(const Options& given) : options(given) {
     for (const int32_t n : lengths) starts.push_back(starts.back() + n);
     for (const bool keys : {false, true}) {
       if (packed) {
-        give(keys ? TESSERA_CU_SEQLENS_K : TESSERA_CU_SEQLENS_Q, TESSERA_INT32, {o.b + 1}, starts.data());
+        give(keys ? TESSERA_CU_SEQLENS_K : TESSERA_CU_SEQLENS_Q, TESSERA_INT32, {o.b + 1},
+             starts.data());
       } else {
         give(keys ? TESSERA_SEQLENS_K : TESSERA_SEQLENS_Q, TESSERA_INT32, {o.b}, lengths.data());
       }
@@ -178,12 +186,15 @@ int32_t Attention::run_status(cudaStream_t stream) {
 
 std::string name_of(const Options& o) {
   const char* formats[] = {"bshd", "sbhd", "bhsd", "thd"};
-  return text("%s %s %s d%d%s%s%s%s%s", o.backend.c_str(), o.pass == TESSERA_FORWARD ? "fwd" : "bwd",
-              o.dtype == TESSERA_FP32 ? "fp32" : o.dtype == TESSERA_BF16 ? "bf16" : "fp16",
-              static_cast<int>(o.d), o.sq == 1 ? " one query" : "",
-              o.flags & TESSERA_CAUSAL ? " causal" : "", o.flags & TESSERA_DROPOUT ? " dropout" : "",
-              o.format == TESSERA_BSHD ? "" : (std::string(" ") + formats[o.format]).c_str(),
-              o.lengths.empty() ? "" : " lengths");
+  return text(
+      "%s %s %s d%d%s%s%s%s%s", o.backend.c_str(), o.pass == TESSERA_FORWARD ? "fwd" : "bwd",
+      o.dtype == TESSERA_FP32   ? "fp32"
+      : o.dtype == TESSERA_BF16 ? "bf16"
+                                : "fp16",
+      static_cast<int>(o.d), o.sq == 1 ? " one query" : "",
+      o.flags & TESSERA_CAUSAL ? " causal" : "", o.flags & TESSERA_DROPOUT ? " dropout" : "",
+      o.format == TESSERA_BSHD ? "" : (std::string(" ") + formats[o.format]).c_str(),
+      o.lengths.empty() ? "" : " lengths");
 }
 
 void Attention::describe(int index, int64_t s, int64_t heads, int64_t d, int format) {
@@ -206,7 +217,8 @@ void Attention::describe(int index, int64_t s, int64_t heads, int64_t d, int for
   buffers.data[index] = array_[index]->data();
 }
 
-void Attention::give(int index, int dtype, std::initializer_list<int64_t> extent, const void* data) {
+void Attention::give(int index, int dtype, std::initializer_list<int64_t> extent,
+                     const void* data) {
   tessera_tensor& t = problem.tensor[index];
   t.dtype = dtype;
   int64_t count = 1;
@@ -246,9 +258,10 @@ void Attention::fill(int index, int64_t heads) {
         for (int64_t c = 0; c < options.d; ++c) {
           const int64_t at =
               batch * t.stride[0] + (start(n) + i) * t.stride[1] + h * t.stride[2] + c;
-          store(&host[static_cast<size_t>(at * size)], t.dtype,
-                number(static_cast<uint64_t>(index), static_cast<uint64_t>(n),
-                       static_cast<uint64_t>(i), static_cast<uint64_t>(h), static_cast<uint64_t>(c)));
+          store(
+              &host[static_cast<size_t>(at * size)], t.dtype,
+              number(static_cast<uint64_t>(index), static_cast<uint64_t>(n),
+                     static_cast<uint64_t>(i), static_cast<uint64_t>(h), static_cast<uint64_t>(c)));
         }
       }
     }
@@ -278,8 +291,8 @@ std::vector<uint8_t> Attention::outputs() const {
       const int64_t batch = options.format == TESSERA_THD ? 0 : n;
       for (int64_t i = 0; i < length(n, t.extent[row_axis]); ++i) {
         for (int64_t h = 0; h < t.extent[head_axis]; ++h) {
-          const int64_t at = batch * t.stride[0] + (start(n) + i) * t.stride[row_axis] +
-                             h * t.stride[head_axis];
+          const int64_t at =
+              batch * t.stride[0] + (start(n) + i) * t.stride[row_axis] + h * t.stride[head_axis];
           const auto row = host.begin() + at * size;
           result.insert(result.end(), row, row + width * size);
         }
@@ -302,7 +315,8 @@ void Attention::raw_outputs(std::vector<uint8_t>& to) const {
 
 void Attention::spoil(cudaStream_t stream) {
   for (const int index : output_indices()) {
-    require(cudaMemsetAsync(buffers.data[index], 0xFF, array_[index]->bytes(), stream), "cudaMemset");
+    require(cudaMemsetAsync(buffers.data[index], 0xFF, array_[index]->bytes(), stream),
+            "cudaMemset");
   }
 }
 

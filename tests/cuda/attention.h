@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A problem with its tensors on the device, for the tests of exact properties. It knows the C header
-// and cudart alone, as a user does.
+// A problem with its tensors on the device, for the tests of exact properties. It knows the C
+// header and cudart alone, as a user does.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -54,7 +54,9 @@ class DeviceArray {
 
 class Stream {
  public:
-  Stream() { require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  Stream() {
+    require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
   ~Stream() { (void)cudaStreamDestroy(stream_); }
   Stream(const Stream&) = delete;
   operator cudaStream_t() const { return stream_; }
@@ -77,8 +79,8 @@ struct Options {
 };
 std::string name_of(const Options& options);
 
-// q, k, v, o, lse and, backward, do, dq, dk, dv. What a tensor holds depends on logical indices alone,
-// so that one problem in two layouts is the same problem. The rest is NaN.
+// q, k, v, o, lse and, backward, do, dq, dk, dv. What a tensor holds depends on logical indices
+// alone, so that one problem in two layouts is the same problem. The rest is NaN.
 class Attention {
  public:
   explicit Attention(const Options& options);

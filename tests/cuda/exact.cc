@@ -72,7 +72,8 @@ void graph() {
       const Stream stream;
       cudaGraph_t graph = nullptr;
       cudaGraphExec_t executable = nullptr;
-      require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+      require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal),
+              "cudaStreamBeginCapture");
       attention.run(stream);
       require(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
       require(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
@@ -129,15 +130,16 @@ namespace {
 std::vector<uint8_t> mask_on(const tessera_device& device, const int64_t (&shape)[4], double p,
                              const int64_t* state, uint8_t* keep, size_t bytes) {
   tessera_error error{sizeof error, 0, {}};
-  require(tessera_dropout_mask(shape[0], shape[1], shape[2], shape[3], p, state, keep, &device, nullptr,
-                               &error) == TESSERA_OK,
+  require(tessera_dropout_mask(shape[0], shape[1], shape[2], shape[3], p, state, keep, &device,
+                               nullptr, &error) == TESSERA_OK,
           error.message);
   std::vector<uint8_t> host(bytes);
   require(cudaMemcpy(host.data(), keep, bytes, cudaMemcpyDefault), "cudaMemcpy");
   return host;
 }
 
-// With an identity for v (or do), o[i, j] (or dv[j, i]) is the probability of (i, j): 0 where dropped.
+// With an identity for v (or do), o[i, j] (or dv[j, i]) is the probability of (i, j): 0 where
+// dropped.
 std::string kernel_uses_mask(const std::string& backend, int pass, int dtype) {
   Options options;
   options.backend = backend;
@@ -159,13 +161,15 @@ std::string kernel_uses_mask(const std::string& backend, int pass, int dtype) {
       at[0] = 0, at[1] = 0x3C;  // 1 in fp16
     }
   }
-  require(cudaMemcpy(attention.buffers.data[identity], eye.data(), eye.size(), cudaMemcpyHostToDevice),
-          "cudaMemcpy");
+  require(
+      cudaMemcpy(attention.buffers.data[identity], eye.data(), eye.size(), cudaMemcpyHostToDevice),
+      "cudaMemcpy");
   attention.run();
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   const int output = pass == TESSERA_FORWARD ? TESSERA_O : TESSERA_DV;
   std::vector<char> found(eye.size());
-  require(cudaMemcpy(found.data(), attention.buffers.data[output], found.size(), cudaMemcpyDeviceToHost),
+  require(cudaMemcpy(found.data(), attention.buffers.data[output], found.size(),
+                     cudaMemcpyDeviceToHost),
           "cudaMemcpy");
   const int64_t state[] = {42, 7}, shape[4] = {options.b, options.hq, n, n};
   std::vector<uint8_t> keep(static_cast<size_t>(heads * n * n));
@@ -177,9 +181,10 @@ std::string kernel_uses_mask(const std::string& backend, int pass, int dtype) {
       for (int64_t i = 0; i < n; ++i) {
         for (int64_t j = 0; j < n; ++j) {
           const bool kept = keep[static_cast<size_t>(((b * options.hq + h) * n + i) * n + j)];
-          const int64_t row = pass == TESSERA_FORWARD ? i : j, column = pass == TESSERA_FORWARD ? j : i;
-          const char* at = &found[static_cast<size_t>(
-              (((b * n + row) * options.hq + h) * n + column) * size)];
+          const int64_t row = pass == TESSERA_FORWARD ? i : j,
+                        column = pass == TESSERA_FORWARD ? j : i;
+          const char* at =
+              &found[static_cast<size_t>((((b * n + row) * options.hq + h) * n + column) * size)];
           bool zero = true;
           for (int64_t byte = 0; byte < size; ++byte) zero &= at[byte] == 0;
           require(zero != kept, text("n=%d h=%d i=%d j=%d: the CPU %s it", static_cast<int>(b),
@@ -190,7 +195,8 @@ std::string kernel_uses_mask(const std::string& backend, int pass, int dtype) {
       }
     }
   }
-  return text("%d of %d dropped, as on the CPU", static_cast<int>(dropped), static_cast<int>(keep.size()));
+  return text("%d of %d dropped, as on the CPU", static_cast<int>(dropped),
+              static_cast<int>(keep.size()));
 }
 
 }  // namespace
@@ -201,7 +207,8 @@ void dropout() {
     const size_t bytes = 2 * 3 * 129 * 515;
     const int64_t state[] = {-81985529216486896, 1 << 20};
     const DeviceArray state_there(sizeof state), keep_there(bytes);
-    require(cudaMemcpy(state_there.data(), state, sizeof state, cudaMemcpyHostToDevice), "cudaMemcpy");
+    require(cudaMemcpy(state_there.data(), state, sizeof state, cudaMemcpyHostToDevice),
+            "cudaMemcpy");
     std::vector<uint8_t> keep(bytes);
     const tessera_device cpu{TESSERA_CPU, 0, 0, 0};
     for (const double p : {0.1, 0.5, 0.999}) {

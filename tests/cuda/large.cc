@@ -24,8 +24,15 @@ struct Large {
 };
 constexpr int64_t kMillion = int64_t{1} << 20;
 constexpr Large kShapes[] = {
-    {"one sequence of 2^21 + 512 rows, window 128", 1, 2 * kMillion + 512, 8, 128, 127,
-     {kMillion - 192, 2 * kMillion + 128}, 384, 127},
+    {"one sequence of 2^21 + 512 rows, window 128",
+     1,
+     2 * kMillion + 512,
+     8,
+     128,
+     127,
+     {kMillion - 192, 2 * kMillion + 128},
+     384,
+     127},
     {"8193 sequences of 256 rows", 8193, 256, 8, 128, -1, {4096 * 256, 8192 * 256}, 256, 0}};
 
 std::vector<uint16_t> random_block(uint32_t seed) {
@@ -33,7 +40,8 @@ std::vector<uint16_t> random_block(uint32_t seed) {
   std::minstd_rand random(seed);
   for (uint16_t& element : block) {
     // bf16: a random sign and fraction, 1/8 to 1.
-    element = static_cast<uint16_t>((random() % 2) << 15 | (124 + random() % 3) << 7 | random() % 128);
+    element =
+        static_cast<uint16_t>((random() % 2) << 15 | (124 + random() % 3) << 7 | random() % 128);
   }
   return block;
 }
@@ -184,17 +192,20 @@ class LargeProblem {
     tessera_error error{sizeof error, 0, {}};
     require(tessera_prepare(&p, &cpu, 0, &info, &error) == TESSERA_OK, error.message);
     std::vector<char> workspace(static_cast<size_t>(info.workspace_bytes) + 64);
-    buffers.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64);
+    buffers.workspace =
+        workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64);
     buffers.workspace_bytes = info.workspace_bytes;
     require(tessera_run(&p, &cpu, &buffers, &error) == TESSERA_OK, error.message);
 
     double worst = 0;
-    const std::vector<int> outputs = backward_ ? std::vector<int>{TESSERA_DQ, TESSERA_DK, TESSERA_DV}
-                                               : std::vector<int>{TESSERA_O};
+    const std::vector<int> outputs = backward_
+                                         ? std::vector<int>{TESSERA_DQ, TESSERA_DK, TESSERA_DV}
+                                         : std::vector<int>{TESSERA_O};
     for (const int index : outputs) {
       const std::vector<uint16_t> found = from_device(index);
       double largest = 0, error_here = 0;
-      for (int64_t i = shape_.margin * row_elements; i < (rows - shape_.margin) * row_elements; ++i) {
+      for (int64_t i = shape_.margin * row_elements; i < (rows - shape_.margin) * row_elements;
+           ++i) {
         const double expected = as_number(host[index][static_cast<size_t>(i)]);
         const double difference = std::abs(as_number(found[static_cast<size_t>(i)]) - expected);
         require(std::isfinite(difference), text("tensor %d: not finite", index));
@@ -202,8 +213,9 @@ class LargeProblem {
         error_here = std::max(error_here, difference);
       }
       const double relative = error_here / largest;
-      require(relative < 1. / 64, text("tensor %d, rows from %lld: off by %g of the largest element", index,
-                                       static_cast<long long>(row), relative));
+      require(relative < 1. / 64,
+              text("tensor %d, rows from %lld: off by %g of the largest element", index,
+                   static_cast<long long>(row), relative));
       worst = std::max(worst, relative);
     }
     return worst;

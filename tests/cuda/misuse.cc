@@ -83,8 +83,8 @@ struct Log {
   ~Log() { tessera_set_log(nullptr, nullptr); }
 };
 
-// Runs with `values` in place of a table, twice: in silence, and with TESSERA_LOG=checks, which must say
-// `says`. Nothing outside the tensors may be written.
+// Runs with `values` in place of a table, twice: in silence, and with TESSERA_LOG=checks, which
+// must say `says`. Nothing outside the tensors may be written.
 template <typename T>
 std::string wrong_values(Attention& attention, int index, const std::vector<T>& values,
                          const std::string& says) {
@@ -157,9 +157,9 @@ void lengths() {
     options.b = 3;
     options.lengths = {100, 57, 143};
     Attention attention(options);
-    const std::string said = wrong_values<int32_t>(
-        attention, TESSERA_CU_SEQLENS_Q, {0, 1000, -7, 1 << 30},
-        "cu_seqlens_q[2]=-7: must not be below cu_seqlens_q[1]=1000");
+    const std::string said =
+        wrong_values<int32_t>(attention, TESSERA_CU_SEQLENS_Q, {0, 1000, -7, 1 << 30},
+                              "cu_seqlens_q[2]=-7: must not be below cu_seqlens_q[1]=1000");
     attention.give(TESSERA_CU_SEQLENS_K, TESSERA_INT64, {4}, nullptr);
     attention.prepare();
     const std::vector<int32_t> right{0, 100, 157, 300};
@@ -200,7 +200,8 @@ void host_cost() {
         Options options = small(backend, pass);
         options.sq = decode ? 1 : 64;
         options.sk = 64;
-        // A pass of one kernel: the backward pass is several launches, and costs as many times as much.
+        // A pass of one kernel: the backward pass is several launches, and costs as many times as
+        // much.
         check("host", name_of(options), [&] {
           Attention attention(options);
           std::vector<float> microseconds;
@@ -215,7 +216,8 @@ void host_cost() {
           }
           const auto median = microseconds.begin() + kCalls / 2;
           std::nth_element(microseconds.begin(), median, microseconds.end());
-          const std::string cost = text("%.2f us, median of %d", static_cast<double>(*median), kCalls);
+          const std::string cost =
+              text("%.2f us, median of %d", static_cast<double>(*median), kCalls);
           require(pass == TESSERA_BACKWARD || static_cast<double>(*median) < kGoal, cost);
           return cost;
         });

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// tessera_cuda_properties [NAME...]: what must hold exactly on a GPU, through the C header. Prints a
-// line for each property and case, and a summary; exits with 0 when all hold, with 77 without a GPU.
+// tessera_cuda_properties [NAME...]: what must hold exactly on a GPU, through the C header. Prints
+// a line for each property and case, and a summary; exits with 0 when all hold, with 77 without a
+// GPU.
 //
-//   repeat   1000 runs give the same bits             layouts  bshd, sbhd and bhsd give the same bits
-//   packed   thd gives the bits of padded tensors     graph    a replay gives the bits of a call
-//   streams  two streams at once give the bits of one after the other
-//   dropout  the mask is the CPU's, and kernels use it forward and backward
-//   errors   errors of the caller's, failed launches and full captures leave the context usable
-//   lengths  wrong lengths and page tables write nothing outside, and TESSERA_LOG=checks names them
-//   host     a prepared call costs the host less than 5 us, median of 10^5
-//   large    tensors of more than 2^31 elements
+//   repeat   1000 runs give the same bits             layouts  bshd, sbhd and bhsd give the same
+//   bits packed   thd gives the bits of padded tensors     graph    a replay gives the bits of a
+//   call streams  two streams at once give the bits of one after the other dropout  the mask is the
+//   CPU's, and kernels use it forward and backward errors   errors of the caller's, failed launches
+//   and full captures leave the context usable lengths  wrong lengths and page tables write nothing
+//   outside, and TESSERA_LOG=checks names them host     a prepared call costs the host less than 5
+//   us, median of 10^5 large    tensors of more than 2^31 elements
 #include "properties.h"
 
 #include <algorithm>
@@ -25,13 +25,15 @@ int passed = 0, failed = 0, skipped = 0, refused = 0;
 constexpr struct {
   const char* name;
   void (*run)();
-} kProperties[] = {{"repeat", repeat},   {"layouts", layouts}, {"packed", packed}, {"graph", graph},
-                   {"streams", streams}, {"dropout", dropout}, {"errors", errors}, {"lengths", lengths},
-                   {"host", host_cost},  {"large", large}};
+} kProperties[] = {{"repeat", repeat}, {"layouts", layouts}, {"packed", packed},
+                   {"graph", graph},   {"streams", streams}, {"dropout", dropout},
+                   {"errors", errors}, {"lengths", lengths}, {"host", host_cost},
+                   {"large", large}};
 
 }  // namespace
 
-void check(const char* property, const std::string& what, const std::function<std::string()>& body) {
+void check(const char* property, const std::string& what,
+           const std::function<std::string()>& body) {
   const char* verdict = "ok";
   std::string found;
   try {
@@ -101,8 +103,8 @@ void require_equal(const std::vector<uint8_t>& expected, const std::vector<uint8
     first = std::min(first, i);
     ++count;
   }
-  throw Failure(text("%s: %zu of %zu bytes differ, first byte %zu", what.c_str(), count, expected.size(),
-                     first));
+  throw Failure(text("%s: %zu of %zu bytes differ, first byte %zu", what.c_str(), count,
+                     expected.size(), first));
 }
 
 }  // namespace tessera_test
