@@ -3,13 +3,16 @@
 // a line for each property and case, and a summary; exits with 0 when all hold, with 77 without a
 // GPU.
 //
-//   repeat   1000 runs give the same bits             layouts  bshd, sbhd and bhsd give the same
-//   bits packed   thd gives the bits of padded tensors     graph    a replay gives the bits of a
-//   call streams  two streams at once give the bits of one after the other dropout  the mask is the
-//   CPU's, and kernels use it forward and backward errors   errors of the caller's, failed launches
-//   and full captures leave the context usable lengths  wrong lengths and page tables write nothing
-//   outside, and TESSERA_LOG=checks names them host     a prepared call costs the host less than 5
-//   us, median of 10^5 large    tensors of more than 2^31 elements
+//   repeat   1000 runs give the same bits
+//   layouts  bshd, sbhd and bhsd give the same bits
+//   packed   thd gives the bits of padded tensors
+//   graph    a replay gives the bits of a call
+//   streams  three streams at once give the bits of one after the other
+//   dropout  the mask is the CPU's, and kernels use it forward and backward
+//   errors   the caller's errors, failed launches and spoilt captures leave the context usable
+//   lengths  wrong lengths and page tables write nothing outside; TESSERA_LOG=checks names them
+//   host     a prepared forward call costs the host less than 5 us, median of 10^5
+//   large    tensors of more than 2^31 elements
 #include "properties.h"
 
 #include <algorithm>
