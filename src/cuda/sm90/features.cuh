@@ -86,7 +86,7 @@ class Features {
   }
 
   // P = 0 where dropout says so. One Philox call decides what a thread holds of a 16 x 16 patch.
-  __device__ __forceinline__ void drop(int block, float (&S)[kTileN / 2]) const {
+  __device__ __forceinline__ void drop(int block, uint32_t (&P)[kElements]) const {
     const View& state = p_.tensor[TESSERA_RNG_STATE];
     const int64_t* words = static_cast<const int64_t*>(state.data);
     const Dropout dropout = Dropout::make(words[0], words[state.stride[0]], p_.dropout_threshold);
@@ -99,9 +99,9 @@ class Features {
           philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head, patch_row, patch_column);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {  // row word / 2, group 2 i + word % 2
-        float* pair = S + 4 * (2 * i + word % 2) + 2 * (word / 2);
-        pair[0] = (random.word[word] & 0xffff) >= dropout.threshold ? pair[0] : 0.f;
-        pair[1] = random.word[word] >> 16 >= dropout.threshold ? pair[1] : 0.f;
+        const uint32_t low = (random.word[word] & 0xffff) >= dropout.threshold ? 0x0000ffffu : 0;
+        const uint32_t high = random.word[word] >> 16 >= dropout.threshold ? 0xffff0000u : 0;
+        P[2 * (2 * i + word % 2) + word / 2] &= low | high;
       }
     }
   }

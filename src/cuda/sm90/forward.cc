@@ -2,6 +2,7 @@
 // The host side of the forward pass: tensor maps, the order of tiles, the launch.
 #include <algorithm>
 #include <atomic>
+#include <climits>
 
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
@@ -16,8 +17,10 @@ namespace {
 
 constexpr int kRowsOfConsumer = 64;
 constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
-constexpr int64_t kL2Bytes =
-    32 << 20;  // what keys and values of the heads in flight may take of 50 MB
+// Heads that stand side by side in the order of tiles: as many as have their keys and values in
+// this much of the L2, and not fewer than kHeadsInFlight (docs/kernels/sm90_forward.md: the sweep).
+constexpr int64_t kL2Bytes = 32 << 20;
+constexpr int64_t kHeadsInFlight = 32;
 
 // True when something beyond scale, band, lengths and sinks shapes the result.
 bool is_rich(const Problem& p) {
@@ -91,9 +94,10 @@ class ForwardPlan final : public Plan {
     const int heads = p.batch * p.hq;
     a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
     a.longest_first = p.right >= 0;
-    const int64_t bytes_of_kv_head = int64_t{2} * p.sk * (p.dqk + p.dv);
+    const int64_t keys = kL2Bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
+    a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
     int per_section =
-        static_cast<int>(std::clamp<int64_t>(kL2Bytes * p.group / bytes_of_kv_head, 1, heads));
+        static_cast<int>(std::min<int64_t>(std::max(keys / p.sk, kHeadsInFlight), heads));
     while (heads % per_section != 0) --per_section;
     a.tiles_m = Divisor::of(tiles_m);
     a.heads = Divisor::of(p.hq);

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention forward on Hopper.
 //
-//   S = Q K^T                        64 queries a warpgroup x tile_n keys, fp32 accumulators
-//   m' = max(m, rowmax S)            visible keys only
-//   P = exp2(c S - c m')             c = softmax_scale * log2(e)
-//   l = l exp2(c m - c m') + rowsum P
-//   O = O exp2(c m - c m') + P V     P rounded to 16 bits and kept in registers
+//   S = Q K^T                  64 queries a warpgroup x tile_n keys, fp32 accumulators
+//   m = rowmax S               of the first block alone; visible keys only
+//   P = exp2(c S - c m)        c = softmax_scale * log2(e)
+//   l = l + rowsum P
+//   O = O + P V                P rounded to 16 bits and kept in registers
 //   o = O / l,  lse = (c m + log2 l) / log2(e)
+//
+// m is a reference, not the maximum: any m that keeps P in range gives the same o. A block whose
+// sums show that it does not is done again with its true maximum, and O and l are scaled to that.
+// So a block costs one exponential, one fused multiply-add and one sum a score.
 //
 // q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv], o [b, sq, hq, dv], lse [b, hq, sq];
 // any strides. A CTA is persistent and computes row tiles of tile_m queries of one head:
@@ -71,7 +75,12 @@ struct Forward {
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
                 (1 + kConsumers) * kLaunchRegisters);
 
+  static constexpr bool kLooksAhead = kTile.dv < 256;  // else O leaves no registers for it
+
   static constexpr int kWorkStages = 3;
+  // What a thread's weights of a row and block may add up to before m is moved: all are finite in
+  // 16 bits then.
+  static constexpr float kMostSum = 32768;
 
   using Schedule = sm90::Schedule<kTileM, kTileN>;
   using Work = std::conditional_t<kRich, ListedWork, sm90::Work>;
@@ -87,6 +96,7 @@ struct Forward {
     uint64_t k_barriers[2 * kTile.stages], v_barriers[2 * kTile.stages];
     uint64_t work_barriers[2 * kWorkStages];
     Work work[kWorkStages];
+    PackedOrder order;
   };
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -124,8 +134,9 @@ struct Forward {
 
   // Fills the ring of tiles. Tiles that see no key are finished here.
   static __device__ __forceinline__ void scheduler(const ForwardParams& a, Work* works,
-                                                   const Shared shared) {
+                                                   PackedOrder& order, const Shared shared) {
     const int lane = threadIdx.x % kWarp;
+    if (PackedOrder::covers(a.problem)) order.template fill<kTileM>(a.problem, lane);
     const auto barriers = shared.work_barriers();
     Ring<kWorkStages> ring;
     Dispenser dispenser(a);  // lane 0's
@@ -136,12 +147,13 @@ struct Forward {
       const bool last = index >= a.tiles;
       work.last = last;
       if (!last) {
-        Schedule::decode(a, index, work);
+        Schedule::decode(a, order, index, work);
+        Output<Element>::prepare(a.problem, work);
         __syncwarp();
         if constexpr (kRich) BlockList<kTileM, kTileN>::fill(a, work, lane);
         __syncwarp();
         if (work.begin >= work.end) {
-          Output<Element>{a.problem, work}.store_nothing(work.m0, kTileM, lane);
+          Output<Element>{a.problem, work}.store_nothing(kTileM, lane);
           __syncwarp();
           continue;
         }
@@ -220,8 +232,9 @@ struct Forward {
 
     float O[kTile.dv / 2], S[kTileN / 2];
     uint32_t P[kTileN / 4], Q[kTile.q_in_registers ? kTile.dqk / 4 : 1];
-    float m[2] = {}, l[2] = {}, alpha[2], cm[2];  // of the thread's two rows; cm = c m
+    float m[2] = {}, l[2] = {}, cm[2];  // of the thread's two rows; cm = c m
 
+    const bool needs_maximum = a.problem.tensor[TESSERA_MAX_LOGIT].data;
     const bool drops = kRich && (a.problem.flags & TESSERA_DROPOUT);
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;  // of the block whose S is in registers
@@ -270,7 +283,8 @@ struct Forward {
       }
       wgmma_commit();
     };
-    const auto row_max = [&] {  // m' and what the old terms shrink by; both rows side by side
+    // m' and what the old terms shrink by; both rows side by side.
+    const auto row_max = [&](float(&alpha)[2]) {
       float a0 = S[0], b0 = S[1], a1 = S[2], b1 = S[3];
 #pragma unroll
       for (int g = 1; g < kGroups; ++g) {
@@ -288,17 +302,26 @@ struct Forward {
       alpha[0] = exp2_approx(fmaf(m[0], c, -cm[0]));
       alpha[1] = exp2_approx(fmaf(m[1], c, -cm[1]));
       m[0] = row0, m[1] = row1;
-      l[0] *= alpha[0], l[1] *= alpha[1];
     };
-    const auto exponentials = [&](int g) {  // P = exp2(c S - c m) of 8 keys, and their row sums
-      float* s = S + 4 * g;
-      s[0] = exp2_approx(fmaf(s[0], c, -cm[0])), s[2] = exp2_approx(fmaf(s[2], c, -cm[1]));
-      s[1] = exp2_approx(fmaf(s[1], c, -cm[0])), s[3] = exp2_approx(fmaf(s[3], c, -cm[1]));
-      l[0] += s[0], l[1] += s[2], l[0] += s[1], l[1] += s[3];
+    // p = exp2(c S - c m) of 8 keys, and what they add to the row sums.
+    const auto weights = [&](int g, float(&p)[4], float(&sum)[2]) {
+      const float* s = S + 4 * g;
+      p[0] = exp2_approx(fmaf(s[0], c, -cm[0])), p[2] = exp2_approx(fmaf(s[2], c, -cm[1]));
+      p[1] = exp2_approx(fmaf(s[1], c, -cm[0])), p[3] = exp2_approx(fmaf(s[3], c, -cm[1]));
+      sum[0] += p[0], sum[1] += p[2], sum[0] += p[1], sum[1] += p[3];
     };
-    const auto round_p = [&] {
+    const auto round_p = [&](int g, const float(&p)[4]) {
+      P[2 * g] = pack<Element>(p[0], p[1]);
+      P[2 * g + 1] = pack<Element>(p[2], p[3]);
+    };
+    const auto all_weights = [&](float(&sum)[2]) {
+      sum[0] = sum[1] = 0.f;
 #pragma unroll
-      for (int i = 0; i < kTileN / 4; ++i) P[i] = pack<Element>(S[2 * i], S[2 * i + 1]);
+      for (int g = 0; g < kGroups; ++g) {
+        float p[4];
+        weights(g, p, sum);
+        round_p(g, p);
+      }
     };
 
     Ring<kWorkStages> work_ring;
@@ -316,6 +339,16 @@ struct Forward {
                 uniform(max(work.clean_end, work.begin))};
       return true;
     };
+    // What the thread's rows see of the tile: under products, like everything that can be.
+    KeyInterval keys[2];
+    VisibleBits first_visible;  // in the first block
+    const auto start_tile = [&] {
+      const Work& work = works[work_ring.stage];
+      const int row = work.m0 + w * kRows + thread_row;
+      keys[0] = keys_of_row(work.band(), row);
+      keys[1] = keys_of_row(work.band(), row + 8);
+      first_visible = visible_bits(keys, blocks.end - 1, lane);
+    };
     if (!next_tile()) return;
     if (w == kConsumers - 1) give_turn();
     load_q();
@@ -323,18 +356,17 @@ struct Forward {
     take_turn();
     issue_qk(ring.stage);
     give_turn();
+    if (kLooksAhead) start_tile();
     wgmma_wait<0>();
     pin(S);
     if (leader) k_barriers.release(ring);
 
     for (bool more = true; more;) {  // a tile; S of its first block is in registers
+      if (!kLooksAhead) start_tile();
       m[0] = m[1] = -kInfinity;
-      l[0] = l[1] = 0.f;
       if (!kTile.q_in_registers && blocks.end - blocks.begin == 1) release_q();
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
-      const KeyInterval keys[2] = {keys_of_row(work.band(), row),
-                                   keys_of_row(work.band(), row + 8)};
       const Features<Element, kTileN> features(a, work, row, lane);
       uint32_t bias[kRich ? kTileN / 4 : 1];
       const auto finish_scores = [&](int j, bool masked) {
@@ -342,18 +374,23 @@ struct Forward {
           features.shape(j, bias, S);
           if (masked) features.hide(keys, j, S);
         } else {
-          if (masked) mask(keys, j, lane, S);
+          if (masked) hide(visible_bits(keys, j, lane), S);
         }
       };
       if constexpr (kRich) features.load_bias(blocks.end - 1, bias);
-      finish_scores(blocks.end - 1, true);
-      row_max();
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) exponentials(g);
       if constexpr (kRich) {
-        if (drops) features.drop(blocks.end - 1, S);
+        finish_scores(blocks.end - 1, true);
+      } else {
+        if (blocks.end > blocks.clean_end || blocks.end <= blocks.clean_begin) {
+          hide(first_visible, S);
+        }
       }
-      round_p();
+      float alpha[2];
+      row_max(alpha);
+      all_weights(l);
+      if constexpr (kRich) {
+        if (drops) features.drop(blocks.end - 1, P);
+      }
 
       int accumulate = 0;
       const auto step = [&](int j, bool masked) {
@@ -370,24 +407,38 @@ struct Forward {
         pin(S);
         if (!kTile.q_in_registers && j == blocks.begin) release_q();
         finish_scores(j, masked);
-        row_max();
+        float sum[2] = {}, early[kTile.early_groups][4];
 #pragma unroll
-        for (int g = 0; g < kTile.early_groups; ++g) exponentials(g);
+        for (int g = 0; g < kTile.early_groups; ++g) weights(g, early[g], sum);
         // ptxas moves a wait up over arithmetic that does not depend on it. This release depends on
-        // the first exponentials (sums of them are never negative), so the wait below stays here:
-        // late enough not to stall, early enough to hide the rescale of O under exponentials.
-        if (leader && !(l[0] + l[1] < 0.f)) k_barriers.release(here);
+        // the first exponentials (sums of them are never negative), so the wait below stays here,
+        // late enough not to stall. P is being read until then.
+        if (leader && !(sum[0] + sum[1] < 0.f)) k_barriers.release(here);
         wgmma_wait<0>();
         pin(O);
         if (leader) v_barriers.release(ring);
 #pragma unroll
-        for (int g = kTile.early_groups; g < kGroups; ++g) exponentials(g);
+        for (int g = 0; g < kTile.early_groups; ++g) round_p(g, early[g]);
 #pragma unroll
-        for (int e = 0; e < kTile.dv / 2; ++e) O[e] *= alpha[e / 2 % 2];
-        if constexpr (kRich) {
-          if (drops) features.drop(j, S);
+        for (int g = kTile.early_groups; g < kGroups; ++g) {
+          float p[4];
+          weights(g, p, sum);
+          round_p(g, p);
         }
-        round_p();
+        const bool fits = !needs_maximum && sum[0] <= kMostSum && sum[1] <= kMostSum &&
+                          fminf(m[0], m[1]) > -kInfinity;
+        if (!__all_sync(kAllLanes, fits)) {
+          float alpha[2];
+          row_max(alpha);
+          all_weights(sum);
+          l[0] *= alpha[0], l[1] *= alpha[1];
+#pragma unroll
+          for (int e = 0; e < kTile.dv / 2; ++e) O[e] *= alpha[e / 2 % 2];
+        }
+        l[0] += sum[0], l[1] += sum[1];
+        if constexpr (kRich) {
+          if (drops) features.drop(j, P);
+        }
         ring = here;
       };
       if constexpr (kRich) {
@@ -411,6 +462,8 @@ struct Forward {
       work_ring.advance();
       more = next_tile();
       const auto here = ring.next();
+      const Output<Element> output{a.problem, works[done.stage]};
+      typename Output<Element>::Rows rows;
       if (more) {
         load_q();
         k_barriers.wait(here);
@@ -419,6 +472,8 @@ struct Forward {
         v_barriers.wait(ring);
         issue_pv(ring.stage, accumulate);
         give_turn();
+        rows = output.finish(w * kRows + thread_row, lane, c, m, l);
+        if (kLooksAhead) start_tile();
         wgmma_wait<0>();
         pin(S);
         if (leader) k_barriers.release(here);
@@ -427,85 +482,40 @@ struct Forward {
         v_barriers.wait(ring);
         issue_pv(ring.stage, accumulate);
         give_turn();
+        rows = output.finish(w * kRows + thread_row, lane, c, m, l);
         wgmma_wait<0>();
       }
       pin(O);
       if (leader) v_barriers.release(ring);
       ring = here;
-      epilogue({a.problem, works[done.stage]}, w * kRows + thread_row, lane, c, O, m, l);
       __syncwarp();
       if (lane == 0) work_barriers.release(done);
+      output.store(rows, lane, O);
     }
   }
 
-  // S = -inf where the band hides the key.
-  static __device__ __forceinline__ void mask(const KeyInterval (&keys)[2], int block, int lane,
-                                              float (&S)[kTileN / 2]) {
+  // Of the two rows of a thread, the elements that a block shows.
+  struct VisibleBits {
+    uint32_t word[2][kWordsPerRow];
+  };
+  static __device__ __forceinline__ VisibleBits visible_bits(const KeyInterval (&keys)[2],
+                                                             int block, int lane) {
     const int column = block * kTileN + 2 * (lane % 4);  // of element 0
+    VisibleBits visible;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int word = 0; word < kWordsPerRow; ++word) {
-        const uint32_t visible = element_bits(keys[r].lo - column, keys[r].hi - column, word);
-#pragma unroll
-        for (int e = 32 * word; e < min(kTileN / 4, 32 * word + 32); ++e) {
-          float& s = S[4 * (e / 2) + 2 * r + e % 2];
-          s = visible >> (e - 32 * word) & 1 ? s : -kInfinity;
-        }
+      for (int i = 0; i < kWordsPerRow; ++i) {
+        visible.word[r][i] = element_bits(keys[r].lo - column, keys[r].hi - column, i);
       }
     }
+    return visible;
   }
-
-  // ---- epilogue ----
-
-  // o = O / l and lse, from registers. Pairs of threads trade columns, so that a quad stores whole
-  // sectors of 32 bytes.
-  static __device__ __forceinline__ void epilogue(const Output<Element>& output, int row_of_tile,
-                                                  int lane, float c, float (&O)[kTile.dv / 2],
-                                                  float (&m)[2], float (&l)[2]) {
-    const int quad = lane % 4;
-    const Params& p = output.p;
-    if (p.tensor[TESSERA_MAX_LOGIT].data) {
-      const int row = output.work.m0 + row_of_tile;
-      float largest = fmaxf(output.work.exists(row) ? m[0] : -kInfinity,
-                            output.work.exists(row + 8) ? m[1] : -kInfinity);
-      for (int bit = 1; bit < kWarp; bit *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, bit));
-      }
-      if (lane == 0) output.raise_max_logit(largest * (c * kLn2));
-    }
-    const bool odd = quad % 2;
+  static __device__ __forceinline__ void hide(const VisibleBits& visible, float (&S)[kTileN / 2]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = output.work.m0 + row_of_tile + 8 * r;
-      float sum = l[r];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      // Rows past the sequence have seen keys that they should not have, and NaN times 0 is NaN.
-      if (!output.work.exists(row)) sum = 0;
-      if (__any_sync(kAllLanes, sum == 0)) {
-#pragma unroll
-        for (int g = 0; g < kTile.dv / 8; ++g) {
-          float* pair = O + 4 * g + 2 * r;
-          pair[0] = sum == 0 ? 0 : pair[0];
-          pair[1] = sum == 0 ? 0 : pair[1];
-        }
-      }
-      const float factor = output.finish_row(row, m[r] * c, sum);
-      const bool stored = output.work.owns(row);
-      if (stored && quad == 0) output.store_lse(row, sum);
-      // Even threads store 4 columns of even groups, odd threads of odd ones.
-      Element* o = output.row_of_o(row) + (odd ? 8 : 0) + (quad / 2) * 4;
-      const int columns = stored ? p.dv - (odd ? 8 : 0) : 0;
-#pragma unroll
-      for (int g = 0; g < kTile.dv / 8; g += 2) {
-        const float* pair = O + 4 * g + 2 * r;
-        const uint32_t even_group = pack<Element>(pair[0] * factor, pair[1] * factor);
-        const uint32_t odd_group = pack<Element>(pair[4] * factor, pair[5] * factor);
-        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
-        const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
-        if (8 * g < columns) *reinterpret_cast<uint2*>(o + 8 * g) = mine;
-      }
+    for (int i = 0; i < kTileN / 2; ++i) {  // element e of row i / 2 % 2
+      const int e = i / 4 * 2 + i % 2;
+      S[i] = visible.word[i / 2 % 2][e / 32] >> (e % 32) & 1 ? S[i] : -kInfinity;
     }
   }
 };
@@ -531,11 +541,12 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
   __syncthreads();
   wait_for_predecessors();
   launch_dependents();
-  auto* works = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->work;
+  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
+  auto* works = in_shared.work;
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
     if (threadIdx.x / kWarp == 1) {
-      Kernel::scheduler(p, works, shared);
+      Kernel::scheduler(p, works, in_shared.order, shared);
     } else if (threadIdx.x == 0) {
       Kernel::producer(p, works, shared);
     }

@@ -14,55 +14,135 @@ __device__ __forceinline__ float log2_scale(const Params& p) {
   return fmaxf(p.softmax_scale * kLog2e, 1.17549435e-38f);
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 template <typename Element>
 struct Output {
   const Params& p;
   const Work& work;
 
-  __device__ __forceinline__ Element* row_of_o(int row) const {
-    const View& o = p.tensor[TESSERA_O];
-    return static_cast<Element*>(o.data) +
-           offset_of(o, work.q.batch, work.q.first + row, work.head);
+  // What a tile's rows need of its head. By the scheduler, ahead of time.
+  static __device__ __forceinline__ void prepare(const Params& p, Work& work) {
+    const int row = work.q.first + work.m0;
+    work.o = offset_of(p.tensor[TESSERA_O], work.q.batch, row, work.head);
+    work.lse = offset_of(p.tensor[TESSERA_LSE], work.q.batch, work.head, row);
+    const View& sinks = p.tensor[TESSERA_SINK];
+    work.sink = p.flags & TESSERA_SINK_OFF_BY_ONE ? 0.f : -kInfinity;
+    if (sinks.data) {
+      work.sink = kLog2e * load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype);
+    }
   }
 
-  __device__ __forceinline__ void store_lse(int row, float value) const {
+  __device__ __forceinline__ Element* row_of_o(int row_of_tile) const {
+    const View& o = p.tensor[TESSERA_O];
+    return static_cast<Element*>(o.data) + (work.o + row_of_tile * o.stride[1]);
+  }
+
+  __device__ __forceinline__ void store_lse(int row_of_tile, float value) const {
     const View& lse = p.tensor[TESSERA_LSE];
     if (!lse.data) return;
-    static_cast<float*>(lse.data)[offset_of(lse, work.q.batch, work.head, work.q.first + row)] =
-        value;
+    static_cast<float*>(lse.data)[work.lse + row_of_tile * lse.stride[2]] = value;
   }
 
   // From m (log2 units) and l of a row, and the head's sink: what o is multiplied by, and the lse
   // in place of l. A row that sees nothing, not even a sink, has o = 0 and lse = -inf.
-  __device__ __forceinline__ float finish_row(int row, float m, float& l) const {
+  __device__ __forceinline__ float finish_row(bool exists, float m, float& l) const {
     float factor = 1;
-    const View& sinks = p.tensor[TESSERA_SINK];
-    if (work.exists(row) && (sinks.data || (p.flags & TESSERA_SINK_OFF_BY_ONE))) {
-      const float sink =
-          sinks.data ? load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype) * kLog2e
-                     : 0;
+    const float sink = work.sink;
+    if (exists && sink != -kInfinity) {
       const float largest = fmaxf(m, sink);
       factor = exp2_approx(m - largest);
       l = l * factor + exp2_approx(sink - largest);
       m = largest;
     }
-    const float inverse = l == 0.f ? 0.f : factor / l;
-    l = l == 0.f ? -kInfinity : (m + log2f(l)) * kLn2;
+    const float inverse = l == 0.f ? 0.f : factor * reciprocal_approx(l);
+    l = l == 0.f ? -kInfinity : (m + log2_approx(l)) * kLn2;
     return inverse * p.dropout_scale;
   }
 
-  // Rows [first, first + rows) of a tile that sees no key, by one warp: zeros and the sink's lse;
-  // also the rows that belong to no sequence but lie in the tensor.
-  __device__ __forceinline__ void store_nothing(int first, int rows, int lane) const {
+  // What is left to be done for the two rows of a thread when O arrives.
+  struct Rows {
+    Element* o;       // where the thread's first columns go
+    int columns[2];   // from there to the end; none where the row is not stored
+    float factor[2];  // 1 / l
+  };
+
+  // The two rows of a thread are `row_of_tile` and 8 below; m and l are not yet summed over the
+  // quad. Stores lse.
+  __device__ __forceinline__ Rows finish(int row_of_tile, int lane, float c, const float (&m)[2],
+                                         const float (&l)[2]) const {
+    const int quad = lane % 4, row = work.m0 + row_of_tile;
+    const bool odd = quad % 2;
+    const bool exists[2] = {work.exists(row), work.exists(row + 8)};
+    if (p.tensor[TESSERA_MAX_LOGIT].data) {
+      float largest = fmaxf(exists[0] ? m[0] : -kInfinity, exists[1] ? m[1] : -kInfinity);
+      for (int bit = 1; bit < kWarp; bit *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, bit));
+      }
+      if (lane == 0) raise_max_logit(largest * (c * kLn2));
+    }
+    Rows rows;
+    // Even threads store 4 columns of even groups, odd threads of odd ones.
+    rows.o = row_of_o(row_of_tile) + (odd ? 8 : 0) + (quad / 2) * 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = l[r] + __shfl_xor_sync(kAllLanes, l[r], 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      if (!exists[r]) sum = 0;  // it has seen keys that it should not have
+      rows.factor[r] = finish_row(exists[r], m[r] * c, sum);
+      rows.columns[r] = work.owns(row + 8 * r) ? p.dv - (odd ? 8 : 0) : 0;
+      if (quad == 0 && rows.columns[r] > 0) store_lse(row_of_tile + 8 * r, sum);
+    }
+    return rows;
+  }
+
+  // o = O / l from the accumulators of the rows' warp (wgmma.cuh). Pairs of threads trade columns,
+  // so that a quad stores whole sectors of 32 bytes.
+  template <int kElements>
+  __device__ __forceinline__ void store(const Rows& rows, int lane, float (&O)[kElements]) const {
+    const bool odd = lane % 2;
+    const float(&factor)[2] = rows.factor;
+    Element* const o[2] = {rows.o, rows.o + 8 * p.tensor[TESSERA_O].stride[1]};
+    // NaN times 0 is NaN, and rows past the sequence may hold one.
+    if (__any_sync(kAllLanes, factor[0] == 0 || factor[1] == 0)) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) O[e] = factor[e / 2 % 2] == 0 ? 0.f : O[e];
+    }
+#pragma unroll
+    for (int g = 0; g < kElements / 4; g += 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* pair = O + 4 * g + 2 * r;
+        const uint32_t even_group = pack<Element>(pair[0] * factor[r], pair[1] * factor[r]);
+        const uint32_t odd_group = pack<Element>(pair[4] * factor[r], pair[5] * factor[r]);
+        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
+        const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
+        if (8 * g < rows.columns[r]) *reinterpret_cast<uint2*>(o[r] + 8 * g) = mine;
+      }
+    }
+  }
+
+  // The rows of a tile that sees no key, by one warp: zeros and the sink's lse; also the rows that
+  // belong to no sequence but lie in the tensor.
+  __device__ __forceinline__ void store_nothing(int rows, int lane) const {
     constexpr int kColumns = 16 / sizeof(Element);  // of one store
-    for (int row = first; row < first + rows; ++row) {
-      if (!work.owns(row)) continue;
+    for (int i = 0; i < rows; ++i) {
+      if (!work.owns(work.m0 + i)) continue;
       if (lane == 0) {
         float lse = 0;
-        finish_row(row, -kInfinity, lse);
-        store_lse(row, lse);
+        finish_row(work.exists(work.m0 + i), -kInfinity, lse);
+        store_lse(i, lse);
       }
-      Element* o = row_of_o(row);
+      Element* o = row_of_o(i);
       for (int column = kColumns * lane; column < p.dv; column += kColumns * kWarp) {
         *reinterpret_cast<uint4*>(o + column) = uint4{0, 0, 0, 0};
       }

@@ -43,6 +43,7 @@ struct ForwardParams {
   int tiles;
   Divisor tiles_m, heads, heads_per_section, per_section;
   int longest_first;
+  int keys_per_section;  // of packed problems: heads x keys that fit in L2 together
   int ragged_v;
   TileCounter* counter;  // in the workspace; null: every CTA has one tile
   uint64_t mark;         // of this launch, not 0

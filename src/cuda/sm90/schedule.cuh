@@ -9,6 +9,7 @@
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/tensormap.h"
 
 namespace tessera::cuda::sm90 {
 
@@ -21,11 +22,66 @@ struct Work {
   // Blocks of keys [begin, end) that some row of the tile sees. Every row that exists sees the
   // whole of blocks [clean_begin, clean_end).
   int begin, end, clean_begin, clean_end;
+  int64_t o, lse;  // elements before row m0
+  float sink;      // in units of log2; -inf: none
 
   __device__ __forceinline__ Band band() const { return {q.length, k.length, shift, left, right}; }
-  __device__ __forceinline__ bool exists(int row) const { return row >= 0 && row < q.length; }
+  __device__ __forceinline__ bool exists(int row) const { return 0 <= row && row < q.length; }
   __device__ __forceinline__ bool owns(int row) const {
-    return row >= q.owned_lo && row < q.owned_hi;
+    return q.owned_lo <= row && row < q.owned_hi;
+  }
+};
+
+// The sequences of a packed problem in the order in which their tiles are handed out: longest
+// first, so that no SM is left with a long tile at the end. In shared memory, filled by one warp.
+// Problems of more than kMost sequences keep the order of storage.
+struct PackedOrder {
+  static constexpr int kMost = 128;
+  int length[kMost], tiles[kMost];    // of each sequence: keys, row tiles
+  int begin[kMost], sequence[kMost];  // by rank: tiles of those before it; whose they are
+
+  static __device__ __forceinline__ bool covers(const Params& p) {
+    return p.thd_q && p.batch <= kMost;
+  }
+
+  template <int kTileM>
+  __device__ __forceinline__ void fill(const Params& p, int lane) {
+#pragma unroll 1
+    for (int n = lane; n < p.batch; n += kWarp) {
+      length[n] = length_of<SideOfKeys>(p, n);
+      const int first = packed_start<SideOfQueries>(p, n);
+      const int rows = packed_start<SideOfQueries>(p, n + 1) - first;  // with the gap behind them
+      tiles[n] = tiles_before<kTileM>(p, n) + (max(rows, 0) + kTileM - 1) / kTileM;
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int n = lane; n < p.batch; n += kWarp) {
+      int rank = 0, tiles_of_longer = 0;
+#pragma unroll 1
+      for (int other = 0; other < p.batch; ++other) {
+        const bool first = length[other] > length[n] || (length[other] == length[n] && other < n);
+        rank += first;
+        tiles_of_longer += first ? tiles[other] : 0;
+      }
+      begin[rank] = tiles_of_longer;
+      sequence[rank] = n;
+    }
+    __syncwarp();
+  }
+
+  // Tiles of rows that are stored before the first sequence.
+  template <int kTileM>
+  static __device__ __forceinline__ int tiles_before(const Params& p, int n) {
+    return n > 0 ? 0 : (packed_start<SideOfQueries>(p, 0) + kTileM - 1) / kTileM;
+  }
+
+  __device__ __forceinline__ int rank_of(int tile, int sequences) const {
+    int lo = 0, hi = sequences;  // begin[lo] <= tile < begin[hi]
+    while (hi - lo > 1) {
+      const int middle = (lo + hi) / 2;
+      (begin[middle] <= tile ? lo : hi) = middle;
+    }
+    return lo;
   }
 };
 
@@ -33,9 +89,12 @@ template <int kTileM, int kTileN>
 struct Schedule {
   // The tile that stands at `index` in the order of all tiles. Causal problems have the longest
   // tiles first; the heads of a section, whose keys fit in L2 together, stand side by side.
-  static __device__ __forceinline__ void decode(const ForwardParams& a, int index, Work& work) {
+  static __device__ __forceinline__ void decode(const ForwardParams& a, const PackedOrder& order,
+                                                int index, Work& work) {
     const Params& p = a.problem;
-    if (p.thd_q) {
+    if (PackedOrder::covers(p)) {
+      decode_packed(a, order, index, work);
+    } else if (p.thd_q) {
       const int slot = index / p.hq;
       const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot, kTileM);
       work.n = tile.n;
@@ -63,6 +122,27 @@ struct Schedule {
     work.left = static_cast<int>(sequence.band.left);
     work.right = static_cast<int>(sequence.band.right);
     set_blocks(work);
+  }
+
+  // Within a sequence: the last rows first, by sections of heads whose keys fit in L2 together.
+  static __device__ __forceinline__ void decode_packed(const ForwardParams& a,
+                                                       const PackedOrder& order, int index,
+                                                       Work& work) {
+    const Params& p = a.problem;
+    const int rank = order.rank_of(a.heads.quotient(index), p.batch);
+    const int n = order.sequence[rank], tiles = order.tiles[n];
+    const int x = index - order.begin[rank] * p.hq;
+    work.n = n;
+    if (x >= tiles * p.hq) {  // beyond the last: the host counts tiles without knowing lengths
+      work.head = 0;
+      work.m0 = -kRagged;
+      return;
+    }
+    const int per_section = min(max(a.keys_per_section / max(order.length[n], 1), 1), p.hq);
+    const int section = x / (per_section * tiles), r = x - section * per_section * tiles;
+    const int heads = min(per_section, p.hq - section * per_section), round = r / heads;
+    work.head = section * per_section + r - round * heads;
+    work.m0 = (tiles - PackedOrder::tiles_before<kTileM>(p, n) - 1 - round) * kTileM;
   }
 
   static __device__ __forceinline__ void set_blocks(Work& work) {
