@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 
@@ -144,6 +145,17 @@ bool lengths_known_equal(const Problem& p) {
     if (given(p, i)) return false;
   }
   return p.tensor[TESSERA_Q].extent[1] == p.tensor[TESSERA_K].extent[1];
+}
+
+double softmax_scale_of(const Problem& p, const Buffers& buffers) {
+  const double most = has(p, TESSERA_SOFTCAP) ? 0x1p60 * softcap_of(p, buffers) : 0x1p100;
+  if (has(p, TESSERA_SOFTMAX_SCALE)) return std::min(buffers.softmax_scale, most);
+  return 1 / std::sqrt(static_cast<double>(sizes_of(p).dqk));
+}
+
+double softcap_of(const Problem& p, const Buffers& buffers) {
+  if (!has(p, TESSERA_SOFTCAP)) return 0;
+  return std::clamp(buffers.softcap, 0x1p-60, 0x1p60);
 }
 
 int64_t element_count(const Tensor& t, int rank) {

@@ -66,6 +66,12 @@ bool is_output(const Problem& problem, int index);
 // same for either alignment: equal extents and no lengths given, or one array for both sides.
 bool lengths_known_equal(const Problem& problem);
 
+// The scalars for fp32 kernels. Beyond what fp32 can follow they are moved to an edge where the
+// function is the same: a softcap above 2^60 bends nothing and one below 2^-60 leaves nothing; a
+// scale of 2^100, or 2^60 softcaps, tells any two scores apart. softcap_of: 0 = off.
+double softmax_scale_of(const Problem& problem, const Buffers& buffers);
+double softcap_of(const Problem& problem, const Buffers& buffers);
+
 int64_t element_count(const Tensor& t, int rank);
 inline int64_t offset_of(const Tensor& t, int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
   return a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];

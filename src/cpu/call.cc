@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/call.h"
 
-#include <cmath>
-
 #include "core/problem.h"
 #include "core/sequence.h"
 #include "cpu/kernels.h"
@@ -23,20 +21,21 @@ void fill_sequences(const Problem& problem, const Buffers& buffers, int64_t batc
   }
 }
 
-void fill_score(const Problem& problem, const Buffers& buffers, const Sizes& sizes, Call& call) {
-  const double scale = has(problem, TESSERA_SOFTMAX_SCALE)
-                           ? buffers.softmax_scale
-                           : 1.0 / std::sqrt(static_cast<double>(sizes.dqk));
+void fill_score(const Problem& problem, const Buffers& buffers, Call& call) {
+  const double scale = softmax_scale_of(problem, buffers);
   call.softmax_scale = static_cast<float>(scale);
   call.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
   call.score_unit = is_backward(problem) ? 1.0f : kLog2e;
   call.score_scale = is_backward(problem) ? call.softmax_scale : call.scale_log2;
-  call.softcap = has(problem, TESSERA_SOFTCAP) ? static_cast<float>(buffers.softcap) : 0.0f;
+  call.softcap = static_cast<float>(softcap_of(problem, buffers));
   call.bias = strided_of(problem, buffers, TESSERA_BIAS);
   call.bias_ahead = is_backward(problem) ? 0 : kernels().block * call.bias.stride[3];
   call.bias_pre_scale = has(problem, TESSERA_BIAS_PRE_SCALE);
   call.slopes = strided_of(problem, buffers, TESSERA_ALIBI_SLOPES);
-  call.raw = call.scale_log2 > 0 && call.softcap == 0 && !call.bias.data && !call.slopes.data;
+  // Under a large scale the maximum must be rounded as the scores are: scale s - m in one rounding
+  // would leave what m lost, and exp2 overflow.
+  const bool plain = call.softcap == 0 && !call.bias.data && !call.slopes.data;
+  call.raw = plain && call.scale_log2 > 0 && call.scale_log2 <= 64;
 }
 
 void fill_visibility(const Problem& problem, const Buffers& buffers, Call& call) {
@@ -99,7 +98,7 @@ Call make_call(const Problem& problem, const Buffers& buffers, CallSequence* seq
   }
   call.k_scale = strided_of(problem, buffers, TESSERA_K_SCALE);
   call.v_scale = strided_of(problem, buffers, TESSERA_V_SCALE);
-  fill_score(problem, buffers, sizes, call);
+  fill_score(problem, buffers, call);
   fill_visibility(problem, buffers, call);
   fill_dropout(problem, buffers, call);
   call.has_sink = has_sink(problem);

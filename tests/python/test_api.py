@@ -503,3 +503,24 @@ print(sorted(m for m in third if not m.startswith("_")))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.strip() in ("['numpy', 'tessera']", "['cython_runtime', 'numpy', 'tessera']")
+
+
+@pytest.mark.parametrize("scale, cap", [(1e7, None), (1e30, None), (1e300, None), (1e-300, None),
+                                        (None, 1e300), (None, 1e38), (None, 1e-38), (None, 1e-300),
+                                        (1e30, 5.0), (1e300, 1e-300), (0.0, 1e300)])
+def test_scalars_beyond_fp32(scale, cap):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, s, 2, 8)).astype(np.float32) for s in (6, 40, 40))
+    scores = np.einsum("bihd,bjhd->bhij", q.astype(np.float64), k.astype(np.float64))
+    x = scores * (8**-0.5 if scale is None else scale)
+    with np.errstate(over="ignore"):
+        x = cap * np.tanh(x / cap) if cap else x
+    p = np.exp(x - x.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    expected = np.einsum("bhij,bjhd->bihd", p, v.astype(np.float64))
+    keywords = dict(softmax_scale=scale, softcap=cap)
+    o, lse = tessera.attention(q, k, v, return_lse=True, **keywords)
+    np.testing.assert_allclose(o, expected, atol=1e-5)
+    if scale is None or cap:
+        grads = tessera.attention_backward(np.ones_like(o), q, k, v, o=o, lse=lse, **keywords)
+        assert all(np.isfinite(g).all() for g in (grads.dq, grads.dk, grads.dv))

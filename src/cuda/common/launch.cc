@@ -75,10 +75,8 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
     p.num_ranges = static_cast<int32_t>(problem.tensor[TESSERA_KEY_RANGES].extent[3] / 2);
   }
 
-  p.softmax_scale = has(problem, TESSERA_SOFTMAX_SCALE)
-                        ? static_cast<float>(buffers.softmax_scale)
-                        : static_cast<float>(1.0 / std::sqrt(static_cast<double>(sizes.dqk)));
-  p.softcap = static_cast<float>(buffers.softcap);
+  p.softmax_scale = static_cast<float>(softmax_scale_of(problem, buffers));
+  p.softcap = static_cast<float>(softcap_of(problem, buffers));
   p.dropout_scale = 1;
   if (has(problem, TESSERA_DROPOUT)) {
     p.dropout_threshold = static_cast<uint32_t>(std::floor(buffers.dropout_p * 65536 + 0.5));
@@ -96,9 +94,8 @@ Status cuda_status(cudaError_t error, const char* operation) {
 Status launch_kernel(const char* operation, const void* function, dim3 grid, int threads,
                      int shared_bytes, const void* args, cudaStream_t stream) {
   void* arguments[] = {const_cast<void*>(args)};
-  const cudaError_t error =
-      cudaLaunchKernel(function, grid, dim3(static_cast<unsigned>(threads)), arguments,
-                       static_cast<size_t>(shared_bytes), stream);
+  const cudaError_t error = cudaLaunchKernel(function, grid, dim3(static_cast<unsigned>(threads)),
+                                             arguments, static_cast<size_t>(shared_bytes), stream);
   if (error == cudaSuccess) return {};
   char name[64];
   std::snprintf(name, sizeof name, "cudaLaunchKernel (%s)", operation);
