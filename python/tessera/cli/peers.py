@@ -112,7 +112,7 @@ def _tensor(torch, x, device="cpu"):
     if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         bits = torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}"))
         return bits.view(getattr(torch, x.dtype.name))
-    return torch.from_numpy(np.ascontiguousarray(x))
+    return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
 
 def _gradient_function(torch, forward, inputs, do):
