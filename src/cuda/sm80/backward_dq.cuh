@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dQ: one half of the backward pass on mma.sync, without atomics and so reproducible bit for bit.
 //
-//     S = Q K^T      dP = dO V^T      P = e^(x(S) - lse)      dS = P (dP - delta)      dQ = dS K scale
+//     S = Q K^T    dP = dO V^T    P = e^(x(S) - lse)    dS = P (dP - delta)    dQ = dS K scale
 //
 // A CTA owns a tile of queries of one head; q and do stay in shared memory, k and v pass by. K has two
 // buffers (it is needed until the end of a step), V one:

@@ -19,7 +19,7 @@ namespace tessera::cuda::sm80 {
 
 template <typename T, int kD, int kWarps, int kKeys>
 struct DecodeStorage {
-  static constexpr int kStages = kD <= 128 ? 3 : 2;
+  static constexpr int kStages = kD * sizeof(T) <= 256 ? 3 : 2;
   struct Stage {
     T k[kKeys * kSmemStride<T, kD>];
     T v[kKeys * kSmemStride<T, kD>];
@@ -81,10 +81,10 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) load(block_begin + s * kWarps, s);
   wait_for_copies<kStages - 1>();
-  __syncthreads();  // Q is there
-  typename Mma<T>::A q[kD / kStep];
+  meet_and_split<T, kD, kWarps, kDecodeRows>(smem.q);  // Q is there
+  typename Mma<T>::A q[kSplits<T> ? 1 : kD / kStep];  // fp32 has no registers for it
 #pragma unroll
-  for (int k = 0; k < kD / kStep; ++k) {
+  for (int k = 0; !kSplits<T> && k < kD / kStep; ++k) {
     q[k] = Mma<T>::load_a(smem.q, kSmemStride<T, kD>, 0, k * kStep);
   }
 
@@ -93,26 +93,35 @@ __global__ void __launch_bounds__(32 * kWarps)
   float o[1][kD / 2];
 #pragma unroll
   for (int e = 0; e < kD / 2; ++e) o[0][e] = 0;
-  const float scale = kRich ? kToLog2<T> : logit_scale<T>(p);
+  const float scale = kRich ? kToLog2<T> : logit_scale<T>(p) * kToLog2<T>;
   int stage = 0;
   for (int block = block_begin; block < block_end; block += kWarps) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // all lanes' copies are there, and the stage to be filled has been used
     load(block + (kStages - 1) * kWarps, stage == 0 ? kStages - 1 : stage - 1);
     const int key0 = first_key + block * kKeys;
-    const auto& here = smem.ring[warp][stage];
+    auto& here = smem.ring[warp][stage];
     stage = stage + 1 == kStages ? 0 : stage + 1;
+    if constexpr (kSplits<T>) {
+      split_tile<T, kKeys, kD, 1>(here.k, 0);
+      split_tile<T, kKeys, kD, 1>(here.v, 0);
+      __syncwarp();
+    }
 
     // S = Q K^T
     float s[1][kKeys / 2];
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) s[0][e] = 0;
+    if constexpr (kSplits<T>) {
+      multiply_nt<T, 1, kKeys, kD>(s, smem.q, 0, here.k, p.dqk);
+    } else {
 #pragma unroll
-    for (int k = 0; k < kD / kStep; ++k) {
+      for (int k = 0; k < kD / kStep; ++k) {
 #pragma unroll
-      for (int n = 0; n < kKeys; n += 16) {
-        Mma<T>::multiply(s[0] + n / 2, q[k],
-                         Mma<T>::load_b(here.k, kSmemStride<T, kD>, n, k * kStep));
+        for (int n = 0; n < kKeys; n += 16) {
+          Mma<T>::multiply(s[0] + n / 2, q[k],
+                           Mma<T>::load_b(here.k, kSmemStride<T, kD>, n, k * kStep));
+        }
       }
     }
 
@@ -124,7 +133,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       apply_band<kKeys, Major::kQueries>(s[0], sequence.band, rows, 0, key0);
     }
     float rescale[2];
-    softmax.template update<kKeys, !kRich>(s[0], scale, rescale);
+    softmax.template update<kKeys, !kRich && !kSplits<T>>(s[0], scale, rescale);
     if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
       for (int e = 0; e < kD / 2; ++e) o[0][e] *= rescale[e / 2 % 2];

@@ -2,7 +2,7 @@
 // Forward pass on mma.sync and cp.async.
 //
 //     S = Q K^T            x = pipeline(S)            P = e^(x - m)
-//     O = sum P V          m, l: running row maximum and sum         o = O / l,  lse = m ln 2 + log l
+//     O = sum P V          m, l: running maximum and sum     o = O / l,  lse = m ln 2 + log l
 //
 // A CTA owns a tile of queries of one head (or of `pack` heads that share keys, interleaved by rows) and
 // walks the keys that band and data masks leave, right to left: partial tiles come first. K and V have one

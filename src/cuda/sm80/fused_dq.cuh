@@ -39,13 +39,14 @@ __device__ inline void add_to_memory(float* to, const float* four) {
 #endif
 }
 
-// A warp's 16 rows of dS^T, as split_tile would leave them.
-template <typename T, int kTileM>
-__device__ __forceinline__ void store_transposed_ds(T* rows, const float (&ds)[kTileM / 2]) {
+// A warp's 16 rows of dS^T (or P^T), kN columns of a tile of kTileM, as split_tile would leave them.
+template <typename T, int kTileM, int kN>
+__device__ __forceinline__ void store_transposed(T* rows, const float (&ds)[kN / 2]) {
+  static_assert(kN == kTileM || !kSplits<T>);
   constexpr int kStride = kSmemStride<T, kTileM>;
-  const SplitScale scale = scale_of_fragment<T, kTileM>(ds);
+  const SplitScale scale = scale_of_fragment<T, kN>(ds);
 #pragma unroll
-  for (int e = 0; e < kTileM / 2; e += 2) {
+  for (int e = 0; e < kN / 2; e += 2) {
     const int column = e / 4 * 8 + lane_minor();
     T* row = rows + (lane_major() + e / 2 % 2 * 8) * kStride;
     if constexpr (kSplits<T>) {

@@ -2,7 +2,7 @@
 // The score pipeline backwards, for one fragment: from raw scores and dP = dO V^T to P and dS.
 //
 //     P = e^(x - lse)       P~ = P keep      dX = P (dP keep * dropout_scale - delta)
-//     dS = dX * softcap'    (softmax_scale is applied to dQ, dK and a pre-scale dbias as they leave)
+//     dS = dX * softcap'    (softmax_scale joins dQ, dK and a pre-scale dbias as they leave)
 #pragma once
 
 #include "cuda/sm80/args.h"

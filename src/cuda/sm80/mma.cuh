@@ -2,8 +2,8 @@
 // Products of a warp on mma.sync, for 16-bit elements and for fp32 by three fp16 products.
 //
 // Two forms are enough for attention, forward and backward:
-//     multiply_nt   C[16 x N] += A[16 x K] B[N x K]^T   A and B in shared memory        S, dP
-//     multiply_nn   C[16 x N] += A[16 x K] B[K x N]     A an accumulator, B in smem     O, dQ, dK, dV
+//     multiply_nt   C[16 x N] += A[16 x K] B[N x K]^T   A and B in shared memory    S, dP
+//     multiply_nn   C[16 x N] += A[16 x K] B[K x N]     A an accumulator, B there   O, dQ, dK, dV
 // An accumulator fragment is the next product's A operand as it lies in registers. Tiles in shared
 // memory are row-major with rows of kCols elements and 16 bytes of padding: every ldmatrix then meets
 // each bank once.
@@ -348,6 +348,22 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
           Mma<T>::multiply(c[r] + n / 2, a_steps[r][k / kStep], b_step, scale_a[r] * scale_b);
         }
       }
+    }
+  }
+}
+
+// c += A B with A 16 x kK at row `row` of a tile of kK columns, and B, kK rows of kColumns columns, from
+// column `first` on.
+template <typename T, int kN, int kK, int kColumns>
+__device__ __forceinline__ void multiply_tiles(float (&c)[kN / 2], const T* a, int row, const T* b,
+                                               int first) {
+#pragma unroll
+  for (int k = 0; k < kK; k += Mma<T>::kK) {
+    const auto a_step = Mma<T>::load_a(a, kSmemStride<T, kK>, row, k);
+#pragma unroll
+    for (int n = 0; n < kN; n += 16) {
+      Mma<T>::multiply(c + n / 2, a_step,
+                       Mma<T>::load_b_transposed(b, kSmemStride<T, kColumns>, k, first + n));
     }
   }
 }

@@ -7,10 +7,11 @@
 namespace tessera::cuda::sm80 {
 
 // `warps` warps of 16 x row_tiles rows each on the resident side, the other side in steps of `step`.
+// `sharing` warps have the same rows.
 struct Tile {
-  int row_tiles, warps, step;
+  int row_tiles, warps, step, sharing = 1;
 
-  constexpr int rows() const { return 16 * row_tiles * warps; }
+  constexpr int rows() const { return 16 * row_tiles * warps / sharing; }
   constexpr int threads() const { return 32 * warps; }
 };
 
@@ -19,6 +20,9 @@ inline constexpr int kDecodeRows = 16;
 
 // Whether one CTA of the pass over keys makes dK and dV: the registers of 16 rows hold twice 128 columns.
 TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket, int row_tiles) { return bucket * row_tiles <= 128; }
+
+// Warps of the fused backward kernel that share rows, where the registers of one do not hold dK and dV.
+TESSERA_HOST_DEVICE constexpr int warps_sharing(int bucket) { return bucket > 128 ? 2 : 1; }
 
 // Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
 constexpr int output_columns(int bucket) { return bucket <= 256 ? bucket : 192; }
