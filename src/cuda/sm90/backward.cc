@@ -8,6 +8,7 @@
 #include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_pack_mask.h"
 #include "cuda/sm90/backward_sink.h"
+#include "cuda/sm90/dbias.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensormap.h"
 
@@ -19,13 +20,16 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 constexpr int64_t kL2Bytes =
     32 << 20;  // what q, do and the sums of the heads in flight may take of 50 MB
 
+constexpr int kMostInTurn = 8;  // heads side by side in the deterministic form
+
 // Of enum BackwardFeature.
 int features_of(const Problem& p) {
   const bool masks =
       given(p, TESSERA_MASK) || given(p, TESSERA_KEY_RANGES) || given(p, TESSERA_SEGMENT_IDS_Q);
   return (given(p, TESSERA_ALIBI_SLOPES) ? kAlibi : 0) | (has(p, TESSERA_SOFTCAP) ? kSoftcap : 0) |
          (has(p, TESSERA_DROPOUT) ? kDropout : 0) | (masks ? kMasks : 0) |
-         (given(p, TESSERA_BIAS) ? kBias : 0);
+         (given(p, TESSERA_BIAS) ? kBias : 0) |
+         (has(p, TESSERA_DETERMINISTIC) ? kDeterministic : 0);
 }
 
 // The first row that holds the head dims and knows the features.
@@ -73,7 +77,7 @@ class BackwardPlan final : public Plan {
     const int keys_of_cta = tile.tile_n() / tile.ctas();
     TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.ragged_k, &a.k));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.ragged_k, &a.v));
-    order_tiles(tile, a);
+    order_tiles(kernel, a);
     const Workspace workspace = workspace_of(problem);
     auto* base = static_cast<char*>(buffers.workspace);
     a.slots = workspace.slots;
@@ -85,6 +89,8 @@ class BackwardPlan final : public Plan {
           pack_backward_mask(problem.tensor[TESSERA_MASK], tile, base + workspace.mask, a, stream));
     }
     if (p.tensor[TESSERA_DQ].data) a.dq_sums = reinterpret_cast<float*>(base + workspace.dq_sums);
+    a.turns = reinterpret_cast<int*>(base + workspace.turns);
+    a.ticket = a.turns + p.hq * a.slots;
 
     const auto heads = static_cast<unsigned>(p.hq);
     TESSERA_RETURN_IF_ERROR(launch(kernel.rows, dim3(static_cast<unsigned>(a.slots), heads),
@@ -97,12 +103,14 @@ class BackwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(launch(kernel.convert, dim3(static_cast<unsigned>(slots), heads),
                                      kRowThreads, 0, a, stream));
     }
+    TESSERA_RETURN_IF_ERROR(
+        launch_dbias(problem, buffers, device, a, tile.tile_m, base + workspace.dbias));
     return launch_dsink(a, tile.tile_m, stream);
   }
 
  private:
   static constexpr int kRowThreads = 128;
-  static constexpr int64_t kBytesOfPart = 64 * 64 * 4;  // of the dQ sums of a block
+  static constexpr int64_t kBytesOfSum = 4;
 
   static const BackwardKernel& kernel_of(const Problem& problem) {
     const Sizes s = sizes_of(problem);
@@ -113,7 +121,7 @@ class BackwardPlan final : public Plan {
   struct Workspace {
     int slots;
     bool has_hulls;
-    int64_t delta, hulls, mask, dq_sums, bytes;  // lse2 stands at 0
+    int64_t delta, hulls, mask, dq_sums, turns, dbias, bytes;  // lse2 stands at 0
   };
   static Workspace workspace_of(const Problem& problem) {
     const Sizes s = sizes_of(problem);
@@ -130,8 +138,11 @@ class BackwardPlan final : public Plan {
     if (given(problem, TESSERA_MASK)) {
       w.dq_sums += packed_backward_mask_bytes(problem.tensor[TESSERA_MASK], tile);
     }
-    w.bytes =
-        w.dq_sums + (given(problem, TESSERA_DQ) ? slots * tile.parts_of_dq() * kBytesOfPart : 0);
+    w.turns =
+        w.dq_sums + (given(problem, TESSERA_DQ) ? slots * tile.sums_of_dq() * kBytesOfSum : 0);
+    // A counter for each slot and the ticket.
+    w.dbias = w.turns + (has(problem, TESSERA_DETERMINISTIC) ? (slots + 4) / 4 * 16 : 0);
+    w.bytes = w.dbias + dbias_workspace_bytes(problem);
     return w;
   }
 
@@ -144,17 +155,30 @@ class BackwardPlan final : public Plan {
     return bits % 16 == 0;
   }
 
-  static void order_tiles(const BackwardTile& tile, BackwardParams& a) {
+  static void order_tiles(const BackwardKernel& kernel, BackwardParams& a) {
     const Params& p = a.problem;
-    const int tile_n = tile.tile_n();
+    const int tile_n = kernel.tile.tile_n();
+    const bool in_turn = kernel.features & kDeterministic;
     const int tiles_n = (p.sk + tile_n - 1) / tile_n;
     const int heads = p.batch * p.hk;
     a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, tile_n) * p.hk;
-    a.longest_first = p.right >= 0;
+    a.longest_first = p.right >= 0 || in_turn;
     const int64_t bytes_of_head = int64_t{p.group} * p.sq * (2 * (p.dqk + p.dv) + 4 * p.dqk);
     int per_section = static_cast<int>(
         std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_head, 1), 1, heads));
+    if (in_turn) {
+      // Tiles of one head follow each other: fewer of each head, and more heads, wait less.
+      per_section = std::min({p.group > 1 ? kMostInTurn : 2 * per_section, kMostInTurn,
+                              p.right >= 0 && p.group == 1 ? std::max(heads / 2, 1) : heads});
+    }
     while (heads % per_section != 0) --per_section;
+    if (in_turn && p.right >= 0) {
+      // The last section begins with its longest tiles, so that all CTAs end together. Tiles of
+      // groups are long and few: all of them do. Where masks leave blocks out, none can.
+      a.upward_sections = p.thd_k || kernel.features & kMasks ? heads / per_section
+                          : p.group == 1                      ? heads / per_section - 1
+                                                              : 0;
+    }
     a.tiles_n = Divisor::of(tiles_n);
     a.heads = Divisor::of(p.hk);
     a.heads_per_section = Divisor::of(per_section);
@@ -186,12 +210,9 @@ class BackwardPlan final : public Plan {
 void require_backward(Support& support, const Problem& p) {
   const Sizes s = sizes_of(p);
   const int dtype = p.tensor[TESSERA_Q].dtype;
-  support.require(!has(p, TESSERA_DETERMINISTIC), ReasonId::kFeature, Remedy::kNone, [] {
-    return std::string("deterministic=True: dq is a sum of atomic additions here");
-  });
   const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features_of(p));
   const char* limit = features_of(p) ? ": and head_dim_v must be at most 128 in the backward pass "
-                                       "with bias, masks, ALiBi, softcap or dropout"
+                                       "with bias, masks, ALiBi, softcap, dropout or deterministic"
                                      : ": and head_dim_v must be at most 256 in the backward pass";
   support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
                   [&] { return "head_dim_qk=" + std::to_string(s.dqk) + limit; });
@@ -207,12 +228,6 @@ void require_backward(Support& support, const Problem& p) {
                ": with lengths, must end in the last 64 columns of the backward tile (" +
                std::to_string(kernel->tile.dqk) + ", " + std::to_string(kernel->tile.dv) + ")";
       });
-  // Gradients that are sums over scores.
-  for (const int index : {TESSERA_DBIAS, TESSERA_DALIBI_SLOPES}) {
-    support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {
-      return std::string(tensor_rule(index).name) + ": not in the backward pass of this backend";
-    });
-  }
 }
 
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
@@ -222,7 +237,7 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
   // Which features a call has is not part of a plan.
-  for (int features = 0; features <= kEverything; ++features) {
+  for (int features = 0; features <= kEverythingDeterministic; ++features) {
     const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features);
     if (!kernel) continue;  // require_backward() refuses such calls
     for (const auto& [function, bytes] : {std::pair{kernel->rows, kernel->rows_shared_bytes},
@@ -232,6 +247,7 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
           "cudaFuncSetAttribute"));
     }
   }
+  TESSERA_RETURN_IF_ERROR(prepare_dbias(dtype, s.dqk, s.dv));
   return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(std::move(fallback)));
 }
 

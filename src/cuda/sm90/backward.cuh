@@ -34,6 +34,7 @@
 #include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/backward_turns.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -49,7 +50,7 @@ template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kFeatures = Row::kFeatures;
-  static constexpr bool kRich = kFeatures != 0, kLeavesOut = kFeatures & kMasks;
+  static constexpr bool kRich = kFeatures & kEverything, kLeavesOut = kFeatures & kMasks;
   static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = 3;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
   static constexpr int kGradientBuffers = kTile.ds_buffers;
@@ -59,9 +60,8 @@ struct Backward {
   // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
   // warps add whole lines.
   static constexpr bool kSplitsRows = kTileM == 128;
-  static constexpr int kColumnsOfDq = !kSplitsRows && kTile.dqk == 64 ? 32 : 64;
-  static constexpr int kPartOfDq = 64 * kColumnsOfDq, kPartsOfDq = kTile.parts_of_dq(),
-                       kBlockOfDq = kPartsOfDq * kPartOfDq;
+  static constexpr int kColumnsOfDq = kTile.columns_of_dq(), kPartsOfDq = kTile.parts_of_dq();
+  static constexpr int kPartOfDq = 64 * kColumnsOfDq, kBlockOfDq = kTile.sums_of_dq();
 
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -71,6 +71,7 @@ struct Backward {
   using GradientTile = SmemTile<kTileN, kTileM>;  // dS^T
   using Blocks = QueryBlocks<kTileM, kTileN>;
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
+  using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[KTile::kBytes], v[VTile::kBytes];
@@ -80,7 +81,8 @@ struct Backward {
     float lse2[kStages][kTileM], delta[kStages][kTileM];
     uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
-    int2 blocks[kStages];  // rich: which block a stage holds, see Stage
+    uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
+    int2 blocks[kStages];                      // rich: which block a stage holds, see Stage
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -122,7 +124,16 @@ struct Backward {
     __device__ __forceinline__ StageBarriers<kGradientBuffers> ds_barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
     }
+    __device__ __forceinline__ Order turns() const {
+      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)));
+    }
   };
+
+  // The first block that a tile walks, and the step to the next.
+  static __device__ __forceinline__ int2 walk_of(const KeyTile& tile) {
+    if constexpr (kInTurn<Row>) return Order::walk_of(tile);
+    return {tile.begin, 1};
+  }
 
   // ---- producer ----
 
@@ -198,6 +209,7 @@ struct Backward {
                                                   const Shared shared) {
     Loader loader(a, tile, shared);
     const int group = a.problem.group;
+    const int2 walk = walk_of(tile);
     const bool leader = threadIdx.x == 0;
     if (leader && tile.begin < tile.end) loader.load_keys();
     wait_for_predecessors();
@@ -221,7 +233,7 @@ struct Backward {
 #pragma unroll 1
       for (int member = 0; member < group; ++member) {
 #pragma unroll 1
-        for (int block = tile.begin; block < tile.end; ++block) {
+        for (int i = tile.begin, block = walk.x; i < tile.end; ++i, block += walk.y) {
           loader.load_block(member, block, block < tile.clean_begin || block >= tile.clean_end);
         }
       }
@@ -239,6 +251,8 @@ struct Backward {
     const int key = tile.key0 + warp_row + lane / 4;    // and key + 8
     const auto ds_barriers = shared.ds_barriers();
     const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
+    const int walk_first = uniform_register(walk_of(tile).x),
+              walk_step = kInTurn<Row> ? uniform_register(walk_of(tile).y) : 1;
     const int clean_begin = uniform_register(tile.clean_begin),
               clean_end = uniform_register(tile.clean_end);
     const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
@@ -254,7 +268,20 @@ struct Backward {
     Ring<kStages> ring;
     Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
     float* const sums = a.dq_sums ? a.dq_sums + w * kPartOfDq + 4 * thread : nullptr;
-    int previous_slot = -1;  // of the block whose dQ is next
+    int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
+    const auto turns = shared.turns();
+    Ring<Order::kRing> turn_ring;
+    const int2 first = kFirstStores<Row> ? Order::first_of(tile) : int2{0, 0};
+    const int first_lo = uniform_register(first.x), first_hi = uniform_register(first.y);
+    const auto add_previous = [&](const float(&dQ)[kColumnsOfDq / 2]) {
+      float* const part = sums + int64_t{previous_slot} * kBlockOfDq;
+      if constexpr (kInTurn<Row>) turns.wait(turn_ring);
+      add_dq(part, w, dQ, previous_block >= first_lo && previous_block < first_hi);
+      if constexpr (kInTurn<Row>) {
+        turns.done(turn_ring);
+        turn_ring.advance();
+      }
+    };
     Features features(a, tile, tile.key0 + warp_row);
     constexpr uint32_t kPitch = GradientTile::kChunkBytes;  // between pieces of a staged bias
 
@@ -358,12 +385,13 @@ struct Backward {
       pin(dQ);
       if (previous_slot >= 0) {
         if (lane == 0) ds_barriers.release(previous_ring);
-        if (sums) add_dq(sums + int64_t{previous_slot} * kBlockOfDq, w, dQ);
+        if (sums) add_previous(dQ);
       }
       wgmma_wait<0>();
       pin(dV);
       pin(dK);
       previous_slot = slot;
+      previous_block = block;
       previous_ring = ds_ring;
       ds_ring.advance();
       ring.advance();
@@ -389,7 +417,7 @@ struct Backward {
 #pragma unroll 1
       for (int member = 0; member < p.group; ++member) {
 #pragma unroll 1
-        for (int block = begin; block < end; ++block) {
+        for (int i = begin, block = walk_first; i < end; ++i, block += walk_step) {
           mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
           step(block, first_slot + member * a.slots + block,
                block < clean_begin || block >= clean_end);
@@ -402,7 +430,7 @@ struct Backward {
       issue_dq(shared, previous_ring.stage, w, dQ);
       wgmma_wait<0>();
       pin(dQ);
-      add_dq(sums + int64_t{previous_slot} * kBlockOfDq, w, dQ);
+      add_previous(dQ);
     }
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
     store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
@@ -423,15 +451,20 @@ struct Backward {
     }
     wgmma_commit();
   }
+  // first: nothing has been added to the block, not even zeros.
   static __device__ __forceinline__ void add_dq(float* part, int w,
-                                                const float (&dQ)[kColumnsOfDq / 2]) {
+                                                const float (&dQ)[kColumnsOfDq / 2], bool first) {
     // Of 96 columns the second owner has 32.
     const int groups = kTile.dqk == 96 && w == 1 ? 4 : kColumnsOfDq / 8;
 #pragma unroll
     for (int i = 0; i < kColumnsOfDq / 8; ++i) {
       if (kTile.dqk == 96 && i >= groups) break;
-      add_to_global(part + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
-                    dQ[4 * i + 3]);
+      float* const to = part + 4 * kWarpgroup * i;
+      if constexpr (kFirstStores<Row>) {
+        store_or_add_to_global(first, to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+      } else {
+        add_to_global(to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+      }
     }
   }
 };
@@ -454,15 +487,24 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
       mbarrier_init(shared.ds_barriers().full(buffer), Kernel::kOwnerWarps);
       mbarrier_init(shared.ds_barriers().empty(buffer), Kernel::kOwnerWarps);
     }
+    if constexpr (kInTurn<Row>) shared.turns().init();
     mbarrier_init_fence();
   }
   KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
-  if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, blockIdx.x);
+  if (threadIdx.x == kWarp) {
+    int index = blockIdx.x;
+    if constexpr (kInTurn<Row>) {
+      wait_for_predecessors();
+      index = atomicAdd(a.ticket, 1);
+    }
+    tile = Kernel::Schedule::decode(a, index);
+  }
   __syncthreads();
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
     if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) Kernel::producer(a, tile, shared);
+    if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
     Kernel::owner(a, tile, shared, warpgroup - 1);

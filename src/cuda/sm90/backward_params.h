@@ -52,7 +52,12 @@ struct BackwardParams {
   int mask_pieces, mask_rows, mask_tiles, mask_blocks;
   int mask_stride_batch, mask_stride_head;
 
-  float* dq_sums;  // [hq, slots, parts of 4096] in the order of accumulators; null: no dq
+  float* dq_sums;  // [hq, slots, sums of a block] in the order of accumulators; null: no dq
+
+  // Deterministic form (backward_turns.cuh).
+  int* turns;           // [hq, slots] tiles that have added to a block
+  int* ticket;          // of the next tile
+  int upward_sections;  // sections, from the first on, that go upwards; packed: all or none
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");
 

@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const Params& p = a.problem;
   wait_for_predecessors();
   launch_dependents();
+  if (kInTurn<Row> && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *a.ticket = 0;
   const BlockOfSlot at = block_of_slot(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, at.n);
   const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(kWarpgroup)
     Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
     Tile::load(grad_o, &a.grad_o, barrier, head, row.c2, row.c3, rows.batch);
   }
-  if (a.dq_sums) {
+  if (kInTurn<Row> && a.dq_sums && thread == 0) a.turns[slot] = 0;
+  if (a.dq_sums && !kFirstStores<Row>) {
     auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
     for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
   }
@@ -127,13 +129,14 @@ __global__ void __launch_bounds__(kWarpgroup)
   const Rows rows = rows_of<SideOfQueries>(p, tile.n);
   if (tile.begin >= rows.owned_hi) return;
   const int head = blockIdx.y, thread = threadIdx.x, lane = thread % kWarp;
-  const bool summed = tile.begin >= 0 && tile.begin < rows.length;
+  bool summed = tile.begin >= 0 && tile.begin < rows.length;
   const int first_slot =
       first_slot_of(p.thd_q, tile.n, rows.first, kTileM, (p.sq + kTileM - 1) / kTileM);
   const int64_t slot = slot_of_head(a, head, first_slot + tile.begin / kTileM);
   const float* sums = a.dq_sums + (summed ? slot : 0) * Kernel::kBlockOfDq + thread * 4;
   const View& view = p.tensor[TESSERA_DQ];
   wait_for_predecessors();
+  if (kFirstStores<Row> && summed) summed = a.turns[slot] > 0;
 #pragma unroll 1
   for (int part = 0; part < Kernel::kPartsOfDq; ++part) {
     float dQ[kColumns / 2];

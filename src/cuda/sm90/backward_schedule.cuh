@@ -17,6 +17,7 @@ struct KeyTile {
   // [clean_begin, clean_end) sees all of them.
   int begin, end, clean_begin, clean_end;
   int first_slot;  // of block 0
+  int upwards;     // see backward_turns.cuh
 
   // Queries that see a key, as [lo, hi); lo and hi never decrease with the key.
   __device__ __forceinline__ int2 queries_of_key(int key) const {
@@ -37,9 +38,12 @@ struct KeySchedule {
     const Params& p = a.problem;
     KeyTile tile;
     int n;
+    tile.upwards = 0;
     if (p.thd_k) {
       const int slot = index / p.hk;
-      const TileOfRows rows = tile_of_slot<SideOfKeys>(p, a.tiles / p.hk - 1 - slot, kTileN);
+      tile.upwards = a.upward_sections > 0;
+      const TileOfRows rows =
+          tile_of_slot<SideOfKeys>(p, tile.upwards ? slot : a.tiles / p.hk - 1 - slot, kTileN);
       n = rows.n;
       tile.kv_head = index - slot * p.hk;
       tile.key0 = rows.begin;
@@ -50,6 +54,8 @@ struct KeySchedule {
         const int r = index - section * a.per_section.divisor;
         round = a.heads_per_section.quotient(r);
         x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
+        tile.upwards = section < a.upward_sections;
+        if (tile.upwards) round = a.tiles_n.divisor - 1 - round;
       } else {
         x = a.tiles_n.quotient(index);
         round = index - x * a.tiles_n.divisor;

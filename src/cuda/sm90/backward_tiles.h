@@ -12,6 +12,9 @@ enum BackwardFeature {
   kMasks = 8,  // dense masks, key ranges, segments
   kBias = 16,
   kEverything = 31,
+  // dq is summed in a fixed order: not a feature of scores, but a kernel of its own.
+  kDeterministic = 32,
+  kEverythingDeterministic = 63,
 };
 
 // A CTA owns 128 keys: two warpgroups of 64 keys each, and one thread of a third that feeds them.
@@ -26,8 +29,10 @@ struct BackwardTile {
   static constexpr int kOwners = 2, kThreads = 128 * (kOwners + 1);
   constexpr int tile_n() const { return 64 * kOwners; }
   constexpr int ctas() const { return pair ? 2 : 1; }  // of a cluster, which owns a tile
-  // Sums of a block of dQ come in parts of 64 x 64: its halves, or its chunks of columns.
+  // Sums of a block of dQ come in parts of 64 rows: its halves, or its chunks of columns.
   constexpr int parts_of_dq() const { return pair ? (dqk + 63) / 64 : kOwners; }
+  constexpr int columns_of_dq() const { return !pair && tile_m == 64 && dqk == 64 ? 32 : 64; }
+  constexpr int sums_of_dq() const { return parts_of_dq() * 64 * columns_of_dq(); }  // of a block
 };
 
 }  // namespace tessera::cuda::sm90

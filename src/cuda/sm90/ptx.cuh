@@ -190,6 +190,11 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* r)
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
@@ -211,6 +216,31 @@ __device__ __forceinline__ float4 load_shared_four(uint32_t address) {
 __device__ __forceinline__ void add_to_global(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
+}
+
+// The same, or *to = (a, b, c, d), without a branch.
+__device__ __forceinline__ void store_or_add_to_global(bool stores, float* to, float a, float b,
+                                                       float c, float d) {
+  asm volatile(
+      "{\n"
+      ".reg .pred stores;\n"
+      "setp.ne.b32 stores, %5, 0;\n"
+      "@stores st.global.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "@!stores red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(int{stores})
+      : "memory");
+}
+
+// Hand-over between CTAs: what a thread has done, or knows of others that they have done, before it
+// stores a value is done for whoever has loaded that value.
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_release(int* to, int x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
 // A value that is the same in all lanes, in a way that the compiler can see: it then uses uniform

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order in which CTAs add to dq, so that its sums are the same bit for bit every time.
+//
+// Each block of dq sums has a counter in the workspace: how many tiles of keys have added to it.
+// The tiles that see a block follow one another without gaps and add in the order of their keys, or
+// in the opposite one, so that a tile knows which count is its turn. CTAs take their tiles by
+// ticket: one waits only for tickets that others have taken before it, and those are running.
+//
+// The owners are to notice nothing of that. Warps that the CTA has anyway wait and tell for them:
+//
+//   waiter   counter = turn        -> ready[s]    the owners may add block i
+//   passer   added[s] (all owners) -> counter + 1, after a fence for what they have added
+//                                  -> passed[s]   slot s of the barriers is free for block i +
+//                                  kRing
+//   skipper  counter = turn        -> counter + 1  of blocks that masks leave out
+//
+// Which order is a matter of speed. Under a causal mask tile j begins at the block of its own keys:
+//
+//   upwards    tickets from the last tile to the first, walks from the first block to the last.
+//   Tiles
+//              that start together stand two blocks apart, each behind the one that it follows, and
+//              nobody ever waits. But the longest tiles come last.
+//   downwards  tickets from the first tile to the last, walks from the last block to the first: the
+//              longest tiles come first, for the last section, and for problems without a diagonal.
+#pragma once
+
+#include <climits>
+
+#include "cuda/sm90/backward_blocks.cuh"
+#include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// Of a row of backward_tiles.def: dq is added in a fixed order; and the first to add to a block
+// stores, which needs no zeros, where no mask can leave the first one out.
+template <typename Row>
+inline constexpr bool kInTurn = (Row::kFeatures & kDeterministic) != 0;
+template <typename Row>
+inline constexpr bool kFirstStores = kInTurn<Row> && !(Row::kFeatures & kMasks);
+
+// kLeavesOut: blocks may be left out by masks; such tiles always walk from the first block on.
+template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut>
+class Turns {
+ public:
+  static constexpr int kRing = 4, kBarriers = 3 * kRing;
+  using Blocks = QueryBlocks<kTileM, kTileN>;
+
+  // barriers: address of ready[kRing], added[kRing], passed[kRing].
+  explicit __device__ __forceinline__ Turns(uint32_t barriers) : barriers_(barriers) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int slot = 0; slot < kRing; ++slot) {
+      mbarrier_init(ready(slot), 1);
+      mbarrier_init(added(slot), kOwnerWarps);
+      mbarrier_init(passed(slot), 1);
+    }
+  }
+
+  // Of the first block that a tile walks, and to the next.
+  static __device__ __forceinline__ int2 walk_of(const KeyTile& tile) {
+    return kLeavesOut || tile.upwards ? int2{tile.begin, 1} : int2{tile.end - 1, -1};
+  }
+  // Blocks [x, y) of those that the tile walks are first added to by this tile.
+  static __device__ __forceinline__ int2 first_of(const KeyTile& tile) {
+    if (!tile.upwards) {
+      return {tile.key0 == 0  ? 0
+              : tile.left < 0 ? INT_MAX
+                              : max(tile.key0 - tile.shift + tile.left + kTileM - 1, 0) / kTileM,
+              INT_MAX};
+    }
+    const int key = tile.key0 + kTileN, row = max(key - tile.shift - tile.right, 0);  // of the next
+    if (key >= tile.k.length || (tile.right >= 0 && row >= tile.q.length)) return {0, INT_MAX};
+    return {0, tile.right < 0 ? 0 : row / kTileM};
+  }
+
+  // ---- owners, by all lanes of a warp ----
+
+  __device__ __forceinline__ void wait(const Ring<kRing>& ring) const {
+    mbarrier_wait(ready(ring.stage), ring.phase);
+  }
+  __device__ __forceinline__ void done(const Ring<kRing>& ring) const {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) mbarrier_arrive(added(ring.stage));
+  }
+
+  // ---- the warps of the producer's warpgroup that have nothing else to do ----
+
+  __device__ __forceinline__ void serve(const BackwardParams& a, const KeyTile& tile) const {
+    const int warp = threadIdx.x / kWarp;
+    if (!a.dq_sums || warp == 0) return;
+    if (warp == 1) waiter(a, tile);
+    if (warp == 2) passer(a, tile, 0);
+    if (warp == 3 && !kLeavesOut) passer(a, tile, 1);
+    if (warp == 3 && kLeavesOut) skipper(a, tile);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t ready(int slot) const { return barriers_ + 8 * slot; }
+  __device__ __forceinline__ uint32_t added(int slot) const {
+    return barriers_ + 8 * (kRing + slot);
+  }
+  __device__ __forceinline__ uint32_t passed(int slot) const {
+    return barriers_ + 8 * (2 * kRing + slot);
+  }
+
+  // How many tiles add to a block before this one.
+  static __device__ __forceinline__ int turn_of(const KeyTile& tile, int block) {
+    const int index = tile.key0 / kTileN;
+    if (tile.upwards) {
+      const int row = min((block + 1) * kTileM, tile.q.length) - 1, last = tile.k.length - 1;
+      return (tile.right < 0 ? last : min(row + tile.shift + tile.right, last)) / kTileN - index;
+    }
+    return index - (tile.left < 0 ? 0 : max(block * kTileM + tile.shift - tile.left, 0) / kTileN);
+  }
+
+  __device__ __forceinline__ void waiter(const BackwardParams& a, const KeyTile& tile) const {
+    wait_for_predecessors();  // zeros in the counters
+    Ring<kRing> ring;
+    for_each_block(a, tile, [&](int* counter, int turn) {
+      mbarrier_wait(passed(ring.stage), ring.phase ^ 1);
+      while (load_acquire(counter) != turn) {
+      }
+      mbarrier_arrive(ready(ring.stage));
+      ring.advance();
+    });
+  }
+  // Of every other block, so that two fences are under way: they take about as long as a block.
+  __device__ __forceinline__ void passer(const BackwardParams& a, const KeyTile& tile,
+                                         int parity) const {
+    Ring<kRing> ring;
+    for_each_block(a, tile, [&](int* counter, int turn) {
+      if (kLeavesOut || ring.stage % 2 == parity) {
+        mbarrier_wait(added(ring.stage), ring.phase);
+        store_release(counter, turn + 1);
+        mbarrier_arrive(passed(ring.stage));
+      }
+      ring.advance();
+    });
+  }
+
+  // body(counter, turn) for each block that the owners add to, in their order, by one lane.
+  template <typename Body>
+  static __device__ __forceinline__ void for_each_block(const BackwardParams& a,
+                                                        const KeyTile& tile, const Body& body) {
+    const int group = a.problem.group;
+    const bool leader = threadIdx.x % kWarp == 0;
+    if constexpr (kLeavesOut) {
+      const Blocks blocks(a, tile);
+      for (int member = 0; member < group; ++member) {
+        int* const counters = counters_of(a, tile, member);
+        for (int start = tile.begin; start < tile.end; start += kWarp) {
+          uint32_t live = blocks.look(tile.kv_head * group + member, start).live;
+          for (; leader && live; live &= live - 1) {
+            const int block = start + __ffs(live) - 1;
+            body(counters + block, turn_of(tile, block));
+          }
+          __syncwarp();
+        }
+      }
+    } else if (leader) {
+      const int2 walk = walk_of(tile);
+      for (int member = 0; member < group; ++member) {
+        int* const counters = counters_of(a, tile, member);
+        for (int i = tile.begin, block = walk.x; i < tile.end; ++i, block += walk.y) {
+          body(counters + block, turn_of(tile, block));
+        }
+      }
+    }
+  }
+  // A lane a block.
+  static __device__ __forceinline__ void skipper(const BackwardParams& a, const KeyTile& tile) {
+    wait_for_predecessors();
+    const Blocks blocks(a, tile);
+    const int group = a.problem.group, lane = threadIdx.x % kWarp;
+    for (int member = 0; member < group; ++member) {
+      int* const counters = counters_of(a, tile, member);
+      for (int start = tile.begin; start < tile.end; start += kWarp) {
+        const uint32_t live = blocks.look(tile.kv_head * group + member, start).live;
+        const int block = start + lane, turn = turn_of(tile, block);
+        bool waits = block < tile.end && !(live >> lane & 1);
+        while (__any_sync(kAllLanes, waits)) {
+          if (waits && load_acquire(counters + block) == turn) {
+            store_release(counters + block, turn + 1);
+            waits = false;
+          }
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ int* counters_of(const BackwardParams& a, const KeyTile& tile,
+                                                     int member) {
+    return a.turns + int64_t{tile.kv_head * a.problem.group + member} * a.slots + tile.first_slot;
+  }
+
+  uint32_t barriers_;
+};
+
+}  // namespace tessera::cuda::sm90

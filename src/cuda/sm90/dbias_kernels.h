@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arguments of the dbias kernels, and the table of those that are built: one row for each line of
+// dbias_tiles.def and each 16-bit type.
+#pragma once
+
+#include <cuda.h>
+
+#include <span>
+
+#include "cuda/common/params.h"
+
+namespace tessera::cuda::sm90 {
+
+// The shape of a kernel: blocks of 64 queries, two warpgroups of 64 keys each.
+struct DbiasTile {
+  int dqk, dv;   // head dims up to these; TMA fills the rest with zeros
+  int kv_slots;  // tiles of k and v in shared memory
+  int q_stages;  // blocks of q and do
+
+  static constexpr int kTileM = 64, kTileN = 128, kConsumers = 2, kThreads = 128 * (kConsumers + 1);
+};
+
+// How the work is cut into items, from shapes alone: what CTAs take in turn.
+struct DbiasCut {
+  int extent[4];           // of the bias
+  int bias_rows;           // extent[0] extent[1]
+  int sequences, heads;    // that share an element of it: 1 where the axis is not broadcast
+  int tiles_m, tiles_n;    // blocks of queries; tiles of keys
+  int groups, group_size;  // of blocks of queries: an item has one group
+  int pair_step;  // an item takes every pair_step-th (sequence, head) that shares an element
+  int sections;   // bias rows that are done side by side
+  int items;
+  int resident;  // k and v of all that share an element stay in shared memory
+};
+
+struct DbiasParams {
+  // TMA views as in the backward pass, with boxes of the tile's rows.
+  CUtensorMap q, k, v, grad_o;
+  Params problem;
+  DbiasCut cut;
+  int ragged_q, ragged_k;
+  int plain;  // nothing shapes the scores but the bias and the band; the bias is read by vectors
+
+  View out;      // dbias, or dalibi_slopes with two axes more of extent 1
+  float factor;  // of its elements
+  int of_slopes;
+
+  // Statistics of rows, as backward_rows leaves them: [hq, slots, tile_m].
+  const float* lse2;
+  const float* delta;
+  int slots, tile_m;
+
+  float* partial;  // one query or key for all: [terms, bias rows, queries or keys]
+};
+static_assert(sizeof(DbiasParams) <= 4096, "kernel arguments are 4 KB");
+
+struct DbiasKernel {
+  int dtype;  // of q, k, v
+  DbiasTile tile;
+  int shared_bytes;
+  const void* function;  // takes DbiasParams; any grid, DbiasTile::kThreads
+};
+
+// In the order of dbias_tiles.def.
+std::span<const DbiasKernel> dbias_kernels();
+
+}  // namespace tessera::cuda::sm90

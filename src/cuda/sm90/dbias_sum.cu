@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/common/element.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/sm90/dbias.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = 128;
+
+// A thread an element, in the order of the terms.
+__global__ void __launch_bounds__(kThreads)
+    dbias_sum(const float* partial, int64_t terms, int64_t elements, int heads, int queries,
+              int keys, View out) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= elements) return;
+  float sum = 0;
+  for (int64_t term = 0; term < terms; ++term) sum += partial[term * elements + i];
+  const int64_t row = i / (queries * keys), x = i % (queries * keys);
+  store_float(out.data,
+              offset_of(out, row / heads, row % heads, keys > 1 ? 0 : x, keys > 1 ? x : 0),
+              out.dtype, sum);
+}
+
+}  // namespace
+
+Status launch_dbias_sum(const float* partial, int64_t terms, const int (&extent)[4],
+                        const View& out, cudaStream_t stream) {
+  const int64_t elements = int64_t{extent[0]} * extent[1] * extent[2] * extent[3];
+  const auto grid = static_cast<unsigned>((elements + kThreads - 1) / kThreads);
+  dbias_sum<<<grid, kThreads, 0, stream>>>(partial, terms, elements, extent[1], extent[2],
+                                           extent[3], out);
+  return cuda_status(cudaGetLastError(), "dbias_sum kernel");
+}
+
+}  // namespace tessera::cuda::sm90
