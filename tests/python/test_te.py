@@ -43,6 +43,7 @@ FEATURES = {
 def fresh(monkeypatch):
     for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_DEBUG"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as on a machine without
     _attention_backends["backend_selection_requires_update"] = True
 
 

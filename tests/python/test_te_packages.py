@@ -14,7 +14,8 @@ from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as on a machine without
     _attention_backends["backend_selection_requires_update"] = True
     yield
     _attention_backends["backend_selection_requires_update"] = True

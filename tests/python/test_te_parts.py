@@ -30,6 +30,7 @@ FP8 = fused.FusedAttnBackend.FP8
 def fresh(monkeypatch):
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as on a machine without
     _attention_backends["backend_selection_requires_update"] = True
 
 
