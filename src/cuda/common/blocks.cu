@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/common/blocks.h"
-
 #include "cuda/common/blocks.cuh"
+#include "cuda/common/blocks.h"
 
 namespace tessera::cuda {
 namespace {
@@ -40,16 +39,17 @@ __global__ void __launch_bounds__(kThreads) summary_kernel(const __grid_constant
 
 struct MaskArgs {
   View mask;
-  int heads, rows, keys;     // of the mask
-  int tile_q, tile_k;        // of a state
+  int heads, rows, keys;  // of the mask
+  int tile_q, tile_k;     // of a state
   int tiles_q, tiles_k;
-  int drop;                  // true = hidden
+  int drop;  // true = hidden
   uint8_t* states;
 };
 
 // A CTA for each state: x key tiles, y query tiles, z sequences and heads.
 __global__ void __launch_bounds__(kThreads) mask_kernel(const __grid_constant__ MaskArgs a) {
-  for (int tile_q = static_cast<int>(blockIdx.y); tile_q < a.tiles_q; tile_q += static_cast<int>(gridDim.y)) {
+  for (int tile_q = static_cast<int>(blockIdx.y); tile_q < a.tiles_q;
+       tile_q += static_cast<int>(gridDim.y)) {
     const int64_t head = blockIdx.z;
     const int key0 = static_cast<int>(blockIdx.x) * a.tile_k, keys = min(a.tile_k, a.keys - key0);
     const int row0 = tile_q * a.tile_q, rows = min(a.tile_q, a.rows - row0);
@@ -58,15 +58,17 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(const __grid_constant__ 
     bool any = false, all = true;
     for (int i = static_cast<int>(threadIdx.x); i < rows * keys; i += kThreads) {
       const int64_t row = row0 + i / keys, key = key0 + i % keys;
-      const bool shown = (bytes[row * a.mask.stride[2] + key * a.mask.stride[3]] != 0) != (a.drop != 0);
+      const bool shown =
+          (bytes[row * a.mask.stride[2] + key * a.mask.stride[3]] != 0) != (a.drop != 0);
       any |= shown;
       all &= shown;
     }
     any = __syncthreads_or(any);
     all = __syncthreads_and(all);
     if (threadIdx.x == 0) {
-      a.states[(head * a.tiles_q + tile_q) * a.tiles_k + blockIdx.x] =
-          all ? kBlockFull : any ? kBlockPartial : kBlockHidden;
+      a.states[(head * a.tiles_q + tile_q) * a.tiles_k + blockIdx.x] = all   ? kBlockFull
+                                                                       : any ? kBlockPartial
+                                                                             : kBlockHidden;
     }
   }
 }
@@ -135,7 +137,8 @@ Status map_blocks(const Problem& problem, const Params& p, Walked walked, int ti
   map->step = step;
   map->slots = l.slots;
   SummaryArgs a{p, step, l.slots, 0, nullptr, nullptr, 1};
-  if (given(problem, TESSERA_SEGMENT_IDS_Q)) map->segments = a.segments = reinterpret_cast<Hull*>(base);
+  if (given(problem, TESSERA_SEGMENT_IDS_Q))
+    map->segments = a.segments = reinterpret_cast<Hull*>(base);
   if (l.ranges_heads > 0) {
     map->ranges = a.ranges = reinterpret_cast<RangeHulls*>(base + l.ranges);
     map->ranges_head = l.ranges_heads > 1 ? l.slots : 0;
@@ -154,9 +157,16 @@ Status map_blocks(const Problem& problem, const Params& p, Walked walked, int ti
   const Tensor& mask = problem.tensor[TESSERA_MASK];
   const int64_t heads = mask.extent[0] * mask.extent[1], states = l.tiles_q * l.tiles_k;
   if (heads * states == 0 || heads > 65535) return {};
-  MaskArgs m{p.tensor[TESSERA_MASK], static_cast<int>(mask.extent[1]), static_cast<int>(mask.extent[2]),
-             static_cast<int>(mask_keys(problem)), l.tile_q, l.tile_k, static_cast<int>(l.tiles_q), static_cast<int>(l.tiles_k),
-             (p.flags & TESSERA_MASK_DROP) != 0, reinterpret_cast<uint8_t*>(base + l.mask)};
+  MaskArgs m{p.tensor[TESSERA_MASK],
+             static_cast<int>(mask.extent[1]),
+             static_cast<int>(mask.extent[2]),
+             static_cast<int>(mask_keys(problem)),
+             l.tile_q,
+             l.tile_k,
+             static_cast<int>(l.tiles_q),
+             static_cast<int>(l.tiles_k),
+             (p.flags & TESSERA_MASK_DROP) != 0,
+             reinterpret_cast<uint8_t*>(base + l.mask)};
   map->mask = m.states;
   map->mask_row = l.tiles_q > 1 ? l.tiles_k : 0;
   map->mask_head = mask.extent[1] > 1 ? states : 0;
@@ -164,8 +174,8 @@ Status map_blocks(const Problem& problem, const Params& p, Walked walked, int ti
   const dim3 grid(static_cast<unsigned>(l.tiles_k),
                   static_cast<unsigned>(l.tiles_q < 65535 ? l.tiles_q : 65535),
                   static_cast<unsigned>(heads));
-  return launch_kernel("mask states", reinterpret_cast<const void*>(&mask_kernel), grid, kThreads, 0, &m,
-                       stream);
+  return launch_kernel("mask states", reinterpret_cast<const void*>(&mask_kernel), grid, kThreads,
+                       0, &m, stream);
 }
 
 }  // namespace tessera::cuda

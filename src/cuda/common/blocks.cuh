@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile iterator: blocks of a walk that anything shows, and whether all of a block is shown. The band
-// has set the ends of the walk; here data masks leave blocks out.
+// The tile iterator: blocks of a walk that anything shows, and whether all of a block is shown. The
+// band has set the ends of the walk; here data masks leave blocks out.
 //
 // A warp looks at 32 blocks at a time, a lane a block; all warps of a CTA find the same.
 #pragma once
@@ -11,11 +11,12 @@
 
 namespace tessera::cuda {
 
-// Where the blocks of `step` rows of a sequence stand among the slots of its side: disjoint for any lengths.
+// Where the blocks of `step` rows of a sequence stand among the slots of its side: disjoint for any
+// lengths.
 template <typename Side>
 __device__ int slot_of_block(const Params& p, int n, int first_row, int step, int block) {
-  const int before = Side::packed(p) ? first_row / step + n
-                                     : n * ((Side::extent(p) + step - 1) / step);
+  const int before =
+      Side::packed(p) ? first_row / step + n : n * ((Side::extent(p) + step - 1) / step);
   return before + block;
 }
 
@@ -29,8 +30,8 @@ __device__ inline Hull hull_of_warp(Hull x) {
 // Lowest and highest id of rows [begin, begin + count) of a side, by all lanes of a warp.
 __device__ inline Hull hull_of_segments(const View& ids, const Rows& rows, int begin, int count) {
   Hull hull{INT_MAX, INT_MIN};
-  for (int row = max(begin, 0) + static_cast<int>(threadIdx.x % 32); row < min(begin + count, rows.length);
-       row += 32) {
+  for (int row = max(begin, 0) + static_cast<int>(threadIdx.x % 32);
+       row < min(begin + count, rows.length); row += 32) {
     const int id = static_cast<const int*>(ids.data)[offset_of(ids, rows.batch, rows.first + row)];
     hull = {min(hull.lo, id), max(hull.hi, id)};
   }
@@ -80,7 +81,8 @@ struct BlockView {
   }
 };
 
-// A tile of queries against blocks of keys; found by one warp, for the CTA to keep in shared memory.
+// A tile of queries against blocks of keys; found by one warp, for the CTA to keep in shared
+// memory.
 struct KeyBlocks {
   int step, first_slot;  // rows of a block; of the sequence's blocks
   bool all_known;        // every data mask has its say here
@@ -163,8 +165,8 @@ struct QueryBlocks {
   }
 };
 
-// Live steps of a walk of `count` steps, in order. kLooks: without, every step is live and none is known
-// to be full.
+// Live steps of a walk of `count` steps, in order. kLooks: without, every step is live and none is
+// known to be full.
 template <bool kLooks>
 class BlockWalk {
  public:

@@ -12,9 +12,9 @@ namespace {
 
 // What the host validates by value where it can read it.
 constexpr int kChecked[] = {
-    TESSERA_SEQLENS_Q,           TESSERA_SEQLENS_K,           TESSERA_CU_SEQLENS_Q,
-    TESSERA_CU_SEQLENS_K,        TESSERA_CU_SEQLENS_Q_PADDED, TESSERA_CU_SEQLENS_K_PADDED,
-    TESSERA_PAGE_TABLE_K,        TESSERA_PAGE_TABLE_V,        TESSERA_SINK,
+    TESSERA_SEQLENS_Q,    TESSERA_SEQLENS_K,           TESSERA_CU_SEQLENS_Q,
+    TESSERA_CU_SEQLENS_K, TESSERA_CU_SEQLENS_Q_PADDED, TESSERA_CU_SEQLENS_K_PADDED,
+    TESSERA_PAGE_TABLE_K, TESSERA_PAGE_TABLE_V,        TESSERA_SINK,
     TESSERA_ALIBI_SLOPES,
 };
 
@@ -23,7 +23,8 @@ constexpr int kChecked[] = {
 Status report_checks(const Problem& problem, const Buffers& buffers, cudaStream_t stream) {
   if (!log_enabled(Topic::kChecks)) return {};
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  TESSERA_RETURN_IF_ERROR(cuda_status(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing"));
+  TESSERA_RETURN_IF_ERROR(
+      cuda_status(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing"));
   if (capture != cudaStreamCaptureStatusNone) {
     log(Topic::kChecks, "not checked: the stream is being captured");
     return {};

@@ -18,11 +18,16 @@ inline constexpr float kInfinity = __builtin_huge_valf();
 // Element i of an array of dtype, as float; int64 offsets are the caller's business.
 __device__ inline float load_float(const void* base, int64_t i, int dtype) {
   switch (dtype) {
-    case TESSERA_FP32: return static_cast<const float*>(base)[i];
-    case TESSERA_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[i]);
-    case TESSERA_FP16: return __half2float(static_cast<const __half*>(base)[i]);
-    case TESSERA_E4M3: return float(static_cast<const __nv_fp8_e4m3*>(base)[i]);
-    case TESSERA_E5M2: return float(static_cast<const __nv_fp8_e5m2*>(base)[i]);
+    case TESSERA_FP32:
+      return static_cast<const float*>(base)[i];
+    case TESSERA_BF16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[i]);
+    case TESSERA_FP16:
+      return __half2float(static_cast<const __half*>(base)[i]);
+    case TESSERA_E4M3:
+      return float(static_cast<const __nv_fp8_e4m3*>(base)[i]);
+    case TESSERA_E5M2:
+      return float(static_cast<const __nv_fp8_e5m2*>(base)[i]);
   }
   return 0;
 }
@@ -30,9 +35,15 @@ __device__ inline float load_float(const void* base, int64_t i, int dtype) {
 // Rounds to nearest even.
 __device__ inline void store_float(void* base, int64_t i, int dtype, float value) {
   switch (dtype) {
-    case TESSERA_FP32: static_cast<float*>(base)[i] = value; break;
-    case TESSERA_BF16: static_cast<__nv_bfloat16*>(base)[i] = __float2bfloat16_rn(value); break;
-    case TESSERA_FP16: static_cast<__half*>(base)[i] = __float2half_rn(value); break;
+    case TESSERA_FP32:
+      static_cast<float*>(base)[i] = value;
+      break;
+    case TESSERA_BF16:
+      static_cast<__nv_bfloat16*>(base)[i] = __float2bfloat16_rn(value);
+      break;
+    case TESSERA_FP16:
+      static_cast<__half*>(base)[i] = __float2half_rn(value);
+      break;
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backend that takes whatever the specialised rooms leave: any GPU, any alignment. Defined by the
-// room that is it, so that no room includes another.
+// The backend that takes whatever the specialised rooms leave: any GPU, any alignment. Defined by
+// the room that is it, so that no room includes another.
 #pragma once
 
 #include "core/backend.h"

@@ -39,7 +39,7 @@ class DeviceScope {
 };
 
 struct DeviceInfo {
-  int arch;                  // 90
+  int arch;  // 90
   int multiprocessors;
   int shared_memory_per_cta;  // bytes, opt-in
   int shared_memory_per_sm;
@@ -51,7 +51,8 @@ Result<DeviceInfo> device_info(int ordinal);
 // "" when a CUDA device can be used; otherwise why not. Asked once.
 const std::string& driver_unavailable();
 
-// Architecture that a problem will meet: device.arch, or what the device says, or 0 if nobody knows.
+// Architecture that a problem will meet: device.arch, or what the device says, or 0 if nobody
+// knows.
 int arch_of(const Device& device);
 
 }  // namespace tessera::cuda

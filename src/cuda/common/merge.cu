@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/common/merge.h"
-
 #include <algorithm>
 
 #include "core/philox.h"
 #include "cuda/common/element.cuh"
+#include "cuda/common/merge.h"
 
 namespace tessera::cuda {
 namespace {
@@ -76,7 +75,8 @@ View view_of(const Tensor& t, const void* data, int rank) {
   view.data = const_cast<void*>(data);
   view.dtype = t.dtype;
   view.vector_bytes = 1;
-  for (int axis = 0; axis < rank; ++axis) view.stride[axis] = t.extent[axis] > 1 ? t.stride[axis] : 0;
+  for (int axis = 0; axis < rank; ++axis)
+    view.stride[axis] = t.extent[axis] > 1 ? t.stride[axis] : 0;
   return view;
 }
 
@@ -92,7 +92,8 @@ Status launch_merge(const MergeLaunch& merge, cudaStream_t stream) {
 
 Status merge(const MergeArgs& args, const Buffers& context, const Device& device) {
   if (args.o.dtype == TESSERA_FP64) {
-    return Status(TESSERA_REFUSED, "o.dtype=fp64: CUDA merges fp32, bf16 and fp16; merge on the CPU");
+    return Status(TESSERA_REFUSED,
+                  "o.dtype=fp64: CUDA merges fp32, bf16 and fp16; merge on the CPU");
   }
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());

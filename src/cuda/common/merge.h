@@ -7,8 +7,9 @@
 
 namespace tessera::cuda {
 
-// o = sum_p exp(lse_p - lse) o_p, lse = log sum_p exp(lse_p) over parts of one shape, in order. A part
-// whose lse is -inf is not read. Views as o [b, sq, hq, dv] and lse [b, hq, sq]; lse out may be null.
+// o = sum_p exp(lse_p - lse) o_p, lse = log sum_p exp(lse_p) over parts of one shape, in order. A
+// part whose lse is -inf is not read. Views as o [b, sq, hq, dv] and lse [b, hq, sq]; lse out may
+// be null.
 inline constexpr int kMaxMergeParts = 32;
 struct MergePart {
   View o, lse;

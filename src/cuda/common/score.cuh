@@ -2,11 +2,13 @@
 // The score pipeline, from q.k to the exponent: scale, bias, softcap, ALiBi and every mask, written
 // once over fragment coordinates.
 //
-// A fragment is what a warp holds of a product of 16 x N: thread `lane` has N/2 values, and value e is
+// A fragment is what a warp holds of a product of 16 x N: thread `lane` has N/2 values, and value e
+// is
 //     major(e) = lane / 4     + 8 * (e / 2 % 2)            one of two rows, 8 apart
 //     minor(e) = lane % 4 * 2 + 8 * (e / 4) + e % 2        pairs of neighbours in every 8 columns
-// This is the accumulator of N/8 mma.m16n8 and, seen by one warp, the accumulator of wgmma. The forward
-// pass has queries as majors and keys as minors (S); the pass over keys has them swapped (S^T).
+// This is the accumulator of N/8 mma.m16n8 and, seen by one warp, the accumulator of wgmma. The
+// forward pass has queries as majors and keys as minors (S); the pass over keys has them swapped
+// (S^T).
 //
 //     x = scale (s + pre) -> softcap tanh(x / softcap) -> + post - slope |i + shift - j|
 //     x = -inf where hidden
@@ -29,7 +31,8 @@ struct KeyInterval {
   __device__ bool contains(int key) const { return lo <= key && key < hi; }
 };
 
-// Band::row in 32 bits, which hold every sum: the band of a Sequence reaches no further than its lengths.
+// Band::row in 32 bits, which hold every sum: the band of a Sequence reaches no further than its
+// lengths.
 __device__ inline KeyInterval keys_of_row(const Band& band, int query) {
   const int length_k = static_cast<int>(band.len_k), left = static_cast<int>(band.left),
             right = static_cast<int>(band.right), under = query + static_cast<int>(band.shift);
@@ -40,19 +43,19 @@ __device__ inline KeyInterval keys_of_row(const Band& band, int query) {
 
 // Keys that every one of the rows [m0, m1) sees: tiles inside need no mask code.
 __device__ inline KeyInterval keys_of_all_rows(const Band& band, int m0, int m1) {
-  return {keys_of_row(band, m1 - 1).lo, m0 < 0 || m1 > static_cast<int>(band.len_q)
-                                            ? 0 : keys_of_row(band, m0).hi};
+  return {keys_of_row(band, m1 - 1).lo,
+          m0 < 0 || m1 > static_cast<int>(band.len_q) ? 0 : keys_of_row(band, m0).hi};
 }
 
-// Logits are kept in units of log2, which saves a multiplication a score; for fp32 inputs, where it would
-// also cost a rounding, in units of e. kToLog2: the factor that is left to the exponential.
+// Logits are kept in units of log2, which saves a multiplication a score; for fp32 inputs, where it
+// would also cost a rounding, in units of e. kToLog2: the factor that is left to the exponential.
 template <typename T>
 inline constexpr float kToLog2 = sizeof(T) == 4 ? kLog2e : 1.f;
 template <typename T>
 inline constexpr float kFromNatural = sizeof(T) == 4 ? 1.f : kLog2e;
 
-// Factor from raw scores to logits where nothing stands between them. A scale of 0 becomes the smallest
-// normal number: the same scores, and -inf stays -inf.
+// Factor from raw scores to logits where nothing stands between them. A scale of 0 becomes the
+// smallest normal number: the same scores, and -inf stays -inf.
 template <typename T>
 __device__ float logit_scale(const Params& p) {
   return fmaxf(p.softmax_scale * kFromNatural<T>, 1.17549435e-38f);
@@ -60,16 +63,16 @@ __device__ float logit_scale(const Params& p) {
 
 // ---- walking a fragment ----
 
-// Which query and head a row of a tile is: rows of a tile are queries from `origin` on, or, where `pack`
-// heads of a group share a tile, query by query the heads from head0 on.
+// Which query and head a row of a tile is: rows of a tile are queries from `origin` on, or, where
+// `pack` heads of a group share a tile, query by query the heads from head0 on.
 struct TileRows {
   int origin, head0, pack;
   __device__ int query(int row) const { return origin + (pack == 1 ? row : row / pack); }
   __device__ int head(int row) const { return head0 + (pack == 1 ? 0 : row % pack); }
 };
 
-// Calls body(e, row, key, of_row(row)) for each value of the fragment at (major0, minor0); of_row once for
-// each row. Rows are those of a tile, keys are positions.
+// Calls body(e, row, key, of_row(row)) for each value of the fragment at (major0, minor0); of_row
+// once for each row. Rows are those of a tile, keys are positions.
 template <int kN, Major kMajor, typename OfRow, typename Body>
 __device__ __forceinline__ void for_each_score(int major0, int minor0, const OfRow& of_row,
                                                const Body& body) {
@@ -116,11 +119,14 @@ __device__ inline float hyperbolic_tangent(float x) {
   return 1 - __fdividef(2.f, 1 + exp2_approx(fminf(x, 40.f) * (2 * kLog2e)));
 }
 
-// The nearest row or key that exists: what stands beyond is hidden by the band, whatever is read for it.
-__device__ inline int existing(int position, int length) { return max(min(position, length - 1), 0); }
+// The nearest row or key that exists: what stands beyond is hidden by the band, whatever is read
+// for it.
+__device__ inline int existing(int position, int length) {
+  return max(min(position, length - 1), 0);
+}
 
-// body(e, value) with the element of a [b|1, hq|1, sq|1, sk|1] tensor of B for every score of the fragment;
-// two at a time where rows are dense, aligned and whole.
+// body(e, value) with the element of a [b|1, hq|1, sq|1, sk|1] tensor of B for every score of the
+// fragment; two at a time where rows are dense, aligned and whole.
 template <typename B, int kN, Major kMajor, typename Body>
 __device__ __forceinline__ void for_each_element(const View& view, const Sequence& sequence,
                                                  const TileRows& rows, int major0, int minor0,
@@ -172,8 +178,8 @@ __device__ inline float slope_of(const Params& p, int n, int head) {
   return load_float(slopes.data, offset_of(slopes, n, head), slopes.dtype);
 }
 
-// Calls body(e, row, |i + shift - j|) for each value of the fragment: what ALiBi multiplies. One conversion
-// a row; the rest are constants apart.
+// Calls body(e, row, |i + shift - j|) for each value of the fragment: what ALiBi multiplies. One
+// conversion a row; the rest are constants apart.
 template <int kN, Major kMajor, typename Body>
 __device__ __forceinline__ void for_each_distance(const Sequence& sequence, const TileRows& rows,
                                                   int major0, int minor0, const Body& body) {
@@ -206,11 +212,13 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
         major0, minor0,
         [&](int row) {
           const int query = existing(rows.query(row), sequence.q.length);
-          const int* at = static_cast<const int*>(ranges.data) +
-                          offset_of(ranges, sequence.q.batch, rows.head(row), sequence.q.first + query);
+          const int* at =
+              static_cast<const int*>(ranges.data) +
+              offset_of(ranges, sequence.q.batch, rows.head(row), sequence.q.first + query);
           const int64_t step = ranges.stride[3];
-          return Pair{{at[0], at[step]},
-                      p.num_ranges > 1 ? KeyInterval{at[2 * step], at[3 * step]} : KeyInterval{0, 0}};
+          return Pair{
+              {at[0], at[step]},
+              p.num_ranges > 1 ? KeyInterval{at[2 * step], at[3 * step]} : KeyInterval{0, 0}};
         },
         [&](int e, int, int key, const Pair& pair) {
           s[e] = pair.a.contains(key) || pair.b.contains(key) ? s[e] : -kInfinity;
@@ -240,13 +248,14 @@ __device__ inline float tangent_slope(float y) {
   return 4 * e * __fdividef(1.f, (1 + e) * (1 + e));
 }
 
-// All of it: raw scores become logits (units as above), hidden ones -inf. clean: the band hides nothing here.
-// cap_slope, where not null, becomes the softcap's derivative. shown: nor do the data masks.
+// All of it: raw scores become logits (units as above), hidden ones -inf. clean: the band hides
+// nothing here. cap_slope, where not null, becomes the softcap's derivative. shown: nor do the data
+// masks.
 template <typename T, int kN, Major kMajor>
 __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slope)[kN / 2],
                                              const Params& p, const Sequence& sequence,
-                                             TileRows rows, int major0, int minor0,
-                                             bool clean, bool shown = false) {
+                                             TileRows rows, int major0, int minor0, bool clean,
+                                             bool shown = false) {
   // What only features need is not to be computed ahead of the caller's loop and held in registers.
   asm volatile("" : "+r"(major0), "+r"(minor0), "+r"(rows.origin), "+r"(rows.head0));
   constexpr int kCount = kN / 2;
@@ -263,9 +272,9 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
   if (pre_scale) {
     // Hidden below; under a cap -inf times a scale of 0 would leave a NaN in cap_slope.
     const float hidden = capped ? 0.f : -kInfinity;
-    for_each_bias<T, kN, kMajor>(
-        p, sequence, rows, major0, minor0,
-        [&](int e, float bias) { s[e] += bias == -kInfinity ? hidden : bias; });
+    for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0, [&](int e, float bias) {
+      s[e] += bias == -kInfinity ? hidden : bias;
+    });
   }
   if (capped) {
     const float inner = p.softmax_scale / p.softcap, outer = p.softcap * kFromNatural<T>;
@@ -276,9 +285,9 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
       s[e] = hyperbolic_tangent<sizeof(T) == 4>(y) * outer;
     }
     if (pre_scale) {  // the cap made -inf finite
-      for_each_bias<T, kN, kMajor>(
-          p, sequence, rows, major0, minor0,
-          [&](int e, float bias) { s[e] = bias == -kInfinity ? bias : s[e]; });
+      for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0, [&](int e, float bias) {
+        s[e] = bias == -kInfinity ? bias : s[e];
+      });
     }
   } else {
 #pragma unroll
@@ -290,7 +299,7 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
   }
   if (has_bias && !pre_scale) {
     for_each_bias<T, kN, kMajor>(p, sequence, rows, major0, minor0,
-                                        [&](int e, float bias) { s[e] += bias * kFromNatural<T>; });
+                                 [&](int e, float bias) { s[e] += bias * kFromNatural<T>; });
   }
   if (p.tensor[TESSERA_ALIBI_SLOPES].data) {
     if (rows.pack == 1) {
@@ -310,15 +319,17 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
 
 // ---- dropout ----
 
-// The fragment layout of Philox (core/philox.h): with both origins multiples of 16, a thread of an S
-// fragment needs one call for the eight values of two neighbouring 8-column tiles. A thread of an S^T
-// fragment needs halves of two calls, and the thread whose lane differs by 4 the other halves: each
-// makes one call and they trade.
+// The fragment layout of Philox (core/philox.h): with both origins multiples of 16, a thread of an
+// S fragment needs one call for the eight values of two neighbouring 8-column tiles. A thread of an
+// S^T fragment needs halves of two calls, and the thread whose lane differs by 4 the other halves:
+// each makes one call and they trade.
 //
-// Sets bit e where value e of the fragment is kept. head_index = n * hq + h; positions are absolute.
+// Sets bit e where value e of the fragment is kept. head_index = n * hq + h; positions are
+// absolute.
 template <int kN, Major kMajor>
-__device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t head_index, int major0,
-                                             int minor0, uint32_t (&bits)[(kN + 63) / 64]) {
+__device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t head_index,
+                                             int major0, int minor0,
+                                             uint32_t (&bits)[(kN + 63) / 64]) {
 #pragma unroll
   for (int i = 0; i < (kN + 63) / 64; ++i) bits[i] = 0;
   const int lane = threadIdx.x % 32;
@@ -343,7 +354,8 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
 #pragma unroll kUnroll
   for (int i = 0; i < kN / 16; ++i) {  // patches of 16 x 16
     const int minor16 = minor0 / 16 + i;
-    uint32_t field[4];  // two 16-bit fields each: (major + 0, minor + 0 and 1), (+0, +8 and +9), (+8, ...)
+    uint32_t field[4];  // two 16-bit fields each: (major + 0, minor + 0 and 1), (+0, +8 and +9),
+                        // (+8, ...)
     if constexpr (kMajor == Major::kQueries) {
       const Philox4 random = philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
                                           major0 / 16 * 8 + lane / 4, minor16 * 4 + lane % 4);
@@ -351,16 +363,16 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
       for (int w = 0; w < 4; ++w) field[w] = random.word[w];
     } else {
       // Call (query r, key pair c) has words (r, c..), (r, c+8..), (r+8, c..), (r+8, c+8..). This
-      // thread's keys are lane / 4 and + 8, its queries lane % 4 * 2 + {0, 1, 8, 9}: it calls for the
-      // query of its key's parity.
+      // thread's keys are lane / 4 and + 8, its queries lane % 4 * 2 + {0, 1, 8, 9}: it calls for
+      // the query of its key's parity.
       const int parity = lane / 4 % 2;
       const Philox4 random =
           philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
                        minor16 * 8 + lane % 4 * 2 + parity, major0 / 16 * 4 + lane / 8);
       // Halves by key parity: mine stay, the others go to the neighbour in keys.
       const uint32_t mine = parity ? 0x7632 : 0x5410, theirs = parity ? 0x5410 : 0x7632;
-      const uint32_t my_q0 = __byte_perm(random.word[0], random.word[1], mine);    // query r
-      const uint32_t my_q8 = __byte_perm(random.word[2], random.word[3], mine);    // query r + 8
+      const uint32_t my_q0 = __byte_perm(random.word[0], random.word[1], mine);  // query r
+      const uint32_t my_q8 = __byte_perm(random.word[2], random.word[3], mine);  // query r + 8
       const uint32_t got_q0 =
           __shfl_xor_sync(~0u, __byte_perm(random.word[0], random.word[1], theirs), 4);
       const uint32_t got_q8 =
@@ -375,7 +387,8 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
     }
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int e = 8 * i + 4 * (w % 2) + 2 * (w / 2);  // minor + 8 is the next tile, major + 8 half 1
+      const int e =
+          8 * i + 4 * (w % 2) + 2 * (w / 2);  // minor + 8 is the next tile, major + 8 half 1
       const uint32_t keep_low = (field[w] & 0xFFFF) >= dropout.threshold;
       const uint32_t keep_high = field[w] >> 16 >= dropout.threshold;
       bits[kN <= 64 ? 0 : e / 32] |= (keep_low | keep_high << 1) << (e % 32);

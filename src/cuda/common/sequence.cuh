@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One sequence of the batch, resolved from lengths on the device: the mirror of core/sequence.h.
-// Lengths and offsets are clamped to the tensors' extents: wrong values give wrong results, never an
-// access outside.
+// Lengths and offsets are clamped to the tensors' extents: wrong values give wrong results, never
+// an access outside.
 #pragma once
 
 #include "core/mask.h"
@@ -96,8 +96,8 @@ __device__ inline Sequence sequence_of(const Params& p, int n) {
 //
 // A padded side has ceil(extent / tile) tiles a sequence. A packed side of unknown lengths gets
 // extent / tile + batch + 1 slots, and sequence n those from start(n) / tile + n (+ 1 for n > 0):
-// enough for its rows, the gap behind it and, for the first one, what is stored before it. Slots that
-// are left over are empty. Nobody on the host needs to know a length.
+// enough for its rows, the gap behind it and, for the first one, what is stored before it. Slots
+// that are left over are empty. Nobody on the host needs to know a length.
 
 struct TileOfRows {
   int n;      // sequence
@@ -120,7 +120,8 @@ __device__ TileOfRows tile_of_slot(const Params& p, int slot, int tile) {
     const int middle = (lo + hi) / 2;
     (first_slot(middle) <= slot ? lo : hi) = middle;
   }
-  const int end = lo + 1 < p.batch ? first_slot(lo + 1) : num_tile_slots(true, extent, p.batch, tile);
+  const int end =
+      lo + 1 < p.batch ? first_slot(lo + 1) : num_tile_slots(true, extent, p.batch, tile);
   const int tiles_before = lo == 0 ? (packed_start<Side>(p, 0) + tile - 1) / tile : 0;
   return {lo, (end - 1 - slot - tiles_before) * tile};
 }

@@ -8,11 +8,11 @@ namespace tessera::cuda::sm80 {
 
 struct ForwardArgs {
   Params params;
-  BlockMap blocks;  // of keys
-  int pack;       // query heads that share a tile; divides the group
-  int dv_pieces;  // of output_columns columns
-  int splits;     // parts of the keys, merged afterwards; 1: o and lse are final
-  int64_t rows;   // all stored rows of q, for the partial results
+  BlockMap blocks;     // of keys
+  int pack;            // query heads that share a tile; divides the group
+  int dv_pieces;       // of output_columns columns
+  int splits;          // parts of the keys, merged afterwards; 1: o and lse are final
+  int64_t rows;        // all stored rows of q, for the partial results
   float* partial_o;    // [splits, rows, hq, dv]
   float* partial_lse;  // [splits, rows, hq]
 };
@@ -20,15 +20,15 @@ struct ForwardArgs {
 // The workspace of the backward pass: one float for each row and head, [b, hq, sq] as lse.
 struct BackwardArgs {
   Params params;
-  float* lse;         // in the units of logits (score.cuh); 0 where a row does not exist or is empty
-  float* delta;       // rowsum(do o) - dlse; 0 there
+  float* lse;    // in the units of logits (score.cuh); 0 where a row does not exist or is empty
+  float* delta;  // rowsum(do o) - dlse; 0 there
   float* slope_rows;  // what each row gives to dalibi_slopes; null: not asked
 };
 
 struct DqArgs {
   BackwardArgs b;
   BlockMap blocks;  // of keys
-  int pieces;  // of output_columns columns of dq
+  int pieces;       // of output_columns columns of dq
 };
 
 enum DkdvOutput { kDk = 1, kDv = 2 };

@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kLeastArch = 80;
 constexpr int64_t kMostHeadDim = 576;
-constexpr int64_t kMostRows = int64_t{1} << 29;  // positions and their sums are 32-bit in the kernels
+constexpr int64_t kMostRows = int64_t{1}
+                              << 29;  // positions and their sums are 32-bit in the kernels
 constexpr int64_t kMostGridY = 65535;
 
 class Sm80Backend final : public Backend {
@@ -29,9 +30,8 @@ class Sm80Backend final : public Backend {
                     [] { return std::string("device=cpu: must be a CUDA device"); });
     if (device.kind == TESSERA_CUDA) {
       const int arch = arch_of(device);
-      support.require(arch == 0 || arch >= kLeastArch, ReasonId::kDevice, Remedy::kDeviceCpu, [&] {
-        return "arch=" + std::to_string(arch) + ": must be 80 or later";
-      });
+      support.require(arch == 0 || arch >= kLeastArch, ReasonId::kDevice, Remedy::kDeviceCpu,
+                      [&] { return "arch=" + std::to_string(arch) + ": must be 80 or later"; });
     }
     support.require(q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype, Remedy::kUseBf16, [&] {
       return "q.dtype=" + std::string(dtype_name(q)) + ": must be fp32, bf16 or fp16";
@@ -43,12 +43,13 @@ class Sm80Backend final : public Backend {
     require_most(support, ReasonId::kHeadDim, "head_dim_v", s.dv, kMostHeadDim);
     if (support) {
       // Only the backward pass in fp32 of the widest heads meets a device that is too small for it.
-      support.require(has_kernels(p, std::max(s.dqk, s.dv), arch_of(device)), ReasonId::kHeadDim,
-                      Remedy::kUseBf16, [&] {
-                        return "head_dim=" + std::to_string(std::max(s.dqk, s.dv)) +
-                               ": in " + std::string(dtype_name(q)) +
-                               " needs more shared memory than this device has; must be at most 256";
-                      });
+      support.require(
+          has_kernels(p, std::max(s.dqk, s.dv), arch_of(device)), ReasonId::kHeadDim,
+          Remedy::kUseBf16, [&] {
+            return "head_dim=" + std::to_string(std::max(s.dqk, s.dv)) + ": in " +
+                   std::string(dtype_name(q)) +
+                   " needs more shared memory than this device has; must be at most 256";
+          });
     }
     require_most(support, ReasonId::kSize, "sq", s.sq, kMostRows);
     require_most(support, ReasonId::kSize, "sk", s.sk, kMostRows);
@@ -69,8 +70,10 @@ class Sm80Backend final : public Backend {
     return p;
   }
 
-  Result<std::unique_ptr<Plan>> plan(const Problem& canonical, const Device& device) const override {
-    return is_backward(canonical) ? plan_backward(canonical, device) : plan_forward(canonical, device);
+  Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
+                                     const Device& device) const override {
+    return is_backward(canonical) ? plan_backward(canonical, device)
+                                  : plan_forward(canonical, device);
   }
 
   bool owns_utilities(const Device& device) const override { return device.kind == TESSERA_CUDA; }
@@ -96,11 +99,18 @@ class Sm80Backend final : public Backend {
     return true;
   }
 
-  // What a CTA may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
+  // What a CTA may have, by compute capability (CUDA C++ Programming Guide, technical
+  // specifications).
   static int shared_bytes_of(int arch) {
     switch (arch) {
-      case 80: case 87: return 163 * 1024;
-      case 86: case 89: case 120: case 121: return 99 * 1024;
+      case 80:
+      case 87:
+        return 163 * 1024;
+      case 86:
+      case 89:
+      case 120:
+      case 121:
+        return 99 * 1024;
     }
     return 227 * 1024;
   }
@@ -135,24 +145,32 @@ const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int
 
 static const char* name_of(Pass pass) {
   switch (pass) {
-    case Pass::forward: return "forward";
-    case Pass::decode: return "decode";
-    case Pass::backward_dq: return "backward_dq";
-    case Pass::backward_dkdv: return "backward_dkdv";
-    case Pass::backward_fused: return "backward_fused";
-    case Pass::backward_dbias: return "backward_dbias";
+    case Pass::forward:
+      return "forward";
+    case Pass::decode:
+      return "decode";
+    case Pass::backward_dq:
+      return "backward_dq";
+    case Pass::backward_dkdv:
+      return "backward_dkdv";
+    case Pass::backward_fused:
+      return "backward_fused";
+    case Pass::backward_dbias:
+      return "backward_dbias";
   }
   return "";
 }
 
 Status prepare(const Kernel* kernel) {
   if (!kernel) {
-    return Status(TESSERA_REFUSED, "head_dim: no kernel fits in this device's shared memory; use "
-                                   "bf16 or fp16");
+    return Status(TESSERA_REFUSED,
+                  "head_dim: no kernel fits in this device's shared memory; use "
+                  "bf16 or fp16");
   }
-  return cuda_status(cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          kernel->shared_bytes),
-                     "cudaFuncSetAttribute");
+  return cuda_status(
+      cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           kernel->shared_bytes),
+      "cudaFuncSetAttribute");
 }
 
 Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream) {

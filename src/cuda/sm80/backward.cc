@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products instead
-// of five, and in return no atomics), dbias, and sums over rows. Where the order of sums is free and
-// nothing but a band shapes the scores, one kernel makes all three with five products.
+// The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products
+// instead of five, and in return no atomics), dbias, and sums over rows. Where the order of sums is
+// free and nothing but a band shapes the scores, one kernel makes all three with five products.
 #include <algorithm>
 
 #include "cuda/sm80/plan.h"
@@ -36,8 +36,8 @@ class BackwardPlan final : public Plan {
     const auto bytes_of = [&](const Kernel& kernel, Walked walked) {
       return block_map_bytes(problem, walked, kernel.tile.rows(), kernel.tile.step);
     };
-    return arrays_bytes(problem) + std::max(bytes_of(*rich_.dq, Walked::kKeys),
-                                            bytes_of(*rich_.dkdv, Walked::kQueries));
+    return arrays_bytes(problem) +
+           std::max(bytes_of(*rich_.dq, Walked::kKeys), bytes_of(*rich_.dkdv, Walked::kQueries));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -57,7 +57,8 @@ class BackwardPlan final : public Plan {
 
     const bool rich = is_rich(p) || !has_aligned_keys(p) || !has_aligned_queries(p);
     const Kernels& kernels = rich ? rich_ : lean_;
-    void* maps = workspace + arrays_bytes(problem);  // of one kernel, then of the next; or the sums of dQ
+    void* maps =
+        workspace + arrays_bytes(problem);  // of one kernel, then of the next; or the sums of dQ
     TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, stream));
     if (!rich && may_fuse(problem)) {
       TESSERA_RETURN_IF_ERROR(run_fused(problem, args, static_cast<float*>(maps), stream));
@@ -95,7 +96,8 @@ class BackwardPlan final : public Plan {
                    cudaStream_t stream) const {
     const Kernel& kernel = *lean_.fused;
     const Params& p = b.params;
-    const int outputs = (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
+    const int outputs =
+        (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
     const DkdvArgs args{b, {}, outputs, 1, TESSERA_K, 0, dq_sums, dq_slots(problem)};
     const int slots_k = num_tile_slots(p.thd_k, p.sk, p.batch, kernel.tile.rows());
     const int slots_q = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.step);
@@ -121,8 +123,8 @@ class BackwardPlan final : public Plan {
     return p.tensor[TESSERA_Q].vector_bytes == 16 && p.tensor[TESSERA_DO].vector_bytes == 16;
   }
 
-  static Status run_dq(const Kernel& kernel, const Problem& problem, const BackwardArgs& b, void* maps,
-                       cudaStream_t stream) {
+  static Status run_dq(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
+                       void* maps, cudaStream_t stream) {
     const Params& p = b.params;
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.rows());
     if ((!p.tensor[TESSERA_DQ].data && !b.slope_rows) || slots == 0) return {};
@@ -136,10 +138,11 @@ class BackwardPlan final : public Plan {
     return launch(kernel, grid, &args, stream);
   }
 
-  static Status run_dkdv(const Kernel& kernel, const Problem& problem, const BackwardArgs& b, void* maps,
-                         cudaStream_t stream) {
+  static Status run_dkdv(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
+                         void* maps, cudaStream_t stream) {
     const Params& p = b.params;
-    const int outputs = (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
+    const int outputs =
+        (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
     if (outputs == 0) return {};
     BlockMap blocks{};
     if (has_block_map(problem)) {
@@ -165,8 +168,8 @@ class BackwardPlan final : public Plan {
       args.pieces_k = outputs & kDk ? divided_up(p.dqk, columns) : 0;
       pieces = args.pieces_k + (outputs & kDv ? divided_up(p.dv, columns) : 0);
     }
-    const int pages = (outputs & kDk ? p.pages_k : 0) > (outputs & kDv ? p.pages_v : 0) ? p.pages_k
-                                                                                        : p.pages_v;
+    const int pages =
+        (outputs & kDk ? p.pages_k : 0) > (outputs & kDv ? p.pages_v : 0) ? p.pages_k : p.pages_v;
     const int64_t slots = p.page_size != 0 ? int64_t{pages} * args.tiles_a_page
                                            : num_tile_slots(p.thd_k, p.sk, p.batch, rows);
     if (outputs == 0 || slots == 0) return {};

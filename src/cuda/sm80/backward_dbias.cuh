@@ -3,9 +3,9 @@
 //
 //     dbias = sum over broadcast axes of dX   (post-scale)   or   dS softmax_scale   (pre-scale)
 //
-// A CTA owns a tile of the bias: 16 x warps queries by kTileN keys where those axes are not broadcast, all
-// of them where they are. It walks every (sequence, head, query tile, key tile) that lands on its tile,
-// adds in registers, and at the end sums rows or columns that share an element.
+// A CTA owns a tile of the bias: 16 x warps queries by kTileN keys where those axes are not
+// broadcast, all of them where they are. It walks every (sequence, head, query tile, key tile) that
+// lands on its tile, adds in registers, and at the end sums rows or columns that share an element.
 #pragma once
 
 #include "cuda/sm80/gradient.cuh"
@@ -47,17 +47,19 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
     const int query0 = m * kTileM;
     const Interval keys = sequence.band.keys(query0, query0 + kTileM);
     const int begin = max(tiles_n.begin, static_cast<int>(keys.lo) / kTileN);
-    const int end = keys.empty() ? 0 : min(tiles_n.end, (static_cast<int>(keys.hi) + kTileN - 1) / kTileN);
+    const int end =
+        keys.empty() ? 0 : min(tiles_n.end, (static_cast<int>(keys.hi) + kTileN - 1) / kTileN);
     if (begin >= end) continue;
     __syncthreads();  // the buffers are free
-    load_queries<T, kTileM, kD, kThreads, true>(smem.q, p, TESSERA_Q, sequence, head, query0, p.dqk);
+    load_queries<T, kTileM, kD, kThreads, true>(smem.q, p, TESSERA_Q, sequence, head, query0,
+                                                p.dqk);
     load_queries<T, kTileM, kD, kThreads, true>(smem.grad_o, p, TESSERA_DO, sequence, head, query0,
                                                 p.dv);
     RowStatistics rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows[half] = statistics_of(args.b, sequence, statistics,
-                                 query0 + warp_row + lane_major() + 8 * half);
+      rows[half] =
+          statistics_of(args.b, sequence, statistics, query0 + warp_row + lane_major() + 8 * half);
     }
     for (int j = begin; j < end; ++j) {
       const int key0 = j * kTileN;
@@ -103,7 +105,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int bias_n = bias_row / extent[1], bias_head = bias_row % extent[1];
   const Span sequences = span_of(extent[0], bias_n, p.batch);
   const Span heads = span_of(extent[1], bias_head, p.hq);
-  const Span tiles_m = span_of(extent[2], tile_m, 1 << 30), tiles_n = span_of(extent[3], tile_n, 1 << 30);
+  const Span tiles_m = span_of(extent[2], tile_m, 1 << 30),
+             tiles_n = span_of(extent[3], tile_n, 1 << 30);
 
   float sum[kTileN / 2];
 #pragma unroll
@@ -167,15 +170,19 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (threadIdx.x % 4 == 0) store_float(out.data, row, out.dtype, sum[2 * half] * factor);
       continue;
     }
-    store_row<T, kTileN>(out.data, row + tile_n * kTileN, out.dtype,
-                         out.vector_bytes, sum, half, factor, extent[3] - tile_n * kTileN);
+    store_row<T, kTileN>(out.data, row + tile_n * kTileN, out.dtype, out.vector_bytes, sum, half,
+                         factor, extent[3] - tile_n * kTileN);
   }
 }
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
 Kernel make_backward_dbias(int dtype) {
   static_assert(kRowTiles == 1);
-  return {Pass::backward_dbias, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+  return {Pass::backward_dbias,
+          kRich,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep},
           sizeof(DbiasStorage<T, kBucket, kWarps, kStep>),
           reinterpret_cast<const void*>(&backward_dbias_kernel<T, kBucket, kWarps, kStep>)};
 }

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// dK and dV: the other half of the backward pass, transposed so that P and dS never leave registers.
+// dK and dV: the other half of the backward pass, transposed so that P and dS never leave
+// registers.
 //
 //     S^T = K Q^T     dP^T = V dO^T     P = e^(x(S) - lse)     dS = P (dP - delta)
 //     dV = P^T dO     dK = dS^T Q scale
 //
-// A CTA owns a tile of keys of one key head; k and v stay in shared memory, q and do of every head of
-// the group pass by, so that the sum over the group needs no second kernel. With pages it owns rows of
-// one page and walks all places of all sequences where the page is used.
+// A CTA owns a tile of keys of one key head; k and v stay in shared memory, q and do of every head
+// of the group pass by, so that the sum over the group needs no second kernel. With pages it owns
+// rows of one page and walks all places of all sequences where the page is used.
 //
 //     copies    Q(j+1) .......................... dO(j+1) .......
 //     warps     wait | S^T(j), dP^T(j) | dS | dV += P^T dO | meet | dK += dS^T Q | wait ...
 //
-// One CTA makes both where their accumulators fit (makes_both), otherwise one piece of one of them. With
-// kFused it also adds dS K to sums of dQ (fused_dq.cuh).
+// One CTA makes both where their accumulators fit (makes_both), otherwise one piece of one of them.
+// With kFused it also adds dS K to sums of dQ (fused_dq.cuh).
 #pragma once
 
 #include "cuda/common/blocks.cuh"
@@ -34,7 +35,7 @@ struct DkdvStorage {
   float lse[kBuffers][kTileM];
   float delta[kBuffers][kTileM];
   static constexpr int kExchanged = kTileN * kSmemStride<T, kTileM>;
-  alignas(16) T ds[kFused ? kExchanged : 1];           // dS^T, for dQ
+  alignas(16) T ds[kFused ? kExchanged : 1];                 // dS^T, for dQ
   alignas(16) T probability[kSharing > 1 ? kExchanged : 1];  // P^T, where warps share rows
 };
 
@@ -44,8 +45,8 @@ struct Use {
   int key0;  // position of the tile's first row
 };
 
-// Finds, from entry `cursor` on, the next table entry that holds the page, and moves the cursor behind
-// it; false when there is none. All threads of a warp together.
+// Finds, from entry `cursor` on, the next table entry that holds the page, and moves the cursor
+// behind it; false when there is none. All threads of a warp together.
 __device__ inline bool next_use(const Params& p, int pool, int page, int64_t& cursor, Use& use) {
   const View& table = p.tensor[pool == TESSERA_K ? TESSERA_PAGE_TABLE_K : TESSERA_PAGE_TABLE_V];
   const int* pages = static_cast<const int*>(table.data);
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int warp_row = threadIdx.x / 32 % (kWarps / kSharing) * 16 * kRowTiles;
   const int column0 = share * kColumns;
   __shared__ QueryBlocks blocks;
-  float dk[kRowTiles][kOut / 2];                // or, unless kBoth, whichever this CTA makes
+  float dk[kRowTiles][kOut / 2];  // or, unless kBoth, whichever this CTA makes
   float dv[kRowTiles][kBoth ? kOut / 2 : 1];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
@@ -263,7 +264,8 @@ __global__ void __launch_bounds__(32 * kWarps)
         store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, c, half, factor,
                            width - first);
       };
-      if (makes_dk && args.outputs & kDk) store(TESSERA_DK, dk[r], p.softmax_scale, p.dqk, p.pages_k);
+      if (makes_dk && args.outputs & kDk)
+        store(TESSERA_DK, dk[r], p.softmax_scale, p.dqk, p.pages_k);
       if (makes_dv && args.outputs & kDv) {
         if constexpr (kBoth) {
           store(TESSERA_DV, dv[r], p.dropout_scale, p.dv, p.pages_v);
@@ -278,7 +280,11 @@ __global__ void __launch_bounds__(32 * kWarps)
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
 Kernel make_backward_dkdv(int dtype) {
   constexpr int kOut = output_columns(kBucket);
-  return {Pass::backward_dkdv, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+  return {Pass::backward_dkdv,
+          kRich,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep},
           sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, false>),
           reinterpret_cast<const void*>(
               &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, false>)};

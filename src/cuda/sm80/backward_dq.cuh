@@ -3,8 +3,8 @@
 //
 //     S = Q K^T    dP = dO V^T    P = e^(x(S) - lse)    dS = P (dP - delta)    dQ = dS K scale
 //
-// A CTA owns a tile of queries of one head; q and do stay in shared memory, k and v pass by. K has two
-// buffers (it is needed until the end of a step), V one:
+// A CTA owns a tile of queries of one head; q and do stay in shared memory, k and v pass by. K has
+// two buffers (it is needed until the end of a step), V one:
 //
 //     copies    K(j+1) ............ V(j+1) ...........
 //     warps     wait | S(j), dP(j) | meet | dS | dQ += dS K(j) | wait ...
@@ -171,7 +171,11 @@ __global__ void __launch_bounds__(32 * kWarps)
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
 Kernel make_backward_dq(int dtype) {
   constexpr int kOut = output_columns(kBucket);
-  return {Pass::backward_dq, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+  return {Pass::backward_dq,
+          kRich,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep},
           sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
           reinterpret_cast<const void*>(
               &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>)};

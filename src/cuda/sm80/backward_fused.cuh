@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole backward pass in one kernel, where its sums may be in any order: backward_dkdv.cuh with dQ.
+// The whole backward pass in one kernel, where its sums may be in any order: backward_dkdv.cuh with
+// dQ.
 #pragma once
 
 #include "cuda/sm80/backward_dkdv.cuh"
@@ -10,7 +11,11 @@ template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kR
 Kernel make_backward_fused(int dtype) {
   static_assert(kRowTiles == 1);
   constexpr int kSharing = warps_sharing(kBucket), kOut = kBucket / kSharing;
-  return {Pass::backward_fused, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep, kSharing},
+  return {Pass::backward_fused,
+          kRich,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep, kSharing},
           sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, true>),
           reinterpret_cast<const void*>(
               &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, true>),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward pass for few queries: bound by the bytes of K and V, so everything serves to keep loads in flight.
+// Forward pass for few queries: bound by the bytes of K and V, so everything serves to keep loads
+// in flight.
 //
-// A CTA owns 16 rows (queries by `pack` heads that share keys) and a run of keys. Each warp takes every
-// kWarps-th block of kKeys keys with a softmax and an O of its own, and a ring of kStages blocks that it
-// alone fills and drains: until the end, warps never meet.
+// A CTA owns 16 rows (queries by `pack` heads that share keys) and a run of keys. Each warp takes
+// every kWarps-th block of kKeys keys with a softmax and an O of its own, and a ring of kStages
+// blocks that it alone fills and drains: until the end, warps never meet.
 //
 //     warp w    copies  block w + (s + 2) W ......
 //               S = Q K^T | softmax | O += P V     on block w + s W
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int s = 0; s < kStages - 1; ++s) load(block_begin + s * kWarps, s);
   wait_for_copies<kStages - 1>();
   meet_and_split<T, kD, kWarps, kDecodeRows>(smem.q);  // Q is there
-  typename Mma<T>::A q[kSplits<T> ? 1 : kD / kStep];  // fp32 has no registers for it
+  typename Mma<T>::A q[kSplits<T> ? 1 : kD / kStep];   // fp32 has no registers for it
 #pragma unroll
   for (int k = 0; !kSplits<T> && k < kD / kStep; ++k) {
     q[k] = Mma<T>::load_a(smem.q, kSmemStride<T, kD>, 0, k * kStep);
@@ -165,7 +166,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   constexpr int kThreadsARow = kThreads / kDecodeRows;
   const int row = threadIdx.x / kThreadsARow, column0 = threadIdx.x % kThreadsARow;
   const int query = rows.query(row), head = rows.head(row);
-  if (row >= queries * args.pack || query < sequence.q.owned_lo || query >= sequence.q.owned_hi) return;
+  if (row >= queries * args.pack || query < sequence.q.owned_lo || query >= sequence.q.owned_hi)
+    return;
   float max = -kInfinity, sum = 0, weight[kWarps];
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) max = fmaxf(max, smem.parts.max[w][row]);
@@ -206,7 +208,11 @@ __global__ void __launch_bounds__(32 * kWarps)
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
 Kernel make_decode(int dtype) {
   static_assert(kRowTiles == 1 && kBucket <= 256);
-  return {Pass::decode, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+  return {Pass::decode,
+          kRich,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep},
           sizeof(DecodeStorage<T, kBucket, kWarps, kStep>),
           reinterpret_cast<const void*>(&decode_kernel<T, kBucket, kWarps, kStep, kRich>)};
 }

@@ -20,8 +20,8 @@ struct RowResult {
   float lse;
 };
 
-// From the running maximum, in units of log2, and the sum of 2^(x - max). The sink joins where it is due:
-// in one of the splits, and in rows that exist.
+// From the running maximum, in units of log2, and the sum of 2^(x - max). The sink joins where it
+// is due: in one of the splits, and in rows that exist.
 __device__ inline RowResult finish_row(const Params& p, int head, float max, float sum,
                                        bool with_sink) {
   float factor = p.dropout_scale;
@@ -41,7 +41,8 @@ __device__ inline RowResult finish_row(const Params& p, int head, float max, flo
 // What an fp8 v of this sequence and head was divided by; 1 without.
 __device__ inline float v_scale_of(const Params& p, int n, int head) {
   const View& scales = p.tensor[TESSERA_V_SCALE];
-  return scales.data ? load_float(scales.data, offset_of(scales, n, head / p.group), TESSERA_FP32) : 1.f;
+  return scales.data ? load_float(scales.data, offset_of(scales, n, head / p.group), TESSERA_FP32)
+                     : 1.f;
 }
 
 // Not for NaN. By sign bit, so that -0 is above every other negative number.
@@ -53,8 +54,8 @@ __device__ inline void atomic_max(float* address, float value) {
   }
 }
 
-// Columns [0, width) of a thread's share of row `half`, times factor, to element `at` on of base, in the
-// type T or fp32. vector_bytes: what divides the row's address.
+// Columns [0, width) of a thread's share of row `half`, times factor, to element `at` on of base,
+// in the type T or fp32. vector_bytes: what divides the row's address.
 template <typename T, int kN>
 __device__ __forceinline__ void store_row(void* base, int64_t at, int dtype, int vector_bytes,
                                           const float (&c)[kN / 2], int half, float factor,

@@ -51,10 +51,11 @@ Cut cut_of(const Problem& problem, const Kernel& kernel, const DeviceInfo& devic
   // Few CTAs and many keys: cut the keys until two CTAs share each multiprocessor, but leave every
   // part enough keys to pay for merging it.
   constexpr int64_t kLeastKeys = 256;
-  const int64_t tiles = std::max<int64_t>((most_queries(problem) + cut.queries - 1) / cut.queries, 1);
+  const int64_t tiles =
+      std::max<int64_t>((most_queries(problem) + cut.queries - 1) / cut.queries, 1);
   const int64_t ctas = std::max<int64_t>(s.batch, 1) * tiles * (s.hq / pack);
-  const int64_t splits = std::min<int64_t>(
-      {2 * device.multiprocessors / ctas, s.sk / kLeastKeys, kMaxMergeParts});
+  const int64_t splits =
+      std::min<int64_t>({2 * device.multiprocessors / ctas, s.sk / kLeastKeys, kMaxMergeParts});
   cut.splits = static_cast<int>(std::max<int64_t>(splits, 1));
   return cut;
 }
@@ -104,9 +105,10 @@ class ForwardPlan final : public Plan {
       args.partial_lse = args.partial_o + cut.splits * args.rows * p.hq * p.dv;
     }
     if (has_map(problem, kernel)) {
-      TESSERA_RETURN_IF_ERROR(map_blocks(
-          problem, p, Walked::kKeys, cut.queries, kernel.tile.step,
-          static_cast<char*>(buffers.workspace) + partial_bytes(problem, kernel), &args.blocks, stream));
+      TESSERA_RETURN_IF_ERROR(
+          map_blocks(problem, p, Walked::kKeys, cut.queries, kernel.tile.step,
+                     static_cast<char*>(buffers.workspace) + partial_bytes(problem, kernel),
+                     &args.blocks, stream));
     }
     const dim3 grid(static_cast<unsigned>(num_tile_slots(p.thd_q, p.sq, p.batch, cut.queries)),
                     static_cast<unsigned>(p.hq / cut.pack),
@@ -127,7 +129,8 @@ class ForwardPlan final : public Plan {
     if (cut.splits == 1) return 0;
     const Sizes s = sizes_of(problem);
     const int64_t rows = problem.tensor[TESSERA_Q].extent[0] * s.sq;
-    const int64_t bytes = cut.splits * rows * s.hq * (s.dv + 1) * static_cast<int64_t>(sizeof(float));
+    const int64_t bytes =
+        cut.splits * rows * s.hq * (s.dv + 1) * static_cast<int64_t>(sizeof(float));
     return (bytes + 255) / 256 * 256;
   }
   // The decoding kernel looks at every key.
@@ -154,9 +157,10 @@ class ForwardPlan final : public Plan {
       const int64_t heads = part * args.rows * p.hq;
       merge.part[part].o = {args.partial_o + heads * p.dv,
                             {int64_t{p.sq} * p.hq * p.dv, int64_t{p.hq} * p.dv, p.dv, 1},
-                            TESSERA_FP32, 4};
-      merge.part[part].lse = {args.partial_lse + heads, {int64_t{p.sq} * p.hq, 1, p.hq, 0},
-                              TESSERA_FP32, 4};
+                            TESSERA_FP32,
+                            4};
+      merge.part[part].lse = {
+          args.partial_lse + heads, {int64_t{p.sq} * p.hq, 1, p.hq, 0}, TESSERA_FP32, 4};
     }
     return merge;
   }

@@ -4,9 +4,9 @@
 //     S = Q K^T            x = pipeline(S)            P = e^(x - m)
 //     O = sum P V          m, l: running maximum and sum     o = O / l,  lse = m ln 2 + log l
 //
-// A CTA owns a tile of queries of one head (or of `pack` heads that share keys, interleaved by rows) and
-// walks the keys that band and data masks leave, right to left: partial tiles come first. K and V have one
-// buffer each. V(j) arrives under S(j), K(j+1) under the softmax and P V:
+// A CTA owns a tile of queries of one head (or of `pack` heads that share keys, interleaved by
+// rows) and walks the keys that band and data masks leave, right to left: partial tiles come first.
+// K and V have one buffer each. V(j) arrives under S(j), K(j+1) under the softmax and P V:
 //
 //     copies    V(j) ........... K(j+1) ..........
 //     warps     wait K | S(j) | wait V | softmax | O += P V | wait K ...
@@ -48,15 +48,15 @@ template <int kN>
 __device__ __forceinline__ void drop(float (&s)[kN / 2], const Params& p, int n, int head,
                                      int query0, int key0) {
   uint32_t kept[(kN + 63) / 64];
-  dropout_bits<kN, Major::kQueries>(dropout_of(p), static_cast<uint32_t>(n) * p.hq + head, query0, key0,
-                                    kept);
+  dropout_bits<kN, Major::kQueries>(dropout_of(p), static_cast<uint32_t>(n) * p.hq + head, query0,
+                                    key0, kept);
 #pragma unroll
   for (int e = 0; e < kN / 2; ++e) s[e] = kept[e / 32] >> (e % 32) & 1 ? s[e] : 0.f;
 }
 
-// CTAs of a multiprocessor that registers must leave room for: narrow warps live on their number. At
-// d128 a third one costs the features more in spills than it gives. fp32 without features is worth a few
-// spills for a second one.
+// CTAs of a multiprocessor that registers must leave room for: narrow warps live on their number.
+// At d128 a third one costs the features more in spills than it gives. fp32 without features is
+// worth a few spills for a second one.
 constexpr int min_ctas(int bytes, int bucket, int row_tiles, int warps, bool rich) {
   if (bytes == 4) return !rich && bucket <= 64 && row_tiles * warps <= 8 ? 2 : 1;
   return bucket <= 64 && row_tiles * warps <= 4 ? 3 : 1;
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
     commit_copies();
   };
   const auto load_v = [&](int key0) {
-    load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, kRich ? v_held : key_rows_of(TESSERA_V), key0,
-                                               dv_here, p.tensor[TESSERA_V]);
+    load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, kRich ? v_held : key_rows_of(TESSERA_V),
+                                               key0, dv_here, p.tensor[TESSERA_V]);
     commit_copies();
   };
 
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
       const int row0 = warp_row + 16 * r;
       const bool clean = key0 >= clean_keys.lo && key0 + kTileN <= clean_keys.hi;
       if constexpr (kRich) {
-        shape_scores<T, kTileN, Major::kQueries>(s[r], nullptr, p, sequence, rows, row0, key0, clean,
-                                                 shown);
+        shape_scores<T, kTileN, Major::kQueries>(s[r], nullptr, p, sequence, rows, row0, key0,
+                                                 clean, shown);
       } else if (!clean) {
         apply_band<kTileN, Major::kQueries>(s[r], sequence.band, rows, row0, key0);
       }
@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_of(r, half), query = rows.query(row), head = rows.head(row);
-      const bool mine = row < queries * args.pack && query >= sequence.q.owned_lo &&
-                        query < sequence.q.owned_hi;
+      const bool mine =
+          row < queries * args.pack && query >= sequence.q.owned_lo && query < sequence.q.owned_hi;
       const bool exists = query >= 0 && query < sequence.q.length;
       const float sum = softmax[r].total(half), max = softmax[r].max[half] * scale;
       if (p.tensor[TESSERA_MAX_LOGIT].data && dv_first == 0) {
@@ -225,15 +225,15 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
         store_row<T, kDv>(out.data, at, out.dtype, out.vector_bytes, o[r], half, factor, dv_here);
         const View& lse_view = p.tensor[TESSERA_LSE];
         if (lse_view.data && dv_first == 0 && threadIdx.x % 4 == 0) {
-          static_cast<float*>(
-              lse_view.data)[offset_of(lse_view, sequence.q.batch, head, stored)] = result.lse;
+          static_cast<float*>(lse_view.data)[offset_of(lse_view, sequence.q.batch, head, stored)] =
+              result.lse;
         }
       } else {
         const int64_t at =
             (split * args.rows + int64_t{sequence.q.batch} * p.sq + stored) * p.hq + head;
         if (result.lse != -kInfinity) {
-          store_row<T, kDv>(args.partial_o, at * p.dv + dv_first, TESSERA_FP32, p.dv % 2 == 0 ? 8 : 4,
-                         o[r], half, factor, dv_here);
+          store_row<T, kDv>(args.partial_o, at * p.dv + dv_first, TESSERA_FP32,
+                            p.dv % 2 == 0 ? 8 : 4, o[r], half, factor, dv_here);
         }
         if (dv_first == 0 && threadIdx.x % 4 == 0) args.partial_lse[at] = result.lse;
       }
@@ -244,7 +244,11 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
 Kernel make_forward(int dtype) {
   constexpr int kDv = output_columns(kBucket);
-  return {Pass::forward, kRich, dtype, kBucket, {kRowTiles, kWarps, kStep},
+  return {Pass::forward,
+          kRich,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep},
           sizeof(ForwardStorage<T, kBucket, kDv, kRowTiles, kWarps, kStep>),
           reinterpret_cast<const void*>(
               &forward_kernel<T, kBucket, kDv, kRowTiles, kWarps, kStep, kRich>)};

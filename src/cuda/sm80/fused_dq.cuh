@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// dQ inside the pass over keys: five products instead of seven, for the price of a sum in no fixed order.
+// dQ inside the pass over keys: five products instead of seven, for the price of a sum in no fixed
+// order.
 //
 //     dQ[tile of queries] += dS K      by atomic additions to fp32 sums, then dq = scale sums
 //
-// The warps cut the dQ of a step into pieces of 32 rows, and keep a piece of the sums as its fragments lie
-// in registers: a warp's addition is a run of neighbouring addresses.
+// The warps cut the dQ of a step into pieces of 32 rows, and keep a piece of the sums as its
+// fragments lie in registers: a warp's addition is a run of neighbouring addresses.
 #pragma once
 
 #include "cuda/sm80/gradient.cuh"
@@ -28,8 +29,8 @@ struct DqPiece {
 
 __device__ inline void add_to_memory(float* to, const float* four) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four[0]), "f"(four[1]),
-               "f"(four[2]), "f"(four[3])
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four[0]),
+               "f"(four[1]), "f"(four[2]), "f"(four[3])
                : "memory");
 #else
 #pragma unroll
@@ -39,7 +40,8 @@ __device__ inline void add_to_memory(float* to, const float* four) {
 #endif
 }
 
-// A warp's 16 rows of dS^T (or P^T), kN columns of a tile of kTileM, as split_tile would leave them.
+// A warp's 16 rows of dS^T (or P^T), kN columns of a tile of kTileM, as split_tile would leave
+// them.
 template <typename T, int kTileM, int kN>
 __device__ __forceinline__ void store_transposed(T* rows, const float (&ds)[kN / 2]) {
   static_assert(kN == kTileM || !kSplits<T>);
@@ -90,7 +92,8 @@ __device__ __forceinline__ void add_dq(const DkdvArgs& args, int head, int slot,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int e = 0; e < Piece::kColumns / 2; e += 4) add_to_memory(sums + Piece::at(warp, r, e), dq[r] + e);
+    for (int e = 0; e < Piece::kColumns / 2; e += 4)
+      add_to_memory(sums + Piece::at(warp, r, e), dq[r] + e);
   }
 }
 

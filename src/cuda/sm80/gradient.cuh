@@ -26,16 +26,15 @@ __device__ inline RowStatistics statistics_of(const BackwardArgs& b, const Seque
   return {b.lse[at + query], b.delta[at + query]};
 }
 
-// s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack = 1.
-// statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4 for S^T.
-// slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides nothing here; shown:
-// nor do the data masks.
+// s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack
+// = 1. statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4
+// for S^T. slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides
+// nothing here; shown: nor do the data masks.
 template <typename T, int kN, Major kMajor, bool kRich, bool kOfLogit, typename Statistics>
 __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[kN / 2],
                                                const Params& p, const Sequence& sequence,
                                                const TileRows& rows, int major0, int minor0,
-                                               bool clean, bool shown,
-                                               const Statistics& statistics,
+                                               bool clean, bool shown, const Statistics& statistics,
                                                float (&slope)[2]) {
   const auto row_of = [&](int e) {
     return statistics(kMajor == Major::kQueries ? e / 2 % 2 : e / 4 * 2 + e % 2);
@@ -55,8 +54,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
     uint32_t kept[(kN + 63) / 64];
     if (p.flags & TESSERA_DROPOUT) {
       const int row0 = rows.origin + (kMajor == Major::kQueries ? major0 : minor0);
-      dropout_bits<kN, kMajor>(dropout_of(p),
-                               static_cast<uint32_t>(sequence.n) * p.hq + rows.head0,
+      dropout_bits<kN, kMajor>(dropout_of(p), static_cast<uint32_t>(sequence.n) * p.hq + rows.head0,
                                kMajor == Major::kQueries ? row0 : major0,
                                kMajor == Major::kQueries ? minor0 : row0, kept);
     } else {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loads from strided global rows into padded shared tiles, by cp.async where alignment allows. Rows
-// that do not exist arrive as zeros, so that nothing outside the problem, NaN included, is ever read.
+// that do not exist arrive as zeros, so that nothing outside the problem, NaN included, is ever
+// read.
 #pragma once
 
 #include "cuda/common/score.cuh"
@@ -24,15 +25,15 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
 }
 
-// Rows of one head of q, o, do: positions [0, length) of a sequence, or of `pack` heads of a group that
-// share keys, interleaved (row r is head r % pack of query r / pack).
+// Rows of one head of q, o, do: positions [0, length) of a sequence, or of `pack` heads of a group
+// that share keys, interleaved (row r is head r % pack of query r / pack).
 struct QueryRows {
   const char* base;  // position 0, first head
   int64_t row_bytes, head_bytes;
   int begin;   // position of the tile's row 0
   int length;  // of the sequence
   int pack;
-  int rows;    // of the tile that are used
+  int rows;  // of the tile that are used
 
   __device__ const char* operator()(int r) const {
     const int query = begin + (pack == 1 ? r : r / pack);
@@ -59,8 +60,8 @@ __device__ inline QueryRows query_rows(const Params& p, int tensor, const Sequen
           rows};
 }
 
-// Rows of one head of k or v: positions of a sequence, through the page table if there is one. Keys that
-// a key-only mask hides from all `heads` query heads from `head` on do not exist.
+// Rows of one head of k or v: positions of a sequence, through the page table if there is one. Keys
+// that a key-only mask hides from all `heads` query heads from `head` on do not exist.
 struct KeyRows {
   const Params* p;
   const char* base;  // position 0, or page 0
@@ -160,9 +161,9 @@ __device__ inline bool same_type(const View& view) {
   return (view.dtype == TESSERA_FP32) == (sizeof(T) == 4) && view.dtype < TESSERA_E4M3;
 }
 
-// tile[r][c] = rows(r)[c] for r < kRows, c < columns; zeros up to kColumns and where rows(r) is null.
-// Any alignment, any type of element (fp8 is converted on the way). Asynchronous where it can be:
-// commit, wait and a barrier are the caller's.
+// tile[r][c] = rows(r)[c] for r < kRows, c < columns; zeros up to kColumns and where rows(r) is
+// null. Any alignment, any type of element (fp8 is converted on the way). Asynchronous where it can
+// be: commit, wait and a barrier are the caller's.
 template <typename T, int kRows, int kColumns, int kThreads, typename RowsOf>
 __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int columns,
                                           const View& view, int thread = threadIdx.x) {
@@ -183,7 +184,8 @@ __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int colum
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const int left = min(max(count * bytes - 4 * word, 0), 4);
-        copy_async<4>(reinterpret_cast<char*>(to) + 4 * word, left ? from + 4 * word : anywhere, left);
+        copy_async<4>(reinterpret_cast<char*>(to) + 4 * word, left ? from + 4 * word : anywhere,
+                      left);
       }
     } else {
       if constexpr (sizeof(T) == 2) {
@@ -197,12 +199,11 @@ __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int colum
   }
 }
 
-// The same from rows at one distance, 16-byte aligned, of T: what the lean kernels meet and the rich
-// ones take where they can. Rows [0, valid) exist.
+// The same from rows at one distance, 16-byte aligned, of T: what the lean kernels meet and the
+// rich ones take where they can. Rows [0, valid) exist.
 template <typename T, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile_fast(T* tile, const char* row0, int64_t row_bytes,
-                                               int valid, int columns,
-                                               int thread = threadIdx.x) {
+                                               int valid, int columns, int thread = threadIdx.x) {
   constexpr int kElements = 16 / sizeof(T), kChunks = kColumns / kElements;
   static_assert(kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0);
   constexpr int kRowsAtOnce = kThreads / kChunks;
@@ -225,9 +226,10 @@ __device__ __forceinline__ void load_tile_fast(T* tile, const char* row0, int64_
 }
 
 template <typename T, int kRows, int kColumns, int kThreads>
-inline constexpr bool kHasFastLoad =
-    kThreads % (kColumns * sizeof(T) / 16) == 0 &&
-    kRows % (kThreads / (kColumns * sizeof(T) / 16) + (kThreads < kColumns * sizeof(T) / 16)) == 0;
+inline constexpr bool kHasFastLoad = kThreads % (kColumns * sizeof(T) / 16) == 0 &&
+                                     kRows % (kThreads / (kColumns * sizeof(T) / 16) +
+                                              (kThreads < kColumns * sizeof(T) / 16)) ==
+                                         0;
 
 // Rows of k or v from key0 on. Lean kernels are only run where the fast way is open.
 template <typename T, int kRows, int kColumns, int kThreads, bool kRich>
@@ -258,8 +260,8 @@ __device__ __forceinline__ void load_queries(T* tile, const Params& p, int tenso
   if constexpr (kHasFastLoad<T, kRows, kColumns, kThreads>) {
     if (!kRich || view.vector_bytes == 16) {
       load_tile_fast<T, kRows, kColumns, kThreads>(tile, rows.base + query0 * rows.row_bytes,
-                                                   rows.row_bytes,
-                                                   min(rows.length - query0, kRows), columns);
+                                                   rows.row_bytes, min(rows.length - query0, kRows),
+                                                   columns);
       return;
     }
   }

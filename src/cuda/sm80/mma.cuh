@@ -5,8 +5,8 @@
 //     multiply_nt   C[16 x N] += A[16 x K] B[N x K]^T   A and B in shared memory    S, dP
 //     multiply_nn   C[16 x N] += A[16 x K] B[K x N]     A an accumulator, B there   O, dQ, dK, dV
 // An accumulator fragment is the next product's A operand as it lies in registers. Tiles in shared
-// memory are row-major with rows of kCols elements and 16 bytes of padding: every ldmatrix then meets
-// each bank once.
+// memory are row-major with rows of kCols elements and 16 bytes of padding: every ldmatrix then
+// meets each bank once.
 #pragma once
 
 #include "cuda/common/element.cuh"
@@ -57,7 +57,8 @@ struct Mma16 {
   __device__ static B load_b(const T* tile, int stride, int n, int k) {
     const int lane = threadIdx.x % 32;
     B b;
-    ldmatrix_x4(b.r, smem_address(tile + (n + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 8));
+    ldmatrix_x4(
+        b.r, smem_address(tile + (n + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 8));
     return b;
   }
   __device__ static B load_b_transposed(const T* tile, int stride, int k, int n) {
@@ -104,15 +105,15 @@ struct Mma<__nv_bfloat16> : Mma16<__nv_bfloat16> {};
 template <>
 struct Mma<__half> : Mma16<__half> {};
 
-// fp32: x = (hi + lo) / f with hi and lo in fp16 (11 + 11 bits), f a power of two that brings the largest
-// of 16 rows to 2^14 .. 2^15: what fp16 cannot hold is then 2^-40 of that largest. The product is
-// lo hi + hi lo + hi hi; the tensor core adds with truncation, so each step's sum joins C by an ordinary,
-// rounding, multiply-add, which also undoes the two f. hi is rounded and lo cut, so that hi + lo splits
-// into hi and lo again: a row with one visible key has o = hi + lo of its v, and dO V^T and dO O^T must
-// cancel exactly. (tf32 has the same bits at half the rate.)
+// fp32: x = (hi + lo) / f with hi and lo in fp16 (11 + 11 bits), f a power of two that brings the
+// largest of 16 rows to 2^14 .. 2^15: what fp16 cannot hold is then 2^-40 of that largest. The
+// product is lo hi + hi lo + hi hi; the tensor core adds with truncation, so each step's sum joins
+// C by an ordinary, rounding, multiply-add, which also undoes the two f. hi is rounded and lo cut,
+// so that hi + lo splits into hi and lo again: a row with one visible key has o = hi + lo of its v,
+// and dO V^T and dO O^T must cancel exactly. (tf32 has the same bits at half the rate.)
 //
-// split_tile() turns rows of a shared tile, kColumns floats and 16 bytes of padding, into kColumns halves
-// hi, kColumns halves lo, and 1 / f in the padding.
+// split_tile() turns rows of a shared tile, kColumns floats and 16 bytes of padding, into kColumns
+// halves hi, kColumns halves lo, and 1 / f in the padding.
 template <>
 struct Mma<float> {
   static constexpr int kK = 16;
@@ -127,7 +128,8 @@ struct Mma<float> {
   }
   __device__ static B load_b(const float* tile, int stride, int n, int k) {
     const int lane = threadIdx.x % 32;
-    return load<false>(tile + (n + lane / 16 * 8 + lane % 8) * stride, stride, k + lane / 8 % 2 * 8);
+    return load<false>(tile + (n + lane / 16 * 8 + lane % 8) * stride, stride,
+                       k + lane / 8 % 2 * 8);
   }
   __device__ static B load_b_transposed(const float* tile, int stride, int k, int n) {
     const int lane = threadIdx.x % 32;
@@ -153,8 +155,10 @@ struct Mma<float> {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float sum[4] = {0, 0, 0, 0};
-      Mma<__half>::multiply_n8(sum, kTransposed ? a.hi : a.lo, (kTransposed ? b.lo : b.hi) + 2 * tile);
-      Mma<__half>::multiply_n8(sum, kTransposed ? a.lo : a.hi, (kTransposed ? b.hi : b.lo) + 2 * tile);
+      Mma<__half>::multiply_n8(sum, kTransposed ? a.hi : a.lo,
+                               (kTransposed ? b.lo : b.hi) + 2 * tile);
+      Mma<__half>::multiply_n8(sum, kTransposed ? a.lo : a.hi,
+                               (kTransposed ? b.hi : b.lo) + 2 * tile);
       Mma<__half>::multiply_n8(sum, a.hi, b.hi + 2 * tile);
 #pragma unroll
       for (int i = 0; i < 4; ++i) c[4 * tile + i] += sum[i] * factor;
@@ -196,8 +200,8 @@ struct SplitScale {
 template <typename T>
 inline constexpr bool kSplits = sizeof(T) == 4;
 
-// fp32 tiles must be split before products read them, in place, 16 rows a warp; barriers before and after
-// are the caller's. Nothing for 16-bit elements. warp: of kWarps that share the work.
+// fp32 tiles must be split before products read them, in place, 16 rows a warp; barriers before and
+// after are the caller's. Nothing for 16-bit elements. warp: of kWarps that share the work.
 template <typename T, int kRows, int kColumns, int kWarps>
 __device__ __forceinline__ void split_tile(T* tile, int warp) {
   if constexpr (kSplits<T>) {
@@ -217,7 +221,8 @@ __device__ __forceinline__ void split_tile(T* tile, int warp) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           const float4 x = chunk_of(row, i);
-          largest = fmaxf(fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
+          largest =
+              fmaxf(fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
         }
       }
       const SplitScale scale(__reduce_max_sync(~0u, __float_as_uint(largest)));
@@ -256,8 +261,8 @@ inline constexpr int kBlock = 64;
 template <int kColumns>
 inline constexpr bool kSkipsBlocks = kColumns > 2 * kBlock;
 
-// c[r] += A rows a_row + 16 r .. + 15, times all kN rows of B; both K axes are head dims, zero beyond
-// `depth`.
+// c[r] += A rows a_row + 16 r .. + 15, times all kN rows of B; both K axes are head dims, zero
+// beyond `depth`.
 template <typename T, int kRowTiles, int kN, int kK, bool kSkip = kSkipsBlocks<kK>,
           bool kTransposed = false>
 __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const T* a, int a_row,
@@ -292,8 +297,8 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
   }
 }
 
-// The same by all warps of a CTA for any number of tiles, between barriers: what was copied is seen by
-// all, and so is what this makes of it.
+// The same by all warps of a CTA for any number of tiles, between barriers: what was copied is seen
+// by all, and so is what this makes of it.
 template <typename T, int kColumns, int kWarps, int... kRows, typename... Tiles>
 __device__ __forceinline__ void meet_and_split(Tiles*... tiles) {
   __syncthreads();
@@ -352,8 +357,8 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
   }
 }
 
-// c += A B with A 16 x kK at row `row` of a tile of kK columns, and B, kK rows of kColumns columns, from
-// column `first` on.
+// c += A B with A 16 x kK at row `row` of a tile of kK columns, and B, kK rows of kColumns columns,
+// from column `first` on.
 template <typename T, int kN, int kK, int kColumns>
 __device__ __forceinline__ void multiply_tiles(float (&c)[kN / 2], const T* a, int row, const T* b,
                                                int first) {

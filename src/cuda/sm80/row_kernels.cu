@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/sm80/row_kernels.h"
-
 #include "cuda/common/launch.h"
 #include "cuda/sm80/gradient.cuh"
+#include "cuda/sm80/row_kernels.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
@@ -10,8 +9,8 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kRows = 16 * kWarps, kColumns = 64;
 
-// delta by the very products that dP is made of: the diagonal of dO O^T. Where o is a row of v, because
-// one key is visible, dP - delta is then exactly 0.
+// delta by the very products that dP is made of: the diagonal of dO O^T. Where o is a row of v,
+// because one key is visible, dP - delta is then exactly 0.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     row_statistics_kernel(const __grid_constant__ BackwardArgs args) {
@@ -54,8 +53,9 @@ __global__ void __launch_bounds__(kThreads)
         delta -= static_cast<const float*>(
             grad_lse.data)[offset_of(grad_lse, sequence.q.batch, head, stored)];
       }
-      row_lse = static_cast<const float*>(
-                    lse.data)[offset_of(lse, sequence.q.batch, head, stored)] * kFromNatural<T>;
+      row_lse =
+          static_cast<const float*>(lse.data)[offset_of(lse, sequence.q.batch, head, stored)] *
+          kFromNatural<T>;
       if (row_lse == -kInfinity) row_lse = 0;
     }
     args.lse[at] = row_lse;
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.x;
   const bool one_sequence = !of_sink && out.stride[0] != 0;
   if (!out.data || (blockIdx.y > 0 && !one_sequence)) return;
-  const float natural = p.tensor[TESSERA_Q].dtype == TESSERA_FP32 ? kFromNatural<float>
-                                                                  : kFromNatural<__half>;
+  const float natural =
+      p.tensor[TESSERA_Q].dtype == TESSERA_FP32 ? kFromNatural<float> : kFromNatural<__half>;
   const float sink = of_sink ? sink_of(p, head) * natural : 0;
 
   float sum = 0;
@@ -95,8 +95,9 @@ __global__ void __launch_bounds__(kThreads)
     const Rows rows = rows_of<SideOfQueries>(p, n);
     const int64_t at = (int64_t{rows.batch} * p.hq + head) * p.sq + rows.first;
     for (int i = threadIdx.x; i < rows.length; i += kThreads) {
-      sum += of_sink ? -exp2_approx((sink - args.lse[at + i]) * (kLog2e / natural)) * args.delta[at + i]
-                     : args.slope_rows[at + i];
+      sum += of_sink
+                 ? -exp2_approx((sink - args.lse[at + i]) * (kLog2e / natural)) * args.delta[at + i]
+                 : args.slope_rows[at + i];
     }
   }
   sum = sum_of_threads(sum);
@@ -115,8 +116,10 @@ Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));
   const auto kernel_of = [](int dtype) -> const void* {
     switch (dtype) {
-      case TESSERA_FP32: return reinterpret_cast<const void*>(&row_statistics_kernel<float>);
-      case TESSERA_BF16: return reinterpret_cast<const void*>(&row_statistics_kernel<__nv_bfloat16>);
+      case TESSERA_FP32:
+        return reinterpret_cast<const void*>(&row_statistics_kernel<float>);
+      case TESSERA_BF16:
+        return reinterpret_cast<const void*>(&row_statistics_kernel<__nv_bfloat16>);
     }
     return reinterpret_cast<const void*>(&row_statistics_kernel<__half>);
   };

@@ -12,7 +12,8 @@ namespace tessera::cuda::sm80 {
 // lse and delta of every row and head.
 Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream);
 
-// dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows; each if asked.
+// dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows; each if
+// asked.
 Status launch_row_sums(const BackwardArgs& args, cudaStream_t stream);
 
 }  // namespace tessera::cuda::sm80

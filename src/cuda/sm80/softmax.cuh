@@ -11,8 +11,8 @@ struct SoftmaxRows {
   float max[2] = {-kInfinity, -kInfinity};  // in the units of the scores
   float sum[2] = {0, 0};                    // of this thread's columns
 
-  // s becomes 2^(scale (s - max)); returns in `rescale` what earlier sums and O are worth now. kFused:
-  // one instruction a score, and the rounding of scale max.
+  // s becomes 2^(scale (s - max)); returns in `rescale` what earlier sums and O are worth now.
+  // kFused: one instruction a score, and the rounding of scale max.
   template <int kN, bool kFused>
   __device__ void update(float (&s)[kN / 2], float scale, float (&rescale)[2]) {
 #pragma unroll

@@ -6,8 +6,8 @@
 
 namespace tessera::cuda::sm80 {
 
-// `warps` warps of 16 x row_tiles rows each on the resident side, the other side in steps of `step`.
-// `sharing` warps have the same rows.
+// `warps` warps of 16 x row_tiles rows each on the resident side, the other side in steps of
+// `step`. `sharing` warps have the same rows.
 struct Tile {
   int row_tiles, warps, step, sharing = 1;
 
@@ -18,10 +18,14 @@ struct Tile {
 // Rows of queries and packed heads of a CTA of the decode pass: one row tile, shared by all warps.
 inline constexpr int kDecodeRows = 16;
 
-// Whether one CTA of the pass over keys makes dK and dV: the registers of 16 rows hold twice 128 columns.
-TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket, int row_tiles) { return bucket * row_tiles <= 128; }
+// Whether one CTA of the pass over keys makes dK and dV: the registers of 16 rows hold twice 128
+// columns.
+TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket, int row_tiles) {
+  return bucket * row_tiles <= 128;
+}
 
-// Warps of the fused backward kernel that share rows, where the registers of one do not hold dK and dV.
+// Warps of the fused backward kernel that share rows, where the registers of one do not hold dK and
+// dV.
 TESSERA_HOST_DEVICE constexpr int warps_sharing(int bucket) { return bucket > 128 ? 2 : 1; }
 
 // Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
