@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
+import torch._dynamo.testing  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends  # noqa: E402
 from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
@@ -300,6 +301,25 @@ def test_compiles_without_a_graph_break(given):
         results.append((out, *torch.autograd.grad(out.sum(), [q, module.softmax_offset])))
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("longest_given", [True, False])
+def test_packed_sequences_compile_into_few_graphs(longest_given):
+    """A graph for the first length and one for all others, or two where an integer changes too."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for n in range(5, 15):
+        cu = torch.tensor([0, 2, n], dtype=torch.int32)
+        q = torch.randn(n, 2, 8, requires_grad=True)
+        given = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu)
+        if longest_given:
+            given.update(max_seqlen_q=n - 2, max_seqlen_kv=n - 2)
+        results = [(out, *torch.autograd.grad(out.sum(), q))
+                   for out in (run(q, q, q, **given) for run in (compiled, module))]
+        torch.testing.assert_close(*results)
+    assert counter.frame_count <= 2 + longest_given
 
 
 # ---- state dicts ----
