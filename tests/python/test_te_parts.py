@@ -198,6 +198,8 @@ def test_log_lines(level, monkeypatch, caplog):
              "Selected backend = FusedAttention (sub-backend 1)"]
     assert [line for line in lines if line in debug] == (debug if level == 2 else [])
     assert any(line.startswith("Running with config={") for line in lines) == (level == 2)
+    assert utils.AttentionLogging._is_logging_setup
+    assert utils.AttentionLogging.fa_logger is logging.getLogger("DotProductAttention")
 
 
 def test_unfused_says_what_it_materialises(monkeypatch, caplog):

@@ -23,6 +23,7 @@ class AttentionLogging:
     _formatter = logging.Formatter("[%(levelname)-8s | %(name)-19s]: %(message)s")
     _stream_handler = logging.StreamHandler()
     _is_logging_setup = False
+    fa_logger = logger
 
     @staticmethod
     def setup_logging():
