@@ -72,11 +72,9 @@ DbiasCut cut(const Extents& e, const DbiasTile& tile) {
   c.group_size = divided_up(c.tiles_m, c.groups);
   c.items = items * c.pair_step * c.groups;
   // Few bias rows at a time, so that their k, v, q and do stay in L2; but enough for everybody.
-  c.sections = std::max(c.bias_rows, 1);
-  while (c.sections > 1 &&
-         (c.bias_rows % c.sections != 0 || c.items / c.sections < kMultiprocessors * 9 / 10)) {
-    --c.sections;
-  }
+  constexpr int kEnough = kMultiprocessors * 9 / 10;
+  c.sections = std::clamp(c.items / kEnough, 1, std::max(c.bias_rows, 1));
+  while (c.bias_rows % c.sections != 0) --c.sections;
   return c;
 }
 
