@@ -21,8 +21,7 @@
 //   kv             1 + bytes         K and V have arrived
 //   q, grad_o [s]  1 + bytes         a block and its lse2 (delta) have arrived
 //   ds.full[b]     8 (a warp each)   both owners have written their rows of dS(i), and so are done
-//   with
-//                                    block i - 1: its stage takes block i + 2
+//                                    with block i - 1: its stage takes block i + 2
 //   ds.empty[b]    8                 both have used them
 #pragma once
 
