@@ -91,7 +91,7 @@ class Sm90Backend final : public Backend {
                       [&] { return text(name, dim, "must be a multiple of 8"); });
     }
     const int dtype = p.tensor[TESSERA_Q].dtype;
-    support.require(find_kernel(false, dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim,
+    support.require(find_kernel(0, dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim,
                     Remedy::kNone, [&] {
                       return text("head_dim_qk", s.dqk, "and head_dim_v must be at most 256");
                     });

@@ -14,11 +14,19 @@ namespace tessera::cuda::sm90 {
 // State of a block of a dense mask under a row tile, as pack_mask writes it.
 enum BlockState : uint8_t { kBlockHidden = 0, kBlockPartial = 1, kBlockFull = 2 };
 
+// Where the blocks of a sequence's keys begin in an array over the blocks of all (num_tile_slots,
+// tile_of_slot).
+__device__ __forceinline__ int slot_of_keys(const Params& p, const Rows& keys, int n, int tile_n) {
+  if (!p.thd_k) return n * ((p.sk + tile_n - 1) / tile_n);
+  return n == 0 ? 0 : keys.first / tile_n + n + 1;
+}
+
 // A tile with its live blocks. Beyond kMost blocks nothing is left out.
 struct ListedWork : Work {
   static constexpr int kWords = 32, kMost = 32 * kWords;
-  uint32_t live[kWords], partial[kWords];  // bit b % 32 of word (b - base) / 32
-  int base;                                // of the bits: begin, rounded down to 32
+  // Bit b % 32 of word (b - base) / 32. partial: a data mask hides some of the block's scores.
+  uint32_t live[kWords], partial[kWords];
+  int base;  // of the bits: begin, rounded down to 32
   bool listed;
 
   // The nearest live block left of b; begin - 1 if there is none.
@@ -36,6 +44,17 @@ struct ListedWork : Work {
   }
 };
 
+// The block that comes after b, from right to left; left of begin: none.
+__device__ __forceinline__ int block_before(const Work&, int b) { return b - 1; }
+__device__ __forceinline__ int block_before(const ListedWork& work, int b) {
+  return work.before(b);
+}
+// True where a data mask hides some of the block's scores.
+__device__ __forceinline__ bool is_partial(const Work&, int) { return false; }
+__device__ __forceinline__ bool is_partial(const ListedWork& work, int b) {
+  return work.is_partial(b);
+}
+
 template <int kTileM, int kTileN>
 class BlockList {
  public:
@@ -52,7 +71,7 @@ class BlockList {
     for (int start = base; start < end; start += kWarp) {
       const int block = start + lane;
       bool live = begin <= block && block < end;
-      bool partial = block < work.clean_begin || block >= work.clean_end;
+      bool partial = false;
       if (live && a.mask_states) {
         const BlockState state = mask_state(a, work, block);
         live = state != kBlockHidden;
@@ -60,7 +79,7 @@ class BlockList {
       }
       if (live && a.problem.num_ranges) ranges.narrow(block, live, partial);
       if (live && a.problem.tensor[TESSERA_SEGMENT_IDS_Q].data) {
-        narrow_to_segments(a.problem, work, segments, block, live, partial);
+        narrow_to_segments(a, work, segments, block, live, partial);
       }
       const uint32_t live_bits = __ballot_sync(kAllLanes, live);
       work.live[(start - base) / 32] = live_bits;
@@ -144,18 +163,12 @@ class BlockList {
     return {lowest(hull.lo), highest(hull.hi)};
   }
 
-  static __device__ __forceinline__ void narrow_to_segments(const Params& p, const Work& work,
-                                                            const Keys& rows, int block, bool& live,
-                                                            bool& partial) {
-    Keys keys{INT_MAX, INT_MIN};
-    const int end = min((block + 1) * kTileN, work.k.length);
-#pragma unroll 8
-    for (int key = block * kTileN; key < end; ++key) {
-      const int id = segment_at(p, TESSERA_SEGMENT_IDS_K, work.k, key);
-      keys = {min(keys.lo, id), max(keys.hi, id)};
-    }
-    live = keys.lo <= rows.hi && rows.lo <= keys.hi;
-    partial |= rows.lo != rows.hi || keys.lo != rows.lo || keys.hi != rows.lo;
+  static __device__ __forceinline__ void narrow_to_segments(const ForwardParams& a,
+                                                            const Work& work, const Keys& rows,
+                                                            int block, bool& live, bool& partial) {
+    const int2 keys = a.segments[slot_of_keys(a.problem, work.k, work.n, kTileN) + block];
+    live &= keys.x <= rows.hi && rows.lo <= keys.y;
+    partial |= rows.lo != rows.hi || keys.x != rows.lo || keys.y != rows.lo;
   }
 
   static __device__ __forceinline__ BlockState mask_state(const ForwardParams& a, const Work& work,

@@ -10,6 +10,7 @@
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/pack_mask.h"
 #include "cuda/sm90/plan.h"
+#include "cuda/sm90/segments.h"
 #include "cuda/sm90/tensormap.h"
 
 namespace tessera::cuda::sm90 {
@@ -22,31 +23,45 @@ constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is 
 constexpr int64_t kL2Bytes = 32 << 20;
 constexpr int64_t kHeadsInFlight = 32;
 
-// True when something beyond scale, band, lengths and sinks shapes the result.
-bool is_rich(const Problem& p) {
-  constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
-  if (has(p, kFlags)) return true;
-  for (const int index : {TESSERA_BIAS, TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
-                          TESSERA_ALIBI_SLOPES}) {
-    if (given(p, index)) return true;
+// A bias that the producer can bring as tiles: rows of 16-bit elements whose addresses TMA accepts.
+bool is_in_tiles(const Problem& p, const void* base) {
+  constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
+  const Tensor& bias = p.tensor[TESSERA_BIAS];
+  const auto accepts = [&](int axis) {
+    const int64_t stride = bias.stride[axis];
+    return bias.extent[axis] <= 1 || (stride % 8 == 0 && stride < kMostStride);
+  };
+  return bias.dtype == p.tensor[TESSERA_Q].dtype && bias.extent[2] > 1 && bias.stride[2] > 0 &&
+         bias.extent[3] > 1 && bias.stride[3] == 1 && accepts(0) && accepts(1) && accepts(2) &&
+         reinterpret_cast<uintptr_t>(base) % 16 == 0;
+}
+
+// What a problem needs of a kernel; of Feature. bias: the address of its elements, or null.
+uint32_t features_of(const Problem& p, const void* bias) {
+  uint32_t features = 0;
+  if (has(p, TESSERA_SOFTCAP)) features |= Feature::kSoftcap;
+  if (has(p, TESSERA_DROPOUT)) features |= Feature::kDropout;
+  if (given(p, TESSERA_ALIBI_SLOPES)) features |= Feature::kAlibi;
+  if (given(p, TESSERA_BIAS))
+    features |= is_in_tiles(p, bias) ? Feature::kBiasTiles : Feature::kBias;
+  for (const int index : {TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q}) {
+    if (given(p, index)) features |= Feature::kMasks;
   }
-  return false;
+  return features;
 }
 
 class ForwardPlan final : public Plan {
  public:
-  ForwardPlan(const Kernel& lean, const Kernel& rich, int multiprocessors,
-              std::unique_ptr<Plan> fallback)
-      : lean_(lean),
-        rich_(rich),
-        multiprocessors_(multiprocessors),
-        fallback_(std::move(fallback)) {}
+  ForwardPlan(int multiprocessors, std::unique_ptr<Plan> fallback)
+      : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    const ForwardTile& tile = kernel_of(problem, nullptr).tile;  // any tile, but for masks
     int64_t bytes = sizeof(TileCounter);
     if (given(problem, TESSERA_MASK)) {
-      bytes += packed_mask_bytes(problem.tensor[TESSERA_MASK], rich_.tile);
+      bytes += packed_mask_bytes(problem.tensor[TESSERA_MASK], tile);
     }
+    if (given(problem, TESSERA_SEGMENT_IDS_Q)) bytes += segment_bytes(problem, tile);
     return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
   }
 
@@ -59,16 +74,23 @@ class ForwardPlan final : public Plan {
     ForwardParams a{};
     a.problem = params_of(problem, buffers);
     a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
-    const Kernel& kernel = is_rich(problem) ? rich_ : lean_;
+    const Kernel& kernel = kernel_of(problem, buffers.data[TESSERA_BIAS]);
     const int tile_n = kernel.tile.tile_n;
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
     order_tiles(kernel, buffers, a);
+    if (given(problem, TESSERA_BIAS)) {
+      TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers.data[TESSERA_BIAS], kernel, a));
+    }
+    auto* workspace = static_cast<char*>(buffers.workspace) + sizeof(TileCounter);
     if (given(problem, TESSERA_MASK)) {
-      auto* packed = static_cast<char*>(buffers.workspace) + sizeof(TileCounter);
-      TESSERA_RETURN_IF_ERROR(
-          pack_mask(problem.tensor[TESSERA_MASK], kernel.tile, packed, a, stream));
+      const Tensor& mask = problem.tensor[TESSERA_MASK];
+      TESSERA_RETURN_IF_ERROR(pack_mask(mask, kernel.tile, workspace, a, stream));
+      workspace += packed_mask_bytes(mask, kernel.tile);
+    }
+    if (given(problem, TESSERA_SEGMENT_IDS_Q)) {
+      TESSERA_RETURN_IF_ERROR(find_segments(kernel.tile, workspace, a, stream));
     }
     if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
       TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
@@ -78,6 +100,11 @@ class ForwardPlan final : public Plan {
   }
 
  private:
+  static const Kernel& kernel_of(const Problem& problem, const void* bias) {
+    const Sizes s = sizes_of(problem);
+    return *find_kernel(features_of(problem, bias), problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  }
+
   // Strides are rules of support; addresses are only known now.
   static bool aligned(const Buffers& buffers) {
     uintptr_t bits = 0;
@@ -85,6 +112,29 @@ class ForwardPlan final : public Plan {
       bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
     }
     return bits % 16 == 0;
+  }
+
+  // As a tensor of `sq` rows of `sk` columns; an axis that is expanded has one element.
+  static Status map_bias(const Problem& problem, const void* base, const Kernel& kernel,
+                         ForwardParams& a) {
+    if (!(kernel.features & Feature::kBiasTiles) || !is_in_tiles(problem, base)) return {};
+    const Tensor& bias = problem.tensor[TESSERA_BIAS];
+    a.bias_in_tiles = true;
+    a.bias_columns = static_cast<int>(bias.extent[3]);
+    a.bias_factor_batch = bias.extent[0] > 1 && bias.stride[0] > 0;
+    a.bias_factor_head = bias.extent[1] > 1 && bias.stride[1] > 0;
+    MapShape shape;
+    shape.type = type_of_map(bias.dtype);
+    shape.batch = a.bias_factor_batch ? bias.extent[0] : 1;
+    shape.heads = a.bias_factor_head ? bias.extent[1] : 1;
+    shape.rows = bias.extent[2];
+    shape.head_dim = bias.extent[3];
+    shape.stride_batch = bias.stride[0];
+    shape.stride_head = bias.stride[1];
+    shape.stride_row = bias.stride[2];
+    shape.box_rows = kRowsOfConsumer;
+    shape.ragged = false;
+    return make_tensor_map(shape, base, &a.bias);
   }
 
   void order_tiles(const Kernel& kernel, const Buffers& buffers, ForwardParams& a) const {
@@ -124,42 +174,48 @@ class ForwardPlan final : public Plan {
                        "cudaLaunchKernel (forward)");
   }
 
-  const Kernel& lean_;
-  const Kernel& rich_;
   int multiprocessors_;
   std::unique_ptr<Plan> fallback_;
 };
 
 }  // namespace
 
-const Kernel* find_kernel(bool rich, int dtype, int64_t dqk, int64_t dv) {
+const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv) {
+  const Kernel* best = nullptr;
   for (const Kernel& kernel : kernels()) {
-    if (kernel.rich == rich && kernel.dtype == dtype && kernel.tile.dqk >= dqk &&
-        kernel.tile.dv >= dv) {
-      return &kernel;
-    }
+    const ForwardTile& tile = kernel.tile;
+    uint32_t missing = features & ~kernel.features;
+    if (kernel.features & Feature::kBias) missing &= ~uint32_t{Feature::kBiasTiles};
+    if (missing || kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
+    if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
   }
-  return nullptr;
+  return best;
 }
 
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback) {
   const Sizes s = sizes_of(canonical);
   const int dtype = canonical.tensor[TESSERA_Q].dtype;
-  const Kernel& lean = *find_kernel(false, dtype, s.dqk, s.dv);
-  const Kernel& rich = *find_kernel(true, dtype, s.dqk, s.dv);
   const Result<DeviceInfo> info = device_info(device.ordinal);
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  for (const Kernel* kernel : {&lean, &rich}) {
+  constexpr uint32_t kSets[] = {0,
+                                Feature::kAlibi,
+                                Feature::kSoftcap,
+                                Feature::kDropout,
+                                Feature::kMasks,
+                                Feature::kBiasTiles,
+                                Feature::kEverything};
+  for (const uint32_t features : kSets) {
+    const Kernel& kernel = *find_kernel(features, dtype, s.dqk, s.dv);
     TESSERA_RETURN_IF_ERROR(cuda_status(
-        cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kernel->shared_bytes),
+        cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel.shared_bytes),
         "cudaFuncSetAttribute"));
   }
   return std::unique_ptr<Plan>(
-      std::make_unique<ForwardPlan>(lean, rich, info.value().multiprocessors, std::move(fallback)));
+      std::make_unique<ForwardPlan>(info.value().multiprocessors, std::move(fallback)));
 }
 
 }  // namespace tessera::cuda::sm90

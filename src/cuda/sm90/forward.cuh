@@ -41,6 +41,7 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/sm90/blocks.cuh"
+#include "cuda/sm90/dropout.cuh"
 #include "cuda/sm90/features.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/kernels.h"
@@ -56,17 +57,26 @@
 
 namespace tessera::cuda::sm90 {
 
-// Row: one row of the table in tiles.h, as a type with the constants kTile and kRich.
+// Stands where a kernel has no such thing.
+struct Absent {
+  __device__ explicit Absent(const Params&) {}
+};
+
+// Row: one row of the table in tiles.h, as a type with the constants kTile and kFeatures.
 template <typename Element, typename Row>
-struct Forward {
+struct Forward : Feature {
   static constexpr ForwardTile kTile = Row::kTile;
-  static constexpr bool kRich = Row::kRich;
+  static constexpr uint32_t kFeatures = Row::kFeatures;
+  static constexpr bool kListsBlocks = kFeatures & kMasks;  // not all between first and last
+  // Kernels of one feature have registers to draw a block's dropout, or load its masks, before its
+  // products; that of softcap caps scores within their exponents.
+  static constexpr bool kDrawsEarly = kFeatures == kDropout, kMasksEarly = kFeatures == kMasks,
+                        kCapsLate = kFeatures == kSoftcap;
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kGroups = kTileN / 8;
-  static constexpr int kWordsPerRow = (kTileN / 4 + 31) / 32;  // of visibility bits a thread holds
-  static constexpr int kFirstTurnBarrier = 1;                  // 0 is __syncthreads
+  static constexpr int kFirstTurnBarrier = 1;  // 0 is __syncthreads
   // A CTA owns what it was launched with, and what one role claims another must have released:
   // 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128. A sum above that hangs.
   static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;
@@ -75,15 +85,19 @@ struct Forward {
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
                 (1 + kConsumers) * kLaunchRegisters);
 
-  static constexpr bool kLooksAhead = kTile.dv < 256;  // else O leaves no registers for it
+  // At the masks of the tile after this one. Other kernels have no registers left for it.
+  static constexpr bool kLooksAhead = kFeatures == 0 && kTile.dv < 256;
 
-  static constexpr int kWorkStages = 3;
+  static constexpr int kWorkStages = kListsBlocks && kFeatures & kBiasTiles ? 2 : 3;  // what fits
+  static constexpr int kBiasBytes = kFeatures & kBiasTiles ? kRows * kTileN * 2 : 0;  // a consumer
   // What a thread's weights of a row and block may add up to before m is moved: all are finite in
   // 16 bits then.
   static constexpr float kMostSum = 32768;
 
+  using BlockFeatures = Features<Element, kTileN, kFeatures>;
   using Schedule = sm90::Schedule<kTileM, kTileN>;
-  using Work = std::conditional_t<kRich, ListedWork, sm90::Work>;
+  using Work = std::conditional_t<kListsBlocks, ListedWork, sm90::Work>;
+  using VisibleBits = sm90::VisibleBits<kTileN>;
   using QTile = SmemTile<kRows, kTile.dqk>;
   using KTile = SmemTile<kTileN, kTile.dqk>;
   using VTile = SmemTile<kTileN, kTile.dv>;
@@ -92,9 +106,10 @@ struct Forward {
     uint8_t q[kConsumers][kTile.q_stages][QTile::kBytes];
     uint8_t k[kTile.stages][KTile::kBytes];
     uint8_t v[kTile.stages][VTile::kBytes];
+    uint8_t bias[kBiasBytes > 0 ? kConsumers* kBiasBytes : 8];
     uint64_t q_barriers[kConsumers][2 * kTile.q_stages];
     uint64_t k_barriers[2 * kTile.stages], v_barriers[2 * kTile.stages];
-    uint64_t work_barriers[2 * kWorkStages];
+    uint64_t bias_barriers[kConsumers][2], work_barriers[2 * kWorkStages];
     Work work[kWorkStages];
     PackedOrder order;
   };
@@ -114,6 +129,11 @@ struct Forward {
     }
     __device__ __forceinline__ uint32_t v(int stage) const {
       return base + offsetof(SharedStorage, v) + stage * VTile::kBytes;
+    }
+    __device__ __forceinline__ BiasStage<kTileN> bias(int consumer) const {
+      return {base + uint32_t(offsetof(SharedStorage, bias)) + consumer * kBiasBytes,
+              {base + uint32_t(offsetof(SharedStorage, bias_barriers)) + consumer * 16},
+              {}};
     }
     __device__ __forceinline__ StageBarriers<kTile.q_stages> q_barriers(int consumer) const {
       return {base + uint32_t(offsetof(SharedStorage, q_barriers)) +
@@ -150,7 +170,7 @@ struct Forward {
         Schedule::decode(a, order, index, work);
         Output<Element>::prepare(a.problem, work);
         __syncwarp();
-        if constexpr (kRich) BlockList<kTileM, kTileN>::fill(a, work, lane);
+        if constexpr (kListsBlocks) BlockList<kTileM, kTileN>::fill(a, work, lane);
         __syncwarp();
         if (work.begin >= work.end) {
           Output<Element>{a.problem, work}.store_nothing(kTileM, lane);
@@ -166,12 +186,6 @@ struct Forward {
     }
   }
 
-  // The next block of a tile, from right to left; left of begin: none.
-  static __device__ __forceinline__ int block_before(const Work& work, int block) {
-    if constexpr (kRich) return work.before(block);
-    return block - 1;
-  }
-
   // ---- producer: one thread ----
 
   static __device__ __forceinline__ void producer(const ForwardParams& a, const Work* works,
@@ -181,6 +195,7 @@ struct Forward {
     Ring<kWorkStages> work_ring;
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;
+    Ring<1> bias_ring;
     // A box wholly outside a ragged map faults. Columns of v past dv may be anything: their o is
     // not stored. Those of q and k must be zeros, and their maps are plain.
     const int v_chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
@@ -194,7 +209,8 @@ struct Forward {
       const int batch = work.k.batch, k_row = work.k.first;
       const int v_row = a.ragged_v ? kRagged - work.k.length : k_row;  // see tensormap.h
       const int v_shift = a.ragged_v ? k_row + work.k.length : 0;
-      if constexpr (!kRich) work_barriers.release(work_ring);
+      const int m0 = work.m0, n = work.n;
+      if constexpr (!kListsBlocks) work_barriers.release(work_ring);
 #pragma unroll 1
       for (int j = end - 1; j >= begin; j = block_before(work, j)) {
         k_barriers.acquire(ring, KTile::kBytes);
@@ -209,12 +225,20 @@ struct Forward {
           }
           q_ring.advance();
         }
+        if constexpr (kBiasBytes > 0) {
+          if (BlockFeatures::has_bias_tiles(a)) {
+            for (int w = 0; w < kConsumers; ++w) {
+              shared.bias(w).load(a, bias_ring, n, head, m0 + w * kRows, j * kTileN);
+            }
+            bias_ring.advance();
+          }
+        }
         v_barriers.acquire(ring, v_chunks * VTile::kChunkBytes);
         VTile::load(shared.v(ring.stage), &a.v, v_barriers.full(ring.stage), kv_head,
                     v_row + j * kTileN, v_shift, batch, v_chunks);
         ring.advance();
       }
-      if constexpr (kRich) work_barriers.release(work_ring);
+      if constexpr (kListsBlocks) work_barriers.release(work_ring);
     }
   }
 
@@ -227,15 +251,17 @@ struct Forward {
     const bool leader = thread == 0;
     const auto q_barriers = shared.q_barriers(w);
     const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
-    const float c =
-        kRich ? Features<Element, kTileN>::exponent_scale(a.problem) : log2_scale(a.problem);
+    const float c = BlockFeatures::exponent_scale(a.problem);
 
     float O[kTile.dv / 2], S[kTileN / 2];
     uint32_t P[kTileN / 4], Q[kTile.q_in_registers ? kTile.dqk / 4 : 1];
     float m[2] = {}, l[2] = {}, cm[2];  // of the thread's two rows; cm = c m
+    [[maybe_unused]] float most[2];  // what a block's weights may add up to, if less than kMostSum
 
     const bool needs_maximum = a.problem.tensor[TESSERA_MAX_LOGIT].data;
-    const bool drops = kRich && (a.problem.flags & TESSERA_DROPOUT);
+    std::conditional_t<kDrawsEarly, EarlyDropout<kTileN>, Absent> dropout(a.problem);
+    std::conditional_t<kCapsLate, LateSoftcap, Absent> softcap(a.problem);
+    BiasStage<kTileN> bias = shared.bias(w);
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.stages> ring;  // of the block whose S is in registers
 
@@ -272,7 +298,8 @@ struct Forward {
       }
       wgmma_commit();
     };
-    const auto issue_pv = [&](int stage, int accumulate) {  // O += P V
+    // O += P V; next: the block whose S is under way.
+    const auto issue_pv = [&](int stage, int accumulate, [[maybe_unused]] int next) {
       const uint64_t v = VTile::mn_major(shared.v(stage));
       pin(O);
       wgmma_fence();
@@ -280,6 +307,7 @@ struct Forward {
       for (int step = 0; step < kTileN / kStepK; ++step) {
         Wgmma<Element, kTile.dv>::template rs<kMajorMN>(
             O, P + 4 * step, v + VTile::mn_major_step(step), step > 0 ? 1 : accumulate);
+        if constexpr (kDrawsEarly) dropout.draw(next, step);
       }
       wgmma_commit();
     };
@@ -291,23 +319,30 @@ struct Forward {
         a0 = fmaxf(a0, S[4 * g]), b0 = fmaxf(b0, S[4 * g + 1]);
         a1 = fmaxf(a1, S[4 * g + 2]), b1 = fmaxf(b1, S[4 * g + 3]);
       }
-      float row0 = fmaxf(m[0], fmaxf(a0, b0)), row1 = fmaxf(m[1], fmaxf(a1, b1));
+      float row0 = fmaxf(a0, b0), row1 = fmaxf(a1, b1);
       row0 = fmaxf(row0, __shfl_xor_sync(kAllLanes, row0, 2));
       row1 = fmaxf(row1, __shfl_xor_sync(kAllLanes, row1, 2));
       row0 = fmaxf(row0, __shfl_xor_sync(kAllLanes, row0, 1));
       row1 = fmaxf(row1, __shfl_xor_sync(kAllLanes, row1, 1));
+      if constexpr (kCapsLate) softcap.cap_maxima(row0, row1, S);
+      row0 = fmaxf(m[0], row0), row1 = fmaxf(m[1], row1);
       // A row that has seen nothing has m = -inf; any finite stand-in makes its exponentials 0.
       cm[0] = row0 == -kInfinity ? 0.f : row0 * c;
       cm[1] = row1 == -kInfinity ? 0.f : row1 * c;
       alpha[0] = exp2_approx(fmaf(m[0], c, -cm[0]));
       alpha[1] = exp2_approx(fmaf(m[1], c, -cm[1]));
       m[0] = row0, m[1] = row1;
+      if constexpr (kCapsLate) most[0] = softcap.most(row0), most[1] = softcap.most(row1);
     };
     // p = exp2(c S - c m) of 8 keys, and what they add to the row sums.
     const auto weights = [&](int g, float(&p)[4], float(&sum)[2]) {
       const float* s = S + 4 * g;
-      p[0] = exp2_approx(fmaf(s[0], c, -cm[0])), p[2] = exp2_approx(fmaf(s[2], c, -cm[1]));
-      p[1] = exp2_approx(fmaf(s[1], c, -cm[0])), p[3] = exp2_approx(fmaf(s[3], c, -cm[1]));
+      const auto exponent = [&](float x, int r) {
+        if constexpr (kCapsLate) return softcap.exponent(x, cm[r]);
+        return fmaf(x, c, -cm[r]);
+      };
+      p[0] = exp2_approx(exponent(s[0], 0)), p[2] = exp2_approx(exponent(s[2], 1));
+      p[1] = exp2_approx(exponent(s[1], 0)), p[3] = exp2_approx(exponent(s[3], 1));
       sum[0] += p[0], sum[1] += p[2], sum[0] += p[1], sum[1] += p[3];
     };
     const auto round_p = [&](int g, const float(&p)[4]) {
@@ -322,6 +357,7 @@ struct Forward {
         weights(g, p, sum);
         round_p(g, p);
       }
+      if constexpr (kCapsLate) softcap.end_block();
     };
 
     Ring<kWorkStages> work_ring;
@@ -347,7 +383,7 @@ struct Forward {
       const int row = work.m0 + w * kRows + thread_row;
       keys[0] = keys_of_row(work.band(), row);
       keys[1] = keys_of_row(work.band(), row + 8);
-      first_visible = visible_bits(keys, blocks.end - 1, lane);
+      first_visible = VisibleBits(keys, blocks.end - 1, lane);
     };
     if (!next_tile()) return;
     if (w == kConsumers - 1) give_turn();
@@ -367,46 +403,62 @@ struct Forward {
       if (!kTile.q_in_registers && blocks.end - blocks.begin == 1) release_q();
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
-      const Features<Element, kTileN> features(a, work, row, lane);
-      uint32_t bias[kRich ? kTileN / 4 : 1];
-      const auto finish_scores = [&](int j, bool masked) {
-        if constexpr (kRich) {
-          features.shape(j, bias, S);
-          if (masked) features.hide(keys, j, S);
+      const BlockFeatures features(a, work, row, lane);
+      MaskData<kTileN> mask_data;
+      const auto is_cut = [&](int j) { return j < blocks.clean_begin || j >= blocks.clean_end; };
+      const auto finish_scores = [&](int j, bool cut, bool partial) {
+        VisibleBits visible;
+        const bool masked = cut || partial;
+        if constexpr (kListsBlocks) {
+          if constexpr (!kMasksEarly) features.load_masks(j, partial, mask_data);
+          if (masked) visible = features.visible(j, cut, keys, partial, mask_data);
         } else {
-          if (masked) hide(visible_bits(keys, j, lane), S);
+          if (masked) visible = VisibleBits(keys, j, lane);
+        }
+        if constexpr (BlockFeatures::kShapes) {
+          features.shape(j, thread, bias, masked, visible, S);
+        }
+        if (masked) visible.set_others(-kInfinity, S);
+      };
+      const auto drop = [&](int j) {
+        if constexpr (kDrawsEarly) {
+          dropout.apply(P);
+        } else if constexpr (kFeatures & kDropout) {
+          if (a.problem.flags & TESSERA_DROPOUT) {
+            DropoutRows(a.problem, work, row, lane % 4).apply(j * (kTileN / 16), P);
+          }
         }
       };
-      if constexpr (kRich) features.load_bias(blocks.end - 1, bias);
-      if constexpr (kRich) {
-        finish_scores(blocks.end - 1, true);
-      } else {
-        if (blocks.end > blocks.clean_end || blocks.end <= blocks.clean_begin) {
-          hide(first_visible, S);
-        }
+      if constexpr (kDrawsEarly) {
+        dropout.start_tile(a.problem, work, row, lane % 4, blocks.end - 1);
+      }
+      const bool first_is_partial = uniform(is_partial(work, blocks.end - 1));
+      if constexpr (kMasksEarly) features.load_masks(blocks.end - 1, first_is_partial, mask_data);
+      if constexpr (kFeatures) {
+        finish_scores(blocks.end - 1, is_cut(blocks.end - 1), first_is_partial);
+      } else if (is_cut(blocks.end - 1)) {
+        first_visible.set_others(-kInfinity, S);
       }
       float alpha[2];
       row_max(alpha);
       all_weights(l);
-      if constexpr (kRich) {
-        if (drops) features.drop(blocks.end - 1, P);
-      }
+      drop(blocks.end - 1);
 
       int accumulate = 0;
-      const auto step = [&](int j, bool masked) {
+      const auto step = [&](int j, bool cut, bool partial) {
         const auto here = ring.next();
+        if constexpr (kMasksEarly) features.load_masks(j, partial, mask_data);
         k_barriers.wait(here);
         take_turn();
         issue_qk(here.stage);
         v_barriers.wait(ring);
-        issue_pv(ring.stage, accumulate);
+        issue_pv(ring.stage, accumulate, j);
         accumulate = 1;
         give_turn();
-        if constexpr (kRich) features.load_bias(j, bias);
         wgmma_wait<1>();
         pin(S);
         if (!kTile.q_in_registers && j == blocks.begin) release_q();
-        finish_scores(j, masked);
+        finish_scores(j, cut, partial);
         float sum[2] = {}, early[kTile.early_groups][4];
 #pragma unroll
         for (int g = 0; g < kTile.early_groups; ++g) weights(g, early[g], sum);
@@ -425,8 +477,9 @@ struct Forward {
           weights(g, p, sum);
           round_p(g, p);
         }
-        const bool fits = !needs_maximum && sum[0] <= kMostSum && sum[1] <= kMostSum &&
-                          fminf(m[0], m[1]) > -kInfinity;
+        bool fits = !needs_maximum && sum[0] <= kMostSum && sum[1] <= kMostSum &&
+                    fminf(m[0], m[1]) > -kInfinity;
+        if constexpr (kCapsLate) fits = fits && sum[0] <= most[0] && sum[1] <= most[1];
         if (!__all_sync(kAllLanes, fits)) {
           float alpha[2];
           row_max(alpha);
@@ -436,26 +489,26 @@ struct Forward {
           for (int e = 0; e < kTile.dv / 2; ++e) O[e] *= alpha[e / 2 % 2];
         }
         l[0] += sum[0], l[1] += sum[1];
-        if constexpr (kRich) {
-          if (drops) features.drop(j, P);
-        }
+        drop(j);
         ring = here;
       };
-      if constexpr (kRich) {
-        const auto before = [&](int j) { return uniform(work.before(j)); };
+      if constexpr (kFeatures) {
+        const auto before = [&](int j) { return uniform(block_before(work, j)); };
 #pragma unroll 1
         for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
-          step(j, uniform(work.is_partial(j)));
+          step(j, is_cut(j), uniform(is_partial(work, j)));
         }
       } else {
         int j = blocks.end - 2;
 #pragma unroll 1
-        for (; j >= blocks.clean_end; --j) step(j, true);
+        for (; j >= blocks.clean_end; --j) step(j, true, false);
 #pragma unroll 1
-        for (; j >= blocks.clean_begin; --j) step(j, false);
+        for (; j >= blocks.clean_begin; --j) step(j, false, false);
 #pragma unroll 1
-        for (; j >= blocks.begin; --j) step(j, true);
+        for (; j >= blocks.begin; --j) step(j, true, false);
       }
+
+      m[0] -= features.row_offset(0), m[1] -= features.row_offset(1);
 
       if (!kTile.q_in_registers) q_ring.advance();
       const auto done = work_ring;
@@ -470,7 +523,7 @@ struct Forward {
         take_turn();
         issue_qk(here.stage);
         v_barriers.wait(ring);
-        issue_pv(ring.stage, accumulate);
+        issue_pv(ring.stage, accumulate, 0);
         give_turn();
         rows = output.finish(w * kRows + thread_row, lane, c, m, l);
         if (kLooksAhead) start_tile();
@@ -480,7 +533,7 @@ struct Forward {
       } else {
         take_turn();
         v_barriers.wait(ring);
-        issue_pv(ring.stage, accumulate);
+        issue_pv(ring.stage, accumulate, 0);
         give_turn();
         rows = output.finish(w * kRows + thread_row, lane, c, m, l);
         wgmma_wait<0>();
@@ -491,31 +544,6 @@ struct Forward {
       __syncwarp();
       if (lane == 0) work_barriers.release(done);
       output.store(rows, lane, O);
-    }
-  }
-
-  // Of the two rows of a thread, the elements that a block shows.
-  struct VisibleBits {
-    uint32_t word[2][kWordsPerRow];
-  };
-  static __device__ __forceinline__ VisibleBits visible_bits(const KeyInterval (&keys)[2],
-                                                             int block, int lane) {
-    const int column = block * kTileN + 2 * (lane % 4);  // of element 0
-    VisibleBits visible;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int i = 0; i < kWordsPerRow; ++i) {
-        visible.word[r][i] = element_bits(keys[r].lo - column, keys[r].hi - column, i);
-      }
-    }
-    return visible;
-  }
-  static __device__ __forceinline__ void hide(const VisibleBits& visible, float (&S)[kTileN / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) {  // element e of row i / 2 % 2
-      const int e = i / 4 * 2 + i % 2;
-      S[i] = visible.word[i / 2 % 2][e / 32] >> (e % 32) & 1 ? S[i] : -kInfinity;
     }
   }
 };
@@ -532,7 +560,10 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
     tma_prefetch(&p.q);
     tma_prefetch(&p.k);
     tma_prefetch(&p.v);
-    for (int w = 0; w < kConsumers; ++w) shared.q_barriers(w).init(kWarpgroup / kWarp);
+    for (int w = 0; w < kConsumers; ++w) {
+      shared.q_barriers(w).init(kWarpgroup / kWarp);
+      shared.bias(w).barriers.init(kWarpgroup / kWarp);
+    }
     shared.k_barriers().init(kConsumers);
     shared.v_barriers().init(kConsumers);
     shared.work_barriers().init(1 + kConsumers * (kWarpgroup / kWarp));
@@ -558,7 +589,7 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
 
 template <typename Element, typename Row>
 Kernel make_forward(int dtype) {
-  return {dtype, Row::kRich, Row::kTile,
+  return {dtype, Row::kFeatures, Row::kTile,
           static_cast<int>(sizeof(typename Forward<Element, Row>::SharedStorage)),
           reinterpret_cast<const void*>(&forward<Element, Row>)};
 }

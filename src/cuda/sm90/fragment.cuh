@@ -3,6 +3,7 @@
 // stand at columns 8 (e / 2) + e % 2 from its first one; the four threads of a quad share the rows.
 #pragma once
 
+#include "cuda/common/score.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -18,6 +19,41 @@ __device__ __forceinline__ uint32_t low_bits(int n) {
 __device__ __forceinline__ uint32_t element_bits(int lo, int hi, int word = 0) {
   return low_bits(elements_before(hi) - 32 * word) & ~low_bits(elements_before(lo) - 32 * word);
 }
+
+// Bits 0, 1, 8, 9, 16, 17, 24 and 25, which are the thread's elements in 32 columns, side by side.
+__device__ __forceinline__ uint32_t elements_of_columns(uint32_t columns) {
+  const uint32_t pairs = columns & 0x03030303u;
+  const uint32_t fours = pairs | pairs >> 6;  // bits 0-3 and 16-19
+  return (fours & 0xf) | (fours >> 12 & 0xf0);
+}
+
+// Of the two rows of a thread in a block, the elements that are to be seen.
+template <int kTileN>
+struct VisibleBits {
+  static constexpr int kWords = (kTileN / 4 + 31) / 32;
+  uint32_t word[2][kWords];
+
+  VisibleBits() = default;
+  // Those of a band: keys[r] of row r.
+  __device__ __forceinline__ VisibleBits(const KeyInterval (&keys)[2], int block, int lane) {
+    const int column = block * kTileN + 2 * (lane % 4);  // of element 0
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        word[r][i] = element_bits(keys[r].lo - column, keys[r].hi - column, i);
+      }
+    }
+  }
+  // S = value where the others are.
+  __device__ __forceinline__ void set_others(float value, float (&S)[kTileN / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) {  // element e of row i / 2 % 2
+      const int e = i / 4 * 2 + i % 2;
+      S[i] = word[i / 2 % 2][e / 32] >> (e % 32) & 1 ? S[i] : value;
+    }
+  }
+};
 
 // x[i] of thread t of the quad becomes x[t] of thread i.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int thread) {

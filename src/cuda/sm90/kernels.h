@@ -11,7 +11,7 @@ namespace tessera::cuda::sm90 {
 
 struct Kernel {
   int dtype;  // of q, k, v, o
-  bool rich;
+  uint32_t features;  // of Feature
   ForwardTile tile;
   int shared_bytes;
   const void* function;  // takes ForwardParams

@@ -4,16 +4,17 @@
 //        at column 8 (e / 2) + 2 t + e % 2 of the block
 //   states [heads, row tiles, blocks]: BlockState
 //
-// A CTA packs one block under one row tile, a warp 32 rows of it, a row at a time.
+// A CTA packs one block under one row tile, a quad of threads a row. The threads of a quad take
+// turns over the groups of 8 keys, and trade the bits.
+#include <type_traits>
+
 #include "cuda/sm90/blocks.cuh"
 #include "cuda/sm90/pack_mask.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kPiece =
-    64;  // columns that one row of a warp packs at a time, 16 bits a thread of a quad
+constexpr int kThreads = 256;
 
 struct PackParams {
   View mask;
@@ -21,37 +22,81 @@ struct PackParams {
   int rows, keys;
   int tile_m, tile_n, tiles, blocks;
   int drop;  // true = hidden
-  uint16_t* bits;
+  void* bits;
   uint8_t* states;
 };
 
+// Bit i: byte i of the word is not 0.
+__device__ __forceinline__ uint32_t bits_of_bytes(uint32_t word) {
+  const uint32_t top = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
+  return top * 0x00204081u >> 28;  // bits 7, 15, 23 and 31 to 28 ... 31
+}
+
+// Bits of 8 keys of a row, those from `key` on; keys past the row are hidden. Vectors: the row is
+// dense and aligned to 8 bytes.
+template <bool kVectors>
+__device__ __forceinline__ uint32_t bits_of_group(const PackParams& p, const uint8_t* row,
+                                                  int key) {
+  const uint32_t exist = key + 8 <= p.keys ? 0xffu
+                         : key < p.keys    ? 0xffu >> (key + 8 - p.keys)
+                                           : 0u;
+  uint32_t bits = 0;
+  if (kVectors && exist == 0xff) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(row + key);
+    bits = bits_of_bytes(bytes.x) | bits_of_bytes(bytes.y) << 4;
+  } else {
+    for (int i = 0; i < 8; ++i) {
+      if (exist >> i & 1 && row[(key + i) * p.mask.stride[3]] != 0) bits |= 1u << i;
+    }
+  }
+  return (p.drop ? ~bits : bits) & exist;
+}
+
+// Byte i of thread t has the four pairs of bits of group 4 i + t; becomes, byte by byte, pair t of
+// the groups 4 i ... 4 i + 3.
+__device__ __forceinline__ uint32_t transpose_pairs(uint32_t x, int thread) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const uint32_t low = bit == 1 ? 0x33333333u : 0x0f0f0f0fu;  // pairs whose number lacks the bit
+    const int shift = 2 * bit;
+    const bool upper = thread & bit;
+    const uint32_t got = __shfl_xor_sync(kAllLanes, x, bit);
+    x = upper ? (x & ~low) | (got >> shift & low) : (x & low) | (got << shift & ~low);
+  }
+  return x;
+}
+
+template <int kTileN, bool kVectors>
 __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
+  using Word = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
+  constexpr int kWords = kTileN / 32;  // groups of a thread
   const int block = blockIdx.x, tile = blockIdx.y;
   const int batch = blockIdx.z / p.heads, head = blockIdx.z % p.heads;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int pieces = p.tile_n / kPiece;
-  const int end_row = min((tile + 1) * p.tile_m, p.rows);
+  const int quad = threadIdx.x % 4;
+  const int first_row = tile * p.tile_m, end_row = min(first_row + p.tile_m, p.rows);
   bool any = false, all = true;
-  for (int row = tile * p.tile_m + warp; row < end_row; row += kThreads / kWarp) {
-    const auto* bytes =
-        static_cast<const uint8_t*>(p.mask.data) + offset_of(p.mask, batch, head, row);
-    for (int piece = 0; piece < pieces; ++piece) {
-      const int column = block * p.tile_n + piece * kPiece + lane;
-      const auto visible = [&](int key) {
-        return key < p.keys && (bytes[key * p.mask.stride[3]] != 0) != (p.drop != 0);
-      };
-      const bool left = visible(column), right = visible(column + kWarp);
-      any |= left || right;
-      all &= (left || column >= p.keys) && (right || column + kWarp >= p.keys);
-      const uint32_t words[2] = {__ballot_sync(kAllLanes, left), __ballot_sync(kAllLanes, right)};
-      if (lane >= 4) continue;
-      uint32_t packed = 0;
+#pragma unroll 2
+  for (int start = first_row; start < first_row + p.tile_m; start += kThreads / 4) {
+    const int row = start + threadIdx.x / 4;
+    uint32_t bits = 0;
+    if (row < end_row) {
+      const auto* bytes =
+          static_cast<const uint8_t*>(p.mask.data) + offset_of(p.mask, batch, head, row);
 #pragma unroll
-      for (int g = 0; g < kPiece / 8; ++g) {
-        packed |= (words[g / 4] >> (8 * (g % 4) + 2 * lane) & 3) << (2 * g);
+      for (int i = 0; i < kWords; ++i) {
+        const int key = block * kTileN + 8 * (4 * i + quad);
+        const uint32_t group = bits_of_group<kVectors>(p, bytes, key);
+        any |= group != 0;
+        all &= group == (key + 8 <= p.keys ? 0xffu
+                         : key < p.keys    ? 0xffu >> (key + 8 - p.keys)
+                                           : 0u);
+        bits |= group << (8 * i);
       }
-      const int64_t at = ((static_cast<int64_t>(blockIdx.z) * p.rows + row) * p.blocks + block) * 4;
-      p.bits[(at + lane) * pieces + piece] = static_cast<uint16_t>(packed);
+    }
+    bits = transpose_pairs(bits, quad);
+    if (row < end_row) {
+      const int64_t at = (static_cast<int64_t>(blockIdx.z) * p.rows + row) * p.blocks + block;
+      static_cast<Word*>(p.bits)[at * 4 + quad] = static_cast<Word>(bits);
     }
   }
   any = __syncthreads_or(any);
@@ -91,7 +136,7 @@ Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, F
   p.tiles = static_cast<int>(up(p.rows, p.tile_m));
   p.blocks = static_cast<int>(up(p.keys, p.tile_n));
   p.drop = (a.problem.flags & TESSERA_MASK_DROP) != 0;
-  p.bits = static_cast<uint16_t*>(workspace);
+  p.bits = workspace;
   p.states = static_cast<uint8_t*>(workspace) + bytes_of_bits(mask, tile);
   a.mask_bits = workspace;
   a.mask_states = p.states;
@@ -102,8 +147,11 @@ Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, F
   a.mask_stride_batch = mask.extent[0] > 1 ? p.heads : 0;
   const dim3 grid(static_cast<unsigned>(p.blocks), static_cast<unsigned>(p.tiles),
                   static_cast<unsigned>(mask.extent[0] * mask.extent[1]));
-  pack<<<grid, kThreads, 0, stream>>>(p);
-  return cuda_status(cudaGetLastError(), "cudaLaunchKernel (pack_mask)");
+  const bool vectors = p.mask.stride[3] == 1 && p.mask.vector_bytes >= 8;
+  const auto kernel = tile.tile_n == 64 ? (vectors ? pack<64, true> : pack<64, false>)
+                                        : (vectors ? pack<128, true> : pack<128, false>);
+  return launch_kernel("pack_mask", reinterpret_cast<const void*>(kernel), grid, kThreads, 0, &p,
+                       stream);
 }
 
 }  // namespace tessera::cuda::sm90

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include "cuda/common/params.h"
 
@@ -54,7 +55,15 @@ struct ForwardParams {
   const uint8_t* mask_states;  // [heads, mask_tiles, mask_blocks]
   int mask_rows, mask_tiles, mask_blocks;
   int mask_stride_batch, mask_stride_head;
+
+  // Lowest and highest id of each block of keys (segments.h); null without segments.
+  const int2* segments;
+
+  // A bias that TMA reads; an axis that is broadcast has factor 0.
+  CUtensorMap bias;
+  int bias_in_tiles, bias_columns, bias_factor_batch, bias_factor_head;
 };
+
 static_assert(sizeof(ForwardParams) <= 4096, "kernel arguments are 4 KB");
 
 }  // namespace tessera::cuda::sm90

@@ -9,8 +9,9 @@
 
 namespace tessera::cuda::sm90 {
 
-// The first row of the table that holds the head dims; null: none.
-const Kernel* find_kernel(bool rich, int dtype, int64_t dqk, int64_t dv);
+// The kernel that knows the features (of Feature) and has the least head dims of those that hold
+// these; the first such row of the table. Null: none.
+const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv);
 
 // fallback: runs the same problems when a base address is not what TMA wants.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,

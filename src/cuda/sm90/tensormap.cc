@@ -23,6 +23,10 @@ Encode driver_encode() {
 
 }  // namespace
 
+CUtensorMapDataType type_of_map(int dtype) {
+  return dtype == TESSERA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map) {
   const Encode encode = driver_encode();
   if (encode == nullptr) return failed("cuTensorMapEncodeTiled: not found in the driver");
@@ -59,8 +63,7 @@ Status map_of(const Problem& problem, const Buffers& buffers, int index, int box
               CUtensorMap* map) {
   const Tensor& t = problem.tensor[index];
   MapShape shape;
-  shape.type = t.dtype == TESSERA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  shape.type = type_of_map(t.dtype);
   shape.batch = t.extent[0];
   shape.rows = t.extent[1];
   shape.heads = t.extent[2];

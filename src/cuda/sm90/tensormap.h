@@ -31,6 +31,8 @@ struct MapShape {
   bool ragged;
 };
 
+CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type
+
 // base must be aligned to 16 bytes and no extent may be 0.
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map);
 

@@ -2,7 +2,22 @@
 // The shape of a kernel. The table of those that are built is tiles.def.
 #pragma once
 
+#include <cstdint>
+
 namespace tessera::cuda::sm90 {
+
+// What a kernel knows beyond the band, lengths and sinks. A base class of what speaks of it.
+struct Feature {
+  enum : uint32_t {
+    kAlibi = 1,
+    kSoftcap = 2,
+    kDropout = 4,
+    kMasks = 8,  // dense masks, key ranges, segments
+    kBias = 16,
+    kEverything = 31,
+    kBiasTiles = 32,  // a bias that TMA can read, by tiles
+  };
+};
 
 // A CTA is one producer warpgroup and `consumers` warpgroups of 64 query rows each.
 struct ForwardTile {
