@@ -27,7 +27,7 @@ dtype's native width), % DRAM of reading memory (where a case does little with e
 does), both measured between the samples.
 On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
 peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
-products and softmax: oneDNN's in bf16 and fp16), numpy (unfused); on a GPU
+products and softmax: oneDNN's in bf16), numpy (unfused); on a GPU
 also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed)."""
 
 
@@ -44,6 +44,8 @@ def add_parser(commands):
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="of tessera and of torch")
     mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_const", dest="mode", const="quick",
+                      help="five samples of each and no more")
     mode.add_argument("--sustained", action="store_const", dest="mode", const="sustained",
                       default="normal", help="longer, until the clock has settled")
     mode.add_argument("--burst", action="store_const", dest="mode", const="burst",

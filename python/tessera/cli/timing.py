@@ -22,8 +22,9 @@ class Mode:
     pause: float
 
 
-MODES = {"burst": Mode("burst", 7, 0.5, 0.15), "normal": Mode("normal", 7, 1.5, 0.0),
-         "sustained": Mode("sustained", 20, 12.0, 0.0)}
+MODES = {mode.name: mode for mode in (
+    Mode("quick", 5, 0.2, 0.0), Mode("burst", 7, 0.5, 0.15), Mode("normal", 7, 1.5, 0.0),
+    Mode("sustained", 20, 12.0, 0.0))}
 
 
 @dataclasses.dataclass
