@@ -9,8 +9,8 @@ import re
 import sys
 
 # Bytes of spill stores. Those that are there save loop-invariant values, outside of the inner loops.
-# sm90's rich kernels spill around the loads of fp32 and unaligned bias; its lean ones at d256 188 bytes.
-BUDGET = {"tessera_cuda_common": 0, "tessera_cuda_sm80": 320, "tessera_cuda_sm90": 960}
+# sm90's forward kernel of every feature spills 412 at d256 and 284 at d64, those of one feature at most 8.
+BUDGET = {"tessera_cuda_common": 0, "tessera_cuda_sm80": 320, "tessera_cuda_sm90": 416}
 
 # What ptxas says when it cannot keep wgmma asynchronous: half the speed.
 SERIALISED = re.compile(r"\(C75\d\d\).*")
