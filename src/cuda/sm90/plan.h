@@ -10,8 +10,9 @@
 namespace tessera::cuda::sm90 {
 
 // The kernel that knows the features (of Feature) and has the least head dims of those that hold
-// these; the first such row of the table. Null: none.
-const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv);
+// these; the first such row of the table whose tiles have at most so many consumers. Null: none.
+const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv,
+                          int most_consumers = 3);
 
 // fallback: runs the same problems when a base address is not what TMA wants.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
