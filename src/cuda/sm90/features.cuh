@@ -112,7 +112,7 @@ class Features : Feature {
 
   // ---- masks over (query, key) ----
 
-  // What hide() needs of a block that a data mask cuts, asked for before its scores are there.
+  // What visible() needs of a block that a data mask cuts; may be asked for before its scores.
   __device__ __forceinline__ void load_masks(int block, bool partial, MaskData& data) const {
     if (!partial) return;
     if (a_.mask_bits) {

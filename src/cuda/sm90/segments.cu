@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kThreads) find(const __grid_constant__ FindPar
   }
   lowest = __reduce_min_sync(kAllLanes, lowest);
   highest = __reduce_max_sync(kAllLanes, highest);
-  if (lane == 0) {
-    a.segments[slot_of_keys(p, keys, block.n, a.tile_n) + block.begin / a.tile_n] = {lowest, highest};
-  }
+  if (lane > 0) return;
+  const int first = slot_of_keys(p, keys, block.n, a.tile_n);
+  a.segments[first + block.begin / a.tile_n] = {lowest, highest};
 }
 
 }  // namespace
