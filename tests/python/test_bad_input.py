@@ -63,7 +63,9 @@ def test_bases_are_legal(name):
 def short(x):
     if isinstance(x, (tuple, list)):
         return "(" + ", ".join(map(short, x)) + ")"
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else repr(x)[:30]
+    if isinstance(x, np.ndarray):
+        return f"{x.dtype}{list(x.shape)}"
+    return type(x).__name__ if " at 0x" in repr(x) else repr(x)[:30]  # an address is no name
 
 
 MUTATIONS = []  # (id, base, field that the message names, changed keywords)

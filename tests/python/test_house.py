@@ -52,7 +52,7 @@ def python_blocks():
             yield pytest.param(code, id=f"{name_of(document)}-{number}")
 
 
-@pytest.mark.parametrize("code", python_blocks())
+@pytest.mark.parametrize("code", list(python_blocks()))
 def test_python_block_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "<document>", "exec"), {"__name__": "document"})
