@@ -7,13 +7,18 @@ spelled it."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .. import _args, _explain, _lib
 from . import _describe, _ops, _tensors
 
-_MAX_KEPT = 512
-_kept: dict = {}  # options -> SCALARS
+
+@functools.lru_cache(maxsize=512, typed=True)
+def _kept(*options) -> list:
+    """One list for each set of options, 1, 1.0 and True being three; holds SCALARS once known."""
+    return []
 
 
 def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, window=None, align=None,
@@ -61,19 +66,17 @@ def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, windo
                off_by_one, drop is not None, bias is not None,
                seqlens_q is seqlens_k and seqlens_q is not None or
                cu_seqlens_q is cu_seqlens_k and cu_seqlens_q is not None)
-    wanted = return_lse, return_max_logit
     if torch.compiler.is_compiling():
         o, lse, max_logit = _traced(out, (*tensors, *_describe.scalars(*options), return_max_logit))
     else:
-        key = options, wanted, (*map(type, options), *map(type, wanted))
         try:
-            values = _kept.get(key)
+            kept = _kept(*options, return_lse, return_max_logit)
         except TypeError:  # something unhashable, which is illegal
-            values = None
+            kept = []
         try:
-            if values is None:
-                values = _learn(key, locals())
-            o, lse, max_logit = _apply(out, (*tensors, *values, return_max_logit))
+            if not kept:
+                kept.append(_learn(locals()))
+            o, lse, max_logit = _apply(out, (*tensors, *kept[0], return_max_logit))
         except (RuntimeError, TypeError, AttributeError, OverflowError) as error:
             raise _diagnose("attention", locals(), error) from None
     if not return_lse and not return_max_logit:
@@ -184,16 +187,12 @@ def _apply(out, arguments):
         return _ops.attention(*arguments)
 
 
-def _learn(key, given: dict) -> tuple:
+def _learn(given: dict) -> tuple:
     """SCALARS of options that were not seen before, all checked by _args."""
     call = _describe.Call("attention", given)
     for name in ("return_lse", "return_max_logit"):
         call.arguments.boolean(name, given[name])
-    values = call.scalars()
-    if len(_kept) >= _MAX_KEPT:
-        _kept.clear()
-    _kept[key] = values
-    return values
+    return call.scalars()
 
 
 def _diagnose(operation: str, given: dict, error: Exception) -> Exception:
