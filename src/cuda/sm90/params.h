@@ -40,7 +40,7 @@ struct ForwardParams {
   Params problem;
 
   // The order of `tiles` row tiles (schedule.cuh). Dense problems have tiles_m a head, and sections
-  // of heads whose keys and values fit in L2 together; sections divide the heads evenly.
+  // of heads (forward.cc says how many); sections divide the heads evenly.
   int tiles;
   Divisor tiles_m, heads, heads_per_section, per_section;
   int longest_first;

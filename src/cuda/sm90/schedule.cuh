@@ -88,7 +88,7 @@ struct PackedOrder {
 template <int kTileM, int kTileN>
 struct Schedule {
   // The tile that stands at `index` in the order of all tiles. Causal problems have the longest
-  // tiles first; the heads of a section, whose keys fit in L2 together, stand side by side.
+  // tiles first; the heads of a section stand side by side.
   static __device__ __forceinline__ void decode(const ForwardParams& a, const PackedOrder& order,
                                                 int index, Work& work) {
     const Params& p = a.problem;
