@@ -129,7 +129,7 @@ def _scaling(plt, results, against):
         sizes = dict(word.split("=", 1) for word in words if "=" in word)
         length = sizes.get("s") or sizes.get("sk")
         rest = " ".join(word for word in words if not word.startswith(("s=", "sk=")))
-        threads = f", {result['threads']} threads" if result.get("threads") else ""
+        threads = f" threads={result['threads']}" if result.get("threads") else ""
         for name in ("tessera", *against):
             label = f"{name}: {rest}{threads}"
             lines.setdefault(label, []).append((int(length), _of_peer(result, name, "tflops")))
