@@ -84,9 +84,10 @@ Status check_dtype(const Problem& p, int index) {
     if ((allowed & bit(dtype)) == 0) continue;
     names += (names.empty() ? "" : " or ") + std::string(dtype_name(dtype));
   }
-  return invalid("%s.dtype=%s: must be %s beside q in %s; convert it", name_of(p, index),
-                 dtype_name(p.tensor[index].dtype).data(), names.c_str(),
-                 dtype_name(p.tensor[TESSERA_Q].dtype).data());
+  if (index != TESSERA_Q)
+    names += " beside q in " + std::string(dtype_name(p.tensor[TESSERA_Q].dtype));
+  return invalid("%s.dtype=%s: must be %s; convert it", name_of(p, index),
+                 dtype_name(p.tensor[index].dtype).data(), names.c_str());
 }
 
 // ---- shapes ----

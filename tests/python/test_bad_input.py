@@ -338,6 +338,15 @@ def test_mutation(base, field, changes):
         np.testing.assert_array_equal(x, before[name])
 
 
+@pytest.mark.parametrize("name, beside", [("q", ""), ("k", " beside q in fp32")])
+def test_a_dtype_is_measured_by_that_of_q(name, beside):
+    call = BASES["packed"]
+    with pytest.raises(ValueError) as raised:
+        tessera.attention(**(call | {name: call[name].astype(I32)}))
+    assert f"{name}.dtype=int32: must be " in str(raised.value)
+    assert ("beside" in str(raised.value)) == bool(beside) and beside in str(raised.value)
+
+
 def test_there_are_hundreds():
     assert len(MUTATIONS) > 600
 
