@@ -55,7 +55,13 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
   p.dv = narrow(sizes.dv);
   p.thd_q = is_thd_q(problem);
   p.thd_k = is_thd_k(problem);
-  if (p.thd_q || p.thd_k) p.batch = std::max(p.batch, 1);
+  if (p.batch == 0 && (p.thd_q || p.thd_k)) {
+    // Packed rows of no sequences are rows of a sequence of length 0; a padded side has none then.
+    p.batch = 1;
+    if (!p.thd_q) p.sq = 0;
+    if (!p.thd_k) p.sk = 0;
+    for (const int index : {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K}) p.tensor[index].data = nullptr;
+  }
   if (is_paged(problem)) {
     p.page_size = narrow(problem.tensor[TESSERA_K].extent[1]);
     p.max_pages = narrow(problem.tensor[TESSERA_PAGE_TABLE_K].extent[1]);
