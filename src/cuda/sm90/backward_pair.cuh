@@ -5,19 +5,21 @@
 // The pair owns 128 keys of one key head, 64 a CTA, and walks the blocks of 64 queries that see
 // them. In a CTA the products are split by role:
 //
-//   warpgroup 0  producer   one thread; each CTA asks for half of a block of Q and dO, for both
+//   warpgroup 0  producer   one thread
 //   warpgroup 1  scores     S^T = K Q^T -> P^T -> dV += P^T dO
 //   warpgroup 2  gradients  dP^T = V dO^T, dS^T = P^T (dP^T - delta) -> dK += dS^T Q
 //
 // P goes from one to the other in fp32, through shared memory. dS goes to the other CTA too: with
 // the dS of all 128 keys a CTA makes half of dQ's columns, so that dQ is added to memory once for
-// 128 keys; it needs those columns of the other's K. dQ of block i - 1 is made together with S and
-// dP of block i, and added while dV and dK run.
+// 128 keys; it needs those columns of the other's K. dQ of block i - 1 is made after dS of block i,
+// so that what travels between the CTAs has a whole step. Each CTA loads Q and dO for itself:
+// shared by multicast, a stage is free only when both have used it, and one waits for the other at
+// every block.
 //
 //   barrier          arrivals                  says
 //   kv               1 + bytes                 K, V and the other's half of K have arrived
 //   q.full[s]        1 + bytes                 a block and its lse2 have arrived; so grad_o, delta
-//   q.empty[s]       16 (warps of both CTAs)   both CTAs have used it: it may be written in both
+//   q.empty[s]       8 (warps)                 the block has been used
 //   weights.full     4                         P of the block is in shared memory
 //   weights.empty    4                         and has been read
 //   ds.full[b]       4 + bytes                 dS of both CTAs is there
@@ -41,7 +43,8 @@ template <typename Element, typename Row>
 struct BackwardPair {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kTileM = 64, kTileN = 128, kKeys = 64;  // of a pair; of a CTA
-  static constexpr int kQStages = 2, kGradOStages = kTile.grad_o_stages, kBuffers = 2;
+  static constexpr int kQStages = kTile.grad_o_stages == 1 ? 2 : 3;
+  static constexpr int kGradOStages = kTile.grad_o_stages, kBuffers = 2;
   static constexpr int kWarps = 4, kCtas = 2;
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // Element 4 i + j of a thread's accumulators of dQ lies at 4 (128 i + thread) + j of the part
@@ -128,8 +131,8 @@ struct BackwardPair {
           mbarrier_init(barriers.empty(stage), empty);
         }
       };
-      init_stages(q_barriers(), kQStages, 1, 2 * kCtas * kWarps);
-      init_stages(grad_o_barriers(), kGradOStages, 1, 2 * kCtas * kWarps);
+      init_stages(q_barriers(), kQStages, 1, 2 * kWarps);
+      init_stages(grad_o_barriers(), kGradOStages, 1, 2 * kWarps);
       init_stages(weight_barriers(), 1, kWarps, kWarps);
       init_stages(ds_barriers(), kBuffers, kWarps, 2 * kCtas * kWarps);
       mbarrier_init_fence();
@@ -154,17 +157,19 @@ struct BackwardPair {
     return map_row(ragged, rows, min(row, rows.length - 1));
   }
 
-  // Half of a block, to both CTAs.
+  // A block by the boxes of half its rows.
   template <typename Tile>
-  static __device__ __forceinline__ void load_half(uint32_t tile, const CUtensorMap* map,
-                                                   uint32_t barrier, int head, const Rows& rows,
-                                                   bool ragged, int block, int rank) {
-    const int half = rank * kTileM / 2;
-    const MapRow row = existing_row(ragged, rows, block * kTileM + half);
+  static __device__ __forceinline__ void load_block(uint32_t tile, const CUtensorMap* map,
+                                                    uint32_t barrier, int head, const Rows& rows,
+                                                    bool ragged, int block) {
 #pragma unroll
-    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
-      tma_load_multicast(tile + chunk * Tile::kChunkBytes + half * kChunkRowBytes, map, barrier,
-                         (1 << kCtas) - 1, chunk * kChunkColumns, head, row.c2, row.c3, rows.batch);
+    for (int half = 0; half < kTileM; half += kTileM / 2) {
+      const MapRow row = existing_row(ragged, rows, block * kTileM + half);
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+        tma_load(tile + chunk * Tile::kChunkBytes + half * kChunkRowBytes, map, barrier,
+                 chunk * kChunkColumns, head, row.c2, row.c3, rows.batch);
+      }
     }
   }
 
@@ -201,14 +206,13 @@ struct BackwardPair {
       for (int block = begin; block < end; ++block) {
         const int64_t row = (int64_t{head} * a.slots + tile.first_slot + block) * kTileM;
         const uint32_t q = acquire(q_barriers, q_ring, QTile::kBytes + kTileM * 4);
-        load_half<QTile>(shared.q(q_ring.stage), &a.q_half, q, head, tile.q, a.ragged_q, block,
-                         rank);
+        load_block<QTile>(shared.q(q_ring.stage), &a.q_half, q, head, tile.q, a.ragged_q, block);
         bulk_load(shared.lse2(q_ring.stage), a.lse2 + row, kTileM * 4, q);
         q_ring.advance();
         const uint32_t grad_o =
             acquire(grad_o_barriers, grad_o_ring, GradOTile::kBytes + kTileM * 4);
-        load_half<GradOTile>(shared.grad_o(grad_o_ring.stage), &a.grad_o_half, grad_o, head, tile.q,
-                             a.ragged_q, block, rank);
+        load_block<GradOTile>(shared.grad_o(grad_o_ring.stage), &a.grad_o_half, grad_o, head,
+                              tile.q, a.ragged_q, block);
         bulk_load(shared.delta(grad_o_ring.stage), a.delta + row, kTileM * 4, grad_o);
         grad_o_ring.advance();
       }
@@ -325,10 +329,7 @@ struct BackwardPair {
                                                               q + QTile::k_major_step(i), i > 0);
       }
       wgmma_commit();
-      // The first time there is no block before: what comes out is thrown away.
-      if (previous_slot >= 0) ds_barriers.wait(ds_ring);
-      part.issue(shared, ds_ring.stage, dQ);
-      wgmma_wait<1>();
+      wgmma_wait<0>();
       pin(S);
 
       const uint32_t lse2 = shared.lse2(q_ring.stage) + 8 * quad;
@@ -354,12 +355,8 @@ struct BackwardPair {
       __syncwarp();
       if (lane == 0) {
         mbarrier_arrive(weight_barriers.full(0));
-        release(q_barriers, q_ring.stage);
+        mbarrier_arrive(q_barriers.empty(q_ring.stage));
       }
-      wgmma_wait<0>();
-      pin(dQ);
-      if (lane == 0 && previous_slot >= 0) release(ds_barriers, ds_ring.stage);
-
       grad_o_barriers.wait(grad_o_ring);
       const uint64_t grad_o = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
       pin(dV);
@@ -370,13 +367,19 @@ struct BackwardPair {
                                                         grad_o + GradOTile::mn_major_step(i), 1);
       }
       wgmma_commit();
+      // The first time there is no block before: what comes out is thrown away.
+      if (previous_slot >= 0) ds_barriers.wait(ds_ring);
+      part.issue(shared, ds_ring.stage, dQ);
+      wgmma_wait<1>();
+      pin(dV);
+      if (lane == 0) mbarrier_arrive(grad_o_barriers.empty(grad_o_ring.stage));
+      wgmma_wait<0>();
+      pin(dQ);
       if (previous_slot >= 0) {
+        if (lane == 0) release(ds_barriers, ds_ring.stage);
         if (sums) part.add(sums + int64_t{previous_slot} * kBlockOfDq, thread, dQ);
         ds_ring.advance();
       }
-      wgmma_wait<0>();
-      pin(dV);
-      if (lane == 0) release(grad_o_barriers, grad_o_ring.stage);
       previous_slot = slot;
       q_ring.advance();
       grad_o_ring.advance();
@@ -424,9 +427,7 @@ struct BackwardPair {
             dP, v + VTile::k_major_step(i), grad_o + GradOTile::k_major_step(i), i > 0);
       }
       wgmma_commit();
-      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
-      part.issue(shared, previous_ring.stage, dQ);
-      wgmma_wait<1>();
+      wgmma_wait<0>();
       pin(dP);
 
       weight_barriers.wait(weight_ring);
@@ -442,7 +443,7 @@ struct BackwardPair {
       __syncwarp();
       if (lane == 0) {
         weight_barriers.release(weight_ring);
-        release(grad_o_barriers, grad_o_ring.stage);
+        mbarrier_arrive(grad_o_barriers.empty(grad_o_ring.stage));
       }
       mbarrier_wait_for_cluster(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       const uint32_t ds = shared.ds(ds_ring.stage);
@@ -455,10 +456,6 @@ struct BackwardPair {
       if (lane == 0)
         send(shared, ds_barriers.full(ds_ring.stage), ds + warp_row * kChunkRowBytes, thread == 0,
              1 - rank);
-      wgmma_wait<0>();
-      pin(dQ);
-      if (lane == 0 && previous_slot >= 0) release(ds_barriers, previous_ring.stage);
-
       q_barriers.wait(q_ring);
       const uint64_t q = QTile::mn_major(shared.q(q_ring.stage));
       pin(dK);
@@ -469,13 +466,18 @@ struct BackwardPair {
                                                          q + QTile::mn_major_step(i), 1);
       }
       wgmma_commit();
+      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      part.issue(shared, previous_ring.stage, dQ);
+      wgmma_wait<1>();
+      pin(dK);
+      if (lane == 0) mbarrier_arrive(q_barriers.empty(q_ring.stage));
+      wgmma_wait<0>();
+      pin(dQ);
       if (previous_slot >= 0) {
+        if (lane == 0) release(ds_barriers, previous_ring.stage);
         if (sums) part.add(sums + int64_t{previous_slot} * kBlockOfDq, thread, dQ);
         previous_ring.advance();
       }
-      wgmma_wait<0>();
-      pin(dK);
-      if (lane == 0) release(q_barriers, q_ring.stage);
       previous_slot = slot;
       q_ring.advance();
       grad_o_ring.advance();

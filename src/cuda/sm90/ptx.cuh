@@ -78,17 +78,6 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// The same into the same place of every CTA of the cluster whose bit is set in `ctas`; completes on the
-// barrier of each.
-__device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtensorMap* map,
-                                                   uint32_t barrier, uint16_t ctas, int c0, int c1,
-                                                   int c2, int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(ctas)
-      : "memory");
-}
 // `bytes` contiguous bytes, a multiple of 16, from an address that is one too.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier) {
