@@ -91,10 +91,9 @@ class Sm90Backend final : public Backend {
                       [&] { return text(name, dim, "must be a multiple of 8"); });
     }
     const int dtype = p.tensor[TESSERA_Q].dtype;
-    support.require(find_kernel(0, dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim,
-                    Remedy::kNone, [&] {
-                      return text("head_dim_qk", s.dqk, "and head_dim_v must be at most 256");
-                    });
+    support.require(
+        find_kernel(0, dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
+        [&] { return text("head_dim_qk", s.dqk, "and head_dim_v must be at most 256"); });
     for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
       support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
                       [&] { return text(name, extent, "must be in [1, 2^24]"); });

@@ -10,7 +10,7 @@
 namespace tessera::cuda::sm90 {
 
 struct Kernel {
-  int dtype;  // of q, k, v, o
+  int dtype;          // of q, k, v, o
   uint32_t features;  // of Feature
   ForwardTile tile;
   int shared_bytes;

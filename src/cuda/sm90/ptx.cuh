@@ -17,7 +17,8 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// ---- mbarrier: counts arrivals and the bytes of bulk copies; waits name the parity of a phase ----
+// ---- mbarrier: counts arrivals and the bytes of bulk copies; waits name the parity of a phase
+// ----
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -32,8 +33,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Sleeps in hardware, up to 10 ms at a time, until the phase of this parity has completed. A build with
-// TESSERA_BOUNDED_WAITS says who waits for what and traps after some 10 ms instead of hanging.
+// Sleeps in hardware, up to 10 ms at a time, until the phase of this parity has completed. A build
+// with TESSERA_BOUNDED_WAITS says who waits for what and traps after some 10 ms instead of hanging.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef TESSERA_BOUNDED_WAITS
   const long long start = clock64();
@@ -48,8 +49,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         : "r"(barrier), "r"(parity)
         : "memory");
     if (!done && clock64() - start > 20000000) {
-      printf("cta %d thread %d: waits for barrier %u, parity %u\n", blockIdx.x, threadIdx.x, barrier,
-             parity);
+      printf("cta %d thread %d: waits for barrier %u, parity %u\n", blockIdx.x, threadIdx.x,
+             barrier, parity);
       __trap();
     }
   }
@@ -82,8 +83,8 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -116,12 +117,13 @@ __device__ __forceinline__ void mbarrier_wait_for_cluster(uint32_t barrier, uint
       "r"(parity)
       : "memory");
 }
-// `bytes` of this CTA's shared memory to another's; completes on a barrier there. to and barrier: of
-// address_in().
-__device__ __forceinline__ void copy_to_cta(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
+// `bytes` of this CTA's shared memory to another's; completes on a barrier there. to and barrier:
+// of address_in().
+__device__ __forceinline__ void copy_to_cta(uint32_t to, uint32_t from, int bytes,
+                                            uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
       "r"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -175,7 +177,8 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* r)
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
-// What this thread has written to shared memory becomes visible to wgmma and TMA, once a barrier says so.
+// What this thread has written to shared memory becomes visible to wgmma and TMA, once a barrier
+// says so.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -190,8 +193,8 @@ __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   return v;
 }
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
                : "memory");
 }
 __device__ __forceinline__ float4 load_shared_four(uint32_t address) {
@@ -203,7 +206,8 @@ __device__ __forceinline__ float4 load_shared_four(uint32_t address) {
 }
 // *to += (a, b, c, d), each an atomic of its own; to is 16-byte aligned.
 __device__ __forceinline__ void add_to_global(float* to, float a, float b, float c, float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
+               "f"(d)
                : "memory");
 }
 
@@ -235,8 +239,8 @@ __device__ __forceinline__ void store_release(int* to, int x) {
 // A value that is the same in all lanes, in a way that the compiler can see: it then uses uniform
 // registers for what is computed from it. Descriptors in vector registers cost an R2UR per wgmma.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAllLanes, x, 0); }
-// The same for a value that was loaded, of which the compiler knows that all lanes have it and yet keeps it
-// in a vector register: a reduction of a warp has its result in a uniform one.
+// The same for a value that was loaded, of which the compiler knows that all lanes have it and yet
+// keeps it in a vector register: a reduction of a warp has its result in a uniform one.
 __device__ __forceinline__ int uniform_register(int x) {
   int y;
   asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
