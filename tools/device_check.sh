@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything that needs a GPU, in one go, on a machine that has one: build, conformance through C and
-# PyTorch, exact properties, sanitizers, benches. Prints each stage's own summary lines.
-#   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties sanitizer bench (default: all)
+# PyTorch, exact properties, sanitizers, random sleeps, benches. Prints each stage's own summary lines.
+#   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties sanitizer chaos bench (default: all)
 set -uo pipefail
 cd "$(dirname "$0")/.."
-stages=${*:-build cases nightly torch properties sanitizer bench}
+stages=${*:-build cases nightly torch properties sanitizer chaos bench}
 export PYTHONPATH=$PWD/python PYTHONUNBUFFERED=1
 failed=0
 
@@ -47,6 +47,14 @@ for stage in $stages; do
         run 240 compute-sanitizer --tool $tool --error-exitcode 9 \
           build/cuda/tests/conformance/tessera_check_cases tests/cases/sanitizer.cases --cuda 0
       done ;;
+    chaos)
+      say "random sleeps before every arrival and wait (sm90): results, and repeats bit for bit"
+      if ! cmake --preset cuda -B build/chaos -DTESSERA_CHAOS=ON >build-chaos.log 2>&1 ||
+         ! cmake --build build/chaos >>build-chaos.log 2>&1; then
+        grep -E "error|FAILED" build-chaos.log | head -20; failed=1; continue
+      fi
+      run 240 build/chaos/tests/conformance/tessera_check_cases tests/cases/ci.cases --cuda 0 --threads 0
+      run 240 build/chaos/tests/cuda/tessera_cuda_properties repeat streams ;;
     bench)
       for suite in hopper hopper_features; do
         say "bench --suite $suite"

@@ -17,8 +17,17 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// ---- mbarrier: counts arrivals and the bytes of bulk copies; waits name the parity of a phase
-// ----
+// A build with TESSERA_CHAOS sleeps before one arrival or wait in four, up to 2 us and a whole warp
+// at a time: a hand-over that only holds by good timing then breaks.
+__device__ __forceinline__ void chaos() {
+#ifdef TESSERA_CHAOS
+  uint32_t x = clock() * 0x9e3779b9u ^ (blockIdx.x * 64 + threadIdx.x / kWarp) * 0x85ebca6bu;
+  x ^= x >> 15;
+  if (x % 4 == 0) __nanosleep(x >> 4 & 2047);
+#endif
+}
+
+// ---- mbarrier: counts arrivals and bytes of bulk copies; a wait names a phase's parity ----
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -27,15 +36,18 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  chaos();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+  chaos();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 // Sleeps in hardware, up to 10 ms at a time, until the phase of this parity has completed. A build
 // with TESSERA_BOUNDED_WAITS says who waits for what and traps after some 10 ms instead of hanging.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  chaos();
 #ifdef TESSERA_BOUNDED_WAITS
   const long long start = clock64();
   for (uint32_t done = 0; !done;) {
@@ -102,11 +114,13 @@ __device__ __forceinline__ uint32_t address_in(int rank, uint32_t shared) {
 }
 // barrier: an address_in() some CTA.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier) {
+  chaos();
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
 }
 // Waits for a barrier of this CTA on which other CTAs arrive.
 __device__ __forceinline__ void mbarrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {
+  chaos();
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -143,9 +157,11 @@ __device__ __forceinline__ void registers_claim() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  chaos();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  chaos();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // The kernel launched next in the stream may start; this one waits for the memory of those before.
@@ -233,6 +249,7 @@ __device__ __forceinline__ int load_acquire(const int* from) {
   return x;
 }
 __device__ __forceinline__ void store_release(int* to, int x) {
+  chaos();
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
