@@ -263,15 +263,15 @@ CaseReport ConformanceCase::compare() {
     if (!is_output(index)) continue;
     const std::vector<double> out = read(index);
     const std::vector<double>&ref = exact_->value[index], &low = low_->value[index];
-    const std::vector<double>&terms = exact_->terms[index], &noise = exact_->noise[index];
+    const std::vector<double>& terms = exact_->terms[index];
     Comparison comparison;
     if (index == TESSERA_LSE || index == TESSERA_MAX_LOGIT) {
       comparison = compare_statistic(out, ref, terms, q_type);
     } else if (fp8) {
       comparison = compare_fp8(out, ref, low);
     } else {
-      comparison = compare_tensor(
-          {out, ref, low, problem().tensor[index].dtype, case_.softcap > 0, terms, noise});
+      comparison =
+          compare_tensor({out, ref, low, problem().tensor[index].dtype, case_.softcap > 0, terms});
     }
     if (!comparison.ok()) {
       report.failures.push_back(std::string(tensor_rule(index).name) + ": " + comparison.failure);

@@ -17,20 +17,16 @@ struct Comparison {
   bool ok() const { return failure.empty(); }
 };
 
-// Both limits also allow 2^-125: what lies below the smallest normal fp32 may be flushed to 0.
-//
 // o or a gradient, dense and in one order. dtype is the output's. terms: the sums of |terms| of a
-// gradient that is a sum over rows, heads or a broadcast axis; otherwise none. noise: variances of
-// its elements or rows in units of one fp32 rounding (cpu/reference_noise.h); a test of plain
-// numbers has none.
-//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max terms + 2 2^-24 max sqrt(noise)
-//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max terms + 2 2^-24 mean sqrt(noise)
+// gradient that is a sum over rows, heads or a broadcast axis; otherwise none.
+//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max terms
+//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max terms
 // with the mean from 4096 elements on, ref not 0.
 struct TensorRuleInput {
   std::span<const double> out, ref, low;
   int32_t dtype;
   bool softcap = false;
-  std::span<const double> terms = {}, noise = {};
+  std::span<const double> terms = {};
 };
 Comparison compare_tensor(const TensorRuleInput& input);
 

@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "cpu/reference_arithmetic.h"
-#include "cpu/reference_noise.h"
 #include "cpu/reference_rows.h"
 
 namespace tessera::cpu {
@@ -54,10 +53,6 @@ class Pass {
         for (auto* sum : {&dk_, &dk_terms_}) sum->assign(k_side_.length * s_.dqk, 0);
         for (auto* sum : {&dv_, &dv_terms_}) sum->assign(k_side_.length * s_.dv, 0);
       }
-      if (!low_) {
-        norms_of(k_, s_.dqk, k_norm_), norms_of(v_, s_.dv, v_norm_);
-        dk_noise_.assign(k_side_.length, 0), dv_noise_.assign(k_side_.length, 0);
-      }
       for (int64_t h = head_k * s_.group(); h < (head_k + 1) * s_.group(); ++h) {
         Row rules(question_, n, h, q_side_, k_side_);
         rules_ = &rules;
@@ -98,13 +93,12 @@ class Pass {
     }
   }
 
-  // keys_: the visible ones; x_: their scores; slope_of_cap_: d(capped) / d(scaled); noise_.
+  // keys_: the visible ones; x_: their scores; slope_of_cap_: d(capped) / d(scaled).
   void score_row(bool with_magnitude) {
     const T scale = static_cast<T>(question_.scale), cap = static_cast<T>(question_.softcap);
     const bool biased = given(p_, TESSERA_BIAS), pre = has(p_, TESSERA_BIAS_PRE_SCALE);
     const T slope = static_cast<T>(rules_->slope());
-    keys_.clear(), x_.clear(), slope_of_cap_.clear(), noise_.clear();
-    q_norm_ = low_ ? 0 : norm_of(q_.data(), s_.dqk);
+    keys_.clear(), x_.clear(), slope_of_cap_.clear();
     magnitude_ = 0;
     for (int64_t j = 0; j < k_side_.length; ++j) {
       if (!rules_->visible(j)) continue;
@@ -117,18 +111,12 @@ class Pass {
         cap_slope = 1 / (grown * grown);
         x = cap * std::tanh(x / cap);
       }
-      const double capped = cap > 0 ? std::abs(x) : 0;
       x += (pre ? T{0} : bias) - slope * distance;
       keys_.push_back(j), x_.push_back(x), slope_of_cap_.push_back(cap_slope);
-      if (low_) continue;
-      const double before = pre ? std::abs(bias) : T{0};
-      const double added = (pre ? 0.0 : std::abs(bias)) + std::abs(slope * distance);
-      const double scaled = question_.scale * (q_norm_ * k_norm_[j] + before);
-      noise_.push_back(
-          {1 + cap_slope * scaled + capped + added, cap > 0 ? 1 + 2 * scaled / cap : 0});
       if (!with_magnitude) continue;
-      const double products = dot_of_absolutes(q_.data(), k, s_.dqk) + before;
-      magnitude_ = std::max(magnitude_, question_.scale * products + added);
+      const double before = dot_of_absolutes(q_.data(), k, s_.dqk) + (pre ? std::abs(bias) : T{0});
+      const double after = (pre ? 0.0 : std::abs(bias)) + std::abs(slope * distance);
+      magnitude_ = std::max(magnitude_, question_.scale * before + after);
     }
   }
 
@@ -163,14 +151,10 @@ class Pass {
     for (T& x : x_) sum += x = std::exp(x - peak);
     lse = static_cast<double>(peak + std::log(sum));
     o_row_.assign(s_.dv, 0);
-    double noise = 0;
     for (size_t at = 0; at < keys_.size(); ++at) {
       const T weight = dropped(product(x_[at] / sum), keys_[at]);
-      if (weight == 0) continue;
-      add_scaled(o_row_.data(), weight, &v_[keys_[at] * s_.dv], s_.dv);
-      if (!low_) noise += squared(weight * noise_[at].weight * v_norm_[keys_[at]]);
+      if (weight != 0) add_scaled(o_row_.data(), weight, &v_[keys_[at] * s_.dv], s_.dv);
     }
-    if (!low_) out_.noise[TESSERA_O][row_index(i, h, 1)] = noise / static_cast<double>(s_.dv);
     std::copy(o_row_.begin(), o_row_.end(), &out_.value[TESSERA_O][row_index(i, h, s_.dv)]);
   }
 
@@ -188,40 +172,25 @@ class Pass {
       const int64_t at = offset_of(p_.tensor[TESSERA_DLSE], q_side_.batch, h, q_side_.first + i);
       dlse = static_cast<T>(load_real(p_, question_.b, TESSERA_DLSE, at));
     }
-    const RowNoise row{q_norm_, norm_of(do_row_.data(), s_.dv), norm_of(o_row_.data(), s_.dv),
-                       dlse};
     if (given(p_, TESSERA_DSINK)) {
-      const double sink = question_.sink(h);
-      const T p = std::exp(static_cast<T>(sink) - static_cast<T>(lse)), dx = p * (dlse - delta);
-      add_term(TESSERA_DSINK, h, dx, row.of_dx({1 + std::abs(sink), 0}, p, dx, 0));
+      const T p = std::exp(static_cast<T>(question_.sink(h)) - static_cast<T>(lse));
+      add_term(TESSERA_DSINK, h, p * (dlse - delta));
     }
     const T scale = static_cast<T>(question_.scale);
     const bool pre = has(p_, TESSERA_BIAS_PRE_SCALE);
     dq_row_.assign(s_.dqk, 0);
-    double dq_noise = 0;
     for (size_t at = 0; at < keys_.size(); ++at) {
       const int64_t j = keys_[at];
       const T p = std::exp(x_[at] - static_cast<T>(lse));
       const T weight = dropped(product(p), j);
       const T dp = weight == 0 ? T{0} : dropped(dot(do_row_.data(), &v_[j * s_.dv], s_.dv), j);
       const T dx = p * (dp - delta + dlse), dy = dx * slope_of_cap_[at];
-      double dx_noise = 0, dy_noise = 0;
-      if (!low_) {
-        dx_noise = row.of_dx(noise_[at], p, dx, dropped(1, j) * v_norm_[j]);
-        dy_noise = slope_of_cap_[at] * dx_noise + noise_[at].cap_slope * std::abs(dy);
-        dq_noise += squared(dy_noise * k_norm_[j]);
-        dk_noise_[j] += squared(dy_noise * row.q);
-        dv_noise_[j] += squared(weight * noise_[at].weight * row.d_o);
-      }
-      if (given(p_, TESSERA_DBIAS)) {
-        const int64_t to = rules_->dense_index(TESSERA_DBIAS, j);
-        add_term(TESSERA_DBIAS, to, pre ? scale * dy : dx, pre ? scale * dy_noise : dx_noise);
-      }
+      if (given(p_, TESSERA_DBIAS))
+        add_term(TESSERA_DBIAS, rules_->dense_index(TESSERA_DBIAS, j), pre ? scale * dy : dx);
       if (given(p_, TESSERA_DALIBI_SLOPES)) {
         const Tensor& t = p_.tensor[TESSERA_DALIBI_SLOPES];
         const T distance = static_cast<T>(rules_->distance(j));
-        add_term(TESSERA_DALIBI_SLOPES, broadcast(t, 0, n) * t.extent[1] + h, -distance * dx,
-                 distance * dx_noise);
+        add_term(TESSERA_DALIBI_SLOPES, broadcast(t, 0, n) * t.extent[1] + h, -distance * dx);
       }
       const T ds = product(dy);
       if (weight != 0) add_scaled(&dv_[j * s_.dv], weight, do_row_.data(), s_.dv);
@@ -234,16 +203,12 @@ class Pass {
     if (out_.value[TESSERA_DQ].empty()) return;
     double* dq = &out_.value[TESSERA_DQ][row_index(i, h, s_.dqk)];
     for (int64_t c = 0; c < s_.dqk; ++c) dq[c] = scale * dq_row_[c];
-    if (low_) return;
-    out_.noise[TESSERA_DQ][row_index(i, h, 1)] =
-        squared(scale) * dq_noise / static_cast<double>(s_.dqk);
   }
 
   // Adds this sequence's dk and dv to their tensors; pages may be shared between sequences.
   void flush_dk_dv(int64_t n, int64_t head) {
-    const auto flush = [&](int index, int input, int64_t d, double factor,
-                           const std::vector<T>& sums, const std::vector<T>& terms,
-                           const std::vector<double>& noise) {
+    const auto flush = [&](int index, int input, int64_t d, T factor, const std::vector<T>& sums,
+                           const std::vector<T>& terms) {
       if (out_.value[index].empty()) return;
       Tensor dense = p_.tensor[input];  // the same lookup on contiguous strides
       dense.stride[3] = 1;
@@ -255,22 +220,21 @@ class Pass {
       for (int64_t j = 0; j < k_side_.length; ++j) {
         const int64_t to = where.key_row(input, k_side_, n, j, head);
         const auto add = [&](const std::vector<T>& from, std::vector<double>& sum) {
-          for (int64_t c = 0; c < d; ++c) sum[to + c] += factor * from[j * d + c];
+          for (int64_t c = 0; c < d; ++c)
+            sum[to + c] = static_cast<T>(sum[to + c]) + factor * from[j * d + c];
         };
         add(sums, out_.value[index]);
         if (sum_dk_dv_terms_) add(terms, out_.terms[index]);
-        if (!low_) out_.noise[index][to / d] += squared(factor) * noise[j] / static_cast<double>(d);
       }
     };
-    flush(TESSERA_DK, TESSERA_K, s_.dqk, question_.scale, dk_, dk_terms_, dk_noise_);
-    flush(TESSERA_DV, TESSERA_V, s_.dv, 1, dv_, dv_terms_, dv_noise_);
+    flush(TESSERA_DK, TESSERA_K, s_.dqk, static_cast<T>(question_.scale), dk_, dk_terms_);
+    flush(TESSERA_DV, TESSERA_V, s_.dv, 1, dv_, dv_terms_);
   }
 
-  void add_term(int index, int64_t at, T term, double noise) {
-    out_.value[index][at] += term;
-    if (low_) return;
-    out_.terms[index][at] += std::abs(term);
-    out_.noise[index][at] += squared(noise);
+  void add_term(int index, int64_t at, T term) {
+    double& sum = out_.value[index][at];
+    sum = static_cast<T>(sum) + term;
+    if (!low_) out_.terms[index][at] += std::abs(term);
   }
 
   T dropped(T value, int64_t j) const {
@@ -304,11 +268,6 @@ class Pass {
   std::vector<int64_t> keys_;
   std::vector<T> x_, slope_of_cap_;
   double magnitude_ = 0;
-
-  // Exact arithmetic only.
-  double q_norm_ = 0;
-  std::vector<double> k_norm_, v_norm_, dk_noise_, dv_noise_;
-  std::vector<ScoreNoise> noise_;  // as x_
 };
 
 void parallel_heads(int64_t heads, int num_threads, const auto& body) {
@@ -359,7 +318,6 @@ ReferenceValues reference_forward(const Problem& p, const Buffers& buffers, Arit
   out.value[TESSERA_LSE].assign(rows, -kInfinity);
   if (given(p, TESSERA_MAX_LOGIT)) out.value[TESSERA_MAX_LOGIT].assign(s.hq, -kInfinity);
   if (!low) {
-    out.noise[TESSERA_O].assign(rows, 0);
     out.terms[TESSERA_LSE].assign(rows, 0);
     if (given(p, TESSERA_MAX_LOGIT)) out.terms[TESSERA_MAX_LOGIT].assign(s.hq, 0);
     run_forward<double>(question, low, num_threads, out);
@@ -380,10 +338,7 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
     if (!given(p, index)) continue;
     reset(p, index, 0, out.value[index]);
     const bool sum = index >= TESSERA_DBIAS || (gqa && index != TESSERA_DQ);
-    if (low) continue;
-    if (sum) reset(p, index, 0, out.terms[index]);
-    const bool rows = index < TESSERA_DBIAS;  // of head_dim elements
-    out.noise[index].assign(out.value[index].size() / (rows ? p.tensor[index].extent[3] : 1), 0);
+    if (sum && !low) reset(p, index, 0, out.terms[index]);
   }
   if (low) {
     run_backward<float>(question, low, num_threads, o, lse, out);

@@ -3,8 +3,8 @@
 // core/mask.h, so that no bug there can hide here. O(sq * sk * d) time, O(tokens) memory.
 //
 // Exact arithmetic is fp64 throughout: the oracle. Low arithmetic is what the error rule measures
-// kernels against: fp32, with P (and dS) rounded to the input dtype before their products and every
-// result rounded to its dtype.
+// kernels against: fp32, every sum in the order of its terms, with P (and dS) rounded to the input
+// dtype before their products and every result rounded to its dtype.
 #pragma once
 
 #include <vector>
@@ -24,9 +24,6 @@ struct ReferenceValues {
   // sum of the absolute values of its terms. Of lse and max_logit: the largest scale * (sum |q||k|
   // + |pre-scale bias|) + |post-scale bias| + |slope * distance| behind it.
   std::vector<double> terms[TESSERA_NUM_TENSORS];
-  // Exact arithmetic only. Of o and each gradient: the variance of an element in units of fp32
-  // roundings (reference_noise.h), one for each row of head_dim elements of o, dq, dk and dv.
-  std::vector<double> noise[TESSERA_NUM_TENSORS];
 };
 
 // Buffers are on the host and validated with the problem. num_threads >= 1. Allocates.

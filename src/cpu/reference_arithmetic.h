@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "core/dtype.h"
 
@@ -47,17 +46,6 @@ T dot_of_absolutes(const T* a, const T* b, int64_t d) {
 template <typename T>
 void add_scaled(T* to, T factor, const T* from, int64_t d) {
   for (int64_t c = 0; c < d; ++c) to[c] += factor * from[c];
-}
-
-template <typename T>
-double norm_of(const T* row, int64_t d) {
-  return std::sqrt(static_cast<double>(dot(row, row, d)));
-}
-
-template <typename T>
-void norms_of(const std::vector<T>& rows, int64_t d, std::vector<double>& norms) {
-  norms.resize(rows.size() / d);
-  for (size_t j = 0; j < norms.size(); ++j) norms[j] = norm_of(&rows[j * d], d);
 }
 
 }  // namespace tessera::cpu
