@@ -8,8 +8,7 @@
 #include "core/dtype.h"
 #include "core/overlap.h"
 #include "core/philox.h"
-#include "core/sequence.h"
-#include "core/validate.h"
+#include "core/values.h"
 
 namespace tessera {
 namespace {
@@ -127,144 +126,16 @@ Status check_overlap(const Problem& p, const Buffers& b) {
   return {};
 }
 
-// ---- values, read on the CPU only ----
-
-struct LengthSide {
-  int tensor, seqlens, cu_seqlens, padded;
-  const char* max_name;
-};
-constexpr LengthSide kQuerySide{TESSERA_Q, TESSERA_SEQLENS_Q, TESSERA_CU_SEQLENS_Q,
-                                TESSERA_CU_SEQLENS_Q_PADDED, "max_seqlen_q"};
-constexpr LengthSide kKeySide{TESSERA_K, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_K,
-                              TESSERA_CU_SEQLENS_K_PADDED, "max_seqlen_k"};
-
-Status check_seqlens(const Problem& p, const Buffers& b, int index, int64_t extent) {
-  const int64_t batch = p.tensor[index].extent[0];
-  for (int64_t n = 0; n < batch; ++n) {
-    const int64_t length = length_at(p, b, index, n);
-    if (length < 0 || length > extent) {
-      return invalid("%s[%" PRId64 "]=%" PRId64 ": must be between 0 and the extent, %" PRId64,
-                     name_of(p, index), n, length, extent);
-    }
-  }
-  return {};
-}
-
-// tokens: of the packed buffer. max_seqlen: -1 when not given.
-Status check_cu_seqlens(const Problem& p, const Buffers& b, const LengthSide& side, int64_t tokens,
-                        int64_t max_seqlen) {
-  const int64_t batch = p.tensor[side.cu_seqlens].extent[0] - 1;
-  const char* name = name_of(p, side.cu_seqlens);
-  const bool padded = given(p, side.padded);
-  const int64_t first = length_at(p, b, side.cu_seqlens, 0);
-  if (first != 0) return invalid("%s[0]=%" PRId64 ": must be 0", name, first);
-  int64_t start = first;
-  for (int64_t n = 0; n < batch; ++n) {
-    const int64_t next = length_at(p, b, side.cu_seqlens, n + 1);
-    if (next < start) {
-      return invalid("%s[%" PRId64 "]=%" PRId64 ": must not be below %s[%" PRId64 "]=%" PRId64
-                     "; offsets never decrease",
-                     name, n + 1, next, name, n, start);
-    }
-    if (max_seqlen >= 0 && next - start > max_seqlen) {
-      return invalid("%s=%" PRId64 ": must be at least every length, and sequence %" PRId64
-                     " has %" PRId64,
-                     side.max_name, max_seqlen, n, next - start);
-    }
-    start = next;
-  }
-  if (!padded) {
-    if (start <= tokens) return {};
-    return invalid(
-        "%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64 " tokens of %s.shape=%s", name,
-        batch, start, tokens, name_of(p, side.tensor), shape_text(p, side.tensor).c_str());
-  }
-  const char* stored = name_of(p, side.padded);
-  int64_t free = 0;  // first row that the sequences so far leave free
-  for (int64_t n = 0; n <= batch; ++n) {
-    const int64_t at = length_at(p, b, side.padded, n);
-    if (at < free) {
-      return invalid("%s[%" PRId64 "]=%" PRId64 ": must be at least %" PRId64
-                     ", where the sequence "
-                     "before it ends",
-                     stored, n, at, free);
-    }
-    if (at > tokens) {
-      return invalid(
-          "%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64 " tokens of %s.shape=%s",
-          stored, n, at, tokens, name_of(p, side.tensor), shape_text(p, side.tensor).c_str());
-    }
-    if (n < batch) {
-      free = at + length_at(p, b, side.cu_seqlens, n + 1) - length_at(p, b, side.cu_seqlens, n);
-    }
-  }
-  return {};
-}
-
-Status check_lengths(const Problem& p, const Buffers& b, const LengthSide& side, int64_t extent,
-                     int64_t max_seqlen) {
-  if (given(p, side.seqlens)) return check_seqlens(p, b, side.seqlens, extent);
-  if (given(p, side.cu_seqlens)) return check_cu_seqlens(p, b, side, extent, max_seqlen);
-  return {};
-}
-
-// Entries of the pages that seqlens_k uses; those beyond may be anything.
-Status check_pages(const Problem& p, const Buffers& b, int table, int64_t pages, const char* pool) {
-  const Tensor& t = p.tensor[table];
-  const int64_t page_size = p.tensor[TESSERA_K].extent[1];
-  const auto* entries = static_cast<const int32_t*>(b.data[table]);
-  for (int64_t n = 0; n < t.extent[0]; ++n) {
-    const int64_t length = length_at(p, b, TESSERA_SEQLENS_K, n);
-    for (int64_t j = 0; j * page_size < length; ++j) {
-      const int32_t page = entries[offset_of(t, n, j)];
-      if (page < 0 || page >= pages) {
-        return invalid("%s[%" PRId64 ", %" PRId64
-                       "]=%d: must be a page of %s, between 0 and %" PRId64,
-                       name_of(p, table), n, j, page, pool, pages - 1);
-      }
-    }
-  }
-  return {};
-}
-
-Status check_page_tables(const Problem& p, const Buffers& b) {
-  if (!is_paged(p)) return {};
-  const int64_t pages_k = p.tensor[TESSERA_K].extent[0], pages_v = p.tensor[TESSERA_V].extent[0];
-  const bool two = given(p, TESSERA_PAGE_TABLE_V);
-  const bool k_smaller = pages_k <= pages_v;
-  if (two) {
-    TESSERA_RETURN_IF_ERROR(check_pages(p, b, TESSERA_PAGE_TABLE_V, pages_v, "v"));
-    return check_pages(p, b, TESSERA_PAGE_TABLE_K, pages_k, "k");
-  }
-  return check_pages(p, b, TESSERA_PAGE_TABLE_K, k_smaller ? pages_k : pages_v,
-                     k_smaller ? "k" : "v");
-}
-
-Status check_finite(const Problem& p, const Buffers& b, int index) {
-  if (!given(p, index)) return {};
-  const Tensor& t = p.tensor[index];
-  const int64_t columns = tensor_rule(index).rank == 2 ? t.extent[1] : 1;
-  for (int64_t i = 0; i < t.extent[0]; ++i) {
-    for (int64_t j = 0; j < columns; ++j) {
-      const double value = load_element(b.data[index], offset_of(t, i, j), t.dtype);
-      if (!std::isfinite(value)) {
-        return invalid("%s[%" PRId64 "]=%g: must be finite", name_of(p, index),
-                       columns == 1 ? i : j, value);
-      }
-    }
-  }
-  return {};
-}
-
+// The elements of lengths and tables, which only the CPU can read.
 Status check_values(const Problem& p, const Buffers& b) {
-  const Sizes s = sizes_of(p);
-  TESSERA_RETURN_IF_ERROR(
-      check_lengths(p, b, kQuerySide, s.sq, has(p, TESSERA_MAX_SEQLEN_Q) ? p.max_seqlen_q : -1));
-  TESSERA_RETURN_IF_ERROR(
-      check_lengths(p, b, kKeySide, s.sk, has(p, TESSERA_MAX_SEQLEN_K) ? p.max_seqlen_k : -1));
-  TESSERA_RETURN_IF_ERROR(check_page_tables(p, b));
-  TESSERA_RETURN_IF_ERROR(check_finite(p, b, TESSERA_SINK));
-  return check_finite(p, b, TESSERA_ALIBI_SLOPES);
+  const ValueRules rules(p, b);
+  BadValue bad;
+  for (int r = 0; r < rules.count; ++r) {
+    for (int64_t item = 0; item < rules.rule[r].items; ++item) {
+      if (breaks(rules.rule[r], item, &bad)) return refuse(p, rules.rule[r], bad);
+    }
+  }
+  return {};
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the caller does wrong, what the driver refuses, and what a call costs the host.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cmath>
+#include <thread>
 
 #include "properties.h"
 
@@ -98,11 +101,59 @@ std::string wrong_values(Attention& attention, int index, const std::vector<T>& 
   {
     const Log log;
     attention.run();
+    require(cudaDeviceSynchronize(), "with wrong values, logged");
     require(log.messages.size() == 1, text("%zu messages", log.messages.size()));
     said = log.messages[0];
   }
   require(said.rfind("checks: " + says, 0) == 0, "said: " + said);
   return said;
+}
+
+// A call with the topic on does not wait for the stream, and a graph speaks at every replay.
+std::string speaks_without_waiting(const std::string& backend, int pass) {
+  Options options = small(backend, pass);
+  options.lengths = {300, 17};
+  Attention attention(options);
+  const std::vector<int32_t> wrong{300, 301};
+  require(cudaMemcpy(attention.buffers.data[TESSERA_SEQLENS_Q], wrong.data(), 8,
+                     cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  const Stream stream;
+  const Log log;
+  std::atomic<bool> may_go_on = false;
+  require(cudaLaunchHostFunc(
+              stream,
+              [](void* flag) {
+                while (!*static_cast<std::atomic<bool>*>(flag)) std::this_thread::yield();
+              },
+              &may_go_on),
+          "cudaLaunchHostFunc");
+  attention.run(stream);
+  const bool silent = log.messages.empty();
+  may_go_on = true;
+  stream.synchronise();
+  require(silent, "the call must return before the stream comes to it");
+  require(log.messages.size() == 1, text("%zu messages of a call", log.messages.size()));
+
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+  attention.run(stream);
+  require(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+  require(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+  require(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  for (int replay = 0; replay < 3; ++replay) {
+    require(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
+  }
+  stream.synchronise();
+  require(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
+  require(log.messages.size() == 4, text("%zu messages with the graph's", log.messages.size()));
+  for (const std::string& message : log.messages) {
+    require(
+        message.rfind("checks: seqlens_q[1]=301: must be between 0 and the extent, 300", 0) == 0,
+        "said: " + message);
+  }
+  return "once for a call, three times for three replays";
 }
 
 // k and v of a small problem as pages of 16 keys.
@@ -179,12 +230,35 @@ void lengths() {
                                    "page_table[0, 1]=32: must be a page of k, between 0 and 31");
     });
   }
+  for_each_pass("lengths", "the log", speaks_without_waiting);
+  for (const std::string& backend : backends()) {
+    check("lengths", backend + " fwd, where sequences are stored", [&] {
+      Options options = small(backend, TESSERA_FORWARD);
+      options.format = TESSERA_THD;
+      options.b = 3;
+      options.lengths = {100, 57, 143};
+      Attention attention(options);
+      attention.give(TESSERA_CU_SEQLENS_Q_PADDED, TESSERA_INT32, {4}, nullptr);
+      attention.prepare();
+      return wrong_values<int32_t>(
+          attention, TESSERA_CU_SEQLENS_Q_PADDED, {0, 99, 157, 300},
+          "cu_seqlens_q_padded[1]=99: must be at least 100, where the sequence before it ends");
+    });
+    check("lengths", backend + " fwd, sink", [&] {
+      Attention attention(small(backend, TESSERA_FORWARD));
+      attention.give(TESSERA_SINK, TESSERA_FP32, {4}, nullptr);
+      attention.prepare();
+      return wrong_values<float>(attention, TESSERA_SINK, {0, 1, NAN, INFINITY},
+                                 "sink[2]=nan: must be finite");
+    });
+  }
   check("lengths", "right values", [] {
     Options options = small("", TESSERA_FORWARD);
     options.lengths = {300, 17};
     Attention attention(options);
     const Log log;
     attention.run();
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     require(log.messages.empty(), "must say nothing");
     return std::string("nothing is said");
   });

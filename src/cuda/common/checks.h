@@ -8,11 +8,12 @@
 
 namespace tessera::cuda {
 
-// With the topic on, waits for the stream, copies lengths, page tables, sinks and slopes to the
-// host and logs the first value that docs/semantics.md forbids, in the words that the CPU refuses
-// it with: "cu_seqlens_q[1]=900: must be at most ...". The call goes on: kernels clamp what is out
-// of range. Without the topic, one relaxed load. A stream that is being captured is not checked,
-// and the log says so.
+// With the topic on, queues a kernel that looks at lengths, page tables, sinks and slopes, and
+// behind it a host function that logs the first value that docs/semantics.md forbids, in the words
+// that the CPU refuses it with: "cu_seqlens_q[1]=900: must be at most ...". Nobody waits: the log's
+// callback is called by a thread of the driver when the stream comes there, in a graph at every
+// replay, and must not call CUDA. The call goes on: kernels clamp what is out of range. Without the
+// topic, one relaxed load.
 Status report_checks(const Problem& problem, const Buffers& buffers, cudaStream_t stream);
 
 }  // namespace tessera::cuda
