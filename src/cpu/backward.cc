@@ -15,7 +15,7 @@ namespace {
 // Tasks that a round should have: enough for a few cores to finish together. A constant, so that
 // sums are cut the same way on every machine; below it, heads of a group and then keys are split.
 constexpr int64_t kTasksWanted = 16;
-constexpr int64_t kMaxSplit = 8;
+constexpr int64_t kMaxSplit = kMaxChunks;
 constexpr int64_t kMinKeysOfChunk = 512;  // below, reading a partial dq costs over 1 % of making it
 
 // Everything that shapes decide, and the slices of the workspace; with a null workspace those are
@@ -62,6 +62,14 @@ Layout::Layout(const Problem& problem, int num_threads, void* workspace) {
   }
   if (args.packed_k && has(problem, TESSERA_MAX_SEQLEN_K)) {
     args.bound_k = std::min(args.bound_k, problem.max_seqlen_k);
+  }
+  args.held_strips = (args.bound_q + level.strip - 1) / level.strip;
+  const int64_t right = has(problem, TESSERA_CAUSAL) ? 0 : problem.window_right;
+  if (has(problem, TESSERA_WINDOW) && problem.window_left >= 0 && right >= 0) {
+    const int64_t reach = std::min(problem.window_left, args.bound_q + args.bound_k) +
+                          std::min(right, args.bound_q + args.bound_k);
+    const int64_t tiles = (level.block + reach + kBackwardTile - 1) / kBackwardTile + 1;
+    args.held_strips = std::min(args.held_strips, tiles * kBackwardTile / level.strip);
   }
   args.strip_slots = strip_slots_of(args.packed_q, batch, sizes.sq, level.strip);
   args.key_slots = args.packed_k ? sizes.sk : batch * sizes.sk;

@@ -8,13 +8,12 @@
 //   dK  += dS^T Q                      dQ^T += K^T dS^T
 //
 //        for each head of the group
-//          delta, lse, the strips' rows
 //          for each block of keys                K, V stay in L2, and so do dK, dV
-//            for each tile of queries            that sees some of it
+//            for each tile of queries            that may see some of it; copied at its first block
 //              for each strip                    S, dP, P, dS in L1; dQ^T
 //              dV, dK
 //            dK, dV rounded once, or added to the sums
-//          dQ^T transposed, rounded once
+//            dQ^T of strips that no later block concerns transposed, rounded once
 //
 // Every sum is fp32 and in an order that shapes alone decide.
 #pragma once
@@ -26,7 +25,7 @@
 namespace tessera::cpu {
 namespace {
 
-// Strips [begin, end) of a tile.
+// Vectors [begin, end) of a tile's strips.
 struct Span {
   int begin, end;
 };
@@ -40,16 +39,20 @@ template <typename S, bool kPairs, typename T>
 class Backward : BackwardRows<S, kPairs, T> {
   using Base = BackwardRows<S, kPairs, T>;
   using Base::args_, Base::call_, Base::x_, Base::sequence_, Base::head_, Base::part_, Base::keys_;
-  using Base::copy_queries, Base::prepare_keys, Base::prepare_queries;
-  using Base::dq_part, Base::slot, Base::store_dq, Base::flush_key, Base::reduce_key;
+  using Base::ask_ahead, Base::ahead_, Base::prepared_, Base::blocks_of_chunk,
+      Base::strips_of_chunk, Base::place_of;
+  using Base::dq_part, Base::slot, Base::store_dq, Base::flush_key;
   using Base::first_of_group_, Base::last_of_group_, Base::keys_ready_;
-  using Base::store_pool, Base::zero_keys_outside, Base::zero_queries_outside;
+  using Base::prepare_strips, Base::prepare_keys, Base::prepare_queries;
+  using Base::zero_keys_outside, Base::zero_queries_outside, Base::sink_, Base::sink_sum_;
   using typename Base::F;
   using typename Base::Word;
   static constexpr int L = Base::L, R = Base::R, W = Base::W, B = Base::B, M = Base::M;
   static constexpr int kPerWord = Base::kPerWord;
 
  public:
+  using Base::reduce_q_task, Base::reduce_kv_task, Base::store_pages_task;
+
   Backward(const BackwardArgs& args, char* scratch) : Base(args, scratch) {}
 
   void main_task(int64_t task) {
@@ -61,9 +64,6 @@ class Backward : BackwardRows<S, kPairs, T> {
     const int64_t sequences = args_.sequence_end - args_.sequence_begin;
     sequence_ = &call_.sequences[args_.sequence_begin + task % sequences];
     const int64_t chunk = task / sequences;
-
-    const int64_t blocks = pad_to(sequence_->band.len_k, B) / B;
-    block_begin_ = blocks * chunk / args_.chunks, block_end_ = blocks * (chunk + 1) / args_.chunks;
     const int64_t g0 = call_.group * part / args_.parts;
     const int64_t g1 = call_.group * (part + 1) / args_.parts;
     for (int64_t g = g0; g < g1; ++g) {
@@ -72,47 +72,6 @@ class Backward : BackwardRows<S, kPairs, T> {
     }
     if (args_.parts == 1 && chunk == 0 && !call_.k_pages.table) zero_keys_outside(head_k);
     if constexpr (S::kStreams) S::end_streams();
-  }
-
-  void reduce_q_task(int64_t task) {
-    const int64_t share = task % kReduceParts;
-    task /= kReduceParts;
-    const int64_t head = task % call_.hq;
-    sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hq];
-    const int64_t strips = pad_to(sequence_->band.len_q, W) / W;
-    head_ = head;
-    store_dq(strips * share / kReduceParts, strips * (share + 1) / kReduceParts, dq_part(0),
-             call_.hq * args_.strip_slots * gradient_rows(call_.dqk) * W);
-    if (share == 0) zero_queries_outside();
-  }
-
-  void reduce_kv_task(int64_t task) {
-    const int64_t share = task % kReduceParts;
-    task /= kReduceParts;
-    const int64_t head = task % call_.hk;
-    sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hk];
-    const int64_t keys = sequence_->band.len_k;
-    for (int64_t j = keys * share / kReduceParts; j < keys * (share + 1) / kReduceParts; ++j) {
-      if (args_.dk.data) {
-        reduce_key(args_.dk, args_.dk_parts, j, head, call_.dqk, call_.softmax_scale);
-      }
-      if (args_.dv.data) {
-        reduce_key(args_.dv, args_.dv_parts, j, head, call_.dv, call_.dropout_scale);
-      }
-    }
-    if (share == 0) zero_keys_outside(head);
-  }
-
-  void store_pages_task(int64_t task) {
-    const int64_t share = task % kReduceParts, head = task / kReduceParts;
-    if (args_.dk.data) {
-      store_pool(args_.dk, args_.dk_pool, args_.pool_rows_k, call_.k_pages.page_size, head, share,
-                 call_.dqk, call_.softmax_scale);
-    }
-    if (args_.dv.data) {
-      store_pool(args_.dv, args_.dv_pool, args_.pool_rows_v, call_.v_pages.page_size, head, share,
-                 call_.dv, call_.dropout_scale);
-    }
   }
 
   // A block of keys of one [sq, sk] plane of dbias: every sequence and head that shares the plane
@@ -138,7 +97,7 @@ class Backward : BackwardRows<S, kPairs, T> {
         const int64_t strips = smaller<int64_t>(M, pad_to(sequence_->band.len_q - m0, W)) / W;
         for (int64_t h = h_begin; h < h_end; ++h) {
           head_ = h;
-          prepare_head(m0 / W, m0 / W + strips);
+          prepared_ = m0 / W;
           keys_ready_ = false;
           query_tile(m0, static_cast<int>(strips));
         }
@@ -158,16 +117,24 @@ class Backward : BackwardRows<S, kPairs, T> {
   void head_task(int64_t head, int64_t chunk, int64_t part) {
     head_ = head, part_ = part;
     const int64_t strips = pad_to(sequence_->band.len_q, W) / W;
-    const int64_t tile = gradient_rows(call_.dqk) * W;
-    const float sink = prepare_head(0, strips);
-    dq_ = args_.chunks == 1 ? x_.dq : dq_part(chunk);
-    if (args_.dq.data) clear<S>(dq_, strips * tile);
+    const Interval blocks = blocks_of_chunk(chunk), seen = strips_of_chunk(chunk);
+    const bool whole = args_.chunks == 1, sinks = args_.sink_parts && chunk == 0;
+    dq_ = whole ? x_.dq : dq_part(chunk);
+    memset(x_.dq_begun, 0, static_cast<size_t>(args_.held_strips));
+    prepared_ = sinks ? 0 : seen.lo, finished_ = whole ? 0 : seen.lo;
+    sink_ = sinks ? load_scalar<S>(at(call_.sink, head), call_.sink.dtype) : 0.0f;
+    sink_sum_ = S::zero();
+    ahead_ = {0, smaller(seen.hi * W, sequence_->band.len_q), 0,
+              smaller(blocks.hi * B, sequence_->band.len_k)};
     if (args_.bias_rows) clear<S>(x_.bias_rows, strips * W);
     for (int v = 0; v < kVectors; ++v) slope_[v] = S::zero();
 
-    for (int64_t block = block_begin_; block < block_end_; ++block) key_block(block * B);
+    finish_strips(seen.lo);
+    for (int64_t block = blocks.lo; block < blocks.hi; ++block) key_block(block * B);
+    finish_strips(whole ? strips : seen.hi);
+    if (sinks) prepare_strips(strips);
 
-    if (args_.dq.data && args_.chunks == 1) store_dq(0, strips, dq_, 0), zero_queries_outside();
+    if (args_.dq.data && whole) zero_queries_outside();
     if (args_.bias_rows) {
       float* to = args_.bias_rows + ((chunk * call_.hq + head) * args_.strip_slots + slot()) * W;
       memcpy(to, x_.bias_rows, static_cast<size_t>(strips * W) * sizeof(float));
@@ -176,68 +143,21 @@ class Backward : BackwardRows<S, kPairs, T> {
       args_.slope_parts[(chunk * call_.hq + head) * call_.batch + sequence_->n] =
           S::reduce_add(S::add(slope_[0], slope_[1]));
     }
-    if (args_.sink_parts && chunk == 0) {
-      args_.sink_parts[head * call_.batch + sequence_->n] = sink;
-    }
+    if (sinks) args_.sink_parts[head * call_.batch + sequence_->n] = S::reduce_add(sink_sum_);
   }
 
-  // The rows of strips [begin, end); returns the head's dsink.
-  float prepare_head(int64_t begin, int64_t end) {
-    const CallSequence& sequence = *sequence_;
-    const float sink =
-        args_.sink_parts ? load_scalar<S>(at(call_.sink, head_), call_.sink.dtype) : 0.0f;
-    F dsink = S::zero();
-    for (int64_t strip = begin; strip < end; ++strip) {
-      StripRows<S>& rows = x_.rows[strip];
-      const int n = static_cast<int>(smaller<int64_t>(W, sequence.band.len_q - strip * W));
-      float *lse = x_.lse + strip * W, *delta = x_.delta + strip * W;
-      for (int l = 0; l < W; ++l) {
-        const int64_t i = strip * W + l, row = sequence.first_q + i;
-        lse[l] = kInfinity, delta[l] = 0.0f;
-        if (l < n) {
-          rows.token[l] = i, rows.head[l] = head_;
-          memcpy(&lse[l], at(call_.lse, sequence.batch_q, head_, row), sizeof(float));
-          if (lse[l] == -kInfinity) lse[l] = kInfinity;
-          if (args_.dlse.data) {
-            memcpy(&delta[l], at(args_.dlse, sequence.batch_q, head_, row), sizeof(float));
-            delta[l] = -delta[l];
-          }
-        }
-      }
-      copy_queries(call_.q, strip, call_.dqk, x_.q_rows + strip * W * x_.q_rows_step,
-                   x_.q_rows_step);
-      copy_queries(args_.d_o, strip, call_.dv, x_.do_rows + strip * W * x_.do_rows_step,
-                   x_.do_rows_step);
-      add_delta(strip, delta);
-      rows.resolve(call_, sequence, n);
-      rows.vectors = kVectors;
-      for (int v = 0; v < kVectors && args_.sink_parts; ++v) {
-        const F x = S::sub(S::set1(sink), S::load(lse + v * L));
-        const F p = S::exp2(S::mul(x, S::set1(kLog2e)));
-        dsink = S::fnma(p, S::load(delta + v * L), dsink);
-      }
-    }
-    return S::reduce_add(dsink);
+  float* dq_of(int64_t strip) const {
+    const int64_t place = args_.chunks == 1 ? place_of(strip) : strip;
+    return dq_ + place * gradient_rows(call_.dqk) * W;
   }
 
-  // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o
-  // is v, and dP - delta is 0 as it should be.
-  void add_delta(int64_t strip, float* delta) {
-    const Word* do_rows = x_.do_rows + strip * W * x_.do_rows_step;
-    copy_queries(call_.o, strip, call_.dv, x_.o_rows, x_.do_rows_step);
-    transpose_rows<S>(x_.o_rows, x_.do_rows_step, x_.v_depth, x_.o_t);
-    transpose_rows<S>(do_rows, x_.do_rows_step, x_.v_depth, x_.do_t);
-    for (int v = 0; v < kVectors; ++v) {
-      const Word *o = x_.o_t + v * L, *d_o = x_.do_t + v * L;
-      F total = S::zero();
-      for (int64_t begin = 0; begin < x_.v_depth; begin += x_.depth_piece) {
-        F sum = S::zero();
-        for (int64_t k = begin; k < smaller(begin + x_.depth_piece, x_.v_depth); ++k) {
-          sum = multiply_lanes<S>(o + k * W, d_o + k * W, sum);
-        }
-        total = begin == 0 ? sum : S::add(total, sum);
-      }
-      S::store(delta + v * L, S::add(total, S::load(delta + v * L)));
+  // dq of the strips before `end`, which no later block of keys concerns.
+  void finish_strips(int64_t end) {
+    for (; finished_ < end && args_.dq.data; ++finished_) {
+      float* dq = dq_of(finished_);
+      const bool begun = finished_ < prepared_ && x_.dq_begun[place_of(finished_)];
+      if (!begun) clear<S>(dq, gradient_rows(call_.dqk) * W);
+      if (args_.chunks == 1) store_dq(finished_, dq, 0, 1);
     }
   }
 
@@ -246,11 +166,17 @@ class Backward : BackwardRows<S, kPairs, T> {
   void key_block(int64_t n0) {
     keys_.resolve(call_, *sequence_, n0);
     keys_ready_ = false;
-    clear<S>(x_.dk, B * x_.dk_step), clear<S>(x_.dv, B * x_.dv_step);
+    for (bool& begun : sums_begun_) begun = false;
     if (args_.bias_keys) clear<S>(x_.bias_keys, int64_t{B} * L);
     const Interval queries = sequence_->band.rows(n0, n0 + keys_.count);
-    for (int64_t m0 = queries.lo / W * W; m0 < queries.hi; m0 += M) {
+    if (!queries.empty()) finish_strips(queries.lo / M * M / W);
+    for (int64_t m0 = queries.lo / M * M; m0 < queries.hi; m0 += M) {
       query_tile(m0, static_cast<int>(smaller<int64_t>(M, pad_to(queries.hi - m0, W)) / W));
+    }
+    for (int j = 0; j < B; j += R) {
+      if (sums_begun_[j / R]) continue;
+      clear<S>(x_.dk + j * x_.dk_step, R * x_.dk_step);
+      clear<S>(x_.dv + j * x_.dv_step, R * x_.dv_step);
     }
     for (int j = 0; j < keys_.count; ++j) {
       if (args_.dk.data) {
@@ -271,15 +197,18 @@ class Backward : BackwardRows<S, kPairs, T> {
   // ---- a tile of queries ----
 
   void query_tile(int64_t m0, int strips) {
+    prepare_strips(m0 / W + strips);
     Visible<S> visible[M / W];
     bool seen[M / W];
     int first = B, last = 0;
     for (int t = 0; t < strips; ++t) {
-      seen[t] = find_visible(call_, x_.rows[m0 / W + t], keys_, visible[t]);
+      seen[t] = find_visible(call_, x_.rows[place_of(m0 / W) + t], keys_, visible[t]);
       if (!seen[t]) continue;
-      visible[t].first -= visible[t].first % R;  // the bits say that no lane sees what this adds
-      for (int v = 0; v < kVectors; ++v) {
-        visible[t].begin[v] = visible[t].first, visible[t].end[v] = visible[t].last;
+      if constexpr (8 % R != 0) {
+        visible[t].first -= visible[t].first % R;  // the bits say that no lane sees what this adds
+        for (int v = 0; v < kVectors; ++v) {
+          visible[t].begin[v] = visible[t].first, visible[t].end[v] = visible[t].last;
+        }
       }
       first = smaller(first, visible[t].first);
       last = larger(last, static_cast<int>(pad_to(visible[t].last, R)));
@@ -297,13 +226,15 @@ class Backward : BackwardRows<S, kPairs, T> {
       }
     }
     if (in_bias_block_) return;
-    // The strips that see each register tile of keys: those between the first and the last.
+    // The vectors that see each register tile of keys: those between the first and the last.
     Span span[B / R];
     for (int j = first; j < last; j += R) {
-      Span& sees = span[j / R] = {strips, 0};
+      Span& sees = span[j / R] = {strips * kVectors, 0};
       for (int t = 0; t < strips; ++t) {
-        if (!seen[t] || visible[t].first > j || visible[t].last <= j) continue;
-        sees = {smaller(sees.begin, t), t + 1};
+        for (int v = 0; v < kVectors && seen[t]; ++v) {
+          if (visible[t].begin[v] > j || visible[t].end[v] <= j) continue;
+          sees = {smaller(sees.begin, t * kVectors + v), t * kVectors + v + 1};
+        }
       }
     }
     if (args_.dv.data) {
@@ -312,20 +243,25 @@ class Backward : BackwardRows<S, kPairs, T> {
     if (args_.dk.data) {
       add_outer(x_.ds, x_.q, x_.q_step, span, first, last, call_.dqk, x_.dk, x_.dk_step);
     }
+    for (int j = first; j < last; j += R) {
+      sums_begun_[j / R] |= span[j / R].begin < span[j / R].end;
+    }
   }
 
-  // sum[key][d] += sum_q weight[key][q] row[q][d]
+  // sum[key][d] += sum_q weight[key][q] row[q][d], the first time without what sum held.
   void add_outer(const Word* weight, const Word* row, int64_t row_step, const Span* span, int first,
                  int last, int64_t dim, float* sum, int64_t sum_step) {
-    constexpr int kWords = W / kPerWord;  // of a strip
+    constexpr int kWords = L / kPerWord;  // of a vector of queries
     const auto add = [&](auto vectors, int64_t d) {
+      constexpr int kVec = decltype(vectors)::kCount;
       for (int j = first; j < last; j += R) {
         const Span sees = span[j / R];
         if (sees.begin >= sees.end) continue;
-        multiply_tile<S, decltype(vectors)::kCount, false, true>(
-            (sees.end - sees.begin) * kWords, weight + j * x_.p_step + sees.begin * kWords,
-            x_.p_step, row + sees.begin * kWords * row_step + d, row_step, sum + j * sum_step + d,
-            sum_step);
+        auto* multiply = sums_begun_[j / R] ? multiply_tile<S, kVec, false, true, Word>
+                                            : multiply_tile<S, kVec, false, false, Word>;
+        multiply((sees.end - sees.begin) * kWords, weight + j * x_.p_step + sees.begin * kWords,
+                 x_.p_step, row + sees.begin * kWords * row_step + d, row_step,
+                 sum + j * sum_step + d, sum_step);
       }
     };
     int64_t d = 0;
@@ -336,17 +272,16 @@ class Backward : BackwardRows<S, kPairs, T> {
   // ---- a strip of queries ----
 
   void strip(int64_t m0, int t, const Visible<S>& visible) {
-    const int64_t index = m0 / W + t;
+    const int64_t index = place_of(m0 / W) + t;
     const StripRows<S>& rows = x_.rows[index];
     const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
-    for (int j = visible.first; j < visible.last; j += R) {
-      prefetch_bias(rows, visible, j);
-      multiply_rows<S>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t,
-                       x_.s + j * W);
-    }
-    for (int j = visible.first; j < visible.last; j += R) {
-      multiply_rows<S>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t,
-                       x_.dp + j * W);
+    Run runs[3];
+    const int num_runs = find_runs<S, kVectors>(visible, runs);
+    for (int r = 0; r < num_runs; ++r) {
+      const auto multiply = [&](auto vectors) {
+        score_run<decltype(vectors)::kCount>(rows, visible, runs[r], q_t, do_t);
+      };
+      runs[r].all ? multiply(Vectors<kVectors>{}) : multiply(Vectors<1>{});
     }
     if (!(call_.raw && visible.full)) {
       float maximum[W];
@@ -372,12 +307,53 @@ class Backward : BackwardRows<S, kPairs, T> {
     }
     if (watched) watch(m0, t, rows, visible);
     if (!args_.dq.data || in_bias_block_) return;
-    const int first = visible.first / kPerWord, last = (visible.last + kPerWord - 1) / kPerWord;
-    float* dq = dq_ + index * gradient_rows(call_.dqk) * W;
-    const Word* ds = x_.ds_pairs + first * x_.ds_pairs_step + t * W;
+    float* dq = dq_of(m0 / W + t);
+    bool& begun = x_.dq_begun[index];
+    for (int r = 0; r < num_runs; ++r) {
+      if (runs[r].all) add_dq<kVectors>(runs[r], t, begun, dq), begun = true;
+    }
+    if (!begun) clear<S>(dq, gradient_rows(call_.dqk) * W), begun = true;
+    for (int r = 0; r < num_runs; ++r) {
+      if (!runs[r].all) add_dq<1>(runs[r], t, true, dq);
+    }
+  }
+
+  // S and dP of a run's keys. Where one vector alone sees them the other is hidden.
+  template <int kVec>
+  void score_run(const StripRows<S>& rows, const Visible<S>& visible, const Run& run,
+                 const Word* q_t, const Word* do_t) {
+    const int64_t at = run.vector * L;
+    for (int j = run.first; j < run.last; j += R) {
+      prefetch_bias(rows, visible, j);
+      ask_ahead();
+      multiply_rows<S, kVec>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t + at,
+                             x_.s + j * W + at);
+    }
+    for (int j = run.first; j < run.last; j += R) {
+      multiply_rows<S, kVec>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t + at,
+                             x_.dp + j * W + at);
+    }
+    if constexpr (kVec < kVectors) {
+      const int64_t other = L - at;
+      for (int j = run.first; j < run.last; ++j) {
+        S::store(x_.s + j * W + other, S::set1(-kInfinity));
+        S::store(x_.dp + j * W + other, S::zero());
+        if (call_.softcap > 0) S::store(x_.cap + j * W + other, S::zero());
+      }
+    }
+  }
+
+  // dQ^T += K^T dS^T over a run's keys; if not begun, the first time.
+  template <int kVec>
+  void add_dq(const Run& run, int t, bool begun, float* dq) {
+    const int64_t at = run.vector * L;
+    const int first = run.first / kPerWord, last = (run.last + kPerWord - 1) / kPerWord;
+    const Word* ds = x_.ds_pairs + first * x_.ds_pairs_step + t * W + at;
+    auto* multiply = begun ? multiply_tile<S, kVec, true, true, Word>
+                           : multiply_tile<S, kVec, true, false, Word>;
     for (int64_t d = 0; d < call_.dqk; d += R) {
-      multiply_tile<S, 2, true, true>(last - first, x_.k_pairs + first * x_.k_pairs_step + d,
-                                      x_.k_pairs_step, ds, x_.ds_pairs_step, dq + d * W, W);
+      multiply(last - first, x_.k_pairs + first * x_.k_pairs_step + d, x_.k_pairs_step, ds,
+               x_.ds_pairs_step, dq + d * W + at, W);
     }
   }
 
@@ -525,10 +501,11 @@ class Backward : BackwardRows<S, kPairs, T> {
     }
   }
 
-  int64_t block_begin_ = 0, block_end_ = 0;
   bool in_bias_block_ = false;
+  int64_t finished_ = 0;  // dq of strips before it is done
   float* dq_ = nullptr;
-  F slope_[kVectors];  // of dalibi_slopes
+  bool sums_begun_[B / R];  // there is something in dk and dv of a register tile of keys
+  F slope_[kVectors];       // of dalibi_slopes
   alignas(64) uint32_t keep_[B / 32][W];
 };
 

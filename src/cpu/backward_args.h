@@ -26,6 +26,7 @@ enum class BackwardPhase : int {
                 // sequences or heads, recomputed block by block so that its sums are fp32
 };
 inline constexpr int kReduceParts = 8;
+inline constexpr int kMaxChunks = 8;
 
 // How dbias is made.
 enum class BiasGradient : int {
@@ -48,6 +49,8 @@ struct BackwardArgs {
 
   int64_t bound_q;          // no sequence has more queries
   int64_t bound_k;          // or keys
+  int64_t held_strips;      // strips of queries that a worker holds at a time: those that one block
+                            // of keys concerns, in whole tiles, or all
   const Interval* owned_q;  // [batch] rows of dq that sequence n writes, beyond its own with zeros
   const Interval* owned_k;
 
@@ -59,7 +62,8 @@ struct BackwardArgs {
   bool shared_pages;  // dk and dv are added to the pool; chunks == parts == 1
 
   // fp32 partial sums in the workspace; null where there are none.
-  //   dq_parts     [chunk][hq][strip_slots][gradient_rows(dqk)][strip]   see strip_slot()
+  //   dq_parts     [chunk][hq][strip_slots][gradient_rows(dqk)][strip]   see strip_slot(); of a
+  //                chunk only the strips that the band lets see it
   //   dk_parts     [part][hk][key_slots][dqk]   see key_slot(); dv_parts likewise
   //   dk_pool      [pages * page_size][hk][dqk]  dv_pool likewise
   //   bias_keys    [hq][key_slots]

@@ -27,8 +27,14 @@ template <typename S, typename To>
 TESSERA_INLINE void store_row(To* to, const float* from, const float* more, float scale,
                               int64_t dim) {
   constexpr int L = S::kLanes;
-  for (int64_t d = 0; d < dim; d += L) {
-    const int n = static_cast<int>(smaller<int64_t>(L, dim - d));
+  int64_t d = 0;
+  for (; d + L <= dim; d += L) {
+    auto x = S::load(from + d);
+    if (more) x = S::add(S::load(more + d), x);
+    S::store(to + d, S::mul(x, S::set1(scale)));
+  }
+  if (d < dim) {
+    const int n = static_cast<int>(dim - d);
     auto x = S::load_n(from + d, n);
     if (more) x = S::add(S::load_n(more + d, n), x);
     S::store_n(to + d, S::mul(x, S::set1(scale)), n);
@@ -94,9 +100,14 @@ class BackwardRows {
     }
   }
 
+  // Where a strip is in the ring: those of a tile are neighbours, since tiles begin at multiples of
+  // M and the ring holds whole tiles, or all strips there are.
+  int64_t place_of(int64_t strip) const { return strip % args_.held_strips; }
+
   // Q and dO of a tile: rows, for dK and dV, and columns, for S^T and dP^T.
   void prepare_queries(int64_t m0, int strips) {
-    const Word *q = x_.q_rows + m0 * x_.q_rows_step, *d_o = x_.do_rows + m0 * x_.do_rows_step;
+    const int64_t row = place_of(m0 / W) * W;
+    const Word *q = x_.q_rows + row * x_.q_rows_step, *d_o = x_.do_rows + row * x_.do_rows_step;
     if constexpr (kPairs) {
       interleave_pairs<S>(q, x_.q_rows_step, strips * W, call_.dqk, x_.q, x_.q_step);
       interleave_pairs<S>(d_o, x_.do_rows_step, strips * W, call_.dv, x_.d_o, x_.do_step);
@@ -111,31 +122,117 @@ class BackwardRows {
     }
   }
 
+  // The rows of strips up to `end`, and their part of dsink.
+  void prepare_strips(int64_t end) {
+    const CallSequence& sequence = *sequence_;
+    for (; prepared_ < end; ++prepared_) {
+      const int64_t strip = prepared_, place = place_of(strip);
+      StripRows<S>& rows = x_.rows[place];
+      const int n = static_cast<int>(smaller<int64_t>(W, sequence.band.len_q - strip * W));
+      float *lse = x_.lse + place * W, *delta = x_.delta + place * W;
+      x_.dq_begun[place] = false;
+      for (int l = 0; l < W; ++l) {
+        const int64_t i = strip * W + l, row = sequence.first_q + i;
+        lse[l] = kInfinity, delta[l] = 0.0f;
+        if (l < n) {
+          rows.token[l] = i, rows.head[l] = head_;
+          memcpy(&lse[l], at(call_.lse, sequence.batch_q, head_, row), sizeof(float));
+          if (lse[l] == -kInfinity) lse[l] = kInfinity;
+          if (args_.dlse.data) {
+            memcpy(&delta[l], at(args_.dlse, sequence.batch_q, head_, row), sizeof(float));
+            delta[l] = -delta[l];
+          }
+        }
+      }
+      Word* do_rows = x_.do_rows + place * W * x_.do_rows_step;
+      copy_queries(call_.q, strip, call_.dqk, x_.q_rows + place * W * x_.q_rows_step,
+                   x_.q_rows_step);
+      copy_queries(args_.d_o, strip, call_.dv, do_rows, x_.do_rows_step);
+      add_delta(strip, do_rows, delta);
+      rows.resolve(call_, sequence, n);
+      rows.vectors = kVectors;
+      for (int v = 0; v < kVectors && args_.sink_parts; ++v) {
+        const F x = S::sub(S::set1(sink_), S::load(lse + v * L));
+        const F p = S::exp2(S::mul(x, S::set1(kLog2e)));
+        sink_sum_ = S::fnma(p, S::load(delta + v * L), sink_sum_);
+      }
+    }
+  }
+
+  // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o
+  // is v, and dP - delta is 0 as it should be.
+  void add_delta(int64_t strip, const Word* do_rows, float* delta) {
+    copy_queries(call_.o, strip, call_.dv, x_.o_rows, x_.do_rows_step);
+    transpose_rows<S>(x_.o_rows, x_.do_rows_step, x_.v_depth, x_.o_t);
+    transpose_rows<S>(do_rows, x_.do_rows_step, x_.v_depth, x_.do_t);
+    for (int v = 0; v < kVectors; ++v) {
+      const Word *o = x_.o_t + v * L, *d_o = x_.do_t + v * L;
+      F total = S::zero();
+      for (int64_t begin = 0; begin < x_.v_depth; begin += x_.depth_piece) {
+        F sum = S::zero();
+        for (int64_t k = begin; k < smaller(begin + x_.depth_piece, x_.v_depth); ++k) {
+          sum = multiply_lanes<S>(o + k * W, d_o + k * W, sum);
+        }
+        total = begin == 0 ? sum : S::add(total, sum);
+      }
+      S::store(delta + v * L, S::add(total, S::load(delta + v * L)));
+    }
+  }
+
+  // Asks for a share of the rows that are copied next, between products: those of the queries after
+  // the tile, then the keys after the block, each beside rows of gradients that are stored soon.
+  // They lie a head's or a page's distance apart, which hardware does not guess.
+  void ask_ahead() {
+    const int64_t queries = smaller(ahead_.queries_end, (prepared_ * W) + M);
+    ahead_.query = larger(ahead_.query, prepared_ * W);
+    for (int n = 0; n < 2; ++n, ++ahead_.query) {
+      if (ahead_.query >= queries) break;
+      const int64_t row = sequence_->first_q + ahead_.query, batch = sequence_->batch_q;
+      ask_row(row_at(call_.q, batch, row, head_), call_.dqk);
+      ask_row(row_at(args_.d_o, batch, row, head_), call_.dv);
+      ask_row(row_at(call_.o, batch, row, head_), call_.dv);
+    }
+    if (ahead_.query < queries) return;
+    const int64_t keys = smaller(ahead_.keys_end, keys_.n0 + 2 * B), head_k = head_ / call_.group;
+    ahead_.key = larger(ahead_.key, keys_.n0 + B);
+    for (int n = 0; n < 3 && ahead_.key < keys; ++n, ++ahead_.key) {
+      ask_row(row_of_key(call_.k, call_.k_pages, *sequence_, ahead_.key, head_k), call_.dqk);
+      ask_row(row_of_key(call_.v, call_.v_pages, *sequence_, ahead_.key, head_k), call_.dv);
+    }
+  }
+  static void ask_row(const char* row, int64_t dim) {
+    const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+    for (int64_t at = 0; at < bytes; at += 64) prefetch(row + at);
+  }
+
   // ---- out ----
 
-  // dq of strips [begin, end) from chunks of partial sums that are step floats apart.
-  __attribute__((noinline)) void store_dq(int64_t begin, int64_t end, const float* parts,
-                                          int64_t step) {
-    const int64_t dqk = call_.dqk, tile = gradient_rows(dqk) * W;
+  // dq of a strip from `chunks` partial sums that are step floats apart.
+  __attribute__((noinline)) void store_dq(int64_t strip, const float* parts, int64_t step,
+                                          int chunks) {
+    const int64_t dqk = call_.dqk;
     const F scale = S::set1(call_.softmax_scale);
-    for (int64_t strip = begin; strip < end; ++strip) {
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t i = strip * W + v * L;
-        const int rows = static_cast<int>(smaller<int64_t>(L, sequence_->band.len_q - i));
-        for (int64_t d = 0; d < dqk && rows > 0; d += L) {
-          const int n = static_cast<int>(smaller<int64_t>(L, dqk - d));
-          const float* from = parts + strip * tile + d * W + v * L;
-          F x[L];
-          TESSERA_UNROLL
-          for (int k = 0; k < L; ++k) {
-            x[k] =
-                k < n ? S::mul(sum_of_chunks(from + k * W, step, args_.chunks), scale) : S::zero();
-          }
-          S::transpose(x);
-          char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i, head_);
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t i = strip * W + v * L;
+      const int rows = static_cast<int>(smaller<int64_t>(L, sequence_->band.len_q - i));
+      for (int64_t d = 0; d < dqk && rows > 0; d += L) {
+        const int n = static_cast<int>(smaller<int64_t>(L, dqk - d));
+        const float* from = parts + d * W + v * L;
+        F x[L];
+        TESSERA_UNROLL
+        for (int k = 0; k < L; ++k) {
+          x[k] = k < n ? S::mul(sum_of_chunks(from + k * W, step, chunks), scale) : S::zero();
+        }
+        S::transpose(x);
+        char* to = row_at(args_.dq, sequence_->batch_q, sequence_->first_q + i, head_);
+        if (n == L && rows == L) {
           TESSERA_UNROLL
           for (int r = 0; r < L; ++r, to += args_.dq.row) {
-            if (r < rows) S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
+            S::store(reinterpret_cast<T*>(to) + d, x[r]);
+          }
+        } else {
+          for (int r = 0; r < rows; ++r, to += args_.dq.row) {
+            S::store_n(reinterpret_cast<T*>(to) + d, x[r], n);
           }
         }
       }
@@ -143,9 +240,22 @@ class BackwardRows {
   }
 
   TESSERA_INLINE F sum_of_chunks(const float* from, int64_t step, int chunks) {
-    F sum = S::load(from);
+    F sum = chunks > 0 ? S::load(from) : S::zero();
     for (int c = 1; c < chunks; ++c) sum = S::add(sum, S::load(from + c * step));
     return sum;
+  }
+
+  // Blocks of a chunk of the sequence's keys, and the strips, from a whole tile on, that the band
+  // lets see some of it.
+  Interval blocks_of_chunk(int64_t chunk) const {
+    const int64_t blocks = pad_to(sequence_->band.len_k, B) / B;
+    return {blocks * chunk / args_.chunks, blocks * (chunk + 1) / args_.chunks};
+  }
+  Interval strips_of_chunk(int64_t chunk) const {
+    const Interval blocks = blocks_of_chunk(chunk);
+    const Interval queries = sequence_->band.rows(blocks.lo * B, blocks.hi * B);
+    if (queries.empty()) return {0, 0};
+    return {queries.lo / M * M / W, pad_to(queries.hi, W) / W};
   }
 
   void zero_queries_outside() {
@@ -216,6 +326,57 @@ class BackwardRows {
     }
   }
 
+  // ---- reductions ----
+
+  void reduce_q_task(int64_t task) {
+    const int64_t share = task % kReduceParts;
+    task /= kReduceParts;
+    const int64_t head = task % call_.hq;
+    sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hq];
+    const int64_t strips = pad_to(sequence_->band.len_q, W) / W;
+    const int64_t tile = gradient_rows(call_.dqk) * W, step = call_.hq * args_.strip_slots * tile;
+    head_ = head;
+    Interval seen[kMaxChunks];
+    for (int c = 0; c < args_.chunks; ++c) seen[c] = strips_of_chunk(c);
+    for (int64_t strip = strips * share / kReduceParts; strip < strips * (share + 1) / kReduceParts;
+         ++strip) {
+      int first = 0, end = args_.chunks;  // the band is monotone: chunks that see a strip are a run
+      while (first < end && !seen[first].contains(strip)) ++first;
+      while (first < end && !seen[end - 1].contains(strip)) --end;
+      store_dq(strip, dq_part(first) + strip * tile, step, end - first);
+    }
+    if (share == 0) zero_queries_outside();
+  }
+
+  void reduce_kv_task(int64_t task) {
+    const int64_t share = task % kReduceParts;
+    task /= kReduceParts;
+    const int64_t head = task % call_.hk;
+    sequence_ = &call_.sequences[args_.sequence_begin + task / call_.hk];
+    const int64_t keys = sequence_->band.len_k;
+    for (int64_t j = keys * share / kReduceParts; j < keys * (share + 1) / kReduceParts; ++j) {
+      if (args_.dk.data) {
+        reduce_key(args_.dk, args_.dk_parts, j, head, call_.dqk, call_.softmax_scale);
+      }
+      if (args_.dv.data) {
+        reduce_key(args_.dv, args_.dv_parts, j, head, call_.dv, call_.dropout_scale);
+      }
+    }
+    if (share == 0) zero_keys_outside(head);
+  }
+
+  void store_pages_task(int64_t task) {
+    const int64_t share = task % kReduceParts, head = task / kReduceParts;
+    if (args_.dk.data) {
+      store_pool(args_.dk, args_.dk_pool, args_.pool_rows_k, call_.k_pages.page_size, head, share,
+                 call_.dqk, call_.softmax_scale);
+    }
+    if (args_.dv.data) {
+      store_pool(args_.dv, args_.dv_pool, args_.pool_rows_v, call_.v_pages.page_size, head, share,
+                 call_.dv, call_.dropout_scale);
+    }
+  }
+
   // Where this head's partial sums begin.
   int64_t slot() const { return strip_slot(args_, *sequence_, W); }
   float* dq_part(int64_t chunk) const {
@@ -232,6 +393,12 @@ class BackwardRows {
   bool first_of_group_ = true, last_of_group_ = true;  // head_ in this task's part
   Keys<S> keys_;                                       // the block
   bool keys_ready_ = false;                            // K and V of the block are in scratch
+  int64_t prepared_ = 0;  // strips before it are in the ring, as many as it holds
+  float sink_ = 0;
+  F sink_sum_;  // of dsink, over the strips prepared
+  struct {
+    int64_t query, queries_end, key, keys_end;
+  } ahead_{};  // what ask_ahead asks for next, and where it stops
 };
 
 }  // namespace

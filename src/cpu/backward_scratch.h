@@ -22,18 +22,18 @@ template <typename S, bool kPairs>
 struct Scratch {
   static constexpr int kPerWord = kPairs ? 2 : 1;
   static constexpr int W = Tile<S>::kStrip, B = Tile<S>::kBlock;
-  // Queries of a tile: the depth of the products for dK and dV, whose sums are loaded and stored
-  // once a tile. 64 cost 3 points of peak at d = 64 in fp32.
-  static constexpr int M = 128;
+  static constexpr int M = kBackwardTile;
   static_assert(M % W == 0);
   using Word = typename WordOf<kPairs>::Type;
 
-  // One head. lse is +inf where p is 0 whatever the score. delta = rowsum(do o) - dlse.
-  StripRows<S>* rows;      // [strips]
-  Word *q_rows, *do_rows;  // [strips * W][q_rows_step], pairs along head dims
-  float *lse, *delta;      // [strips][W]
+  // One head: a ring of its strips. lse is +inf where p is 0 whatever the score. delta = rowsum(do
+  // o) - dlse.
+  StripRows<S>* rows;      // [held]
+  Word *q_rows, *do_rows;  // [held * W][q_rows_step], pairs along head dims
+  float *lse, *delta;      // [held][W]
+  float* dq;               // [held][gradient_rows(dqk)][W]
+  bool* dq_begun;          // [held] there is something in dq
   float* bias_rows;        // [strips][W]
-  float* dq;               // [strips][gradient_rows(dqk)][W]
   float *dk_sum, *dv_sum;  // [bound_k][dqk or dv]: of the group's heads so far
 
   // One block of keys.
@@ -64,7 +64,7 @@ struct Scratch {
   Scratch(const BackwardArgs& args, char* base) {
     const Call& call = args.call;
     const int64_t dqk = call.dqk, dim_v = call.dv, strips = pad_to(args.bound_q, W) / W;
-    const int64_t dq_rows = gradient_rows(dqk);
+    const int64_t dq_rows = gradient_rows(dqk), held = args.held_strips;
     qk_depth = pad_to(dqk, kPerWord) / kPerWord, v_depth = pad_to(dim_v, kPerWord) / kPerWord;
     // Dropout scales dP after and o before its rounding, so that sums do not cancel where they
     // should.
@@ -82,11 +82,12 @@ struct Scratch {
       bytes += pad_to(count * static_cast<int64_t>(sizeof(T)), 64);
     };
     const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
-    take(rows, strips);
-    take(q_rows, strips * W * q_rows_step), take(do_rows, strips * W * do_rows_step);
-    take(lse, strips * W), take(delta, strips * W);
+    take(rows, held);
+    take(q_rows, held * W * q_rows_step), take(do_rows, held * W * do_rows_step);
+    take(lse, held * W), take(delta, held * W);
+    take(dq, args.chunks == 1 ? held * dq_rows * W : 0);
+    take(dq_begun, held);
     take(bias_rows, args.bias_gradient == BiasGradient::kRows ? strips * W : 0);
-    take(dq, args.chunks == 1 ? strips * dq_rows * W : 0);
     take(dk_sum, summed * dqk), take(dv_sum, summed * dim_v);
     take(k, B * k_step), take(v, B * v_step);
     if (kPairs)

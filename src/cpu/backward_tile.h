@@ -89,15 +89,16 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const Word* a, int64
   }
 }
 
-// S^T or dP^T of one register tile: the sum over head dims, a piece at a time for the same reason.
-template <typename S, typename Word>
+// S^T or dP^T of one register tile, for kVec vectors of a strip: the sum over head dims, a piece at
+// a time for the same reason.
+template <typename S, int kVec, typename Word>
 TESSERA_INLINE void multiply_rows(int64_t depth, int64_t piece, const Word* a, int64_t a_step,
                                   const Word* b, float* c) {
   constexpr int W = kVectors * S::kLanes;
-  multiply_tile<S, kVectors, false, false>(smaller(depth, piece), a, a_step, b, W, c, W);
+  multiply_tile<S, kVec, false, false>(smaller(depth, piece), a, a_step, b, W, c, W);
   for (int64_t k = piece; k < depth; k += piece) {
-    multiply_tile<S, kVectors, false, true>(smaller(depth - k, piece), a + k, a_step, b + k * W, W,
-                                            c, W);
+    multiply_tile<S, kVec, false, true>(smaller(depth - k, piece), a + k, a_step, b + k * W, W, c,
+                                        W);
   }
 }
 

@@ -96,34 +96,6 @@ __attribute__((noinline)) void exponentiate(float c, const Visible<S>& visible,
   }
 }
 
-// Keys that the same vectors of a strip see: all N of them, or vector v alone.
-struct Run {
-  int first, last, vector;
-  bool all;
-};
-
-// [first, last) of a strip in order: what one vector sees before both do, both, and after.
-template <typename S, int N>
-TESSERA_INLINE int find_runs(const Visible<S>& visible, Run (&runs)[3]) {
-  const int *begin = visible.begin, *end = visible.end;
-  if constexpr (N == kVectors && !S::kNarrow) {
-    if (begin[0] >= end[0] || begin[1] >= end[1]) {
-      const int seen = begin[0] < end[0] ? 0 : 1;
-      runs[0] = {begin[seen], end[seen], seen, false};
-      return 1;
-    }
-    const int early = begin[0] <= begin[1] ? 0 : 1, late = end[0] >= end[1] ? 0 : 1;
-    const int both = begin[1 - early], after = end[1 - late];
-    int count = 0;
-    if (begin[early] < both) runs[count++] = {begin[early], both, early, false};
-    runs[count++] = {both, after, 0, true};
-    if (after < end[late]) runs[count++] = {after, end[late], late, false};
-    return count;
-  }
-  runs[0] = {visible.first, visible.last, 0, true};
-  return 1;
-}
-
 // S^T of a run.
 template <typename S, typename Product, int N>
 void multiply(const Call& call, const Block<S>& block, const float* q_t, bool maximum,
