@@ -20,6 +20,7 @@
 
 #include "cpu/backward_bias.h"
 #include "cpu/backward_rows.h"
+#include "cpu/backward_small.h"
 #include "cpu/score_dropout.h"
 
 namespace tessera::cpu {
@@ -274,9 +275,46 @@ class Backward : BackwardRows<S, kPairs, T> {
   void strip(int64_t m0, int t, const Visible<S>& visible) {
     const int64_t index = place_of(m0 / W) + t;
     const StripRows<S>& rows = x_.rows[index];
-    const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
     Run runs[3];
     const int num_runs = find_runs<S, kVectors>(visible, runs);
+    const bool by_bias = args_.bias_gradient == BiasGradient::kBlock
+                             ? in_bias_block_
+                             : args_.bias_gradient != BiasGradient::kNone;
+    const bool watched = call_.softcap > 0 || args_.slope_parts || by_bias;
+    if (call_.has_dropout) {
+      fill_keep_bits<S, kVectors>(call_, *sequence_, rows, keys_, visible.first, visible.last,
+                                  keep_);
+    }
+    const bool small = is_small<S>(args_, *sequence_, rows, keys_, visible);
+    if constexpr (!kPairs) {
+      if (small)
+        SmallStrip<S>{call_, *sequence_, rows, keys_, visible, keep_, x_, index, t}.weigh();
+    }
+    if (!small) {
+      score(rows, t, visible, runs, num_runs);
+      if (call_.has_dropout) {
+        watched ? weigh<true, true>(index, t, visible) : weigh<true, false>(index, t, visible);
+      } else {
+        watched ? weigh<false, true>(index, t, visible) : weigh<false, false>(index, t, visible);
+      }
+    }
+    if (watched) watch(m0, t, rows, visible);
+    if (!args_.dq.data || in_bias_block_) return;
+    float* dq = dq_of(m0 / W + t);
+    bool& begun = x_.dq_begun[index];
+    for (int r = 0; r < num_runs; ++r) {
+      if (runs[r].all) add_dq<kVectors>(runs[r], t, begun, dq), begun = true;
+    }
+    if (!begun) clear<S>(dq, gradient_rows(call_.dqk) * W), begun = true;
+    for (int r = 0; r < num_runs; ++r) {
+      if (!runs[r].all) add_dq<1>(runs[r], t, true, dq);
+    }
+  }
+
+  // x and dP.
+  void score(const StripRows<S>& rows, int t, const Visible<S>& visible, const Run* runs,
+             int num_runs) {
+    const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
     for (int r = 0; r < num_runs; ++r) {
       const auto multiply = [&](auto vectors) {
         score_run<decltype(vectors)::kCount>(rows, visible, runs[r], q_t, do_t);
@@ -293,28 +331,6 @@ class Backward : BackwardRows<S, kPairs, T> {
         S::store(x_.s + visible.last * W + v * L, S::set1(-kInfinity));
         S::store(x_.dp + visible.last * W + v * L, S::zero());
       }
-    }
-    const bool by_bias = args_.bias_gradient == BiasGradient::kBlock
-                             ? in_bias_block_
-                             : args_.bias_gradient != BiasGradient::kNone;
-    const bool watched = call_.softcap > 0 || args_.slope_parts || by_bias;
-    if (call_.has_dropout) {
-      fill_keep_bits<S, kVectors>(call_, *sequence_, rows, keys_, visible.first, visible.last,
-                                  keep_);
-      watched ? weigh<true, true>(index, t, visible) : weigh<true, false>(index, t, visible);
-    } else {
-      watched ? weigh<false, true>(index, t, visible) : weigh<false, false>(index, t, visible);
-    }
-    if (watched) watch(m0, t, rows, visible);
-    if (!args_.dq.data || in_bias_block_) return;
-    float* dq = dq_of(m0 / W + t);
-    bool& begun = x_.dq_begun[index];
-    for (int r = 0; r < num_runs; ++r) {
-      if (runs[r].all) add_dq<kVectors>(runs[r], t, begun, dq), begun = true;
-    }
-    if (!begun) clear<S>(dq, gradient_rows(call_.dqk) * W), begun = true;
-    for (int r = 0; r < num_runs; ++r) {
-      if (!runs[r].all) add_dq<1>(runs[r], t, true, dq);
     }
   }
 

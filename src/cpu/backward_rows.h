@@ -129,18 +129,17 @@ class BackwardRows {
       const int64_t strip = prepared_, place = place_of(strip);
       StripRows<S>& rows = x_.rows[place];
       const int n = static_cast<int>(smaller<int64_t>(W, sequence.band.len_q - strip * W));
-      float *lse = x_.lse + place * W, *delta = x_.delta + place * W;
+      float *lse = x_.lse + place * W, *dlse = x_.dlse + place * W;
       x_.dq_begun[place] = false;
       for (int l = 0; l < W; ++l) {
         const int64_t i = strip * W + l, row = sequence.first_q + i;
-        lse[l] = kInfinity, delta[l] = 0.0f;
+        lse[l] = kInfinity, dlse[l] = 0.0f;
         if (l < n) {
           rows.token[l] = i, rows.head[l] = head_;
           memcpy(&lse[l], at(call_.lse, sequence.batch_q, head_, row), sizeof(float));
           if (lse[l] == -kInfinity) lse[l] = kInfinity;
           if (args_.dlse.data) {
-            memcpy(&delta[l], at(args_.dlse, sequence.batch_q, head_, row), sizeof(float));
-            delta[l] = -delta[l];
+            memcpy(&dlse[l], at(args_.dlse, sequence.batch_q, head_, row), sizeof(float));
           }
         }
       }
@@ -148,20 +147,20 @@ class BackwardRows {
       copy_queries(call_.q, strip, call_.dqk, x_.q_rows + place * W * x_.q_rows_step,
                    x_.q_rows_step);
       copy_queries(args_.d_o, strip, call_.dv, do_rows, x_.do_rows_step);
-      add_delta(strip, do_rows, delta);
+      find_delta(strip, do_rows);
       rows.resolve(call_, sequence, n);
       rows.vectors = kVectors;
       for (int v = 0; v < kVectors && args_.sink_parts; ++v) {
         const F x = S::sub(S::set1(sink_), S::load(lse + v * L));
         const F p = S::exp2(S::mul(x, S::set1(kLog2e)));
-        sink_sum_ = S::fnma(p, S::load(delta + v * L), sink_sum_);
+        sink_sum_ = S::fnma(p, S::load(x_.delta + place * W + v * L), sink_sum_);
       }
     }
   }
 
-  // delta += rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o
-  // is v, and dP - delta is 0 as it should be.
-  void add_delta(int64_t strip, const Word* do_rows, float* delta) {
+  // mean = rowsum(do o), in the very order in which dP^T sums do v: where a row sees one key, o is
+  // v, and dP - mean is 0 as it should be. delta = mean - dlse.
+  void find_delta(int64_t strip, const Word* do_rows) {
     copy_queries(call_.o, strip, call_.dv, x_.o_rows, x_.do_rows_step);
     transpose_rows<S>(x_.o_rows, x_.do_rows_step, x_.v_depth, x_.o_t);
     transpose_rows<S>(do_rows, x_.do_rows_step, x_.v_depth, x_.do_t);
@@ -175,7 +174,9 @@ class BackwardRows {
         }
         total = begin == 0 ? sum : S::add(total, sum);
       }
-      S::store(delta + v * L, S::add(total, S::load(delta + v * L)));
+      const int64_t at = place_of(strip) * W + v * L;
+      S::store(x_.mean + at, total);
+      S::store(x_.delta + at, S::sub(total, S::load(x_.dlse + at)));
     }
   }
 

@@ -26,15 +26,15 @@ struct Scratch {
   static_assert(M % W == 0);
   using Word = typename WordOf<kPairs>::Type;
 
-  // One head: a ring of its strips. lse is +inf where p is 0 whatever the score. delta = rowsum(do
-  // o) - dlse.
-  StripRows<S>* rows;      // [held]
-  Word *q_rows, *do_rows;  // [held * W][q_rows_step], pairs along head dims
-  float *lse, *delta;      // [held][W]
-  float* dq;               // [held][gradient_rows(dqk)][W]
-  bool* dq_begun;          // [held] there is something in dq
-  float* bias_rows;        // [strips][W]
-  float *dk_sum, *dv_sum;  // [bound_k][dqk or dv]: of the group's heads so far
+  // One head: a ring of its strips. lse is +inf where p is 0 whatever the score. mean =
+  // rowsum(do o), delta = mean - dlse.
+  StripRows<S>* rows;                // [held]
+  Word *q_rows, *do_rows;            // [held * W][q_rows_step], pairs along head dims
+  float *lse, *delta, *mean, *dlse;  // [held][W]
+  float* dq;                         // [held][gradient_rows(dqk)][W]
+  bool* dq_begun;                    // [held] there is something in dq
+  float* bias_rows;                  // [strips][W]
+  float *dk_sum, *dv_sum;            // [bound_k][dqk or dv]: of the group's heads so far
 
   // One block of keys.
   Word *k, *v;       // [B][k_step], pairs along head dims
@@ -84,7 +84,7 @@ struct Scratch {
     const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
     take(rows, held);
     take(q_rows, held * W * q_rows_step), take(do_rows, held * W * do_rows_step);
-    take(lse, held * W), take(delta, held * W);
+    take(lse, held * W), take(delta, held * W), take(mean, held * W), take(dlse, held * W);
     take(dq, args.chunks == 1 ? held * dq_rows * W : 0);
     take(dq_begun, held);
     take(bias_rows, args.bias_gradient == BiasGradient::kRows ? strips * W : 0);
