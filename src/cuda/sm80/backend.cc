@@ -131,11 +131,13 @@ const Backend& backend() {
   return instance;
 }
 
-const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes) {
+const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes,
+                          bool plain) {
   for (const bool want_rich : {rich, true}) {
     for (const Kernel& kernel : kernels()) {
       if (kernel.pass == pass && kernel.rich == want_rich && kernel.dtype == dtype &&
-          kernel.bucket >= head_dim && kernel.shared_bytes <= shared_bytes) {
+          kernel.plain == plain && kernel.bucket >= head_dim &&
+          kernel.shared_bytes <= shared_bytes) {
         return &kernel;
       }
     }

@@ -2,6 +2,10 @@
 // The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products
 // instead of five, and in return no atomics), dbias, and sums over rows. Where the order of sums is
 // free and nothing but a band shapes the scores, one kernel makes all three with five products.
+//
+// Small problems in fp32 have kernels of plain multiply-adds: the 22 bits an operand that three
+// fp16 products keep are enough where errors of many terms average out, and show where a gradient
+// is the small difference of a few.
 #include <algorithm>
 
 #include "cuda/sm80/plan.h"
@@ -19,6 +23,24 @@ struct Kernels {
   const Kernel* fused;  // may be null
 };
 
+constexpr int64_t kPlainShortSide = 64, kPlainLongSide = 512;
+constexpr int64_t kPlainWork = int64_t{1} << 24;  // scores x head dims; some 15 us
+
+bool is_small(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  if (problem.tensor[TESSERA_Q].dtype != TESSERA_FP32) return false;
+  if (std::min(s.sq, s.sk) > kPlainShortSide || std::max(s.sq, s.sk) > kPlainLongSide) return false;
+  const int64_t scores_of_head = std::max<int64_t>(s.sq * s.sk * (s.dqk + s.dv), 1);
+  return s.batch * s.hq <= kPlainWork / scores_of_head;
+}
+
+Kernels plain_kernels_of(int dtype, int64_t head_dim, int shared_bytes) {
+  const auto find = [&](Pass pass) {
+    return find_kernel(pass, true, dtype, head_dim, shared_bytes, true);
+  };
+  return {find(Pass::backward_dq), find(Pass::backward_dkdv), find(Pass::backward_dbias), nullptr};
+}
+
 Kernels kernels_of(int dtype, int64_t head_dim, bool rich, int shared_bytes) {
   return {find_kernel(Pass::backward_dq, rich, dtype, head_dim, shared_bytes),
           find_kernel(Pass::backward_dkdv, rich, dtype, head_dim, shared_bytes),
@@ -28,7 +50,8 @@ Kernels kernels_of(int dtype, int64_t head_dim, bool rich, int shared_bytes) {
 
 class BackwardPlan final : public Plan {
  public:
-  BackwardPlan(const Kernels& lean, const Kernels& rich) : lean_(lean), rich_(rich) {}
+  BackwardPlan(const Kernels& lean, const Kernels& rich, const Kernels& plain)
+      : lean_(lean), rich_(rich), plain_(plain) {}
 
   int64_t workspace_bytes(const Problem& problem, int) const override {
     if (may_fuse(problem)) return arrays_bytes(problem) + dq_sums_bytes(problem);
@@ -36,8 +59,9 @@ class BackwardPlan final : public Plan {
     const auto bytes_of = [&](const Kernel& kernel, Walked walked) {
       return block_map_bytes(problem, walked, kernel.tile.rows(), kernel.tile.step);
     };
-    return arrays_bytes(problem) +
-           std::max(bytes_of(*rich_.dq, Walked::kKeys), bytes_of(*rich_.dkdv, Walked::kQueries));
+    const Kernels& kernels = takes_plain(problem) ? plain_ : rich_;
+    return arrays_bytes(problem) + std::max(bytes_of(*kernels.dq, Walked::kKeys),
+                                            bytes_of(*kernels.dkdv, Walked::kQueries));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -56,10 +80,11 @@ class BackwardPlan final : public Plan {
     }
 
     const bool rich = is_rich(p) || !has_aligned_keys(p) || !has_aligned_queries(p);
-    const Kernels& kernels = rich ? rich_ : lean_;
+    const bool plain = takes_plain(problem);
+    const Kernels& kernels = plain ? plain_ : rich ? rich_ : lean_;
     void* maps =
         workspace + arrays_bytes(problem);  // of one kernel, then of the next; or the sums of dQ
-    TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, stream));
+    TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, plain, stream));
     if (!rich && may_fuse(problem)) {
       TESSERA_RETURN_IF_ERROR(run_fused(problem, args, static_cast<float*>(maps), stream));
       return launch_row_sums(args, stream);
@@ -74,12 +99,17 @@ class BackwardPlan final : public Plan {
   static int64_t arrays_bytes(const Problem& problem) {
     return (given(problem, TESSERA_DALIBI_SLOPES) ? 3 : 2) * row_bytes(problem);
   }
+  // A device may lack the shared memory for the widest heads.
+  bool takes_plain(const Problem& problem) const {
+    return is_small(problem) && plain_.dq && plain_.dkdv && plain_.dbias;
+  }
   // One kernel makes all that is asked.
   bool may_fuse(const Problem& problem) const {
     constexpr uint32_t kFlags = TESSERA_DETERMINISTIC | TESSERA_SOFTCAP | TESSERA_DROPOUT;
-    return lean_.fused && !has(problem, kFlags) && !has_block_map(problem) && !is_paged(problem) &&
-           !given(problem, TESSERA_BIAS) && !given(problem, TESSERA_ALIBI_SLOPES) &&
-           given(problem, TESSERA_DQ) && (given(problem, TESSERA_DK) || given(problem, TESSERA_DV));
+    return lean_.fused && !takes_plain(problem) && !has(problem, kFlags) &&
+           !has_block_map(problem) && !is_paged(problem) && !given(problem, TESSERA_BIAS) &&
+           !given(problem, TESSERA_ALIBI_SLOPES) && given(problem, TESSERA_DQ) &&
+           (given(problem, TESSERA_DK) || given(problem, TESSERA_DV));
   }
   int dq_slots(const Problem& problem) const {
     const Sizes s = sizes_of(problem);
@@ -193,7 +223,7 @@ class BackwardPlan final : public Plan {
     return launch(kernel, grid, &args, stream);
   }
 
-  Kernels lean_, rich_;
+  Kernels lean_, rich_, plain_;
 };
 
 }  // namespace
@@ -213,7 +243,12 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
     }
   }
   if (kernels[0].fused) TESSERA_RETURN_IF_ERROR(prepare(kernels[0].fused));
-  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(kernels[0], kernels[1]));
+  const Kernels plain = plain_kernels_of(canonical.tensor[TESSERA_Q].dtype, std::max(s.dqk, s.dv),
+                                         info.value().shared_memory_per_cta);
+  for (const Kernel* kernel : {plain.dq, plain.dkdv, plain.dbias}) {
+    if (kernel) TESSERA_RETURN_IF_ERROR(prepare(kernel));
+  }
+  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(kernels[0], kernels[1], plain));
 }
 
 }  // namespace tessera::cuda::sm80

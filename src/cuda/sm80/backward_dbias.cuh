@@ -184,7 +184,9 @@ Kernel make_backward_dbias(int dtype) {
           kBucket,
           {kRowTiles, kWarps, kStep},
           sizeof(DbiasStorage<T, kBucket, kWarps, kStep>),
-          reinterpret_cast<const void*>(&backward_dbias_kernel<T, kBucket, kWarps, kStep>)};
+          reinterpret_cast<const void*>(&backward_dbias_kernel<T, kBucket, kWarps, kStep>),
+          nullptr,
+          __is_same(T, PlainFloat)};
 }
 
 }  // namespace tessera::cuda::sm80

@@ -287,7 +287,9 @@ Kernel make_backward_dkdv(int dtype) {
           {kRowTiles, kWarps, kStep},
           sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, false>),
           reinterpret_cast<const void*>(
-              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, false>)};
+              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, false>),
+          nullptr,
+          __is_same(T, PlainFloat)};
 }
 
 }  // namespace tessera::cuda::sm80

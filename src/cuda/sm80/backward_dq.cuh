@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     __syncthreads();  // V's buffer is free
     if (more) load_v(key_of(next));
 
-    // dS = P (dP - delta)
+      // dS = P (dP - delta)
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       score_gradient<T, kTileN, Major::kQueries, kRich, false>(
@@ -178,7 +178,9 @@ Kernel make_backward_dq(int dtype) {
           {kRowTiles, kWarps, kStep},
           sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
           reinterpret_cast<const void*>(
-              &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>)};
+              &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>),
+          nullptr,
+          __is_same(T, PlainFloat)};
 }
 
 }  // namespace tessera::cuda::sm80

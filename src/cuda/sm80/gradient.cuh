@@ -26,6 +26,14 @@ __device__ inline RowStatistics statistics_of(const BackwardArgs& b, const Seque
   return {b.lse[at + query], b.delta[at + query]};
 }
 
+// e^x for x in the units of logits; the approximation's 2^-22 are the largest error of a plain
+// product.
+template <typename T>
+__device__ __forceinline__ float weight_of(float x) {
+  if constexpr (__is_same(T, PlainFloat)) return expf(x);
+  return exp2_approx(x * kToLog2<T>);
+}
+
 // s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack
 // = 1. statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4
 // for S^T. slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides
@@ -45,7 +53,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
 #pragma unroll
     for (int e = 0; e < kN / 2; ++e) {
       const RowStatistics row = row_of(e);
-      s[e] = exp2_approx((s[e] * scale - row.lse) * kToLog2<T>);
+      s[e] = weight_of<T>(s[e] * scale - row.lse);
       dp[e] = s[e] * (dp[e] - row.delta);
     }
   } else {
@@ -65,7 +73,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
     for (int e = 0; e < kN / 2; ++e) {
       const RowStatistics row = row_of(e);
       const bool keep = kept[e / 32] >> (e % 32) & 1;
-      const float probability = exp2_approx((s[e] - row.lse) * kToLog2<T>);
+      const float probability = weight_of<T>(s[e] - row.lse);
       const float gradient = keep ? dp[e] * p.dropout_scale : 0.f;
       dp[e] = s[e] == -kInfinity ? 0.f : probability * (gradient - row.delta);
       s[e] = keep ? probability : 0.f;

@@ -19,6 +19,7 @@ struct Kernel {
   int shared_bytes;
   const void* function;
   const void* finish = nullptr;  // of backward_fused: what turns the sums of dQ into dq
+  bool plain = false;            // fp32 by multiply-adds
 };
 
 // In the table's order, buckets ascending.

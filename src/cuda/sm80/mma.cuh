@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a warp on mma.sync, for 16-bit elements and for fp32 by three fp16 products.
+// Products of a warp on mma.sync, for 16-bit elements and for fp32 by three fp16 products, and for
+// fp32 once more by multiply-adds.
 //
 // Two forms are enough for attention, forward and backward:
 //     multiply_nt   C[16 x N] += A[16 x K] B[N x K]^T   A and B in shared memory    S, dP
@@ -187,6 +188,80 @@ struct Mma<float> {
   }
 };
 
+// fp32 by ordinary multiply-adds: all 24 bits of every operand, at a tenth of the speed. The layout
+// of A, in registers, and of C is that of mma.sync; B stays where it is.
+struct PlainFloat {
+  float value;
+  PlainFloat() = default;
+  __device__ PlainFloat(float x) : value(x) {}
+  __device__ operator float() const { return value; }
+};
+
+template <>
+struct Mma<PlainFloat> {
+  static constexpr int kK = 16;
+  struct A {
+    float r[8];  // rows lane / 4 and 8 on; columns 2 (lane % 4) and 1, 8, 9 on
+  };
+  struct B {
+    const PlainFloat* at;    // the element of k = 0 in this lane's first column
+    int k_stride, n_stride;  // elements
+  };
+
+  __device__ static A load_a(const PlainFloat* tile, int stride, int row, int column) {
+    return load(tile + row * stride + column, stride, 1);
+  }
+  __device__ static A load_a_transposed(const PlainFloat* tile, int stride, int k, int m) {
+    return load(tile + k * stride + m, 1, stride);
+  }
+  __device__ static B load_b(const PlainFloat* tile, int stride, int n, int k) {
+    return {tile + (n + threadIdx.x % 4 * 2) * stride + k, 1, stride};
+  }
+  __device__ static B load_b_transposed(const PlainFloat* tile, int stride, int k, int n) {
+    return {tile + k * stride + n + threadIdx.x % 4 * 2, stride, 1};
+  }
+  __device__ static float scale_of(const PlainFloat*, int, int) { return 1; }
+  __device__ static A from_accumulator(const float* c, float) {
+    A a;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a.r[i] = c[i];
+    return a;
+  }
+  // The 16 terms are added before they join C, which halves the error of a long sum.
+  template <bool kTransposed = false>
+  __device__ static void multiply(float* c, const A& a, const B& b, float = 1) {
+    float sum[8] = {};
+#pragma unroll
+    for (int k = 0; k < kK; ++k) {
+      const int owner = (threadIdx.x & ~3) | k % 8 / 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = __shfl_sync(~0u, a.r[k / 8 * 4 + half * 2 + k % 2], owner);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float y = b.at[k * b.k_stride + (n / 2 * 8 + n % 2) * b.n_stride];
+          float& to = sum[n / 2 * 4 + half * 2 + n % 2];
+          to = fmaf(x, y, to);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i] += sum[i];
+  }
+
+ private:
+  __device__ static A load(const PlainFloat* tile, int row_stride, int column_stride) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    A a;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      a.r[i] =
+          tile[(row + i / 2 % 2 * 8) * row_stride + (column + i % 2 + i / 4 * 8) * column_stride];
+    }
+    return a;
+  }
+};
+
 // f and 1 / f from the bits of the largest magnitude.
 struct SplitScale {
   float f, inverse;
@@ -198,7 +273,7 @@ struct SplitScale {
 };
 
 template <typename T>
-inline constexpr bool kSplits = sizeof(T) == 4;
+inline constexpr bool kSplits = __is_same(T, float);
 
 // fp32 tiles must be split before products read them, in place, 16 rows a warp; barriers before and
 // after are the caller's. Nothing for 16-bit elements. warp: of kWarps that share the work.

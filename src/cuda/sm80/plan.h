@@ -13,7 +13,9 @@ namespace tessera::cuda::sm80 {
 
 // The first kernel of the table that holds the head dims and fits in the device's shared memory a
 // CTA; lean falls back to rich where the table has no lean row. Null: none.
-const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes);
+// plain: only, and otherwise never, kernels that multiply fp32 by multiply-adds.
+const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes,
+                          bool plain = false);
 
 // Allows the kernel its shared memory on the current device; refuses null.
 Status prepare(const Kernel* kernel);

@@ -109,12 +109,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream) {
+Status launch_row_statistics(const BackwardArgs& args, bool plain, cudaStream_t stream) {
   const Params& p = args.params;
   const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kRows);
   if (slots == 0) return {};
   const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));
-  const auto kernel_of = [](int dtype) -> const void* {
+  const auto kernel_of = [&](int dtype) -> const void* {
+    if (plain) return reinterpret_cast<const void*>(&row_statistics_kernel<PlainFloat>);
     switch (dtype) {
       case TESSERA_FP32:
         return reinterpret_cast<const void*>(&row_statistics_kernel<float>);

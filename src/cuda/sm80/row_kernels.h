@@ -9,8 +9,8 @@
 
 namespace tessera::cuda::sm80 {
 
-// lse and delta of every row and head.
-Status launch_row_statistics(const BackwardArgs& args, cudaStream_t stream);
+// lse and delta of every row and head. plain: for kernels that multiply fp32 by multiply-adds.
+Status launch_row_statistics(const BackwardArgs& args, bool plain, cudaStream_t stream);
 
 // dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows; each if
 // asked.
