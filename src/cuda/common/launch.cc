@@ -44,6 +44,10 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
     p.tensor[i] = view_of(problem.tensor[i], buffers.data[i]);
     for (int axis = tensor_rule(i).rank; axis < 4; ++axis) p.tensor[i].stride[axis] = 0;
   }
+  // Slopes of no sequences, [0, hq], have the strides of slopes that all sequences share.
+  if (problem.tensor[TESSERA_DALIBI_SLOPES].extent[0] == 0) {
+    p.tensor[TESSERA_DALIBI_SLOPES].data = nullptr;
+  }
   const Sizes sizes = sizes_of(problem);
   p.batch = narrow(sizes.batch);
   p.sq = narrow(sizes.sq);
