@@ -108,6 +108,7 @@ Attention::Attention(const Options& given) : options(given) {
     problem.window_right = -1;
   }
   buffers.dropout_p = o.dropout_p;
+  buffers.softcap = o.softcap;
   std::strncpy(problem.backend, o.backend.c_str(), sizeof problem.backend - 1);
 
   const bool packed = o.format == TESSERA_THD, backward = o.pass == TESSERA_BACKWARD;
@@ -187,12 +188,13 @@ int32_t Attention::run_status(cudaStream_t stream) {
 std::string name_of(const Options& o) {
   const char* formats[] = {"bshd", "sbhd", "bhsd", "thd"};
   return text(
-      "%s %s %s d%d%s%s%s%s%s", o.backend.c_str(), o.pass == TESSERA_FORWARD ? "fwd" : "bwd",
+      "%s %s %s d%d%s%s%s%s%s%s", o.backend.c_str(), o.pass == TESSERA_FORWARD ? "fwd" : "bwd",
       o.dtype == TESSERA_FP32   ? "fp32"
       : o.dtype == TESSERA_BF16 ? "bf16"
                                 : "fp16",
       static_cast<int>(o.d), o.sq == 1 ? " one query" : "",
       o.flags & TESSERA_CAUSAL ? " causal" : "", o.flags & TESSERA_DROPOUT ? " dropout" : "",
+      o.flags & TESSERA_SOFTCAP ? " softcap" : "",
       o.format == TESSERA_BSHD ? "" : (std::string(" ") + formats[o.format]).c_str(),
       o.lengths.empty() ? "" : " lengths");
 }
@@ -251,6 +253,11 @@ void Attention::fill(int index, int64_t heads) {
   const tessera_tensor& t = problem.tensor[index];
   const int64_t size = bytes_of(t.dtype);
   std::vector<char> host(array_[index]->bytes(), static_cast<char>(0xFF));
+  if (!std::isnan(options.outside)) {
+    for (size_t at = 0; at < host.size(); at += static_cast<size_t>(size)) {
+      store(&host[at], t.dtype, options.outside);
+    }
+  }
   for (int64_t n = 0; n < options.b; ++n) {
     const int64_t batch = options.format == TESSERA_THD ? 0 : n;
     for (int64_t i = 0; i < length(n, t.extent[1]); ++i) {

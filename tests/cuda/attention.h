@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -72,15 +73,16 @@ struct Options {
   int64_t b = 2, sq = 300, sk = 300, hq = 4, hk = 2, d = 64;
   uint32_t flags = 0;  // TESSERA_CAUSAL, TESSERA_DETERMINISTIC, TESSERA_DROPOUT, ...
   int64_t window_left = -1;
-  double dropout_p = 0.1;
+  double dropout_p = 0.1, softcap = 1;  // read with their flags
   int format = TESSERA_BSHD;
   std::vector<int64_t> lengths;  // of every sequence, both sides; with thd they are packed
+  float outside = NAN;           // what the rows beyond a sequence's length hold
   std::string backend;           // "" = choose
 };
 std::string name_of(const Options& options);
 
 // q, k, v, o, lse and, backward, do, dq, dk, dv. What a tensor holds depends on logical indices
-// alone, so that one problem in two layouts is the same problem. The rest is NaN.
+// alone, so that one problem in two layouts is the same problem. The rest is options.outside.
 class Attention {
  public:
   explicit Attention(const Options& options);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bitwise properties: repeats, layouts, packing, graphs, streams, and the dropout mask.
+#include <cmath>
 #include <cstring>
 
 #include "properties.h"
@@ -61,6 +62,39 @@ void packed() {
       padded.check_guards();
       packed.check_guards();
       return std::string("thd equals padded");
+    });
+  }
+}
+
+// Where such rows share a warp with rows that exist, a kernel that decides by warp how to compute
+// (a new reference for the exponents, a form of softcap) would let them into the results. NaN, and
+// scores far above and far below those of the sequence.
+void outside() {
+  std::vector<Options> all = cases();
+  for (Options options : cases()) {
+    if (options.pass != TESSERA_FORWARD || options.flags & TESSERA_DROPOUT) continue;
+    options.flags |= TESSERA_SOFTCAP;
+    for (const double cap : {1., 30.}) {
+      options.softcap = cap;
+      all.push_back(options);
+    }
+  }
+  for (Options options : all) {
+    if (options.sq != options.sk) continue;
+    options.b = 4;
+    options.lengths = {250, 1, 0, 417};
+    check("outside", name_of(options), [&] {
+      options.outside = 0;
+      Attention clean(options);
+      clean.run();
+      for (const float value : {NAN, 3e4f, -3e4f}) {
+        options.outside = value;
+        Attention spoilt(options);
+        spoilt.run();
+        require_equal(clean.outputs(), spoilt.outputs(), text("rows of %g", double{value}));
+        spoilt.check_guards();
+      }
+      return std::string("NaN and large numbers change nothing");
     });
   }
 }

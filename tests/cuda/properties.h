@@ -11,6 +11,7 @@ namespace tessera_test {
 void repeat();
 void layouts();
 void packed();
+void outside();
 void graph();
 void streams();
 void dropout();

@@ -154,18 +154,27 @@ class Features : Feature {
   // S = softcap tanh(softmax_scale S / softcap). A bias before it may have hidden some.
   __device__ __forceinline__ void cap(float (&S)[kTileN / 2]) const {
     const float inner = p_.softmax_scale / p_.softcap, outer = p_.softcap;
-    float largest = 0;
+    const CapPolynomial polynomial(inner, outer);
+    float largest[2] = {};
 #pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) largest = fmaxf(largest, fabsf(S[i]));
-    if (__all_sync(kAllLanes, largest * inner <= CapPolynomial::kSmall)) {
-      const CapPolynomial polynomial(inner, outer);
+    for (int i = 0; i < kTileN / 2; ++i) {
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(S[i]));
+    }
+    const bool small[2] = {largest[0] * inner <= CapPolynomial::kSmall,
+                           largest[1] * inner <= CapPolynomial::kSmall};
+    if (__all_sync(kAllLanes, small[0] && small[1])) {
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) S[i] = polynomial(S[i]);
       return;
     }
+    // Each row for itself: those beside it may lie outside the problem.
+    const uint32_t quad = 0xfu << (threadIdx.x % kWarp & ~3u);
+    const bool exact[2] = {(__ballot_sync(kAllLanes, !small[0]) & quad) != 0,
+                           (__ballot_sync(kAllLanes, !small[1]) & quad) != 0};
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {
-      S[i] = S[i] == -kInfinity ? S[i] : cap_exactly(S[i], inner, outer);
+      const float logit = S[i] == -kInfinity ? S[i] : cap_exactly(S[i], inner, outer);
+      S[i] = exact[i / 2 % 2] ? logit : polynomial(S[i]);
     }
   }
 

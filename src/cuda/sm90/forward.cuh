@@ -311,34 +311,36 @@ struct Forward : Feature {
       }
       wgmma_commit();
     };
-    // m' and what the old terms shrink by; both rows side by side.
-    const auto row_max = [&](float(&alpha)[2]) {
+    // m' and what the old terms shrink by; both rows side by side. A row that does not move keeps
+    // m.
+    const auto row_max = [&](const bool(&moves)[2], float(&alpha)[2]) {
       float a0 = S[0], b0 = S[1], a1 = S[2], b1 = S[3];
 #pragma unroll
       for (int g = 1; g < kGroups; ++g) {
         a0 = fmaxf(a0, S[4 * g]), b0 = fmaxf(b0, S[4 * g + 1]);
         a1 = fmaxf(a1, S[4 * g + 2]), b1 = fmaxf(b1, S[4 * g + 3]);
       }
-      float row0 = fmaxf(a0, b0), row1 = fmaxf(a1, b1);
-      row0 = fmaxf(row0, __shfl_xor_sync(kAllLanes, row0, 2));
-      row1 = fmaxf(row1, __shfl_xor_sync(kAllLanes, row1, 2));
-      row0 = fmaxf(row0, __shfl_xor_sync(kAllLanes, row0, 1));
-      row1 = fmaxf(row1, __shfl_xor_sync(kAllLanes, row1, 1));
-      if constexpr (kCapsLate) softcap.cap_maxima(row0, row1, S);
-      row0 = fmaxf(m[0], row0), row1 = fmaxf(m[1], row1);
-      // A row that has seen nothing has m = -inf; any finite stand-in makes its exponentials 0.
-      cm[0] = row0 == -kInfinity ? 0.f : row0 * c;
-      cm[1] = row1 == -kInfinity ? 0.f : row1 * c;
-      alpha[0] = exp2_approx(fmaf(m[0], c, -cm[0]));
-      alpha[1] = exp2_approx(fmaf(m[1], c, -cm[1]));
-      m[0] = row0, m[1] = row1;
-      if constexpr (kCapsLate) most[0] = softcap.most(row0), most[1] = softcap.most(row1);
+      float row[2] = {fmaxf(a0, b0), fmaxf(a1, b1)};
+      row[0] = fmaxf(row[0], __shfl_xor_sync(kAllLanes, row[0], 2));
+      row[1] = fmaxf(row[1], __shfl_xor_sync(kAllLanes, row[1], 2));
+      row[0] = fmaxf(row[0], __shfl_xor_sync(kAllLanes, row[0], 1));
+      row[1] = fmaxf(row[1], __shfl_xor_sync(kAllLanes, row[1], 1));
+      if constexpr (kCapsLate) softcap.cap_maxima(row, S);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        row[r] = moves[r] ? fmaxf(m[r], row[r]) : m[r];
+        // A row that has seen nothing has m = -inf; any finite stand-in makes its exponentials 0.
+        cm[r] = row[r] == -kInfinity ? 0.f : row[r] * c;
+        alpha[r] = moves[r] ? exp2_approx(fmaf(m[r], c, -cm[r])) : 1.f;
+        m[r] = row[r];
+      }
+      if constexpr (kCapsLate) most[0] = softcap.most(m[0]), most[1] = softcap.most(m[1]);
     };
     // p = exp2(c S - c m) of 8 keys, and what they add to the row sums.
     const auto weights = [&](int g, float(&p)[4], float(&sum)[2]) {
       const float* s = S + 4 * g;
       const auto exponent = [&](float x, int r) {
-        if constexpr (kCapsLate) return softcap.exponent(x, cm[r]);
+        if constexpr (kCapsLate) return softcap.exponent(x, r, cm[r]);
         return fmaf(x, c, -cm[r]);
       };
       p[0] = exp2_approx(exponent(s[0], 0)), p[2] = exp2_approx(exponent(s[2], 1));
@@ -440,7 +442,7 @@ struct Forward : Feature {
         first_visible.set_others(-kInfinity, S);
       }
       float alpha[2];
-      row_max(alpha);
+      row_max({true, true}, alpha);
       all_weights(l);
       drop(blocks.end - 1);
 
@@ -477,12 +479,19 @@ struct Forward : Feature {
           weights(g, p, sum);
           round_p(g, p);
         }
-        bool fits = !needs_maximum && sum[0] <= kMostSum && sum[1] <= kMostSum &&
-                    fminf(m[0], m[1]) > -kInfinity;
-        if constexpr (kCapsLate) fits = fits && sum[0] <= most[0] && sum[1] <= most[1];
-        if (!__all_sync(kAllLanes, fits)) {
+        const auto fits = [&](int r) {
+          bool fits = !needs_maximum && sum[r] <= kMostSum && m[r] > -kInfinity;
+          if constexpr (kCapsLate) fits = fits && sum[r] <= most[r];
+          return fits;
+        };
+        if (!__all_sync(kAllLanes, fits(0) && fits(1))) {
+          // The others of the warp's rows, which may hold anything where they do not exist, come
+          // out of this with the bits that they had.
+          const uint32_t quad = 0xfu << (lane & ~3);
+          const bool moves[2] = {(__ballot_sync(kAllLanes, !fits(0)) & quad) != 0,
+                                 (__ballot_sync(kAllLanes, !fits(1)) & quad) != 0};
           float alpha[2];
-          row_max(alpha);
+          row_max(moves, alpha);
           all_weights(sum);
           l[0] *= alpha[0], l[1] *= alpha[1];
 #pragma unroll
