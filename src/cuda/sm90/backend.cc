@@ -2,6 +2,7 @@
 #include "cuda/sm90/backend.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "cuda/common/general.h"
@@ -19,6 +20,10 @@ constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are 
 // In the dtype of q and read or written in units of 16 bytes.
 constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
                             TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV};
+
+// Shape or hide scores.
+constexpr int kScoreTensors[] = {TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q,
+                                 TESSERA_BIAS, TESSERA_ALIBI_SLOPES};
 
 class Sm90Backend final : public Backend {
  public:
@@ -38,6 +43,7 @@ class Sm90Backend final : public Backend {
       require_backward(support, p);
     } else {
       require_queries(support, p);
+      require_tiles(support, p);
     }
     require_dtypes(support, p);
     require_sizes(support, p);
@@ -105,12 +111,37 @@ class Sm90Backend final : public Backend {
   // keys of d=128 on an H200: 1.47 ms here, 0.27 ms there).
   static void require_queries(Support& support, const Problem& p) {
     constexpr int64_t kDecodeQueries = 16;
-    int64_t queries = sizes_of(p).sq;
-    if (has(p, TESSERA_MAX_SEQLEN_Q)) queries = std::min(queries, p.max_seqlen_q);
+    const int64_t queries = most_queries(p);
     support.require(queries > kDecodeQueries, ReasonId::kSize, Remedy::kNone, [&] {
       return "sq=" + std::to_string(queries) + ": must be more than " +
              std::to_string(kDecodeQueries) + "; cuda_sm80 decodes faster";
     });
+  }
+
+  // Few row tiles and many keys: a tile's keys are one CTA's work here and most multiprocessors
+  // idle, where cuda_sm80 splits them (docs/kernels/sm90_forward.md has the crossover). Measured
+  // without features; batch-invariant problems must not depend on the number of tiles, nor are
+  // they split.
+  static void require_tiles(Support& support, const Problem& p) {
+    constexpr int64_t kFewTiles = 32, kRows = 128, kManyKeys = 8192, kMostHeadDim = 128;
+    const Sizes s = sizes_of(p);
+    const bool splits = !has(p, TESSERA_BATCH_INVARIANT | TESSERA_SOFTCAP | TESSERA_DROPOUT) &&
+                        std::none_of(std::begin(kScoreTensors), std::end(kScoreTensors),
+                                     [&](int index) { return given(p, index); }) &&
+                        !is_thd_k(p) && !(has(p, TESSERA_WINDOW) && p.window_left >= 0) &&
+                        std::max(s.dqk, s.dv) <= kMostHeadDim;
+    const int64_t tiles = (most_queries(p) + kRows - 1) / kRows * s.hq * s.batch;
+    support.require(
+        !splits || tiles > kFewTiles || s.sk < kManyKeys, ReasonId::kSize, Remedy::kNone, [&] {
+          return "sk=" + std::to_string(s.sk) + ": must be less than " + std::to_string(kManyKeys) +
+                 " where batch, heads and queries make " + std::to_string(tiles) +
+                 " tiles of 128 rows; cuda_sm80 splits the keys and is faster";
+        });
+  }
+
+  static int64_t most_queries(const Problem& p) {
+    const int64_t queries = sizes_of(p).sq;
+    return has(p, TESSERA_MAX_SEQLEN_Q) ? std::min(queries, p.max_seqlen_q) : queries;
   }
 
   // TMA counts in 16 bytes and does not repeat rows.
