@@ -21,7 +21,8 @@ struct Comparison {
 // gradient that is a sum over rows, heads or a broadcast axis; otherwise none.
 //   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max terms
 //   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max terms
-// with the mean from 4096 elements on, ref not 0.
+// with the mean from 4096 elements on, ref not 0; without a limit where low is infinite or NaN and
+// ref is not.
 struct TensorRuleInput {
   std::span<const double> out, ref, low;
   int32_t dtype;
@@ -36,8 +37,8 @@ Comparison compare_tensor(const TensorRuleInput& input);
 Comparison compare_statistic(std::span<const double> out, std::span<const double> ref,
                              std::span<const double> logits, int32_t input_dtype);
 
-// Attention with fp8 inputs: RMSE < 0.11 range of the reference, and at most 1.1 times the RMSE of
-// the emulated path (low).
+// Attention with fp8 inputs: RMSE < 0.11 range of the reference (one element has none), and at
+// most 1.1 times the RMSE of the emulated path (low).
 Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
                        std::span<const double> low);
 

@@ -124,7 +124,7 @@ class Backward : BackwardRows<S, kPairs, T> {
     memset(x_.dq_begun, 0, static_cast<size_t>(args_.held_strips));
     prepared_ = sinks ? 0 : seen.lo, finished_ = whole ? 0 : seen.lo;
     sink_ = sinks ? load_scalar<S>(at(call_.sink, head), call_.sink.dtype) : 0.0f;
-    sink_sum_ = S::zero();
+    sink_sum_ = 0;
     ahead_ = {0, smaller(seen.hi * W, sequence_->band.len_q), 0,
               smaller(blocks.hi * B, sequence_->band.len_k)};
     if (args_.bias_rows) clear<S>(x_.bias_rows, strips * W);
@@ -144,7 +144,7 @@ class Backward : BackwardRows<S, kPairs, T> {
       args_.slope_parts[(chunk * call_.hq + head) * call_.batch + sequence_->n] =
           S::reduce_add(S::add(slope_[0], slope_[1]));
     }
-    if (sinks) args_.sink_parts[head * call_.batch + sequence_->n] = S::reduce_add(sink_sum_);
+    if (sinks) args_.sink_parts[head * call_.batch + sequence_->n] = sink_sum_;
   }
 
   float* dq_of(int64_t strip) const {

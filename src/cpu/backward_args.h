@@ -61,7 +61,7 @@ struct BackwardArgs {
   int parts;          // of a head group
   bool shared_pages;  // dk and dv are added to the pool; chunks == parts == 1
 
-  // fp32 partial sums in the workspace; null where there are none.
+  // fp32 partial sums in the workspace, fp64 of the sinks; null where there are none.
   //   dq_parts     [chunk][hq][strip_slots][gradient_rows(dqk)][strip]   see strip_slot(); of a
   //                chunk only the strips that the band lets see it
   //   dk_parts     [part][hk][key_slots][dqk]   see key_slot(); dv_parts likewise
@@ -71,7 +71,8 @@ struct BackwardArgs {
   //   slope_parts  [chunk][hq][batch]
   //   sink_parts   [hq][batch]
   float *dq_parts, *dk_parts, *dv_parts, *dk_pool, *dv_pool;
-  float *bias_keys, *bias_rows, *slope_parts, *sink_parts;
+  float *bias_keys, *bias_rows, *slope_parts;
+  double* sink_parts;
   int64_t strip_slots, key_slots;
   int64_t pool_rows_k, pool_rows_v;
   bool packed_q, packed_k;  // thd

@@ -150,10 +150,8 @@ class BackwardRows {
       find_delta(strip, do_rows);
       rows.resolve(call_, sequence, n);
       rows.vectors = kVectors;
-      for (int v = 0; v < kVectors && args_.sink_parts; ++v) {
-        const F x = S::sub(S::set1(sink_), S::load(lse + v * L));
-        const F p = S::exp2(S::mul(x, S::set1(kLog2e)));
-        sink_sum_ = S::fnma(p, S::load(x_.delta + place * W + v * L), sink_sum_);
+      for (int l = 0; l < n && args_.sink_parts; ++l) {
+        sink_sum_ -= __builtin_exp(sink_ - lse[l]) * x_.delta[place * W + l];
       }
     }
   }
@@ -395,8 +393,8 @@ class BackwardRows {
   Keys<S> keys_;                                       // the block
   bool keys_ready_ = false;                            // K and V of the block are in scratch
   int64_t prepared_ = 0;  // strips before it are in the ring, as many as it holds
-  float sink_ = 0;
-  F sink_sum_;  // of dsink, over the strips prepared
+  double sink_ = 0;
+  double sink_sum_ = 0;  // of dsink, over the strips prepared
   struct {
     int64_t query, queries_end, key, keys_end;
   } ahead_{};  // what ask_ahead asks for next, and where it stops

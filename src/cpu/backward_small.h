@@ -2,7 +2,7 @@
 // P and dX where a few rows see a few keys. An error of lse, of o or of a score is common to a row
 // of every gradient: large problems have so many of them that no one counts, but here one is the
 // error of the whole result, and dP - delta may have cancelled all but that. So these are weighed
-// in fp64, and ask of lse and o no more than fp32 has to give: where the p of a row add up to 1 but
+// in fp64, and ask of lse and o no more than they can give: where the p of a row add up to 1 but
 // for what an lse may be off by, their sum is made 1 and the mean of dP taken from dP itself.
 #pragma once
 
@@ -35,7 +35,7 @@ template <typename S>
 bool is_small(const BackwardArgs& args, const CallSequence& sequence, const StripRows<S>& rows,
               const Keys<S>& keys, const Visible<S>& visible) {
   const Band& band = sequence.band;
-  if (args.call.q.dtype != TESSERA_FP32 || band.len_k > Tile<S>::kBlock ||
+  if (args.call.q.dtype == TESSERA_BF16 || band.len_k > Tile<S>::kBlock ||
       band.len_q * band.len_k > kSmallSequence) {
     return false;
   }

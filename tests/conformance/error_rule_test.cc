@@ -76,6 +76,14 @@ TEST(ErrorRule, NanAndInfinityFail) {
   EXPECT_TRUE(tensor({}, {}, {}, TESSERA_FP32).ok());
 }
 
+TEST(ErrorRule, WhatTheDtypeCannotHoldHasNoLimit) {
+  const Values ref(10, 1e5), inside(10, 65504);
+  Values low = ref;
+  low[3] = kInfinity;
+  EXPECT_TRUE(tensor(low, ref, low, TESSERA_FP16).ok());
+  EXPECT_FALSE(tensor(low, ref, inside, TESSERA_FP16).ok());
+}
+
 TEST(ErrorRule, StatisticsMatchMinusInfinityExactly) {
   const Values ref{-kInfinity, 2}, logits{0, 0};
   EXPECT_TRUE(compare_statistic(ref, ref, logits, TESSERA_FP32).ok());
