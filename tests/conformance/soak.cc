@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera_soak [--minutes M] [--jobs N] [--seed S] [--growth MIB]
+// Problems of mixed shapes from N threads at once, for M minutes. Small ones, of the whole case
+// language, are judged against the reference; larger ones, of the shapes that people run, are
+// computed with one and with two threads, whose results must be the same bits. Prints a line a
+// minute: problems, resident memory, mappings, threads and open files. Fails if a result is wrong
+// or if, from the middle of the run to its end, the resident memory grows by more than --growth.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "conformance/conformance_case.h"
+#include "conformance/random_cases.h"
+#include "core/philox.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using tessera::ConformanceCase;
+
+struct Options {
+  double minutes = 60;
+  int jobs = 2;
+  uint32_t seed = 1;
+  double growth = 8;  // MiB
+};
+
+// ---- what the process holds ----
+
+int64_t of_status(const std::string& key) {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with(key + ":")) return std::atoll(line.c_str() + key.size() + 1);
+  }
+  return 0;
+}
+
+double resident_mib() { return static_cast<double>(of_status("VmRSS")) / 1024; }
+
+int64_t mappings() {
+  std::ifstream file("/proc/self/maps");
+  int64_t count = 0;
+  for (std::string line; std::getline(file, line);) ++count;
+  return count;
+}
+
+int64_t open_files() {
+  const std::filesystem::directory_iterator files("/proc/self/fd");
+  return std::distance(begin(files), end(files));
+}
+
+// ---- larger problems ----
+
+// Shapes of training, prefill and decode; lengths are drawn. Backward ones are kept shorter: their
+// inputs o and lse come from the reference.
+std::string larger_case(uint32_t seed, uint64_t index) {
+  const auto words = tessera::philox4x32_7(seed, 0x50AC, static_cast<uint32_t>(index),
+                                           static_cast<uint32_t>(index >> 32), 0, 0);
+  const char* const dtype = (const char* const[]){"fp32", "bf16", "fp16"}[words.word[0] % 3];
+  const int length = static_cast<int>(words.word[1] % 1500) + 1;
+  const int shorter = length % 200 + 1;
+  const int d = (const int[]){64, 96, 128, 192}[words.word[2] % 4];
+  char line[200];
+  const auto write = [&](const char* format, auto... values) {
+    std::snprintf(line, sizeof line, format, dtype, values..., d);
+  };
+  switch (words.word[3] % 12) {
+    case 0:
+      write("fwd %s b=1 s=%d h=4 d=%d", length);
+      break;
+    case 1:
+      write("fwd %s b=2 s=%d hq=8 hk=2 causal d=%d", length);
+      break;
+    case 2:
+      write("fwd %s b=8 sq=1 sk=%d hq=32 hk=4 d=%d", 4 * length);
+      break;
+    case 3:
+      write("fwd %s b=4 sq=3 sk=%d hq=8 hk=8 causal align=bottom_right d=%d", 2 * length);
+      break;
+    case 4:
+      write("fwd %s b=4 s=%d h=2 layout=thd lens=random:%d d=%d", length, shorter);
+      break;
+    case 5:
+      write("fwd %s b=1 s=%d h=4 bias=post softcap=20 d=%d", length);
+      break;
+    case 6:
+      write("fwd %s b=1 s=%d h=4 window=128,0 d=%d", length);
+      break;
+    case 7:
+      write("fwd %s b=16 sq=1 sk=%d hq=8 hk=1 page=16 d=%d", length);
+      break;
+    case 8:
+      write("fwd %s b=1 s=%d h=2 dropout=0.1 segments=4 d=%d", length);
+      break;
+    case 9:
+      write("bwd %s b=2 s=%d hq=4 hk=2 causal d=%d", shorter);
+      break;
+    case 10:
+      write("bwd %s b=1 s=%d h=2 bias=post d=%d", shorter);
+      break;
+    default:
+      write("bwd %s b=1 s=%d h=2 d=%d", shorter);
+      break;
+  }
+  return line;
+}
+
+// The bytes of outputs that are dense, as those of larger_case() are.
+std::vector<std::string> output_bytes(ConformanceCase& c) {
+  std::vector<std::string> all;
+  const bool backward = c.problem().tensor[TESSERA_DQ].dtype != 0;
+  for (int index = backward ? TESSERA_DQ : TESSERA_O; index < TESSERA_NUM_TENSORS; ++index) {
+    if (!backward && index > TESSERA_MAX_LOGIT) break;
+    const auto& t = c.problem().tensor[index];
+    if (t.dtype == 0) continue;
+    int64_t elements = 1;
+    for (int axis = 0; axis < tessera::tensor_rule(index).rank; ++axis) elements *= t.extent[axis];
+    all.emplace_back(static_cast<const char*>(c.buffers().data[index]),
+                     static_cast<size_t>(elements * tessera::size_of(t.dtype)));
+  }
+  return all;
+}
+
+// ---- one problem: "" or what is wrong ----
+
+std::string check_small(const tessera::RandomCase& random) {
+  auto made = ConformanceCase::create(random.text);
+  tessera::Status status = made.status();
+  if (made.ok()) status = made.value()->run("", {}, 1 + static_cast<int>(random.text.size() % 2));
+  if (!random.legal) return status.code() == TESSERA_INVALID ? "" : "illegal, and accepted";
+  if (!status.ok()) {
+    return random.refused && status.code() == TESSERA_REFUSED ? "" : status.message();
+  }
+  const tessera::CaseReport report = made.value()->compare();
+  return report.passed() || report.failures.empty() ? "" : report.failures[0];
+}
+
+std::string check_larger(const std::string& line) {
+  auto made = ConformanceCase::create(line);
+  if (!made.ok()) return made.status().message();
+  ConformanceCase& c = *made.value();
+  std::vector<std::string> first;
+  for (int threads : {1, 2}) {
+    const tessera::Status status = c.run("cpu", {}, threads);
+    if (!status.ok()) return status.message();
+    if (threads == 1) {
+      first = output_bytes(c);
+    } else if (output_bytes(c) != first) {
+      return "other bits with two threads than with one";
+    }
+  }
+  return first.empty() ? "no outputs" : "";
+}
+
+// ---- the run ----
+
+class Soak {
+ public:
+  explicit Soak(const Options& options) : options_(options) {}
+
+  int run() {
+    std::vector<std::thread> jobs;
+    for (int job = 0; job < options_.jobs; ++job) jobs.emplace_back([this] { work(); });
+    std::printf("minute  problems  wrong  resident MiB  mappings  threads  files\n");
+    const auto start = Clock::now();
+    double middle = 0, last = 0;
+    for (int minute = 0;; ++minute) {
+      const double left = options_.minutes - minute;
+      if (left <= 0) break;
+      std::this_thread::sleep_until(
+          start + std::chrono::duration<double>(60 * std::min(minute + 1.0, options_.minutes)));
+      last = resident_mib();
+      if (middle == 0 && 2 * (minute + 1) >= options_.minutes) middle = last;
+      std::printf("%6d %9lld %6d %13.1f %9lld %8lld %6lld\n", minute + 1,
+                  static_cast<long long>(done_.load()), wrong_.load(), last,
+                  static_cast<long long>(mappings()), static_cast<long long>(of_status("Threads")),
+                  static_cast<long long>(open_files()));
+      std::fflush(stdout);
+    }
+    stop_ = true;
+    for (std::thread& job : jobs) job.join();
+    const bool grew = last > middle + options_.growth;
+    std::printf("%s: %lld problems, %d wrong; resident %.1f MiB in the middle, %.1f at the end\n",
+                wrong_ == 0 && !grew ? "ok" : "FAILED", static_cast<long long>(done_.load()),
+                wrong_.load(), middle, last);
+    return wrong_ == 0 && !grew ? 0 : 1;
+  }
+
+ private:
+  void work() {
+    while (!stop_) {
+      const uint64_t at = next_.fetch_add(1);
+      const bool small = at % 4 != 0;
+      const auto random = small ? tessera::random_case(options_.seed, at) : tessera::RandomCase{};
+      const std::string line = small ? random.text : larger_case(options_.seed, at);
+      const std::string why = small ? check_small(random) : check_larger(line);
+      ++done_;
+      if (why.empty()) continue;
+      ++wrong_;
+      const std::lock_guard lock(print_);
+      std::printf("%s\n    %s\n", line.c_str(), why.c_str());
+    }
+  }
+
+  const Options& options_;
+  std::atomic<uint64_t> next_{0}, done_{0};
+  std::atomic<int> wrong_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex print_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; i += 2) {
+    const std::string word = argv[i];
+    const double value = i + 1 < argc ? std::atof(argv[i + 1]) : -1;
+    if (word == "--minutes" && value > 0) {
+      options.minutes = value;
+    } else if (word == "--jobs" && value >= 1 && value <= 256) {
+      options.jobs = static_cast<int>(value);
+    } else if (word == "--seed" && value >= 0) {
+      options.seed = static_cast<uint32_t>(value);
+    } else if (word == "--growth" && value >= 0) {
+      options.growth = value;
+    } else {
+      std::fprintf(stderr,
+                   "usage: tessera_soak [--minutes M] [--jobs N] [--seed S] [--growth MIB]\n");
+      return 2;
+    }
+  }
+  return Soak(options).run();
+}
