@@ -15,14 +15,17 @@ namespace {
 // Rows that are decoded so; from three on the tiles of forward_tile.h are faster.
 constexpr int64_t kDotRows = 2;
 
+// Floats from one row of O to the next.
+constexpr int64_t decode_step(int64_t dv) { return (dv + 31) / 32 * 32; }
+
 // S^T[j][r] = scale-free product of q with key j, for j in [first, last) rounded up to whole
 // vectors of keys; the tables have rows up to there. Row 0 fills the other lanes too.
 template <typename S, typename T>
-__attribute__((noinline)) void dot_keys(const char* const* k_rows, const char* const* ahead,
-                                        const float* q, int64_t dqk, int r, int first, int last,
-                                        float* scores) {
+__attribute__((noinline)) void dot_keys(const char* const* k_rows, Ahead ahead, const float* q,
+                                        int64_t dqk, int r, int first, int last, float* scores) {
   using W = typename S::Wide;
   constexpr int L = W::kLanes;
+  constexpr int64_t kRowBytes = L * sizeof(T);  // that a step reads of each of L rows
   for (int j = first; j < last; j += L) {
     typename W::F sum[L];
     TESSERA_UNROLL
@@ -33,7 +36,9 @@ __attribute__((noinline)) void dot_keys(const char* const* k_rows, const char* c
       TESSERA_UNROLL
       for (int l = 0; l < L; ++l) {
         sum[l] = W::fma(W::load(reinterpret_cast<const T*>(k_rows[j + l]) + d), x, sum[l]);
-        prefetch(reinterpret_cast<const T*>(ahead[j + l]) + d);
+        if (l * kRowBytes % 64 == 0 && (L * kRowBytes % 64 == 0 || d * kRowBytes % 64 == 0)) {
+          ahead.ask_for_line();
+        }
       }
     }
     if (d < dqk) {
@@ -61,50 +66,52 @@ __attribute__((noinline)) void dot_keys(const char* const* k_rows, const char* c
   }
 }
 
-// o[d] += scale sum_j P^T[j][r] V[j][d] for kVecs vectors of head dims from d on, of which the last
-// has n elements.
+// o[d] = alpha o[d] + scale sum_j P^T[j][r] V[j][d] for kVecs vectors of head dims from d on, of
+// which the last has n elements.
 template <typename S, typename T, int kVecs>
-__attribute__((noinline)) void add_values(const char* const* v_rows, const char* const* ahead,
-                                          const float* p, float scale, int r, int first, int last,
+__attribute__((noinline)) void add_values(const char* const* v_rows, Ahead& ahead, const float* p,
+                                          float scale, float alpha, int r, int first, int last,
                                           int64_t d, int n, float* o) {
   using W = typename S::Wide;
   constexpr int L = W::kLanes;
   typename W::F sum[kVecs];
+  const auto shrink = W::set1(alpha);
+  Ahead asking = ahead;  // in registers
   TESSERA_UNROLL
-  for (int u = 0; u < kVecs; ++u) sum[u] = W::load(o + d + u * L);
+  for (int u = 0; u < kVecs; ++u) sum[u] = W::mul(W::load(o + d + u * L), shrink);
   for (int j = first; j < last; ++j) {
     const T* value = reinterpret_cast<const T*>(v_rows[j]) + d;
-    const T* next = reinterpret_cast<const T*>(ahead[j]) + d;
     const auto weight = W::set1(p[j * S::kLanes + r] * scale);
     TESSERA_UNROLL
     for (int u = 0; u < kVecs; ++u) {
       const auto x = n < L && u + 1 == kVecs ? W::load_n(value + u * L, n) : W::load(value + u * L);
       sum[u] = W::fma(x, weight, sum[u]);
-      prefetch(next + u * L);
+      if (kVecs > 1 && u * L * sizeof(T) % 64 == 0) asking.ask_for_line();
     }
   }
   TESSERA_UNROLL
   for (int u = 0; u < kVecs; ++u) W::store(o + d + u * L, sum[u]);
+  ahead = asking;
 }
 
-// All head dims of row r: O^T[d][r] = alpha O^T[d][r] + ... by way of o, a row of scratch.
+// All head dims of row r.
 template <typename S, typename T>
 void add_all_values(const Block<S>& block, const float* p, float scale, float alpha, int r,
-                    int first, int last, int64_t dv, float* o, float* o_t) {
+                    int first, int last, int64_t dv, float* o) {
   constexpr int L = S::Wide::kLanes;
-  for (int64_t d = 0; d < dv; ++d) o[d] = o_t[d * S::kLanes + r] * alpha;
+  const auto* rows = block.v_rows;
+  Ahead ahead = block.v_ahead();
   int64_t d = 0;
   for (; d + 8 * L <= dv; d += 8 * L) {
-    add_values<S, T, 8>(block.v_rows, block.next_v_rows, p, scale, r, first, last, d, L, o);
+    add_values<S, T, 8>(rows, ahead, p, scale, alpha, r, first, last, d, L, o);
   }
   for (; d + 4 * L <= dv; d += 4 * L) {
-    add_values<S, T, 4>(block.v_rows, block.next_v_rows, p, scale, r, first, last, d, L, o);
+    add_values<S, T, 4>(rows, ahead, p, scale, alpha, r, first, last, d, L, o);
   }
   for (; d < dv; d += L) {
     const int n = static_cast<int>(smaller<int64_t>(dv - d, L));
-    add_values<S, T, 1>(block.v_rows, block.next_v_rows, p, scale, r, first, last, d, n, o);
+    add_values<S, T, 1>(rows, ahead, p, scale, alpha, r, first, last, d, n, o);
   }
-  for (d = 0; d < dv; ++d) o_t[d * S::kLanes + r] = o[d];
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ struct Layout {
   const Kernels* level;
   int workers;
   int64_t tile_m, chunk;
+  int64_t turns;            // kv heads of a split, at most
   int64_t tasks, partials;  // at most
   ForwardShape shape;
   int64_t partial_bytes, scratch_bytes;
@@ -34,6 +35,22 @@ struct Layout {
   // Offsets into the workspace.
   int64_t tasks_at, partials_at, scratch_at, bytes;
 };
+
+// How many kv heads share a split: those of a token must lie beside each other, and enough splits
+// remain for every worker to have several.
+int64_t turns_of(const Problem& problem, const Layout& layout, int64_t splits_of_a_head) {
+  const Sizes& s = layout.sizes;
+  const Tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
+  if (k.stride[2] != s.dqk || v.stride[2] != s.dv) return 1;
+  const int64_t key = s.dqk * size_of(k.dtype) + s.dv * size_of(v.dtype);
+  int64_t turns = kMostTurns;
+  while (turns > 1 &&
+         (turns / 2 >= s.hk || 2 * layout.level->decode_block * key * turns > kTurnsBytes ||
+          splits_of_a_head * ceil_div(s.hk, turns) < 4 * layout.workers)) {
+    turns /= 2;
+  }
+  return turns;
+}
 
 Layout lay_out(const Problem& problem, int num_threads) {
   Layout out{};
@@ -58,8 +75,8 @@ Layout lay_out(const Problem& problem, int num_threads) {
                .rows = out.tile_m,
                .convert_k = !bf16 && problem.tensor[TESSERA_K].dtype != TESSERA_FP32,
                .convert_v = bf16 || problem.tensor[TESSERA_V].dtype != TESSERA_FP32,
-               .bf16 = bf16};
-  out.scratch_bytes = align_up(level.forward_scratch_bytes(out.shape));
+               .bf16 = bf16,
+               .decodes = false};
 
   // Bounds over all lengths that the extents admit.
   const auto pieces = [batch](bool thd, int64_t extent, int64_t size) {
@@ -77,7 +94,12 @@ Layout lay_out(const Problem& problem, int num_threads) {
     ForwardShape split = out.shape;
     split.rows = std::min(packed, out.tile_m);
     out.partial_bytes = level.forward_partial_bytes(split);
+    out.turns = turns_of(problem, out, out.partials / s.hk);
+    out.shape.rows =
+        std::max(out.tile_m, out.turns * ceil_div(split.rows, level.strip) * level.strip);
+    out.shape.decodes = true;
   }
+  out.scratch_bytes = align_up(level.forward_scratch_bytes(out.shape));
   out.tasks_at = align_up(batch * static_cast<int64_t>(sizeof(CallSequence)));
   out.partials_at = out.tasks_at + align_up(out.tasks * static_cast<int64_t>(sizeof(ForwardTask)));
   out.scratch_at = out.partials_at + out.partials * out.partial_bytes;
@@ -153,35 +175,39 @@ class TaskList {
     const Interval keys = sequence.band.keys(0, sequence.band.len_q);
     const int64_t first = keys.lo / layout_.chunk;
     const int64_t chunks = keys.empty() ? 0 : ceil_div(keys.hi, layout_.chunk) - first;
+    const int64_t tiles = ceil_div(rows, layout_.tile_m);
     const int64_t base = next_partial_;
-    if (chunks > 1) next_partial_ += call_.hk * ceil_div(rows, layout_.tile_m) * chunks;
-    const auto each_tile = [&](auto body) {
-      int64_t index = 0;
-      for (int64_t h = 0; h < call_.hq; h += call_.group) {
-        for (int64_t begin = 0; begin < rows; begin += layout_.tile_m, ++index) {
-          body(rows_of_task(ForwardTask::kSplit, sequence, h, call_.group, begin,
-                            std::min(rows - begin, layout_.tile_m)),
-               index);
+    if (chunks > 1) next_partial_ += call_.hk * tiles * chunks;
+    const auto each_tile = [&](int64_t kv_heads, auto body) {
+      for (int64_t h = 0; h < call_.hk; h += kv_heads) {
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          const int64_t begin = tile * layout_.tile_m;
+          ForwardTask task =
+              rows_of_task(ForwardTask::kSplit, sequence, h * call_.group, call_.group, begin,
+                           std::min(rows - begin, layout_.tile_m));
+          task.kv_heads = static_cast<int32_t>(std::min(kv_heads, call_.hk - h));
+          task.partial_step = tiles * chunks;
+          body(task, base + (h * tiles + tile) * chunks);
         }
       }
     };
     if (chunks <= 1) {
-      each_tile([&](const ForwardTask& task, int64_t) {
-        emit_(task, task.count * (keys.hi - keys.lo) + 1);
+      each_tile(layout_.turns, [&](const ForwardTask& task, int64_t) {
+        emit_(task, task.count * task.kv_heads * (keys.hi - keys.lo) + 1);
       });
       return;
     }
     for (int64_t c = 0; c < chunks; ++c) {
-      each_tile([&](ForwardTask task, int64_t index) {
+      each_tile(layout_.turns, [&](ForwardTask task, int64_t partial) {
         task.key_begin = (first + c) * layout_.chunk;
         task.key_end = task.key_begin + layout_.chunk;
-        task.partial = base + index * chunks + c;
-        emit_(task, task.count * layout_.chunk);
+        task.partial = partial + c;
+        emit_(task, task.count * task.kv_heads * layout_.chunk);
       });
     }
-    each_tile([&](ForwardTask task, int64_t index) {
+    each_tile(1, [&](ForwardTask task, int64_t partial) {
       task.kind = ForwardTask::kMerge;
-      task.partial = base + index * chunks, task.partials = chunks;
+      task.partial = partial, task.partials = chunks;
       emit_(task, 0);
     });
   }
@@ -192,11 +218,13 @@ class TaskList {
             .sequence = static_cast<int32_t>(sequence.n),
             .head = static_cast<int32_t>(head),
             .heads = static_cast<int32_t>(heads),
+            .kv_heads = 1,
             .begin = begin,
             .count = count,
             .key_begin = 0,
             .key_end = std::numeric_limits<int64_t>::max(),
             .partial = -1,
+            .partial_step = 0,
             .partials = 0};
   }
 

@@ -9,13 +9,13 @@
 //       P^T   = exp2(S^T - m');       l = alpha l + sum of P^T
 //       P^T   = 0 where dropped
 //       O^T   = alpha O^T + V^T P^T                    (forward_tile.h)
-//   o = O^T / l (with the sink), lse = ln 2 (m + log2 l)
+//   o = O^T / l (with the sink), lse = ln 2 (m + log2 l)    (forward_finish.h)
 //
 // Everything vertical is a lane of its own, so a row's bits do not depend on its neighbours: not on
 // the tile, the thread or the layout. Blocks begin at multiples of kBlock for the same reason.
 #pragma once
 
-#include "cpu/decode.h"
+#include "cpu/forward_finish.h"
 #include "cpu/forward_scratch.h"
 #include "cpu/forward_tile.h"
 #include "cpu/score_dropout.h"
@@ -106,7 +106,7 @@ void multiply(const Call& call, const Block<S>& block, const float* q_t, bool ma
   auto* kernel = multiply_keys<S, Product, N, N, false>;
   if (maximum) kernel = multiply_keys<S, Product, N, N, true>;
   if (!run.all) kernel = multiply_keys<S, Product, 1, N, false>;
-  kernel(block.k_rows, block.next_k_rows, q, call.dqk, run.first, run.last,
+  kernel(block.k_rows, block.k_ahead(), q, call.dqk, run.first, run.last,
          scratch.scores + run.vector * L, scratch.maximum);
 }
 
@@ -121,9 +121,10 @@ void accumulate(const Block<S>& block, Part part, int64_t dv, const float* p, in
                 const float* alpha, float* o_t) {
   constexpr int kRows = S::kNarrow ? 16 : S::kRows;
   const ValueRows values{block.v_rows};
+  Ahead ahead = block.v_ahead();
   const auto rows_from = [&](int64_t d, auto rows) {
-    accumulate_values<S, Fp32Product<S>, rows.value, N, kOf>(values, block.next_v_rows, d, p, first,
-                                                             last, alpha, o_t);
+    accumulate_values<S, Fp32Product<S>, rows.value, N, kOf>(values, ahead, d, p, first, last,
+                                                             alpha, o_t);
   };
   int64_t d = 0;
   for (; d + kRows <= dv; d += kRows) {
@@ -138,9 +139,10 @@ void accumulate_pairs(const Block<S>& block, Part part, int64_t dv, const uint32
                       int last, const float* alpha, float* o_t) {
   constexpr int kRows = S::kNarrow ? 16 : S::kRows;
   const ValuePairs values{block.v_pairs, block.v_stride};
+  Ahead ahead = block.v_ahead();
   for (int64_t d = 0; d < dv; d += kRows) {
     if (!S::kNarrow && N == kOf) block.prefetch_part(part.index * dv + d, part.count * dv, kRows);
-    accumulate_values<S, Bf16Product<S>, kRows, N, kOf>(values, block.next_v_rows, d, p, first / 2,
+    accumulate_values<S, Bf16Product<S>, kRows, N, kOf>(values, ahead, d, p, first / 2,
                                                         (last + 1) / 2, alpha, o_t);
   }
 }
@@ -149,7 +151,7 @@ void accumulate_run(const ForwardArgs& args, Part part, const Run& run, ForwardS
                     Strip<S>& strip) {
   const int64_t at = run.vector * S::kLanes;
   if (args.shape.bf16) {
-    if constexpr (S::kHasBf16Dot) {
+    if constexpr (S::kHasBf16Dot && !S::kNarrow) {
       accumulate_pairs<S, N, kOf>(scratch.block, part, args.call.dv, scratch.p_pairs + at,
                                   run.first, run.last, scratch.alpha + at, strip.o_t + at);
     }
@@ -160,6 +162,12 @@ void accumulate_run(const ForwardArgs& args, Part part, const Run& run, ForwardS
   for (int v = 0; v < N; ++v) S::store(scratch.alpha + at + v * S::kLanes, S::set1(1.0f));
 }
 
+// Whether products are base-2 logits but for a factor, and all of them count.
+template <typename S>
+TESSERA_INLINE bool is_plain(const Call& call, const Visible<S>& visible) {
+  return call.raw && visible.full && (visible.last - visible.first) % S::kRows == 0;
+}
+
 template <typename S, int N>
 void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
             ForwardScratch<S>& scratch, Strip<S>& strip) {
@@ -167,14 +175,14 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
   const Visible<S>& visible = scratch.visible;
   const Block<S>& block = scratch.block;
   const int first = visible.first, last = visible.last;
-  const bool plain = call.raw && visible.full && (last - first) % S::kRows == 0;
+  const bool plain = is_plain(call, visible);
   Run runs[3];
   const int num_runs = find_runs<S, N>(visible, runs);
 
   // S = Q K^T
   for (int r = 0; r < num_runs; ++r) {
     if (args.shape.bf16) {
-      if constexpr (S::kHasBf16Dot) {
+      if constexpr (S::kHasBf16Dot && !S::kNarrow) {
         multiply<S, Bf16Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
       }
     } else {
@@ -196,7 +204,7 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
            strip.l, scratch.alpha);
   };
   if (args.shape.bf16) {
-    if constexpr (S::kHasBf16Dot) {
+    if constexpr (S::kHasBf16Dot && !S::kNarrow) {
       softmax(call.has_dropout ? exponentiate<S, N, true, true> : exponentiate<S, N, true, false>);
     }
   } else {
@@ -220,9 +228,8 @@ void attend_dots(const Call& call, const CallSequence& sequence, int64_t kv_head
   const int first = visible.first, last = visible.last;
   for (int r = 0; r < strip.rows.count; ++r) {
     by_dtype(call.k.dtype, [&](auto element) {
-      dot_keys<S, decltype(element)>(block.k_rows, block.next_k_rows,
-                                     scratch.q_rows + r * block.k_stride, call.dqk, r, first, last,
-                                     scratch.scores);
+      dot_keys<S, decltype(element)>(block.k_rows, block.k_ahead(), strip.q_t + r * block.k_stride,
+                                     call.dqk, r, first, last, scratch.scores);
     });
   }
   finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
@@ -238,110 +245,46 @@ void attend_dots(const Call& call, const CallSequence& sequence, int64_t kv_head
   for (int r = 0; r < strip.rows.count; ++r) {
     by_dtype(call.v.dtype, [&](auto element) {
       add_all_values<S, decltype(element)>(block, scratch.scores, scale, scratch.alpha[r], r, first,
-                                           last, call.dv, scratch.o_row, strip.o_t);
+                                           last, call.dv, strip.o + r * decode_step(call.dv));
     });
   }
 }
 
+// The same for up to eight rows of bf16: see decode_group.h.
+template <typename S>
+void attend_group(const Call& call, const CallSequence& sequence, ForwardScratch<S>& scratch,
+                  Strip<S>& strip) {
+  const Visible<S>& visible = scratch.visible;
+  const Block<S>& block = scratch.block;
+  const int first = visible.first, last = visible.last;
+  const bool plain = is_plain(call, visible);
+  auto* multiply = plain ? multiply_group<S, true> : multiply_group<S, false>;
+  multiply(block.k_rows, block.k_ahead(), reinterpret_cast<const Bf16*>(strip.q_t), call.dqk, first,
+           last, scratch.scores, scratch.maximum);
+  if (!plain) {
+    finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
+                        scratch.maximum, nullptr);
+  }
+  if (call.has_dropout) {
+    fill_keep_bits<S, 1>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
+  }
+  auto* softmax =
+      call.has_dropout ? exponentiate<S, 1, true, true> : exponentiate<S, 1, true, false>;
+  softmax(call.raw ? call.scale_log2 : 1.0f, visible, scratch.keep, scratch.maximum, scratch.scores,
+          scratch.p_pairs, strip.m, strip.l, scratch.alpha);
+  add_group<S>(block.v_rows, block.v_ahead(), scratch.p_pairs, scratch.alpha, call.dv, first / 2,
+               (last + 1) / 2, strip.o);
+}
+
 // q of the rows that attend_dots takes, as fp32.
 template <typename S>
-void widen_queries(const Call& call, const CallSequence& sequence, int64_t kv_head,
-                   const StripRows<S>& rows, ForwardScratch<S>& scratch) {
+void widen_queries(const Call& call, const CallSequence& sequence, int64_t kv_head, int64_t step,
+                   const StripRows<S>& rows, float* q) {
   const float scale = scale_of(call.k_scale, sequence, kv_head);
   for (int r = 0; r < rows.count; ++r) {
     const char* row = call.q.data + sequence.batch_q * call.q.batch +
                       (sequence.first_q + rows.token[r]) * call.q.row + rows.head[r] * call.q.head;
-    convert_row<S>(row, call.q.dtype, call.dqk, scale, scratch.q_rows + r * scratch.block.k_stride);
-  }
-}
-
-// ---- end of a strip ----
-
-TESSERA_INLINE void raise_max_logit(char* where, float x) {
-  uint32_t seen, mine;
-  memcpy(&mine, &x, sizeof mine);
-  auto* word = reinterpret_cast<uint32_t*>(where);
-  seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-  for (;;) {
-    float old;
-    memcpy(&old, &seen, sizeof old);
-    if (!(x > old)) return;
-    if (__atomic_compare_exchange_n(word, &seen, mine, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-      return;
-    }
-  }
-}
-
-template <typename S, int N, typename T>
-__attribute__((noinline)) void store_rows(const Call& call, const CallSequence& sequence,
-                                          const Strip<S>& strip, const float* factor) {
-  constexpr int L = S::kLanes;
-  for (int v = 0; v < N; ++v) {
-    const auto scale = S::load(factor + v * L);
-    const auto empty = S::equal(scale, S::zero());  // 0 times what a NaN in V left is not 0
-    const int count = smaller(strip.rows.count - v * L, L);
-    char* row[L];
-    for (int l = 0; l < L; ++l) {
-      const int lane = v * L + l;
-      row[l] = call.o.data + sequence.batch_q * call.o.batch +
-               (sequence.first_q + strip.rows.token[lane]) * call.o.row +
-               strip.rows.head[lane] * call.o.head;
-    }
-    for (int64_t d = 0; d < call.dv; d += L) {
-      const int n = static_cast<int>(smaller<int64_t>(call.dv - d, L));
-      typename S::F x[L];
-      TESSERA_UNROLL
-      for (int k = 0; k < L; ++k) {
-        const auto sum = S::load(strip.o_t + ((d + k) * N + v) * L);
-        x[k] = S::select(empty, S::zero(), S::mul(sum, scale));
-      }
-      S::transpose(x);
-      if (n == L && count == L) {
-        TESSERA_UNROLL
-        for (int l = 0; l < L; ++l) S::store(reinterpret_cast<T*>(row[l]) + d, x[l]);
-      } else {
-        for (int l = 0; l < count; ++l) S::store_n(reinterpret_cast<T*>(row[l]) + d, x[l], n);
-      }
-    }
-  }
-}
-
-// o, lse and max_logit of a strip from its m, l and O^T.
-template <typename S, int N>
-void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>& strip) {
-  alignas(64) float factor[Tile<S>::kStrip];
-  for (int lane = 0; lane < N * S::kLanes; ++lane) {
-    const bool real = lane < strip.rows.count;
-    const int64_t head = strip.rows.head[lane];
-    float m = strip.m[lane], l = strip.l[lane], shrink = 1.0f, sink = 0.0f;
-    if (real && call.max_logit.data) {
-      const float top = m * kLn2 + 0.0f;  // -0 becomes 0: the order of tasks must not show
-      raise_max_logit(const_cast<char*>(at(call.max_logit, head)), top);
-    }
-    const bool saw = m > -kInfinity;
-    if (call.has_sink) {
-      if (call.sink.data) sink = load_scalar<S>(at(call.sink, head), call.sink.dtype);
-      const float s = sink * kLog2e, top = m > s ? m : s;
-      shrink = __builtin_exp2f(m - top);
-      l = l * shrink + __builtin_exp2f(s - top);
-      m = top;
-    }
-    const bool empty = !saw && l == l;
-    factor[lane] = empty || l == 0 ? 0.0f : call.dropout_scale * shrink / l;
-    const float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
-    if (real && call.lse.data) {
-      const char* to =
-          at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]);
-      memcpy(const_cast<char*>(to), &lse, sizeof lse);
-    }
-  }
-  switch (call.o.dtype) {
-    case TESSERA_FP32:
-      return store_rows<S, N, float>(call, sequence, strip, factor);
-    case TESSERA_BF16:
-      return store_rows<S, N, Bf16>(call, sequence, strip, factor);
-    default:
-      return store_rows<S, N, Fp16>(call, sequence, strip, factor);
+    convert_row<S>(row, call.q.dtype, call.dqk, scale, q + r * step);
   }
 }
 
@@ -354,21 +297,29 @@ TESSERA_INLINE int64_t packed_rows(const Call& call, const ForwardTask& task) {
   return packed ? call.sequences[task.sequence].band.len_q * call.group : INT64_MAX;
 }
 
-// The rows of a tile's strips; returns how many strips there are.
+// How a strip is computed.
+enum class Way { kStrips, kDots, kGroup };
+template <typename S>
+TESSERA_INLINE Way way_of(const ForwardArgs& args, const ForwardTask& task) {
+  if (packed_rows(args.call, task) <= kDotRows) return Way::kDots;
+  return kDecodesGroups<S> && args.shape.bf16 ? Way::kGroup : Way::kStrips;
+}
+
+// The rows of a tile's strips, those of a kv head together; returns how many strips there are.
 template <typename S>
 int lay_strips(const Call& call, const CallSequence& sequence, const ForwardTask& task,
                Strip<S>* strips) {
   constexpr int kStrip = Tile<S>::kStrip;
   int count = 0;
   const bool packed = task.kind != ForwardTask::kTile;
-  for (int64_t h = 0; h < (packed ? 1 : task.heads); ++h) {
+  for (int64_t h = 0; h < (packed ? task.kv_heads : task.heads); ++h) {
     for (int64_t begin = 0; begin < task.count; begin += kStrip) {
       StripRows<S>& rows = strips[count++].rows;
       const int n = static_cast<int>(smaller<int64_t>(task.count - begin, kStrip));
       for (int l = 0; l < n; ++l) {
         const int64_t r = task.begin + begin + l;
         rows.token[l] = packed ? r / call.group : r;
-        rows.head[l] = task.head + (packed ? r % call.group : h);
+        rows.head[l] = task.head + (packed ? h * call.group + r % call.group : h);
       }
       rows.resolve(call, sequence, n);
     }
@@ -376,62 +327,110 @@ int lay_strips(const Call& call, const CallSequence& sequence, const ForwardTask
   return count;
 }
 
+// Q as the strip's way of computing wants it, and O = 0.
 template <typename S>
-void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S>& scratch) {
-  constexpr int kBlock = Tile<S>::kBlock;
+void begin_strip(const ForwardArgs& args, const CallSequence& sequence, int64_t kv_head, Way way,
+                 Strip<S>& strip) {
   const Call& call = args.call;
-  const CallSequence& sequence = call.sequences[task.sequence];
-  const int64_t kv_head = task.head / call.group;
-  const int count = lay_strips(call, sequence, task, scratch.strips);
-  const bool by_dots = packed_rows(call, task) <= kDotRows;
-  float* state = scratch.state;
-  if (task.partial >= 0) {
-    state = reinterpret_cast<float*>(args.partials + task.partial * args.partial_bytes);
+  for (int l = 0; l < Tile<S>::kStrip; ++l) strip.m[l] = -kInfinity, strip.l[l] = 0;
+  const int64_t lanes = strip.rows.vectors * S::kLanes;
+  memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 16) * lanes) * 4);
+  if (way != Way::kStrips) {
+    memset(strip.o, 0, static_cast<size_t>(kDecodeRows<S> * decode_step(call.dv)) * 4);
   }
-  int64_t begin = INT64_MAX, end = 0;
-  for (int s = 0; s < count; ++s) {
-    Strip<S>& strip = scratch.strips[s];
-    place_state(args.shape, s, state, strip);
-    for (int l = 0; l < Tile<S>::kStrip; ++l) strip.m[l] = -kInfinity, strip.l[l] = 0;
-    const int64_t lanes = strip.rows.vectors * S::kLanes;
-    memset(strip.o_t, 0, static_cast<size_t>(round_up(call.dv, 16) * lanes) * 4);
-    if (by_dots) {
-      widen_queries(call, sequence, kv_head, strip.rows, scratch);
-    } else if (strip.rows.key_end > 0) {
-      by_vectors<S>(strip.rows.vectors, [&](auto n) {
-        pack_queries<S, n.value>(call, sequence, strip.rows, args.shape.bf16, strip.q_t);
-      });
+  if (way == Way::kDots) {
+    widen_queries(call, sequence, kv_head, round_up(call.dqk, 16), strip.rows, strip.q_t);
+  } else if (way == Way::kGroup) {
+    if constexpr (kDecodesGroups<S>) {
+      pack_group(call, sequence, strip.rows, reinterpret_cast<Bf16*>(strip.q_t));
     }
-    begin = smaller(begin, strip.rows.key_begin), end = larger(end, strip.rows.key_end);
+  } else if (strip.rows.key_end > 0) {
+    by_vectors<S>(strip.rows.vectors, [&](auto n) {
+      pack_queries<S, n.value>(call, sequence, strip.rows, args.shape.bf16, strip.q_t);
+    });
   }
-  begin = larger(begin, task.key_begin), end = smaller(end, task.key_end);
+}
 
-  for (int64_t n0 = begin / kBlock * kBlock; n0 < end; n0 += kBlock) {
-    Block<S>& block = scratch.block;
-    block.keys.resolve(call, sequence, n0);
-    bool ready = false;
-    for (int s = 0; s < count; ++s) {
-      Strip<S>& strip = scratch.strips[s];
-      if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
-      if (!ready) {
-        block.point_at_rows(call, sequence, kv_head);
-        block.point_ahead(call, sequence, kv_head);
-        if (call.mask_by_key) block.forget_hidden_keys(call, sequence, task.head, task.heads);
-        if (!by_dots) block.convert(call, sequence, args.shape, kv_head);
-        ready = true;
+// O^T of a strip that kept rows of O.
+template <typename S>
+void transpose_rows_of_o(const Call& call, Way way, Strip<S>& strip) {
+  const int64_t step = decode_step(call.dv);
+  for (int64_t d = 0; d < call.dv; ++d) {
+    const int64_t from = way == Way::kGroup ? column_of(d) : d;
+    for (int r = 0; r < strip.rows.count; ++r) {
+      strip.o_t[d * S::kLanes + r] = strip.o[r * step + from];
+    }
+  }
+}
+
+// One kv head's turn at a block of keys: its strips, of which there are `count`.
+template <typename S>
+void attend_block(const ForwardArgs& args, const CallSequence& sequence, const ForwardTask& task,
+                  Turn turn, Way way, int count, Strip<S>* strips, ForwardScratch<S>& scratch) {
+  const Call& call = args.call;
+  Block<S>& block = scratch.block;
+  const int64_t kv_head = turn.head();
+  bool ready = false;
+  for (int s = 0; s < count; ++s) {
+    Strip<S>& strip = strips[s];
+    if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
+    if (!ready) {
+      block.point_at_rows(call, sequence, kv_head);
+      block.point_ahead(call, sequence, turn);
+      if (call.mask_by_key) {
+        block.forget_hidden_keys(call, sequence, task.head + turn.index * call.group, task.heads);
       }
-      if (by_dots) {
-        attend_dots(call, sequence, kv_head, scratch, strip);
-        continue;
-      }
+      if (way == Way::kStrips) block.convert(call, sequence, args.shape, kv_head);
+      ready = true;
+    }
+    if (way == Way::kDots) {
+      attend_dots(call, sequence, kv_head, scratch, strip);
+    } else if (way == Way::kGroup) {
+      if constexpr (kDecodesGroups<S>) attend_group(call, sequence, scratch, strip);
+    } else {
       by_vectors<S>(strip.rows.vectors, [&](auto n) {
         attend<S, n.value>(args, sequence, Part{s, count}, scratch, strip);
       });
     }
   }
-  if (task.partial >= 0) return;
+}
+
+template <typename S>
+void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S>& scratch) {
+  constexpr int kBlock = Tile<S>::kBlock;
+  const Call& call = args.call;
+  const CallSequence& sequence = call.sequences[task.sequence];
+  const int count = lay_strips(call, sequence, task, scratch.strips);
+  const int of_head = count / task.kv_heads;
+  const Way way = way_of<S>(args, task);
+  Turn turn{task.head / call.group, 0, task.kv_heads};
+  int64_t begin = INT64_MAX, end = 0;
   for (int s = 0; s < count; ++s) {
-    const Strip<S>& strip = scratch.strips[s];
+    Strip<S>& strip = scratch.strips[s];
+    turn.index = s / of_head;
+    if (task.partial >= 0) {
+      const int64_t partial = task.partial + turn.index * task.partial_step;
+      auto* state = reinterpret_cast<float*>(args.partials + partial * args.partial_bytes);
+      place_state(args.shape, s % of_head, state, strip);
+    } else {
+      place_state(args.shape, s, scratch.state, strip);
+    }
+    begin_strip(args, sequence, turn.head(), way, strip);
+    begin = smaller(begin, strip.rows.key_begin), end = larger(end, strip.rows.key_end);
+  }
+  begin = larger(begin, task.key_begin), end = smaller(end, task.key_end);
+
+  for (int64_t n0 = begin / kBlock * kBlock; n0 < end; n0 += kBlock) {
+    scratch.block.keys.resolve(call, sequence, n0);
+    for (turn.index = 0; turn.index < turn.heads; ++turn.index) {
+      attend_block(args, sequence, task, turn, way, of_head, scratch.strips + turn.index * of_head,
+                   scratch);
+    }
+  }
+  for (int s = 0; s < count; ++s) {
+    Strip<S>& strip = scratch.strips[s];
+    if (way != Way::kStrips) transpose_rows_of_o(call, way, strip);
+    if (task.partial >= 0) continue;
     by_vectors<S>(strip.rows.vectors,
                   [&](auto n) { finish_strip<S, n.value>(call, sequence, strip); });
   }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cpu/forward_args.h"
+#include "cpu/forward_tile.h"
 #include "cpu/score.h"
 
 namespace tessera::cpu {
@@ -54,7 +55,7 @@ TESSERA_INLINE float scale_of(const Strided& scale, const CallSequence& sequence
   return factor;
 }
 
-// Where keys [begin, begin + n) of one head lie.
+// Where keys [begin, begin + n) of one head lie: every step-th entry of the table.
 TESSERA_INLINE void find_rows(const Rows& rows, const Pages& pages, const CallSequence& sequence,
                               int64_t head, int64_t begin, int n, const char** table) {
   const char* base = rows.data + head * rows.head;
@@ -72,6 +73,13 @@ TESSERA_INLINE void find_rows(const Rows& rows, const Pages& pages, const CallSe
   }
 }
 
+// One of the kv heads whose turns at a block follow each other.
+struct Turn {
+  int64_t first_head;
+  int index, heads;
+  int64_t head() const { return first_head + index; }
+};
+
 template <typename S>
 struct Block {
   static constexpr int kBlock = Tile<S>::kBlock;
@@ -80,10 +88,12 @@ struct Block {
   Keys<S> keys;
   const char* k_rows[kTable];
   const char* v_rows[kTable];
-  // The next block's rows, to ask for in time; this block's again if there is none.
+  // The next block, to ask for in time; a row of this one if there is none. Of several kv heads
+  // each asks for its share of the keys of all, which stand beside each other in rows of k_bytes.
   const char* next_k_rows[kTable];
   const char* next_v_rows[kTable];
-  int64_t k_bytes, v_bytes;  // of a row
+  int next_rows;
+  int64_t k_bytes, v_bytes;
   // Scratch, as the shape asks for: rows of k_stride and v_stride elements.
   const char* zeros;
   float* k;
@@ -92,7 +102,9 @@ struct Block {
   int64_t k_stride, v_stride;
 
   void point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head);
-  void point_ahead(const Call& call, const CallSequence& sequence, int64_t kv_head);
+  void point_ahead(const Call& call, const CallSequence& sequence, Turn turn);
+  Ahead k_ahead() const { return {next_k_rows, next_rows, k_bytes}; }
+  Ahead v_ahead() const { return {next_v_rows, next_rows, v_bytes}; }
   void prefetch_part(int64_t begin, int64_t whole, int64_t length) const;
   void forget_hidden_keys(const Call& call, const CallSequence& sequence, int64_t head,
                           int64_t heads);
@@ -108,26 +120,31 @@ void Block<S>::point_at_rows(const Call& call, const CallSequence& sequence, int
 }
 
 template <typename S>
-void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, int64_t kv_head) {
-  memcpy(next_k_rows, k_rows, sizeof k_rows);
-  memcpy(next_v_rows, v_rows, sizeof v_rows);
+void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, Turn turn) {
   const auto size = [](int32_t dtype) {
     return dtype == TESSERA_FP32 ? 4 : dtype == TESSERA_BF16 || dtype == TESSERA_FP16 ? 2 : 1;
   };
-  k_bytes = call.dqk * size(call.k.dtype), v_bytes = call.dv * size(call.v.dtype);
+  k_bytes = turn.heads * call.dqk * size(call.k.dtype);
+  v_bytes = turn.heads * call.dv * size(call.v.dtype);
   const int64_t n0 = keys.n0 + kBlock;
-  const int n = static_cast<int>(smaller<int64_t>(sequence.band.len_k - n0, kBlock));
-  if (n <= 0) return;
-  find_rows(call.k, call.k_pages, sequence, kv_head, n0, n, next_k_rows);
-  find_rows(call.v, call.v_pages, sequence, kv_head, n0, n, next_v_rows);
+  const int64_t n = smaller<int64_t>(sequence.band.len_k - n0, kBlock);
+  const int64_t first = n * turn.index / turn.heads, last = n * (turn.index + 1) / turn.heads;
+  next_rows = static_cast<int>(last - first);
+  if (n <= 0 || next_rows == 0) {
+    next_rows = 1, next_k_rows[0] = k_rows[0], next_v_rows[0] = v_rows[0];
+    return;
+  }
+  const int64_t head = turn.first_head;
+  find_rows(call.k, call.k_pages, sequence, head, n0 + first, next_rows, next_k_rows);
+  find_rows(call.v, call.v_pages, sequence, head, n0 + first, next_rows, next_v_rows);
 }
 
 // Tiles of many strips ask for the next block between their products: [begin, begin + length) of
 // `whole` equal parts of it at a time.
 template <typename S>
 void Block<S>::prefetch_part(int64_t begin, int64_t whole, int64_t length) const {
-  const int64_t end = smaller(kBlock * (begin + length) / whole, int64_t{kBlock});
-  for (int64_t j = kBlock * begin / whole; j < end; ++j) {
+  const int64_t end = smaller(next_rows * (begin + length) / whole, int64_t{next_rows});
+  for (int64_t j = next_rows * begin / whole; j < end; ++j) {
     for (int64_t b = 0; b < k_bytes; b += 64) prefetch(next_k_rows[j] + b);
     for (int64_t b = 0; b < v_bytes; b += 64) prefetch(next_v_rows[j] + b);
   }
@@ -169,7 +186,7 @@ void Block<S>::convert(const Call& call, const CallSequence& sequence, const For
   if (shape.convert_v && !shape.bf16) {
     convert_rows(call.v, call.v_scale, call.dv, v_stride, v, v_rows);
   }
-  if constexpr (S::kHasBf16Dot) {
+  if constexpr (S::kHasBf16Dot && !S::kNarrow) {
     if (!shape.bf16) return;
     using W = typename S::Wide;
     constexpr int L = W::kLanes;
@@ -220,7 +237,7 @@ __attribute__((noinline)) void pack_queries(const Call& call, const CallSequence
       row[l] = call.q.data + sequence.batch_q * call.q.batch +
                (sequence.first_q + rows.token[lane]) * call.q.row + rows.head[lane] * call.q.head;
     }
-    if constexpr (S::kHasBf16Dot) {
+    if constexpr (S::kHasBf16Dot && !S::kNarrow) {
       if (bf16) {
         pack_words<S, N>((call.dqk + 1) / 2, q_t + v * L, [&](int l, int64_t d, int) {
           const int n = static_cast<int>(smaller<int64_t>(call.dqk - 2 * d, 2 * L));

@@ -3,7 +3,7 @@
 // strip and one block need at a time.
 #pragma once
 
-#include "cpu/decode.h"
+#include "cpu/decode_group.h"
 #include "cpu/forward_block.h"
 
 namespace tessera::cpu {
@@ -12,10 +12,11 @@ namespace {
 template <typename S>
 struct Strip {
   StripRows<S> rows;
-  float* q_t;  // [dqk][vectors * kLanes]
+  float* q_t;  // [dqk][vectors * kLanes]; decode.h and decode_group.h: in their own order
   float* m;    // [kStrip] base 2
   float* l;    // [kStrip]
   float* o_t;  // [dv, rounded up to 16][vectors * kLanes]
+  float* o;    // decode: rows of O, decode_step(dv) apart, until the last block is done
 };
 
 // Bytes of m, l and O^T of one strip; a partial of a split tile is that of its strips in a row.
@@ -34,8 +35,6 @@ struct ForwardScratch {
   float* scores;      // [kBlock + 8][strip]: S^T, then P^T
   uint32_t* p_pairs;  // [kBlock / 2 + 4][strip]
   float* state;       // m, l, O^T of all strips
-  float* q_rows;      // [kDotRows][dqk, rounded up to 16], times k_scale; and one of O
-  float* o_row;
   Strip<S>* strips;
 };
 
@@ -66,9 +65,10 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   auto* v_pairs = arena.take<uint32_t>(shape.bf16 ? kBlock / 2 * v_stride : 0);
   float* scores = arena.take<float>(kTable * kStrip);
   auto* p_pairs = arena.take<uint32_t>(shape.bf16 ? kTable / 2 * kStrip : 0);
-  float* q_rows = arena.take<float>(kDotRows * k_stride);
-  float* o_row = arena.take<float>(v_stride);
-  float* q_t = arena.take<float>(strips * kStrip * shape.dqk);
+  const int64_t q_step = kStrip * k_stride;
+  const int64_t o_step = shape.decodes ? kDecodeRows<S> * decode_step(shape.dv) : 0;
+  float* q_t = arena.take<float>(strips * q_step);
+  float* o = arena.take<float>(strips * o_step);
   float* state = arena.take<float>(strips * strip_state_floats<S>(shape.dv));
   if (base) {
     scratch->block.zeros = zeros;
@@ -76,9 +76,9 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
     scratch->block.k_stride = k_stride, scratch->block.v_stride = v_stride;
     scratch->scores = scores, scratch->p_pairs = p_pairs;
     scratch->state = state, scratch->strips = table;
-    scratch->q_rows = q_rows, scratch->o_row = o_row;
     memset(zeros, 0, static_cast<size_t>(longest) * 4);
-    for (int64_t s = 0; s < strips; ++s) table[s].q_t = q_t + s * kStrip * shape.dqk;
+    for (int64_t s = 0; s < strips; ++s)
+      table[s].q_t = q_t + s * q_step, table[s].o = o + s * o_step;
     *result = scratch;
   }
   return arena.next - base;

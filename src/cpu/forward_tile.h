@@ -5,7 +5,7 @@
 // bounds at run time, so one instance serves all shapes. Not inlined: the sums must not spill.
 //
 // Strips of S::kNarrow decode and wait for memory. Each of their iterations reads one line's worth
-// of K or V, and asks for one line of the next block; `ahead` are the rows of that.
+// of K or V, and asks for one line of the next block, by way of `ahead`.
 #pragma once
 
 #include "cpu/simd/types.h"
@@ -41,11 +41,39 @@ struct Bf16Product {
   }
 };
 
+// Asks for the lines of `count` rows of memory in the order in which they lie, for as many as its
+// reader reads of another block at the same moment.
+class Ahead {
+ public:
+  Ahead(const char* const* rows, int count, int64_t bytes_of_row)
+      : row_(rows), last_(rows + count - 1), bytes_(bytes_of_row) {
+    go_to(rows);
+  }
+  __attribute__((always_inline)) void ask_for_line() { ask<1>(); }
+  __attribute__((always_inline)) void ask_for_two() { ask<2>(); }
+
+ private:
+  template <int kLines>
+  __attribute__((always_inline)) void ask() {
+    prefetch(at_);
+    if (kLines == 2) prefetch(at_ + 64);
+    at_ += kLines * 64;
+    if (at_ >= end_) go_to(row_ < last_ ? row_ + 1 : row_);
+  }
+  __attribute__((always_inline)) void go_to(const char* const* row) {
+    row_ = row, at_ = *row, end_ = at_ + bytes_;
+  }
+
+  const char *at_, *end_;
+  const char *const *row_, *const *last_;
+  int64_t bytes_;
+};
+
 // S^T[j][lane] = sum_d K[j][d] Q^T[d][lane] for j in [first, last), rounded up to whole tiles: the
 // tables have valid rows up to there. maximum, if kMax: of each lane over the rows, which then must
 // be whole tiles; NaN is passed over. N vectors of a strip of kOf.
 template <typename S, typename Product, int N, int kOf, bool kMax>
-__attribute__((noinline)) void multiply_keys(const char* const* k_rows, const char* const* ahead,
+__attribute__((noinline)) void multiply_keys(const char* const* k_rows, Ahead ahead,
                                              const typename Product::Word* q_t, int64_t dqk,
                                              int first, int last, float* scores, float* maximum) {
   using Element = typename Product::Element;
@@ -80,8 +108,8 @@ __attribute__((noinline)) void multiply_keys(const char* const* k_rows, const ch
     };
     const auto whole = [](const Element* p) { return Product::broadcast(p); };
     if constexpr (S::kNarrow) {
-      for (int64_t line = 0; d + 2 * kDepth <= dqk; ++line) {
-        prefetch(ahead[j + line % R] + line / R * 64);
+      while (d + 2 * kDepth <= dqk) {
+        ahead.ask_for_line();
         step(0, whole);
         step(1, whole);
       }
@@ -118,7 +146,7 @@ struct ValuePairs {
 // O^T[d][lane] = alpha[lane] O^T[d][lane] + sum_j V[j][d] P^T[j][lane] for R head dims from d on.
 // [first, last) counts keys, or pairs of them. N vectors of a strip of kOf.
 template <typename S, typename Product, int R, int N, int kOf, typename Values>
-__attribute__((noinline)) void accumulate_values(Values values, const char* const* ahead, int64_t d,
+__attribute__((noinline)) void accumulate_values(Values values, Ahead& ahead, int64_t d,
                                                  const typename Product::Word* p, int first,
                                                  int last, const float* alpha, float* o_t) {
   using F = typename S::F;
@@ -131,15 +159,10 @@ __attribute__((noinline)) void accumulate_values(Values values, const char* cons
       sum[r][v] = S::mul(S::load(o_t + (r * kOf + v) * L), S::load(alpha + v * L));
     }
   }
+  Ahead asking = ahead;  // in registers
   for (int j = first; j < last; ++j) {
     const auto* value = values(j) + d * kDepth;
-    if constexpr (S::kNarrow) {  // 16 head dims of two keys are half a line of each
-      if constexpr (kDepth == 2) {
-        prefetch(ahead[2 * j + d / R % 2] + d / (2 * R) * 64);
-      } else {
-        prefetch(ahead[j] + d * 4);
-      }
-    }
+    if constexpr (S::kNarrow) asking.ask_for_line();
     decltype(Product::load(p)) x[N];
     for (int v = 0; v < N; ++v) x[v] = Product::load(p + (j * kOf + v) * L);
     TESSERA_UNROLL
@@ -152,6 +175,7 @@ __attribute__((noinline)) void accumulate_values(Values values, const char* cons
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < N; ++v) S::store(o_t + (r * kOf + v) * L, sum[r][v]);
   }
+  if constexpr (S::kNarrow) ahead = asking;
 }
 
 }  // namespace

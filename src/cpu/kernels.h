@@ -29,6 +29,7 @@ struct Kernels {
   const char* name;   // "avx512bf16", "avx512", "avx2", "portable"
   int strip;          // queries of a strip: two vectors
   int block;          // keys of a block
+  int decode_block;   // keys of a block of few queries
   bool has_bf16_dot;  // bf16 q, k, v are multiplied as they are; otherwise as fp32
 
   // task is an index into the arguments' list of tasks; scratch is this worker's alone, 64-byte

@@ -18,6 +18,7 @@ constexpr Kernels make_kernels(const char* name) {
       .name = name,
       .strip = Tile<S>::kStrip,
       .block = Tile<S>::kBlock,
+      .decode_block = Tile<typename S::Narrow>::kBlock,
       .has_bf16_dot = S::kHasBf16Dot,
       .forward_scratch_bytes = forward_scratch_bytes<S>,
       .forward_partial_bytes = forward_partial_bytes<S>,

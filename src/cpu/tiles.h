@@ -19,7 +19,9 @@ struct Tile {
   // Keys of a block: S^T of a strip (128 x 32 fp32 = 16 KiB) and its P stay in L1 beside a few rows
   // of K, while rescaling of O and the softmax statistics are paid once in 128 keys. A multiple of
   // the register tile's rows and of 32 (a word of visibility bits); 64 costs 5 % more, 256 gains 0.
-  static constexpr int kBlock = S::kRows == 6 ? 96 : 128;
+  // Decode has little of either, and its heads take turns at a block: 64 keys of 4 heads and those
+  // that are asked for are 64 pages, as many as the first level of address translation holds.
+  static constexpr int kBlock = S::kNarrow ? 64 : S::kRows == 6 ? 96 : 128;
   static_assert(kBlock % S::kRows == 0 && kBlock % 32 == 0);
 };
 
@@ -42,6 +44,12 @@ inline constexpr int64_t kSplitTokens = 16;
 // Blocks of keys of a split: 1024 keys are 512 KiB of bf16 K and V at d 128, long enough to hide
 // the start of a stream and the merge, short enough for 8 threads to share one head of 8k keys.
 inline constexpr int64_t kSplitBlocks = 8;
+
+// A split takes several kv heads, a block of each in turn, where these stand beside each other in
+// memory: at most kMostTurns, whose blocks and the next ones are at most kTurnsBytes, half of an
+// L2. One head alone would leave most of each page to later, and read memory at half the speed.
+inline constexpr int kMostTurns = 8;
+inline constexpr int64_t kTurnsBytes = 512 * 1024;
 
 // Rows of o (all heads) that one task sets to zero outside the sequences.
 inline constexpr int64_t kFillRows = 256;

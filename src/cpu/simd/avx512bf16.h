@@ -28,8 +28,25 @@ struct Avx512Bf16 : Avx512 {
   }
   TESSERA_INLINE Pairs broadcast_half(const Bf16* p) { return _mm512_set1_epi32(p->bits); }
 
+  // Elements p[0] to p[3] in every two lanes; one word in every lane.
+  TESSERA_INLINE Pairs broadcast_four(const Bf16* p) {
+    int64_t words;
+    memcpy(&words, p, sizeof words);
+    return _mm512_set1_epi64(words);
+  }
+  TESSERA_INLINE Pairs broadcast_word(const uint32_t* p) {
+    return _mm512_set1_epi32(static_cast<int32_t>(*p));
+  }
+
   TESSERA_INLINE F dot(F sum, Pairs a, Pairs b) {
     return _mm512_dpbf16_ps(sum, as_bf16(a), as_bf16(b));
+  }
+  // (a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...)
+  TESSERA_INLINE F add_neighbours(F a, F b) {
+    const F even = _mm512_shuffle_ps(a, b, 0x88), odd = _mm512_shuffle_ps(a, b, 0xDD);
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return _mm512_castpd_ps(
+        _mm512_permutexvar_pd(order, _mm512_castps_pd(_mm512_add_ps(even, odd))));
   }
 
   // Lane l: (bf16(even[l]), bf16(odd[l])).
@@ -54,7 +71,14 @@ struct Avx512Bf16 : Avx512 {
                       _mm256_maskz_loadu_epi16(first_lanes(n), b));
   }
 
+  // Rows of 2 kLanes elements, interleaved: of each 8, the first four into low, the others into
+  // high.
+  TESSERA_INLINE void interleave_fours(Pairs a, Pairs b, Pairs& low, Pairs& high) {
+    low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+  }
+
   // 2 kLanes elements of a row as they lie: pairs along the row. n elements are read, others are 0.
+  TESSERA_INLINE Pairs load_row(const Bf16* p) { return _mm512_loadu_si512(p); }
   TESSERA_INLINE Pairs load_row_n(const Bf16* p, int n) {
     const __mmask32 lanes = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
     return _mm512_maskz_loadu_epi16(lanes, p);
@@ -71,36 +95,21 @@ struct Avx512Bf16 : Avx512 {
   }
 };
 
+// Pairs are P alone: see decode_group.h.
 struct Avx512Bf16Narrow : Avx512Narrow {
   using Narrow = Avx512Bf16Narrow;
   using Wide = Avx512Bf16;
   static constexpr bool kHasBf16Dot = true;
   using Pairs = __m256i;
 
-  TESSERA_INLINE Pairs load_pairs(const uint32_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
   TESSERA_INLINE void store_pairs(uint32_t* p, Pairs a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
-  }
-  TESSERA_INLINE Pairs broadcast_pair(const Bf16* p) {
-    int32_t word;
-    memcpy(&word, p, sizeof word);
-    return _mm256_set1_epi32(word);
-  }
-  TESSERA_INLINE Pairs broadcast_half(const Bf16* p) { return _mm256_set1_epi32(p->bits); }
-  TESSERA_INLINE F dot(F sum, Pairs a, Pairs b) {
-    return _mm256_dpbf16_ps(sum, reinterpret_cast<__m256bh>(a), reinterpret_cast<__m256bh>(b));
   }
   TESSERA_INLINE Pairs make_pairs(F even, F odd) {
     const __m256i low_then_high = reinterpret_cast<__m256i>(_mm256_cvtne2ps_pbh(odd, even));
     const __m256i low = _mm256_permute4x64_epi64(low_then_high, 0x10);  // quadwords 0, -, 1, -
     const __m256i high = _mm256_permute4x64_epi64(low_then_high, 0x32);
     return _mm256_unpacklo_epi16(low, high);
-  }
-  TESSERA_INLINE Pairs load_row_n(const Bf16* p, int n) {
-    const __mmask16 lanes = n >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1);
-    return _mm256_maskz_loadu_epi16(lanes, p);
   }
 };
 
