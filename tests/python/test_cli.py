@@ -2,6 +2,7 @@
 """The command line, as people run it: a process, its output, its exit code."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -153,6 +154,20 @@ def test_bench_json(tmp_path):
         assert "GPU" in result["peers"]["cudnn"]["refused"]
     done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--burst", "--threads", "1", "--json", "-")
     assert json.loads(done.stdout)[0]["ms"] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_bench_keeps_what_it_has_when_stopped(tmp_path, number):
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "tessera", "bench", "--sustained", "--json", str(path),
+               *["fwd fp32 b=1 s=16 h=1 d=16"] * 2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        lines = [child.stdout.readline(), child.stdout.readline()]  # headings, and the first row
+        child.send_signal(number)
+        rest, said = child.communicate(timeout=120)
+    assert lines[1].startswith("fwd fp32") and rest == "", lines
+    assert child.returncode == 128 + number and "1 of 2 cases" in said and "Traceback" not in said
+    assert len(json.loads(path.read_text())) == 1
 
 
 def test_bench_plot(tmp_path):

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,14 +86,29 @@ def main(args) -> int:
     if args.saved:
         results = [entry for name in args.saved.split(",") for entry in _saved(name)]
         against = sorted({name for entry in results for name in entry.get("peers", {})})
-        return _report(results, against, args)
+        if args.json != "-":
+            show_row = _printer([entry["case"] for entry in results], against)
+            for entry in results:
+                show_row(entry)
+        return _save(results, against, args)
     device = bench_devices.Cuda() if args.device == "cuda" else bench_devices.Cpu(args.threads)
     results = []
+    stopped_by = None
     with terminal.Progress(len(cases), "bench") as progress:
-        for case, opened in _opened(cases, device.cases_ahead):
-            results.append(measure(case, opened, against, device, args))
-            progress.step(case)
-    return _report(results, against, args)
+        show_row = _silent if args.json == "-" else _printer(cases, against, progress.print)
+        try:
+            with _stopped_by_signals():
+                for case, opened in _opened(cases, device.cases_ahead):
+                    results.append(measure(case, opened, against, device, args))
+                    show_row(results[-1])
+                    progress.step(case)
+        except _Stopped as stop:
+            stopped_by = stop.args[0]
+    status = _save(results, against, args)
+    if stopped_by is None:
+        return status
+    print(f"stopped: {len(results)} of {len(cases)} cases measured", file=sys.stderr)
+    return 128 + stopped_by
 
 
 def _saved(path: str) -> list[dict]:
@@ -105,14 +123,29 @@ def _saved(path: str) -> list[dict]:
     return results
 
 
-def _report(results, against, args) -> int:
+class _Stopped(BaseException):
+    """By the signal of that number. Not an Exception: a peer that fails must not look like it."""
+
+
+@contextlib.contextmanager
+def _stopped_by_signals():
+    """Ctrl-C and SIGTERM end the measuring, and what was measured is kept."""
+    def stop(number, _):
+        raise _Stopped(number)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _save(results, against, args) -> int:
     if args.json == "-":
         print(to_json(results))
-    else:
-        show(results, against)
-    if args.json and args.json != "-":
+    elif args.json:
         Path(args.json).write_text(to_json(results) + "\n")
-    if args.plot:
+    if args.plot and results:
         plot.draw(args.plot_as, results, against, args.plot)
     return 1 if all("error" in result for result in results) else 0
 
@@ -204,28 +237,28 @@ def to_json(results) -> str:
     return json.dumps(results, indent=2)
 
 
-def show(results, against):
+def _silent(_):
+    pass
+
+
+def _printer(cases, against, *print_line):
+    """A function that prints the row of a result, with whatever it or its peers refused below."""
     columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s", ">% DRAM"]
     columns += [f">{name} ms" for name in against] + [f">x {name}" for name in against]
-    rows = []
-    for result in results:
+    rows = terminal.Rows(columns, max(map(len, cases)), *print_line)
+
+    def show(result):
+        refused = [f"    {name}: {peer['refused']}" for name, peer in result.get("peers", {}).items()
+                   if "refused" in peer]
         if "error" in result:
-            rows.append([result["case"], "-", "-", "-", "-", "-", "-"] + ["-"] * 2 * len(against))
-            continue
+            rows.row([result["case"]] + ["-"] * (len(columns) - 1), f"    {result['error']}")
+            return
+        dram = result["percent_of_bandwidth"]
         row = [result["case"], f"{result['ms']:.3f}", f"{result['min_ms']:.3f}",
                f"{result['tflops']:.3f}", f"{result['percent_of_peak']:.1f}",
-               f"{result['bytes_per_s'] / 1e9:.1f}",
-               f"{result['percent_of_bandwidth']:.1f}" if result["percent_of_bandwidth"] else "-"]
-        peers = [result["peers"].get(name, {}) for name in against]
-        row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers]
-        row += [f"{peer['times']:.2f}" if "ms" in peer else "-" for peer in peers]
-        rows.append(row)
-    terminal.print_table(columns, rows)
-    for result in results:
-        if "error" in result:
-            print(f"{result['case']}: {result['error']}")
-        for name, peer in result.get("peers", {}).items():
-            if "refused" in peer:
-                print(f"{result['case']}: {name}: {peer['refused']}")
-
-
+               f"{result['bytes_per_s'] / 1e9:.1f}", f"{dram:.1f}" if dram else "-"]
+        peers_of = [result["peers"].get(name, {}) for name in against]
+        row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers_of]
+        row += [f"{peer['times']:.2f}" if "ms" in peer else "-" for peer in peers_of]
+        rows.row(row, *refused)
+    return show

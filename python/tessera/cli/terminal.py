@@ -32,8 +32,27 @@ def print_table(columns, rows, title=""):
     if title:
         print(title)
     for row in [names, *rows]:
-        cells = [f"{text:{column[0]}{width}}" for text, column, width in zip(row, columns, widths)]
-        print("  ".join(cells).rstrip())
+        print(line_of(columns, row, widths))
+
+
+def line_of(columns, row, widths) -> str:
+    cells = [f"{text:{column[0]}{width}}" for text, column, width in zip(row, columns, widths)]
+    return "  ".join(cells).rstrip()
+
+
+class Rows:
+    """A table in plain text whose rows are printed as they come, with room for `longest` characters
+    in the first column. A row ends up on paper whatever becomes of the process afterwards."""
+
+    def __init__(self, columns, longest: int, print_line=lambda text: print(text, flush=True)):
+        self._columns, self._print = columns, print_line
+        names = [column[1:] for column in columns]
+        self._widths = [max(longest, len(names[0]))] + [max(len(name), 7) for name in names[1:]]
+        self._print(line_of(columns, names, self._widths))
+
+    def row(self, cells, *remarks):
+        for text in (line_of(self._columns, cells, self._widths), *remarks):
+            self._print(text)
 
 
 def _escape(text) -> str:
