@@ -250,13 +250,13 @@ void resolve(const Problem& problem, const Buffers& buffers, Layout& layout) {
   }
 }
 
-// Multiplications, were every key seen.
-int64_t products_at_most(const Call& call) {
-  int64_t scores = 0;
+// Queries x keys of all heads, were every key seen.
+int64_t pairs_at_most(const Call& call) {
+  int64_t pairs = 0;
   for (int64_t n = 0; n < call.batch; ++n) {
-    scores += call.sequences[n].band.len_q * call.sequences[n].band.len_k;
+    pairs += call.sequences[n].band.len_q * call.sequences[n].band.len_k;
   }
-  return scores * call.hq * (3 * call.dqk + 2 * call.dv);
+  return pairs * call.hq;
 }
 
 }  // namespace
@@ -271,7 +271,9 @@ void run_backward(const Problem& problem, const Buffers& given_buffers) {
   BackwardArgs& args = layout.args;
   resolve(problem, buffers, layout);
   const Call& call = args.call;
-  if (products_at_most(call) < kSerialProducts) buffers.num_threads = 1;
+  const int64_t pairs = pairs_at_most(call);
+  if (pairs * (3 * call.dqk + 2 * call.dv) < kSerialProducts) buffers.num_threads = 1;
+  args.few_pairs = pairs <= kFewPairs && call.q.dtype != TESSERA_BF16;
   const auto run = [&](BackwardPhase phase, int64_t tasks) {
     parallel_for(buffers, tasks, [&](int64_t task, int worker) {
       kernels().backward(args, phase, task, layout.scratch + worker * layout.scratch_bytes);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// P and dX where a few rows see a few keys. An error of lse, of o or of a score is common to a row
-// of every gradient: large problems have so many of them that no one counts, but here one is the
-// error of the whole result, and dP - delta may have cancelled all but that. So these are weighed
-// in fp64, and ask of lse and o no more than they can give: where the p of a row add up to 1 but
-// for what an lse may be off by, their sum is made 1 and the mean of dP taken from dP itself.
+// P and dX of a call of few rows that see few keys. An error of lse, of o or of a score is common
+// to a row of every gradient: large problems have so many of them that no one counts, but here one
+// is the error of the whole result, and dP - delta may have cancelled all but that. So these are
+// weighed in fp64, and ask of lse and o no more than they can give: where the p of a row add up to
+// 1 but for what an lse may be off by, their sum is made 1 and the mean of dP taken from dP itself.
 #pragma once
 
 #include "cpu/backward_scratch.h"
@@ -12,9 +12,7 @@
 namespace tessera::cpu {
 namespace {
 
-// Queries x keys of a sequence with strips that may be small, and the pairs that such a strip sees:
-// it takes about as long as one that sees a whole block.
-constexpr int64_t kSmallSequence = 64 * 64;
+// Pairs that a small strip sees: it takes about as long as one that sees a whole block.
 constexpr int kSmallPairs = 512;
 
 // What an lse may be off by: 4 times this, and this times itself.
@@ -34,11 +32,7 @@ TESSERA_INLINE double dot_exactly(const float* a, const float* b, int64_t n) {
 template <typename S>
 bool is_small(const BackwardArgs& args, const CallSequence& sequence, const StripRows<S>& rows,
               const Keys<S>& keys, const Visible<S>& visible) {
-  const Band& band = sequence.band;
-  if (args.call.q.dtype == TESSERA_BF16 || band.len_k > Tile<S>::kBlock ||
-      band.len_q * band.len_k > kSmallSequence) {
-    return false;
-  }
+  if (!args.few_pairs || sequence.band.len_k > Tile<S>::kBlock) return false;
   if (visible.full) return rows.count * keys.count <= kSmallPairs;
   int pairs = 0;
   for (int word = 0; word * 32 < keys.count; ++word) {

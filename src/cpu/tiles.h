@@ -58,4 +58,8 @@ inline constexpr int64_t kFillRows = 256;
 // a second thread costs more than it brings, and a host's pool (OpenMP) may cost a time slice.
 inline constexpr int64_t kSerialProducts = 2'000'000;
 
+// Pairs of a query and a key, over all heads and sequences of a backward call, up to which results
+// may hang on single roundings and be worth twice the time: see backward_small.h.
+inline constexpr int64_t kFewPairs = 8192;
+
 }  // namespace tessera::cpu
