@@ -45,7 +45,8 @@ const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv, i
 
 class BackwardPlan final : public Plan {
  public:
-  explicit BackwardPlan(std::unique_ptr<Plan> fallback) : fallback_(std::move(fallback)) {}
+  BackwardPlan(int multiprocessors, std::unique_ptr<Plan> fallback)
+      : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
     return std::max(workspace_of(problem).bytes, fallback_->workspace_bytes(problem, num_threads));
@@ -155,7 +156,7 @@ class BackwardPlan final : public Plan {
     return bits % 16 == 0;
   }
 
-  static void order_tiles(const BackwardKernel& kernel, BackwardParams& a) {
+  void order_tiles(const BackwardKernel& kernel, BackwardParams& a) const {
     const Params& p = a.problem;
     const int tile_n = kernel.tile.tile_n();
     const bool in_turn = kernel.features & kDeterministic;
@@ -170,6 +171,13 @@ class BackwardPlan final : public Plan {
       // Tiles of one head follow each other: fewer of each head, and more heads, wait less.
       per_section = std::min({p.group > 1 ? kMostInTurn : 2 * per_section, kMostInTurn,
                               p.right >= 0 && p.group == 1 ? std::max(heads / 2, 1) : heads});
+    }
+    if (!in_turn && p.right >= 0 && p.group > 1) {
+      // Groups are large: their tiles stay in step. Those of a first section start together and
+      // walk downwards; those of a second one start as the shortest of the first end, and walk
+      // upwards: each begins at its diagonal when the one before comes by there.
+      per_section = std::clamp((multiprocessors_ + tiles_n / 2) / tiles_n, 1, heads);
+      a.alternates = !p.thd_k;
     }
     while (heads % per_section != 0) --per_section;
     if (in_turn && p.right >= 0) {
@@ -202,6 +210,7 @@ class BackwardPlan final : public Plan {
                        "cudaLaunchKernel (backward)");
   }
 
+  int multiprocessors_;
   std::unique_ptr<Plan> fallback_;
 };
 
@@ -211,9 +220,13 @@ void require_backward(Support& support, const Problem& p) {
   const Sizes s = sizes_of(p);
   const int dtype = p.tensor[TESSERA_Q].dtype;
   const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features_of(p));
-  const char* limit = features_of(p) ? ": and head_dim_v must be at most 128 in the backward pass "
-                                       "with bias, masks, ALiBi, softcap, dropout or deterministic"
-                                     : ": and head_dim_v must be at most 256 in the backward pass";
+  const char* limit =
+      features_of(p) == 0 ? ": and head_dim_v must be at most 256 in the backward pass"
+      : features_of(p) == kDeterministic ? ": must be at most 192, and head_dim_v at most 128, in "
+                                           "the backward pass when deterministic"
+                                         : ": and head_dim_v must be at most 128 in the backward "
+                                           "pass with bias, masks, ALiBi, softcap "
+                                           "or dropout";
   support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
                   [&] { return "head_dim_qk=" + std::to_string(s.dqk) + limit; });
   // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
@@ -248,7 +261,10 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
     }
   }
   TESSERA_RETURN_IF_ERROR(prepare_dbias(dtype, s.dqk, s.dv));
-  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(std::move(fallback)));
+  const Result<DeviceInfo> info = device_info(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(info.status());
+  return std::unique_ptr<Plan>(
+      std::make_unique<BackwardPlan>(info.value().multiprocessors, std::move(fallback)));
 }
 
 }  // namespace tessera::cuda::sm90

@@ -3,6 +3,8 @@
 // and how finished rows of gradients reach memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/fragment.cuh"
@@ -10,6 +12,16 @@
 #include "cuda/sm90/tensormap.h"
 
 namespace tessera::cuda::sm90 {
+
+// The two elements that pack() has put into a register.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(packed));
+  } else {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  }
+}
 
 // Where row `row` of a side is for a tensor map.
 struct MapRow {

@@ -163,9 +163,9 @@ class BackwardFeatures {
       for (int e = 4 * g; e < 4 * g + 4; ++e) {
         const float d = e % 2 ? of_query.y : of_query.x;
         if (drops()) {
-          const float p = S[e];
-          S[e] = kept(e) ? p : 0.f;
-          dP[e] = fmaf(S[e], dP[e], -p * d);
+          // Exactly 0 where dP is delta: what one key has is not dropped, or both are 0.
+          dP[e] = S[e] * ((kept(e) ? dP[e] : 0.f) - d);
+          S[e] = kept(e) ? S[e] : 0.f;
         } else {
           dP[e] = S[e] * (dP[e] - d);
         }

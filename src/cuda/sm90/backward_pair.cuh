@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward for wide heads: the five products of backward.cuh by a cluster of two CTAs,
-// for head dims whose dK and dV do not fit in the registers of a warpgroup together.
+// Attention backward for head dims up to 256: the five products of backward.cuh by a cluster of two
+// CTAs, because dK and dV of 64 keys do not fit in the registers of a warpgroup together.
 //
 // The pair owns 128 keys of one key head, 64 a CTA, and walks the blocks of 64 queries that see
 // them. In a CTA the products are split by role:
@@ -32,10 +32,10 @@
 #include "cuda/sm90/backward_blocks.cuh"
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_kernels.h"
+#include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/smem_tile.cuh"
-#include "cuda/sm90/wgmma.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -49,14 +49,12 @@ struct BackwardPair {
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // Element 4 i + j of a thread's accumulators of dQ lies at 4 (128 i + thread) + j of the part
   // that belongs to its chunk of 64 columns.
-  static constexpr int kChunks = kTile.dqk / kChunkColumns;
   static constexpr int kPartOfDq = 64 * 64, kPartsOfDq = kTile.parts_of_dq(),
                        kBlockOfDq = kPartsOfDq * kPartOfDq;
   static constexpr bool kSplitsRows = false;
   static constexpr int kColumnsOfDq = 64;
   static_assert(kTile.tile_m == kTileM && kTile.ds_buffers == kBuffers && Row::kFeatures == 0);
-  static_assert(kTile.dqk == kChunks * kChunkColumns && (kChunks == 3 || kChunks == 4));
-  static_assert(kTile.dv % kChunkColumns == 0);
+  static_assert(kTile.dqk == 4 * kChunkColumns && kTile.dv % kChunkColumns == 0);
 
   using Schedule = KeySchedule<kTileM, kTileN>;
   using Blocks = QueryBlocks<kTileM, kTileN>;
@@ -219,53 +217,42 @@ struct BackwardPair {
     }
   }
 
-  // ---- dQ: both roles, a chunk of 64 columns each, or of three chunks the middle one in halves
-  // ----
+  // ---- dQ: both roles, a chunk of 64 columns each ----
 
-  static __device__ __forceinline__ int first_chunk_of_dq(int rank) { return rank * (kChunks - 2); }
+  static __device__ __forceinline__ int first_chunk_of_dq(int rank) { return 2 * rank; }
 
-  template <int kRole>
   struct PartOfDq {
-    static constexpr int kColumns = kChunks == 4 || kRole == 0 ? 64 : 32;
-    int rank;
+    int rank, role;
 
-    __device__ __forceinline__ int chunk() const {
-      return kChunks == 4 ? 2 * rank + kRole : kRole == 0 ? 2 * rank : 1;
-    }
-    __device__ __forceinline__ int first_column() const {  // in the chunk
-      return kColumns == 32 ? rank * 32 : 0;
-    }
+    __device__ __forceinline__ int chunk() const { return first_chunk_of_dq(rank) + role; }
 
     __device__ __forceinline__ void issue(const Shared shared, int buffer,
-                                          float (&dQ)[kColumns / 2]) const {
+                                          float (&dQ)[kColumnsOfDq / 2]) const {
       const uint64_t ds = GradientTile::mn_major(shared.ds(buffer));
-      const uint64_t mine =
-          KTile::mn_major(shared.k() + chunk() * KTile::kChunkBytes + first_column() * 2);
-      const uint64_t other = OtherTile::mn_major(
-          shared.k_other() + (chunk() - first_chunk_of_dq(rank)) * OtherTile::kChunkBytes +
-          first_column() * 2);
+      const uint64_t mine = KTile::mn_major(shared.k() + chunk() * KTile::kChunkBytes);
+      const uint64_t other = OtherTile::mn_major(shared.k_other() + role * OtherTile::kChunkBytes);
       constexpr int kSteps = kKeys / kStepK;
       pin(dQ);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Wgmma<Element, kColumns>::template ss<kMajorMN, kMajorMN>(
+        Wgmma<Element, kColumnsOfDq>::template ss<kMajorMN, kMajorMN>(
             dQ, ds + GradientTile::mn_major_step(rank * kSteps + i), mine + KTile::mn_major_step(i),
             i > 0);
       }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Wgmma<Element, kColumns>::template ss<kMajorMN, kMajorMN>(
+        Wgmma<Element, kColumnsOfDq>::template ss<kMajorMN, kMajorMN>(
             dQ, ds + GradientTile::mn_major_step((1 - rank) * kSteps + i),
             other + OtherTile::mn_major_step(i), 1);
       }
       wgmma_commit();
     }
     __device__ __forceinline__ void add(float* block, int thread,
-                                        const float (&dQ)[kColumns / 2]) const {
-      float* part = block + chunk() * kPartOfDq + first_column() / 8 * 4 * kWarpgroup + 4 * thread;
+                                        const float (&dQ)[kColumnsOfDq / 2]) const {
+      float* part = block + chunk() * kPartOfDq + 4 * thread;
 #pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) {
+      for (int i = 0; i < kColumnsOfDq / 8; ++i) {
         add_to_global(part + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
                       dQ[4 * i + 3]);
       }
@@ -301,12 +288,12 @@ struct BackwardPair {
     const auto grad_o_barriers = shared.grad_o_barriers();
     const auto weight_barriers = shared.weight_barriers();
     const auto ds_barriers = shared.ds_barriers();
-    const PartOfDq<0> part{rank};
+    const PartOfDq part{rank, 0};
     const float c = log2_scale(p);
     const uint64_t k = KTile::k_major(shared.k());
     float* const sums = a.dq_sums;
 
-    float dV[kTile.dv / 2], dQ[part.kColumns / 2];
+    float dV[kTile.dv / 2], dQ[kColumnsOfDq / 2];
 #pragma unroll
     for (float& x : dV) x = 0;
     Ring<kQStages> q_ring;
@@ -321,14 +308,7 @@ struct BackwardPair {
       uint32_t P[kTileM / 4];
       q_barriers.wait(q_ring);
       const uint64_t q = QTile::k_major(shared.q(q_ring.stage));
-      pin(S);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTile.dqk / kStepK; ++i) {
-        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(S, k + KTile::k_major_step(i),
-                                                              q + QTile::k_major_step(i), i > 0);
-      }
-      wgmma_commit();
+      issue_scores<Element, KTile, QTile, kTile.dqk>(S, k, q);
       wgmma_wait<0>();
       pin(S);
 
@@ -359,14 +339,7 @@ struct BackwardPair {
       }
       grad_o_barriers.wait(grad_o_ring);
       const uint64_t grad_o = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
-      pin(dV);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {
-        Wgmma<Element, kTile.dv>::template rs<kMajorMN>(dV, P + 4 * i,
-                                                        grad_o + GradOTile::mn_major_step(i), 1);
-      }
-      wgmma_commit();
+      issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o);
       // The first time there is no block before: what comes out is thrown away.
       if (previous_slot >= 0) ds_barriers.wait(ds_ring);
       part.issue(shared, ds_ring.stage, dQ);
@@ -399,12 +372,12 @@ struct BackwardPair {
     const auto grad_o_barriers = shared.grad_o_barriers();
     const auto weight_barriers = shared.weight_barriers();
     const auto ds_barriers = shared.ds_barriers();
-    const PartOfDq<1> part{rank};
+    const PartOfDq part{rank, 1};
     const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
     const uint64_t v = VTile::k_major(shared.v());
     float* const sums = a.dq_sums;
 
-    float dK[kTile.dqk / 2], dQ[part.kColumns / 2];
+    float dK[kTile.dqk / 2], dQ[kColumnsOfDq / 2];
 #pragma unroll
     for (float& x : dK) x = 0;
     Ring<kQStages> q_ring;
@@ -419,14 +392,7 @@ struct BackwardPair {
       uint32_t dS[kTileM / 4];
       grad_o_barriers.wait(grad_o_ring);
       const uint64_t grad_o = GradOTile::k_major(shared.grad_o(grad_o_ring.stage));
-      pin(dP);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTile.dv / kStepK; ++i) {
-        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(
-            dP, v + VTile::k_major_step(i), grad_o + GradOTile::k_major_step(i), i > 0);
-      }
-      wgmma_commit();
+      issue_scores<Element, VTile, GradOTile, kTile.dv>(dP, v, grad_o);
       wgmma_wait<0>();
       pin(dP);
 
@@ -458,14 +424,7 @@ struct BackwardPair {
              1 - rank);
       q_barriers.wait(q_ring);
       const uint64_t q = QTile::mn_major(shared.q(q_ring.stage));
-      pin(dK);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {
-        Wgmma<Element, kTile.dqk>::template rs<kMajorMN>(dK, dS + 4 * i,
-                                                         q + QTile::mn_major_step(i), 1);
-      }
-      wgmma_commit();
+      issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, q);
       if (previous_slot >= 0) ds_barriers.wait(previous_ring);
       part.issue(shared, previous_ring.stage, dQ);
       wgmma_wait<1>();
@@ -501,10 +460,10 @@ struct BackwardPair {
     copy_to_cta(address_in(other, rows), rows, kBytesOfWarp, address_in(other, barrier));
   }
 
-  template <typename Part, int kCount>
-  static __device__ __forceinline__ void finish_dq(const Shared shared, const Part& part,
+  static __device__ __forceinline__ void finish_dq(const Shared shared, const PartOfDq& part,
                                                    const Ring<kBuffers>& ring, int slot,
-                                                   float* sums, int thread, float (&dQ)[kCount]) {
+                                                   float* sums, int thread,
+                                                   float (&dQ)[kColumnsOfDq / 2]) {
     if (slot < 0) return;
     shared.ds_barriers().wait(ring);
     part.issue(shared, ring.stage, dQ);

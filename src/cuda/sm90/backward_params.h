@@ -36,6 +36,7 @@ struct BackwardParams {
   int tiles;
   Divisor tiles_n, heads, heads_per_section, per_section;
   int longest_first;
+  int alternates;  // sections of tiles walk downwards and upwards in turn, see order_tiles()
 
   int slots;     // of one head
   float* lse2;   // [hq, slots, tile_m] lse in units of log2; +inf where a row does not exist or is

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   using Kernel = MainKernel<Element, Row>;
   using Storage = typename BackwardRows<Element, Row>::SharedStorage;
   using Tile = typename Kernel::GradOTile;
-  constexpr int kTileM = Kernel::kTileM, kSteps = Kernel::kTile.dv / kStepK;
+  constexpr int kTileM = Kernel::kTileM;
   extern __shared__ __align__(1024) uint8_t storage[];
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(storage));
   const uint32_t o = base + offsetof(Storage, o), grad_o = base + offsetof(Storage, grad_o),
@@ -76,14 +76,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     float product[32];
     const uint32_t rows_before = half * 64 * kChunkRowBytes;
     const uint64_t x = Tile::k_major(o + rows_before), y = Tile::k_major(grad_o + rows_before);
-    pin(product);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      Wgmma<Element, 64>::template ss<kMajorK, kMajorK>(product, x + Tile::k_major_step(i),
-                                                        y + Tile::k_major_step(i), i > 0);
-    }
-    wgmma_commit();
+    issue_scores<Element, Tile, Tile, Kernel::kTile.dv>(product, x, y);
     wgmma_wait<0>();
     pin(product);
     // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the

@@ -17,7 +17,8 @@ struct KeyTile {
   // [clean_begin, clean_end) sees all of them.
   int begin, end, clean_begin, clean_end;
   int first_slot;  // of block 0
-  int upwards;     // see backward_turns.cuh
+  int upwards;     // deterministic: see backward_turns.cuh
+  int descends;    // else: walks from the last block to the first
 
   // Queries that see a key, as [lo, hi); lo and hi never decrease with the key.
   __device__ __forceinline__ int2 queries_of_key(int key) const {
@@ -38,7 +39,7 @@ struct KeySchedule {
     const Params& p = a.problem;
     KeyTile tile;
     int n;
-    tile.upwards = 0;
+    tile.upwards = tile.descends = 0;
     if (p.thd_k) {
       const int slot = index / p.hk;
       tile.upwards = a.upward_sections > 0;
@@ -55,6 +56,7 @@ struct KeySchedule {
         round = a.heads_per_section.quotient(r);
         x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
         tile.upwards = section < a.upward_sections;
+        tile.descends = a.alternates && section % 2 == 0;
         if (tile.upwards) round = a.tiles_n.divisor - 1 - round;
       } else {
         x = a.tiles_n.quotient(index);

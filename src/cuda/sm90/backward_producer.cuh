@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// The producer of the fused backward kernel: one thread that feeds the owners by TMA.
+#pragma once
+
+#include "cuda/sm90/backward_blocks.cuh"
+#include "cuda/sm90/backward_edges.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// Kernel: a Backward.
+template <typename Kernel>
+struct BackwardProducer {
+  using Shared = typename Kernel::Shared;
+  using QTile = typename Kernel::QTile;
+  using GradOTile = typename Kernel::GradOTile;
+  using KTile = typename Kernel::KTile;
+  using VTile = typename Kernel::VTile;
+  static constexpr int kTileM = Kernel::kTileM, kStages = Kernel::kStages,
+                       kGradOStages = Kernel::kGradOStages,
+                       kGradientBuffers = Kernel::kGradientBuffers;
+  static constexpr bool kRich = Kernel::kRich, kLeavesOut = Kernel::kLeavesOut;
+
+  // What the rich producer says of a stage, as two integers: the query head of the group, or -1
+  // when there are no more blocks, and twice the block, plus 1 where some key is hidden from some
+  // query.
+  struct Stage {
+    int member, block_and_masked;
+  };
+
+  // By one thread: the stages of Q, lse2, dO and delta, in turn.
+  class Loader {
+   public:
+    __device__ __forceinline__ Loader(const BackwardParams& a, const KeyTile& tile,
+                                      const Shared shared)
+        : a_(a), tile_(tile), shared_(shared), row0_(map_row(a.ragged_q, tile.q, 0)) {}
+
+    __device__ __forceinline__ void load_keys() const {
+      const MapRow key = map_row(a_.ragged_k, tile_.k, tile_.key0);
+      const uint32_t barrier = shared_.kv_barrier();
+      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
+      KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+      VTile::load(shared_.v(), &a_.v, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+    }
+    __device__ __forceinline__ void load_block(int member, int block, bool masked) {
+      acquire();
+      const int head = tile_.kv_head * a_.problem.group + member;
+      const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
+      const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
+      const uint32_t q = shared_.q_barrier(ring_.stage),
+                     grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
+      if constexpr (kRich) say({member, 2 * block + masked});
+      mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4);
+      QTile::load(shared_.q(ring_.stage), &a_.q, q, head, c2, row0_.c3, batch);
+      bulk_load(shared_.lse2(ring_.stage), a_.lse2 + row, kTileM * 4, q);
+      // With a stage less, dO of block i is asked for one block later.
+      if (kGradOStages < kStages && asked_ > 2) shared_.ds_barriers().wait(ds_ring_);
+      mbarrier_arrive_expect(grad_o, GradOTile::kBytes + kTileM * 4);
+      GradOTile::load(shared_.grad_o(grad_o_ring_.stage), &a_.grad_o, grad_o, head, c2, row0_.c3,
+                      batch);
+      bulk_load(shared_.delta(grad_o_ring_.stage), a_.delta + row, kTileM * 4, grad_o);
+      ring_.advance();
+      grad_o_ring_.advance();
+    }
+    __device__ __forceinline__ void say_last() {
+      acquire();
+      say({-1, 0});
+      mbarrier_arrive(shared_.q_barrier(ring_.stage));
+    }
+
+   private:
+    // Block i is asked for when both owners have dS(i - 2).
+    __device__ __forceinline__ void acquire() {
+      if (++asked_ <= 2) return;
+      shared_.ds_barriers().wait(ds_ring_);
+      ds_ring_.advance();
+    }
+    __device__ __forceinline__ void say(Stage stage) const {
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_.block(ring_.stage)),
+                   "r"(stage.member), "r"(stage.block_and_masked)
+                   : "memory");
+    }
+
+    const BackwardParams& a_;
+    const KeyTile& tile_;
+    const Shared shared_;
+    const MapRow row0_;
+    Ring<kStages> ring_;
+    Ring<kGradOStages> grad_o_ring_;
+    Ring<kGradientBuffers> ds_ring_;
+    int asked_ = 0;
+  };
+
+  // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
+  // the kernel's before, which is waited for also without work: the next kernel waits for this one
+  // alone.
+  static __device__ __forceinline__ void run(const BackwardParams& a, const KeyTile& tile,
+                                             const Shared shared) {
+    Loader loader(a, tile, shared);
+    const int group = a.problem.group;
+    const int2 walk = Kernel::walk_of(tile);
+    const bool leader = threadIdx.x == 0;
+    if (leader && tile.begin < tile.end) loader.load_keys();
+    wait_for_predecessors();
+    if constexpr (kLeavesOut) {
+      const typename Kernel::Blocks blocks(a, tile);
+#pragma unroll 1
+      for (int member = 0; member < group; ++member) {
+#pragma unroll 1
+        for (int start = tile.begin; start < tile.end; start += kWarp) {
+          const auto bits = blocks.look(tile.kv_head * group + member, start);
+          if (!leader) continue;
+#pragma unroll 1
+          for (uint32_t live = bits.live; live; live &= live - 1) {
+            const int i = __ffs(live) - 1;
+            loader.load_block(member, start + i, bits.partial >> i & 1);
+          }
+        }
+      }
+      if (leader) loader.say_last();
+    } else {
+      Kernel::for_each_block(
+          group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
+            loader.load_block(member, block, block < tile.clean_begin || block >= tile.clean_end);
+          });
+      if constexpr (kRich) loader.say_last();
+    }
+  }
+};
+
+}  // namespace tessera::cuda::sm90
