@@ -193,7 +193,7 @@ class BackwardPlan final : public Plan {
     const int rows = kernel.tile.rows();
     DkdvArgs args{b, blocks, outputs, 1, pool, divided_up(p.page_size, rows), nullptr, 0};
     int pieces = 1;
-    if (!makes_both(kernel.bucket, kernel.tile.row_tiles)) {
+    if (kernel.tile.sharing == 1 && !makes_both(kernel.bucket, kernel.tile.row_tiles)) {
       const int columns = output_columns(kernel.bucket);
       args.pieces_k = outputs & kDk ? divided_up(p.dqk, columns) : 0;
       pieces = args.pieces_k + (outputs & kDv ? divided_up(p.dv, columns) : 0);

@@ -205,9 +205,9 @@ __global__ void __launch_bounds__(32 * kWarps)
 
       if constexpr (kFused) {
         const int at = warp_row * kSmemStride<T, kTileM> + column0;
-        store_transposed<T, kTileM, kColumns>(smem.ds + at, dp[0]);
+        store_fragment<T, kTileM, kColumns>(smem.ds + at, dp[0]);
         if constexpr (kSharing > 1) {
-          store_transposed<T, kTileM, kColumns>(smem.probability + at, s[0]);
+          store_fragment<T, kTileM, kColumns>(smem.probability + at, s[0]);
           __syncthreads();  // P^T and dS^T are there
         }
       }

@@ -54,6 +54,30 @@ __device__ inline void atomic_max(float* address, float value) {
   }
 }
 
+// A warp's fragment of 16 rows and kN columns, to a shared tile of kColumns, rounded to T; fp32 as
+// split_tile would leave it.
+template <typename T, int kColumns, int kN>
+__device__ __forceinline__ void store_fragment(T* rows, const float (&c)[kN / 2]) {
+  static_assert(kN == kColumns || !kSplits<T>);
+  constexpr int kStride = kSmemStride<T, kColumns>;
+  const SplitScale scale = scale_of_fragment<T, kN>(c);
+#pragma unroll
+  for (int e = 0; e < kN / 2; e += 2) {
+    const int column = e / 4 * 8 + lane_minor();
+    T* row = rows + (lane_major() + e / 2 % 2 * 8) * kStride;
+    if constexpr (kSplits<T>) {
+      uint32_t hi, lo;
+      Mma<T>::split(c[e] * scale.f, c[e + 1] * scale.f, hi, lo);
+      auto* halves = reinterpret_cast<uint32_t*>(row);
+      halves[column / 2] = hi;
+      halves[(kColumns + column) / 2] = lo;
+    } else {
+      *reinterpret_cast<uint32_t*>(row + column) = pack<T>(c[e], c[e + 1]);
+    }
+  }
+  if (kSplits<T> && threadIdx.x % 32 == 0) rows[kColumns] = scale.inverse;
+}
+
 // Columns [0, width) of a thread's share of row `half`, times factor, to element `at` on of base,
 // in the type T or fp32. vector_bytes: what divides the row's address.
 template <typename T, int kN>

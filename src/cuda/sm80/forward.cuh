@@ -15,10 +15,8 @@
 #pragma once
 
 #include "cuda/common/blocks.cuh"
-#include "cuda/sm80/args.h"
-#include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/forward_tile.cuh"
 #include "cuda/sm80/kernels.h"
-#include "cuda/sm80/softmax.cuh"
 
 namespace tessera::cuda::sm80 {
 
@@ -29,19 +27,6 @@ struct ForwardStorage {
   T k[kTileN * kSmemStride<T, kD>];
   T v[kTileN * kSmemStride<T, kDv>];
 };
-
-// The greatest logit of a row, combined over the warp where its rows are of one head.
-__device__ inline void report_max_logit(const View& max_logit, int pack, int head, float value) {
-  if (pack == 1) {
-#pragma unroll
-    for (int lane = 4; lane < 32; lane *= 2) {
-      value = fmaxf(value, __shfl_xor_sync(~0u, value, lane));
-    }
-  }
-  if (threadIdx.x % (pack == 1 ? 32 : 4) == 0 && value > -kInfinity) {
-    atomic_max(static_cast<float*>(max_logit.data) + head * max_logit.stride[0], value);
-  }
-}
 
 // Dropped probabilities become 0; what is kept is scaled in the epilogue. Not with packed heads.
 template <int kN>
@@ -72,31 +57,15 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.params;
 
-  // ---- which queries, which keys ----
-  const int queries = kTileM / args.pack;  // of a tile
-  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, queries);
-  const Sequence sequence = sequence_of(p, tile.n);
-  if (tile.begin >= sequence.q.owned_hi) return;
-  const int head0 = blockIdx.y * args.pack;
-  const int dv_first = blockIdx.z % args.dv_pieces * kDv, split = blockIdx.z / args.dv_pieces;
-  const int dv_here = min(p.dv - dv_first, kDv);
-
-  const Interval visible = sequence.band.keys(tile.begin, tile.begin + queries);
-  int key_begin = static_cast<int>(visible.lo) / kTileN * kTileN;
-  int key_end = visible.empty() ? key_begin : static_cast<int>(visible.hi);
-  if (args.splits > 1) {
-    const int steps = (key_end - key_begin + kTileN - 1) / kTileN;
-    const int steps_a_split = (steps + args.splits - 1) / args.splits;
-    key_begin += split * steps_a_split * kTileN;
-    key_end = min(key_end, key_begin + steps_a_split * kTileN);
-  }
-
-  const QueryRows q_rows =
-      query_rows(p, TESSERA_Q, sequence, head0, tile.begin, args.pack, queries * args.pack);
+  const ForwardTile tile = forward_tile<kTileM, kTileN, kDv>(args);
+  if (!tile.exists()) return;
+  const Sequence& sequence = tile.sequence;
+  const TileRows& rows = tile.rows;
+  const int head0 = rows.head0;
   // Held where they are much to make, made for each tile where registers are dearer.
   const auto key_rows_of = [&](int tensor) {
     KeyRows rows = key_rows(p, tensor, sequence, head0, args.pack);
-    if (tensor == TESSERA_V) rows.base += dv_first * element_bytes(p.tensor[tensor].dtype);
+    if (tensor == TESSERA_V) rows.base += tile.dv_first * element_bytes(p.tensor[tensor].dtype);
     return rows;
   };
   const KeyRows k_held = key_rows_of(TESSERA_K), v_held = key_rows_of(TESSERA_V);
@@ -107,15 +76,13 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
   };
   const auto load_v = [&](int key0) {
     load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, kRich ? v_held : key_rows_of(TESSERA_V),
-                                               key0, dv_here, p.tensor[TESSERA_V]);
+                                               key0, tile.dv_here, p.tensor[TESSERA_V]);
     commit_copies();
   };
 
-  // ---- the rows of this thread ----
   const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
-  const TileRows rows{tile.begin, head0, args.pack};
-  const auto row_of = [&](int r, int half) { return warp_row + 16 * r + 8 * half + lane_major(); };
-  const KeyInterval clean_keys = keys_of_all_rows(sequence.band, tile.begin, tile.begin + queries);
+  const KeyInterval clean_keys =
+      keys_of_all_rows(sequence.band, rows.origin, rows.origin + tile.queries);
 
   SoftmaxRows softmax[kRowTiles];
   float o[kRowTiles][kDv / 2];
@@ -127,12 +94,12 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
 
   // ---- the loop over keys ----
   const float scale = kRich ? kToLog2<T> : logit_scale<T>(p) * kToLog2<T>;
-  const int steps = max(key_end - key_begin + kTileN - 1, 0) / kTileN;
-  const auto key_of = [&](int step) { return key_begin + (steps - 1 - step) * kTileN; };
+  const int steps = tile.steps(kTileN);
+  const auto key_of = [&](int step) { return tile.key_begin + (steps - 1 - step) * kTileN; };
   __shared__ KeyBlocks blocks;
   if constexpr (kRich) {
     if (threadIdx.x < 32) {
-      blocks = KeyBlocks::of(args.blocks, p, sequence, head0, args.pack, tile.begin, queries);
+      blocks = KeyBlocks::of(args.blocks, p, sequence, head0, args.pack, rows.origin, tile.queries);
     }
     __syncthreads();
   }
@@ -140,12 +107,7 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
   BlockWalk<kRich> walk(steps);
   int next = walk.next(view_of);
   if (next < steps) {
-    if (args.pack == 1) {
-      load_queries<T, kTileM, kD, kThreads, true>(smem.q, p, TESSERA_Q, sequence, head0, tile.begin,
-                                                  p.dqk);
-    } else {
-      load_tile<T, kTileM, kD, kThreads>(smem.q, q_rows, p.dqk, p.tensor[TESSERA_Q]);
-    }
+    load_query_tile<T, kTileM, kD, kThreads>(smem.q, p, tile);
     load_k(key_of(next));
     if constexpr (kSplits<T>) {
       wait_for_copies<0>();
@@ -174,7 +136,7 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
     meet_and_split<T, kDv, kWarps, kTileN>(smem.v);  // V(j) is there, and K's buffer is free
     if (next < steps) load_k(key_of(next));
 
-    // P = 2^(x - m)
+      // P = 2^(x - m)
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       const int row0 = warp_row + 16 * r;
@@ -191,54 +153,17 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
       for (int e = 0; e < kDv / 2; ++e) o[r][e] *= rescale[e / 2 % 2];
       if constexpr (kRich) {
         if (p.flags & TESSERA_DROPOUT) {
-          drop<kTileN>(s[r], p, tile.n, head0, tile.begin + row0, key0);
+          drop<kTileN>(s[r], p, sequence.n, head0, rows.origin + row0, key0);
         }
       }
     }
 
     // O += P V
-    multiply_nn<T, kRowTiles, kDv, kTileN, kDv, kSkip>(o, s, smem.v, 0, dv_here);
+    multiply_nn<T, kRowTiles, kDv, kTileN, kDv, kSkip>(o, s, smem.v, 0, tile.dv_here);
   }
 
-  // ---- epilogue ----
-  const float v_scale = kRich ? v_scale_of(p, tile.n, head0) : 1.f;
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row_of(r, half), query = rows.query(row), head = rows.head(row);
-      const bool mine =
-          row < queries * args.pack && query >= sequence.q.owned_lo && query < sequence.q.owned_hi;
-      const bool exists = query >= 0 && query < sequence.q.length;
-      const float sum = softmax[r].total(half), max = softmax[r].max[half] * scale;
-      if (p.tensor[TESSERA_MAX_LOGIT].data && dv_first == 0) {
-        report_max_logit(p.tensor[TESSERA_MAX_LOGIT], args.pack, head,
-                         mine && exists ? max * kLn2 : -kInfinity);
-      }
-      if (!mine) continue;
-      const RowResult result = finish_row(p, head, max, sum, split == 0 && exists);
-      const float factor = result.factor * v_scale;
-      const int64_t stored = sequence.q.first + query;
-      if (args.splits == 1) {
-        const View& out = p.tensor[TESSERA_O];
-        const int64_t at = offset_of(out, sequence.q.batch, stored, head, dv_first);
-        store_row<T, kDv>(out.data, at, out.dtype, out.vector_bytes, o[r], half, factor, dv_here);
-        const View& lse_view = p.tensor[TESSERA_LSE];
-        if (lse_view.data && dv_first == 0 && threadIdx.x % 4 == 0) {
-          static_cast<float*>(lse_view.data)[offset_of(lse_view, sequence.q.batch, head, stored)] =
-              result.lse;
-        }
-      } else {
-        const int64_t at =
-            (split * args.rows + int64_t{sequence.q.batch} * p.sq + stored) * p.hq + head;
-        if (result.lse != -kInfinity) {
-          store_row<T, kDv>(args.partial_o, at * p.dv + dv_first, TESSERA_FP32,
-                            p.dv % 2 == 0 ? 8 : 4, o[r], half, factor, dv_here);
-        }
-        if (dv_first == 0 && threadIdx.x % 4 == 0) args.partial_lse[at] = result.lse;
-      }
-    }
-  }
+  const float v_scale = kRich ? v_scale_of(p, sequence.n, head0) : 1.f;
+  write_results<T, kD, kDv, kRowTiles>(args, tile, softmax, scale, v_scale, o, warp_row, smem.q);
 }
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>

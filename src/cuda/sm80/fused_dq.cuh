@@ -8,6 +8,7 @@
 // fragments lie in registers: a warp's addition is a run of neighbouring addresses.
 #pragma once
 
+#include "cuda/common/blocks.cuh"
 #include "cuda/sm80/gradient.cuh"
 
 namespace tessera::cuda::sm80 {
@@ -38,30 +39,6 @@ __device__ inline void add_to_memory(float* to, const float* four) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to + i), "f"(four[i]) : "memory");
   }
 #endif
-}
-
-// A warp's 16 rows of dS^T (or P^T), kN columns of a tile of kTileM, as split_tile would leave
-// them.
-template <typename T, int kTileM, int kN>
-__device__ __forceinline__ void store_transposed(T* rows, const float (&ds)[kN / 2]) {
-  static_assert(kN == kTileM || !kSplits<T>);
-  constexpr int kStride = kSmemStride<T, kTileM>;
-  const SplitScale scale = scale_of_fragment<T, kN>(ds);
-#pragma unroll
-  for (int e = 0; e < kN / 2; e += 2) {
-    const int column = e / 4 * 8 + lane_minor();
-    T* row = rows + (lane_major() + e / 2 % 2 * 8) * kStride;
-    if constexpr (kSplits<T>) {
-      uint32_t hi, lo;
-      Mma<T>::split(ds[e] * scale.f, ds[e + 1] * scale.f, hi, lo);
-      auto* halves = reinterpret_cast<uint32_t*>(row);
-      halves[column / 2] = hi;
-      halves[(kTileM + column) / 2] = lo;
-    } else {
-      *reinterpret_cast<uint32_t*>(row + column) = pack<T>(ds[e], ds[e + 1]);
-    }
-  }
-  if (kSplits<T> && threadIdx.x % 32 == 0) rows[kTileM] = scale.inverse;
 }
 
 // By all warps: ds is [kTileN][kTileM], k is [kTileN][kD].
