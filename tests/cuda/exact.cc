@@ -49,9 +49,8 @@ void packed() {
     if (options.sq != options.sk) continue;
     options.b = 4;
     // So few keys in all that neither form is cut along them: a cut is another order of sums. And
-    // two tiles of keys at most, whose sum has no order: cuda_sm90 adds to dq in another order
-    // where sequences are packed.
-    options.lengths = {250, 1, 0, 40};
+    // backward a block of queries: cuda_sm90 walks those of packed sequences in another order.
+    options.lengths = {options.pass == TESSERA_FORWARD ? 250 : 64, 1, 0, 40};
     check("packed", name_of(options), [&] {
       Attention padded(options);
       padded.run();
