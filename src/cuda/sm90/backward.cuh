@@ -29,10 +29,11 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_blocks.cuh"
-#include "cuda/sm90/backward_dbias.cuh"
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/backward_kernels.h"
+#include "cuda/sm90/backward_producer.cuh"
+#include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/backward_turns.cuh"
 #include "cuda/sm90/fragment.cuh"
@@ -40,7 +41,6 @@
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/smem_tile.cuh"
-#include "cuda/sm90/wgmma.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -51,7 +51,8 @@ struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kFeatures = Row::kFeatures;
   static constexpr bool kRich = kFeatures & kEverything, kLeavesOut = kFeatures & kMasks;
-  static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n(), kStages = 3;
+  static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n();
+  static constexpr int kStages = 3, kGradOStages = kTile.grad_o_stages;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
   static constexpr int kGradientBuffers = kTile.ds_buffers;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
@@ -60,8 +61,15 @@ struct Backward {
   // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
   // warps add whole lines.
   static constexpr bool kSplitsRows = kTileM == 128;
+  // dK and dV leave no room for S beside dP: P is rounded before dP is made, and dQ follows dV.
+  static constexpr bool kWide = kTile.dqk > 128;
+  // All heads of a group pass at one block of queries, and not one after the other: what the tiles
+  // of a key head read and add to then stays in L2, large as a group is.
+  static constexpr bool kHeadsInner = !kRich && !kInTurn<Row>;
   static constexpr int kColumnsOfDq = kTile.columns_of_dq(), kPartsOfDq = kTile.parts_of_dq();
   static constexpr int kPartOfDq = 64 * kColumnsOfDq, kBlockOfDq = kTile.sums_of_dq();
+  // Of three chunks of 64 columns an owner makes one, and half of the middle one.
+  static constexpr int kHalfColumns = 32;
 
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -73,31 +81,22 @@ struct Backward {
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
   using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut>;
 
-  // What a row does not do costs nothing.
-  struct Nothing {
-    template <typename... Args>
-    __device__ __forceinline__ explicit Nothing(const Args&...) {}
-  };
-  using BiasSums = std::conditional_t<kSumsBias<Row>, BiasGradient<Element>, Nothing>;
-  static_assert(!Features::kFetchesBias || kGradientBuffers == 3);
-  static_assert(!kSumsBias<Row> || kTileM == 64);
-
   struct alignas(1024) SharedStorage {
     uint8_t k[KTile::kBytes], v[VTile::kBytes];
     uint8_t q[kStages][QTile::kBytes];
-    uint8_t grad_o[kStages][GradOTile::kBytes];
+    uint8_t grad_o[kGradOStages][GradOTile::kBytes];
     uint8_t ds[kGradientBuffers][GradientTile::kBytes];
-    uint8_t bias_sums[kSumsBias<Row> ? kOwners : 1][kSumsBias<Row> ? 64 * kTileM * 2 : 16];
-    float lse2[kStages][kTileM], delta[kStages][kTileM];
-    uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kStages];
+    float lse2[kStages][kTileM], delta[kGradOStages][kTileM];
+    uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kGradOStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
-    int turn_stored[Order::kRing];
-    int2 blocks[kStages];  // rich: which block a stage holds, see Stage
+    int2 blocks[kStages];                      // rich: which block a stage holds, see Stage
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
-  static_assert(kSplitsRows ? kTile.dqk == 64 : kTileM == 64 && kTile.dqk <= 128);
+  static_assert(kSplitsRows ? kTile.dqk == 64 : kTileM == 64 && kTile.dqk <= 192);
+  static_assert(kWide ? kTile.dqk == 192 && !kRich : kGradOStages == kStages);
+  static_assert(kGradOStages == kStages || kGradOStages == kStages - 1);
   static_assert(kTile.dqk % 32 == 0 && kTile.dv % 32 == 0);
 
   struct Shared {
@@ -113,9 +112,6 @@ struct Backward {
     }
     __device__ __forceinline__ uint32_t ds(int buffer) const {
       return base + offsetof(SharedStorage, ds) + buffer * GradientTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t bias_sums(int owner) const {
-      return base + offsetof(SharedStorage, bias_sums) + owner * 64 * kTileM * 2;
     }
     __device__ __forceinline__ uint32_t lse2(int stage) const {
       return base + offsetof(SharedStorage, lse2) + stage * kTileM * 4;
@@ -139,144 +135,48 @@ struct Backward {
       return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
     }
     __device__ __forceinline__ Order turns() const {
-      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)),
-                   base + uint32_t(offsetof(SharedStorage, turn_stored)));
-    }
-
-    // By one thread.
-    __device__ __forceinline__ void init() const {
-      mbarrier_init(kv_barrier(), 1);
-      for (int stage = 0; stage < kStages; ++stage) {
-        mbarrier_init(q_barrier(stage), 1);
-        mbarrier_init(grad_o_barrier(stage), 1);
-      }
-      for (int buffer = 0; buffer < kGradientBuffers; ++buffer) {
-        mbarrier_init(ds_barriers().full(buffer), kOwnerWarps);
-        mbarrier_init(ds_barriers().empty(buffer), kOwnerWarps);
-      }
-      if constexpr (kInTurn<Row>) turns().init();
-      mbarrier_init_fence();
-    }
-    // The same again, when nothing is under way.
-    __device__ __forceinline__ void init_again() const {
-      constexpr int kBarriers =
-          (offsetof(SharedStorage, turn_stored) - offsetof(SharedStorage, kv_barrier)) / 8;
-      for (int i = 0; i < kBarriers; ++i) {
-        if (kInTurn<Row> || i < kBarriers - Order::kBarriers) {
-          mbarrier_invalidate(kv_barrier() + 8 * i);
-        }
-      }
-      init();
+      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)));
     }
   };
 
-  // ---- producer ----
-
-  // What the rich producer says of a stage, as two integers: the query head of the group, or -1
-  // when there are no more blocks, and twice the block, plus 1 where some key is hidden from some
-  // query.
-  struct Stage {
-    int member, block_and_masked;
-  };
-
-  // By one thread: the stages of Q, lse2, dO and delta, in turn.
-  class Loader {
-   public:
-    __device__ __forceinline__ Loader(const BackwardParams& a, const KeyTile& tile,
-                                      const Shared shared)
-        : a_(a), tile_(tile), shared_(shared), row0_(map_row(a.ragged_q, tile.q, 0)) {}
-
-    __device__ __forceinline__ void load_keys() const {
-      const MapRow key = map_row(a_.ragged_k, tile_.k, tile_.key0);
-      const uint32_t barrier = shared_.kv_barrier();
-      mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
-      KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
-      VTile::load(shared_.v(), &a_.v, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
-    }
-    __device__ __forceinline__ void load_block(int member, int block, bool masked) {
-      acquire();
-      const int head = tile_.kv_head * a_.problem.group + member;
-      const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
-      const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
-      const uint32_t q = shared_.q_barrier(ring_.stage),
-                     grad_o = shared_.grad_o_barrier(ring_.stage);
-      if constexpr (kRich) say({member, 2 * block + masked});
-      mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4);
-      QTile::load(shared_.q(ring_.stage), &a_.q, q, head, c2, row0_.c3, batch);
-      bulk_load(shared_.lse2(ring_.stage), a_.lse2 + row, kTileM * 4, q);
-      mbarrier_arrive_expect(grad_o, GradOTile::kBytes + kTileM * 4);
-      GradOTile::load(shared_.grad_o(ring_.stage), &a_.grad_o, grad_o, head, c2, row0_.c3, batch);
-      bulk_load(shared_.delta(ring_.stage), a_.delta + row, kTileM * 4, grad_o);
-      ring_.advance();
-    }
-    __device__ __forceinline__ void say_last() {
-      acquire();
-      say({-1, 0});
-      mbarrier_arrive(shared_.q_barrier(ring_.stage));
-    }
-
-   private:
-    // Block i is asked for when both owners have dS(i - 2).
-    __device__ __forceinline__ void acquire() {
-      if (++asked_ <= 2) return;
-      shared_.ds_barriers().wait(ds_ring_);
-      ds_ring_.advance();
-    }
-    __device__ __forceinline__ void say(Stage stage) const {
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_.block(ring_.stage)),
-                   "r"(stage.member), "r"(stage.block_and_masked)
-                   : "memory");
-    }
-
-    const BackwardParams& a_;
-    const KeyTile& tile_;
-    const Shared shared_;
-    const MapRow row0_;
-    Ring<kStages> ring_;
-    Ring<kGradientBuffers> ds_ring_;
-    int asked_ = 0;
-  };
-
-  // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
-  // the kernel's before, which is waited for also without work: the next kernel waits for this one
-  // alone.
-  static __device__ __forceinline__ void producer(const BackwardParams& a, const KeyTile& tile,
-                                                  const Shared shared) {
-    Loader loader(a, tile, shared);
-    const int group = a.problem.group;
-    const int2 walk = walk_of<Row, Order>(tile);
-    const bool leader = threadIdx.x == 0;
-    if (leader && tile.begin < tile.end) loader.load_keys();
-    wait_for_predecessors();
-    if constexpr (kLeavesOut) {
-      const Blocks blocks(a, tile);
+  // The first block that a tile walks, and the step to the next.
+  static __device__ __forceinline__ int2 walk_of(const KeyTile& tile) {
+    if constexpr (kInTurn<Row>) return Order::walk_of(tile);
+    if constexpr (kLeavesOut) return {tile.begin, 1};
+    return tile.descends ? int2{tile.end - 1, -1} : int2{tile.begin, 1};
+  }
+  // body(member of the group, block) for the blocks of a walk, from `begin` to before `end` in
+  // number, and every query head.
+  template <typename Body>
+  static __device__ __forceinline__ void for_each_block(int group, int begin, int end, int first,
+                                                        int step, const Body& body) {
+    if constexpr (kHeadsInner) {
 #pragma unroll 1
-      for (int member = 0; member < group; ++member) {
+      for (int i = begin, block = first; i < end; ++i, block += step) {
 #pragma unroll 1
-        for (int start = tile.begin; start < tile.end; start += kWarp) {
-          const auto bits = blocks.look(tile.kv_head * group + member, start);
-          if (!leader) continue;
-#pragma unroll 1
-          for (uint32_t live = bits.live; live; live &= live - 1) {
-            const int i = __ffs(live) - 1;
-            loader.load_block(member, start + i, bits.partial >> i & 1);
-          }
-        }
+        for (int member = 0; member < group; ++member) body(member, block);
       }
-      if (leader) loader.say_last();
     } else {
 #pragma unroll 1
       for (int member = 0; member < group; ++member) {
 #pragma unroll 1
-        for (int i = tile.begin, block = walk.x; i < tile.end; ++i, block += walk.y) {
-          loader.load_block(member, block, block < tile.clean_begin || block >= tile.clean_end);
-        }
+        for (int i = begin, block = first; i < end; ++i, block += step) body(member, block);
       }
-      if constexpr (kRich) loader.say_last();
     }
   }
 
   // ---- owner: dK and dV of 64 keys ----
+
+  // dO's ring: that of Q where it has as many stages.
+  template <int kOfQ, int kOfGradO>
+  static __device__ __forceinline__ const Ring<kOfGradO>& ring_of_grad_o(
+      const Ring<kOfQ>& of_q, const Ring<kOfGradO>& own) {
+    if constexpr (kOfQ == kOfGradO) {
+      return of_q;
+    } else {
+      return own;
+    }
+  }
 
   static __device__ __forceinline__ void owner(const BackwardParams& a, const KeyTile& tile,
                                                const Shared shared, const int w) {
@@ -286,8 +186,8 @@ struct Backward {
     const int key = tile.key0 + warp_row + lane / 4;    // and key + 8
     const auto ds_barriers = shared.ds_barriers();
     const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
-    const int walk_first = uniform_register(walk_of<Row, Order>(tile).x),
-              walk_step = kInTurn<Row> ? uniform_register(walk_of<Row, Order>(tile).y) : 1;
+    const int walk_first = uniform_register(walk_of(tile).x),
+              walk_step = uniform_register(walk_of(tile).y);
     const int clean_begin = uniform_register(tile.clean_begin),
               clean_end = uniform_register(tile.clean_end);
     const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
@@ -301,91 +201,95 @@ struct Backward {
 #pragma unroll
     for (float& x : dV) x = 0;
     Ring<kStages> ring;
+    Ring<kGradOStages> own_ring;
+    const auto& grad_o_ring = ring_of_grad_o(ring, own_ring);
     Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
-    float* const sums = a.dq_sums ? a.dq_sums + w * kPartOfDq + 4 * thread : nullptr;
+    float* const sums =
+        a.dq_sums ? a.dq_sums + (kWide ? 2 * w : w) * kPartOfDq + 4 * thread : nullptr;
     int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
     const auto turns = shared.turns();
     Ring<Order::kRing> turn_ring;
-    const int2 first = kInTurn<Row> && !kLeavesOut ? Order::first_of(tile) : int2{0, 0};
+    const int2 first = kFirstStores<Row> ? Order::first_of(tile) : int2{0, 0};
     const int first_lo = uniform_register(first.x), first_hi = uniform_register(first.y);
-    const auto add_previous = [&](const float(&dQ)[kColumnsOfDq / 2]) {
-      float* const part = sums + int64_t{previous_slot} * kBlockOfDq;
-      bool stores = previous_block >= first_lo && previous_block < first_hi;
-      if constexpr (kInTurn<Row>) {
-        turns.wait(turn_ring);
-        if constexpr (kLeavesOut) stores = turns.is_first(turn_ring);
-      }
-      add_dq(part, w, dQ, stores);
+    const auto add = [&](float* part, const auto& dQ) {
+      add_dq(part + int64_t{previous_slot} * kBlockOfDq, w, dQ,
+             previous_block >= first_lo && previous_block < first_hi);
+    };
+    const auto finish_turn = [&] {
       if constexpr (kInTurn<Row>) {
         turns.done(turn_ring);
         turn_ring.advance();
       }
     };
-    Features features(a, tile, tile.key0 + warp_row);
-    const BiasSums bias_sums(a, tile, w, shared.bias_sums(w));
-    constexpr uint32_t kPitch = GradientTile::kChunkBytes;  // between pieces of a staged bias
-
-    int head = tile.kv_head * p.group;
-    // The bias of the block after `block`, to where its dS will be.
-    const auto fetch_bias = [&](int block, const Ring<kGradientBuffers>& next) {
-      mbarrier_wait(ds_barriers.empty(next.stage), next.phase ^ 1);
-      const bool last = block == walk_first + (end - begin - 1) * walk_step;
-      if (last && head + 1 == (tile.kv_head + 1) * p.group) return;
-      features.fetch_bias(head + last, last ? walk_first : block + walk_step,
-                          shared.ds(next.stage) + warp_row * kChunkRowBytes, kPitch);
+    const auto add_previous = [&](const float(&dQ)[kColumnsOfDq / 2]) {
+      if constexpr (kInTurn<Row>) turns.wait(turn_ring);
+      add(sums, dQ);
+      if constexpr (!kWide) finish_turn();
     };
+    const auto add_half = [&](const float(&dQ)[kHalfColumns / 2]) {
+      add(sums + (1 - 2 * w) * kPartOfDq + w * kHalfColumns / 2 * kWarpgroup, dQ);
+      finish_turn();
+    };
+    const auto write_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
+      if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
+#pragma unroll
+      for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
+        stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
+      }
+      async_proxy_fence();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
+    };
+    // S becomes P, of the stage, without features.
+    const auto weigh = [&](int block, bool masked, float(&S)[kTileM / 2]) {
+      const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad;
+#pragma unroll
+      for (int g = 0; g < kTileM / 8; ++g) {
+        const float2 of_query = load_shared_pair(lse2 + 32 * g);
+        float* s = S + 4 * g;
+        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
+        s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
+        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
+        s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
+      }
+      if (masked) hide<kTileM>(tile, key, block, S);
+    };
+    const auto advance = [&](int block, int slot) {
+      previous_slot = slot;
+      previous_block = block;
+      previous_ring = ds_ring;
+      ds_ring.advance();
+      ring.advance();
+      if constexpr (kGradOStages != kStages) own_ring.advance();
+    };
+    Features features(a, tile, tile.key0 + warp_row);
+    constexpr uint32_t kPitch = GradientTile::kChunkBytes;  // between pieces of a staged bias
 
     // Q of the stage has arrived. masked: some key of the tile is hidden from some query.
     const auto step = [&](int block, int slot, bool masked) {
       float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
-      pin(S);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTile.dqk / kStepK; ++i) {
-        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(S, k + KTile::k_major_step(i),
-                                                              q + QTile::k_major_step(i), i > 0);
-      }
-      wgmma_commit();
-      mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
-      const uint64_t grad_o = GradOTile::k_major(shared.grad_o(ring.stage));
-      pin(dP);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTile.dv / kStepK; ++i) {
-        Wgmma<Element, kTileM>::template ss<kMajorK, kMajorK>(
-            dP, v + VTile::k_major_step(i), grad_o + GradOTile::k_major_step(i), i > 0);
-      }
-      wgmma_commit();
+      issue_scores<Element, KTile, QTile, kTile.dqk>(S, k, q);
+      mbarrier_wait(shared.grad_o_barrier(grad_o_ring.stage), grad_o_ring.phase);
+      const uint64_t grad_o = GradOTile::k_major(shared.grad_o(grad_o_ring.stage));
+      issue_scores<Element, VTile, GradOTile, kTile.dv>(dP, v, grad_o);
       const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad,
-                     delta = shared.delta(ring.stage) + 8 * quad;
+                     delta = shared.delta(grad_o_ring.stage) + 8 * quad;
       const uint32_t warp_ds = shared.ds(ds_ring.stage) + warp_row * kChunkRowBytes;
       if constexpr (kRich) {
         features.look(block, masked);
-        if constexpr (!Features::kFetchesBias) {
-          mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
-          if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
-        }
-        if constexpr (kSumsBias<Row>) bias_sums.acquire();
+        mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+        if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
       }
       wgmma_wait<1>();
       pin(S);
 
       if constexpr (kRich) {
         features.weigh(block, warp_ds, kPitch, lse2, S);
-        if constexpr (Features::kFetchesBias) fetch_bias(block, ds_ring.next());
       } else {
-#pragma unroll
-        for (int g = 0; g < kTileM / 8; ++g) {
-          const float2 of_query = load_shared_pair(lse2 + 32 * g);
-          float* s = S + 4 * g;
-          s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
-          s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
-          s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
-          s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
-        }
-        if (masked) hide<kTileM>(tile, key, block, S);
+        weigh(block, masked, S);
       }
       wgmma_wait<0>();
       pin(dP);
@@ -404,39 +308,14 @@ struct Backward {
         dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
       }
 
-      if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
-      if constexpr (kSumsBias<Row>) bias_sums.stage(dS);
-      const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
-#pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
-        stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
-      }
-      async_proxy_fence();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
-
+      write_ds(dS);
       // The first time there is no block before: what comes out is thrown away.
       if (previous_slot >= 0) ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
-      const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(ring.stage));
-      pin(dV);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {
-        Wgmma<Element, kTile.dv>::template rs<kMajorMN>(
-            dV, P + 4 * i, grad_o_rows + GradOTile::mn_major_step(i), 1);
-      }
-      wgmma_commit();
+      const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
+      issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o_rows);
       const uint64_t q_rows = QTile::mn_major(shared.q(ring.stage));
-      pin(dK);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {
-        Wgmma<Element, kTile.dqk>::template rs<kMajorMN>(dK, dS + 4 * i,
-                                                         q_rows + QTile::mn_major_step(i), 1);
-      }
-      wgmma_commit();
-      if constexpr (kSumsBias<Row>) bias_sums.send(head, block);
+      issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, q_rows);
       wgmma_wait<2>();
       pin(dQ);
       if (previous_slot >= 0) {
@@ -446,23 +325,60 @@ struct Backward {
       wgmma_wait<0>();
       pin(dV);
       pin(dK);
-      previous_slot = slot;
-      previous_block = block;
-      previous_ring = ds_ring;
-      ds_ring.advance();
-      ring.advance();
+      advance(block, slot);
+    };
+    // The same where registers are short: dV before dS, dQ after both.
+    const auto wide_step = [&](int block, int slot, bool masked) {
+      float S[kTileM / 2], dP[kTileM / 2];
+      uint32_t P[kTileM / 4], dS[kTileM / 4];
+      float dQ[kColumnsOfDq / 2], half[kHalfColumns / 2];
+      issue_scores<Element, KTile, QTile, kTile.dqk>(S, k, QTile::k_major(shared.q(ring.stage)));
+      mbarrier_wait(shared.grad_o_barrier(grad_o_ring.stage), grad_o_ring.phase);
+      const uint32_t grad_o = shared.grad_o(grad_o_ring.stage);
+      wgmma_wait<0>();
+      pin(S);
+      weigh(block, masked, S);
+#pragma unroll
+      for (int i = 0; i < kTileM / 4; ++i) P[i] = pack<Element>(S[2 * i], S[2 * i + 1]);
+      issue_scores<Element, VTile, GradOTile, kTile.dv>(dP, v, GradOTile::k_major(grad_o));
+      issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, GradOTile::mn_major(grad_o));
+      wgmma_wait<0>();
+      pin(dP);
+      pin(dV);
+      const uint32_t delta = shared.delta(grad_o_ring.stage) + 8 * quad;
+#pragma unroll
+      for (int g = 0; g < kTileM / 8; ++g) {
+        const float2 of_query = load_shared_pair(delta + 32 * g);
+        const float* dp = dP + 4 * g;
+        const float2 p0 = unpack<Element>(P[2 * g]), p1 = unpack<Element>(P[2 * g + 1]);
+        dS[2 * g] = pack<Element>(p0.x * (dp[0] - of_query.x), p0.y * (dp[1] - of_query.y));
+        dS[2 * g + 1] = pack<Element>(p1.x * (dp[2] - of_query.x), p1.y * (dp[3] - of_query.y));
+      }
+      write_ds(dS);
+      wgmma_wait<0>();
+      pin(dV);
+      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      issue_dq(shared, previous_ring.stage, w, dQ);
+      issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, QTile::mn_major(shared.q(ring.stage)));
+      wgmma_wait<1>();
+      pin(dQ);
+      if (sums && previous_slot >= 0) add_previous(dQ);
+      issue_half_of_dq(shared, previous_ring.stage, w, half);
+      wgmma_wait<0>();
+      pin(dK);
+      pin(half);
+      if (previous_slot >= 0) {
+        if (lane == 0) ds_barriers.release(previous_ring);
+        if (sums) add_half(half);
+      }
+      advance(block, slot);
     };
 
     if (begin < end) mbarrier_wait(shared.kv_barrier(), 0);
     const int first_slot =
         uniform_register(tile.kv_head) * p.group * a.slots + uniform_register(tile.first_slot);
     if constexpr (kRich) {
-      features.start_head(head);
-      if constexpr (Features::kFetchesBias) {
-        if (begin < end) {
-          features.fetch_bias(head, walk_first, shared.ds(0) + warp_row * kChunkRowBytes, kPitch);
-        }
-      }
+      int head = -1;
 #pragma unroll 1
       while (true) {
         mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
@@ -470,20 +386,21 @@ struct Backward {
         const int member = uniform_register(__float_as_int(stage.x)),
                   block_and_masked = uniform_register(__float_as_int(stage.y));
         if (member < 0) break;
-        if (head != tile.kv_head * p.group + member) features.start_head(++head);
+        if (member != head) features.start_head(tile.kv_head * p.group + (head = member));
         const int block = block_and_masked >> 1;
         step(block, first_slot + member * a.slots + block, block_and_masked & 1);
       }
     } else {
-#pragma unroll 1
-      for (int member = 0; member < p.group; ++member) {
-#pragma unroll 1
-        for (int i = begin, block = walk_first; i < end; ++i, block += walk_step) {
-          mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
-          step(block, first_slot + member * a.slots + block,
-               block < clean_begin || block >= clean_end);
+      for_each_block(p.group, begin, end, walk_first, walk_step, [&](int member, int block) {
+        mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
+        const int slot = first_slot + member * a.slots + block;
+        const bool masked = block < clean_begin || block >= clean_end;
+        if constexpr (kWide) {
+          wide_step(block, slot, masked);
+        } else {
+          step(block, slot, masked);
         }
-      }
+      });
     }
     if (sums && previous_slot >= 0) {
       float dQ[kColumnsOfDq / 2];
@@ -492,42 +409,56 @@ struct Backward {
       wgmma_wait<0>();
       pin(dQ);
       add_previous(dQ);
+      if constexpr (kWide) {
+        float half[kHalfColumns / 2];
+        issue_half_of_dq(shared, previous_ring.stage, w, half);
+        wgmma_wait<0>();
+        pin(half);
+        add_half(half);
+      }
     }
-    if constexpr (kSumsBias<Row>) bias_sums.finish();
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
     store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
   }
 
   static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,
                                                   float (&dQ)[kColumnsOfDq / 2]) {
-    constexpr uint32_t kHalfOfK = kColumnsOfDq == 64 ? KTile::kChunkBytes : kColumnsOfDq * 2;
+    constexpr uint32_t kOther = kWide                ? 2 * KTile::kChunkBytes
+                                : kColumnsOfDq == 64 ? KTile::kChunkBytes
+                                                     : kColumnsOfDq * 2;
     const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
                                                (kSplitsRows ? w * GradientTile::kChunkBytes : 0));
-    const uint64_t k = KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * kHalfOfK));
+    issue_columns(dQ, ds, KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * kOther)));
+  }
+  // Wide: this owner's half of the middle chunk.
+  static __device__ __forceinline__ void issue_half_of_dq(const Shared shared, int buffer, int w,
+                                                          float (&dQ)[kHalfColumns / 2]) {
+    issue_columns(dQ, GradientTile::mn_major(shared.ds(buffer)),
+                  KTile::mn_major(shared.k() + KTile::kChunkBytes + w * kHalfColumns * 2));
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void issue_columns(float (&dQ)[kCount], uint64_t ds,
+                                                       uint64_t k) {
     pin(dQ);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTileN / kStepK; ++i) {
-      Wgmma<Element, kColumnsOfDq>::template ss<kMajorMN, kMajorMN>(
+      Wgmma<Element, 2 * kCount>::template ss<kMajorMN, kMajorMN>(
           dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
     }
     wgmma_commit();
   }
-  // dbias where no query of a block sees the tile; by the warps that have nothing else to do.
-  static __device__ __forceinline__ void clear_bias(const BackwardParams& a, const KeyTile& tile,
-                                                    int thread) {
-    if constexpr (kSumsBias<Row>) BiasSums::template clear_unseen<kTileN>(a, tile, thread);
-  }
   // first: nothing has been added to the block, not even zeros.
-  static __device__ __forceinline__ void add_dq(float* part, int w,
-                                                const float (&dQ)[kColumnsOfDq / 2], bool first) {
+  template <int kCount>
+  static __device__ __forceinline__ void add_dq(float* part, int w, const float (&dQ)[kCount],
+                                                bool first) {
     // Of 96 columns the second owner has 32.
-    const int groups = kTile.dqk == 96 && w == 1 ? 4 : kColumnsOfDq / 8;
+    const int groups = kTile.dqk == 96 && w == 1 ? 4 : kCount / 4;
 #pragma unroll
-    for (int i = 0; i < kColumnsOfDq / 8; ++i) {
+    for (int i = 0; i < kCount / 4; ++i) {
       if (kTile.dqk == 96 && i >= groups) break;
       float* const to = part + 4 * kWarpgroup * i;
-      if constexpr (kInTurn<Row>) {
+      if constexpr (kFirstStores<Row>) {
         store_or_add_to_global(first, to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
       } else {
         add_to_global(to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
@@ -545,11 +476,21 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   const int warpgroup = uniform_register(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
-    shared.init();
+    mbarrier_init(shared.kv_barrier(), 1);
+    for (int stage = 0; stage < Kernel::kStages; ++stage) {
+      mbarrier_init(shared.q_barrier(stage), 1);
+      mbarrier_init(shared.grad_o_barrier(stage), 1);
+    }
+    for (int buffer = 0; buffer < Kernel::kGradientBuffers; ++buffer) {
+      mbarrier_init(shared.ds_barriers().full(buffer), Kernel::kOwnerWarps);
+      mbarrier_init(shared.ds_barriers().empty(buffer), Kernel::kOwnerWarps);
+    }
+    if constexpr (kInTurn<Row>) shared.turns().init();
+    mbarrier_init_fence();
   }
   KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
-  int index = blockIdx.x;  // known to one thread
   if (threadIdx.x == kWarp) {
+    int index = blockIdx.x;
     if constexpr (kInTurn<Row>) {
       wait_for_predecessors();
       index = atomicAdd(a.ticket, 1);
@@ -560,29 +501,12 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-#pragma unroll 1
-    for (int sequence = 0;;) {
-      if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) Kernel::producer(a, tile, shared);
-      if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
-      if constexpr (!kSumsBias<Row>) break;
-      if (sequence == 0 && threadIdx.x >= kWarp) Kernel::clear_bias(a, tile, threadIdx.x - kWarp);
-      if (++sequence == a.sequences) break;
-      __syncwarp();
-      __syncthreads();
-      if (threadIdx.x == 0) shared.init_again();
-      if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index, sequence);
-      __syncwarp();
-      __syncthreads();
-    }
+    if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1))
+      BackwardProducer<Kernel>::run(a, tile, shared);
+    if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
-#pragma unroll 1
-    for (int sequence = 0;;) {
-      Kernel::owner(a, tile, shared, warpgroup - 1);
-      if (!kSumsBias<Row> || ++sequence == a.sequences) break;
-      __syncthreads();
-      __syncthreads();
-    }
+    Kernel::owner(a, tile, shared, warpgroup - 1);
   }
 }
 

@@ -3,6 +3,8 @@
 // and how finished rows of gradients reach memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/fragment.cuh"
@@ -11,6 +13,16 @@
 
 namespace tessera::cuda::sm90 {
 
+// The two elements that pack() has put into a register.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(packed));
+  } else {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  }
+}
+
 // Where row `row` of a side is for a tensor map.
 struct MapRow {
   int c2, c3;
@@ -18,12 +30,6 @@ struct MapRow {
 __device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row) {
   return ragged ? MapRow{kRagged - rows.length + row, rows.first + rows.length}
                 : MapRow{rows.first + row, 0};
-}
-
-// A box wholly outside a ragged map faults: one that would be starts at the last row instead. What
-// it brings is hidden, and finite.
-__device__ __forceinline__ MapRow existing_row(bool ragged, const Rows& rows, int row) {
-  return map_row(ragged, rows, min(row, rows.length - 1));
 }
 
 // Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit

@@ -22,7 +22,7 @@ using MainKernel =
 template <typename Element, typename Row>
 struct BackwardRows {
   using Kernel = MainKernel<Element, Row>;
-  static constexpr int kTileM = Kernel::kTileM, kCtas = Row::kTile.ctas();
+  static constexpr int kTileM = Kernel::kTileM;
   using Tile = typename Kernel::GradOTile;
 
   struct alignas(1024) SharedStorage {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   using Kernel = MainKernel<Element, Row>;
   using Storage = typename BackwardRows<Element, Row>::SharedStorage;
   using Tile = typename Kernel::GradOTile;
-  constexpr int kTileM = Kernel::kTileM, kSteps = Kernel::kTile.dv / kStepK;
+  constexpr int kTileM = Kernel::kTileM;
   extern __shared__ __align__(1024) uint8_t storage[];
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(storage));
   const uint32_t o = base + offsetof(Storage, o), grad_o = base + offsetof(Storage, grad_o),
@@ -61,10 +61,8 @@ __global__ void __launch_bounds__(kWarpgroup)
     Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
     Tile::load(grad_o, &a.grad_o, barrier, head, row.c2, row.c3, rows.batch);
   }
-  if (kInTurn<Row> && a.dq_sums && thread < BackwardRows<Element, Row>::kCtas) {
-    a.turns[int64_t{thread} * p.hq * a.slots + slot] = 0;
-  }
-  if (a.dq_sums && !kInTurn<Row>) {
+  if (kInTurn<Row> && a.dq_sums && thread == 0) a.turns[slot] = 0;
+  if (a.dq_sums && !kFirstStores<Row>) {
     auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
     for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
   }
@@ -78,14 +76,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     float product[32];
     const uint32_t rows_before = half * 64 * kChunkRowBytes;
     const uint64_t x = Tile::k_major(o + rows_before), y = Tile::k_major(grad_o + rows_before);
-    pin(product);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      Wgmma<Element, 64>::template ss<kMajorK, kMajorK>(product, x + Tile::k_major_step(i),
-                                                        y + Tile::k_major_step(i), i > 0);
-    }
-    wgmma_commit();
+    issue_scores<Element, Tile, Tile, Kernel::kTile.dv>(product, x, y);
     wgmma_wait<0>();
     pin(product);
     // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the
@@ -138,7 +129,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const float* sums = a.dq_sums + (summed ? slot : 0) * Kernel::kBlockOfDq + thread * 4;
   const View& view = p.tensor[TESSERA_DQ];
   wait_for_predecessors();
-  if constexpr (kInTurn<Row>) summed = summed && Kernel::Order::has_sums(a.turns[slot]);
+  if (kFirstStores<Row> && summed) summed = a.turns[slot] > 0;
 #pragma unroll 1
   for (int part = 0; part < Kernel::kPartsOfDq; ++part) {
     float dQ[kColumns / 2];

@@ -17,7 +17,8 @@ struct KeyTile {
   // [clean_begin, clean_end) sees all of them.
   int begin, end, clean_begin, clean_end;
   int first_slot;  // of block 0
-  int upwards;     // see backward_turns.cuh
+  int upwards;     // deterministic: see backward_turns.cuh
+  int descends;    // else: walks from the last block to the first
 
   // Queries that see a key, as [lo, hi); lo and hi never decrease with the key.
   __device__ __forceinline__ int2 queries_of_key(int key) const {
@@ -34,13 +35,11 @@ template <int kTileM, int kTileN>
 struct KeySchedule {
   // The tile that stands at `index` of the grid. Causal problems have the longest tiles first,
   // which are those of the first keys; the heads of a section stand side by side.
-  // turn: sequences further on.
-  static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index,
-                                                   int turn = 0) {
+  static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index) {
     const Params& p = a.problem;
     KeyTile tile;
     int n;
-    tile.upwards = 0;
+    tile.upwards = tile.descends = 0;
     if (p.thd_k) {
       const int slot = index / p.hk;
       tile.upwards = a.upward_sections > 0;
@@ -57,6 +56,7 @@ struct KeySchedule {
         round = a.heads_per_section.quotient(r);
         x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
         tile.upwards = section < a.upward_sections;
+        tile.descends = a.alternates && section % 2 == 0;
         if (tile.upwards) round = a.tiles_n.divisor - 1 - round;
       } else {
         x = a.tiles_n.quotient(index);
@@ -65,7 +65,6 @@ struct KeySchedule {
       tile.key0 = round * kTileN;
       n = a.heads.quotient(x);
       tile.kv_head = x - n * a.heads.divisor;
-      n += turn;
     }
     const Sequence sequence = sequence_of(p, n);
     tile.n = n;

@@ -15,9 +15,6 @@ enum BackwardFeature {
   // dq is summed in a fixed order: not a feature of scores, but a kernel of its own.
   kDeterministic = 32,
   kEverythingDeterministic = 63,
-  // dbias is summed where dS is (backward_dbias.cuh): a kernel of its own, too.
-  kGradientOfBias = 64,
-  kAllBits = 127,
 };
 
 // A CTA owns 128 keys: two warpgroups of 64 keys each, and one thread of a third that feeds them.
@@ -33,7 +30,7 @@ struct BackwardTile {
   constexpr int tile_n() const { return 64 * kOwners; }
   constexpr int ctas() const { return pair ? 2 : 1; }  // of a cluster, which owns a tile
   // Sums of a block of dQ come in parts of 64 rows: its halves, or its chunks of columns.
-  constexpr int parts_of_dq() const { return pair ? (dqk + 63) / 64 : kOwners; }
+  constexpr int parts_of_dq() const { return dqk > 128 ? (dqk + 63) / 64 : kOwners; }
   constexpr int columns_of_dq() const { return !pair && tile_m == 64 && dqk == 64 ? 32 : 64; }
   constexpr int sums_of_dq() const { return parts_of_dq() * 64 * columns_of_dq(); }  // of a block
 };
