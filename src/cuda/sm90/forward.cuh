@@ -156,15 +156,19 @@ struct Forward : Feature {
   static __device__ __forceinline__ void scheduler(const ForwardParams& a, Work* works,
                                                    PackedOrder& order, const Shared shared) {
     const int lane = threadIdx.x % kWarp;
-    if (PackedOrder::covers(a.problem)) order.template fill<kTileM>(a.problem, lane);
+    int tiles = a.tiles;
+    if (PackedOrder::covers(a.problem)) {
+      tiles =
+          min(order.template fill<kTileM>(a.problem, lane), tiles / a.problem.hq) * a.problem.hq;
+    }
     const auto barriers = shared.work_barriers();
     Ring<kWorkStages> ring;
     Dispenser dispenser(a);  // lane 0's
     mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
     while (true) {
       Work& work = works[ring.stage];  // all lanes write the same
-      const int index = uniform(lane == 0 ? dispenser.next() : 0);
-      const bool last = index >= a.tiles;
+      const int index = uniform(lane == 0 ? dispenser.next(tiles) : 0);
+      const bool last = index >= tiles;
       work.last = last;
       if (!last) {
         Schedule::decode(a, order, index, work);
@@ -211,20 +215,23 @@ struct Forward : Feature {
       const int v_shift = a.ragged_v ? k_row + work.k.length : 0;
       const int m0 = work.m0, n = work.n;
       if constexpr (!kListsBlocks) work_barriers.release(work_ring);
+      const auto load_q = [&] {
+        for (int w = 0; w < kConsumers; ++w) {
+          const auto q_barriers = shared.q_barriers(w);
+          q_barriers.acquire(q_ring, QTile::kBytes);
+          QTile::load(shared.q(w, q_ring.stage), &a.q, q_barriers.full(q_ring.stage), head,
+                      q_row + w * kRows, 0, q_batch);
+        }
+        q_ring.advance();
+      };
+      // A second stage of queries is free long before a stage of keys; an only one is not.
+      if (kTile.q_stages > 1) load_q();
 #pragma unroll 1
       for (int j = end - 1; j >= begin; j = block_before(work, j)) {
         k_barriers.acquire(ring, KTile::kBytes);
         KTile::load(shared.k(ring.stage), &a.k, k_barriers.full(ring.stage), kv_head,
                     k_row + j * kTileN, 0, batch);
-        if (j == end - 1) {
-          for (int w = 0; w < kConsumers; ++w) {
-            const auto q_barriers = shared.q_barriers(w);
-            q_barriers.acquire(q_ring, QTile::kBytes);
-            QTile::load(shared.q(w, q_ring.stage), &a.q, q_barriers.full(q_ring.stage), head,
-                        q_row + w * kRows, 0, q_batch);
-          }
-          q_ring.advance();
-        }
+        if (kTile.q_stages == 1 && j == end - 1) load_q();
         if constexpr (kBiasBytes > 0) {
           if (BlockFeatures::has_bias_tiles(a)) {
             for (int w = 0; w < kConsumers; ++w) {

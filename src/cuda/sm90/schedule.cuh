@@ -9,7 +9,6 @@
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/sm90/tensormap.h"
 
 namespace tessera::cuda::sm90 {
 
@@ -37,15 +36,18 @@ struct Work {
 // Problems of more than kMost sequences keep the order of storage.
 struct PackedOrder {
   static constexpr int kMost = 128;
-  int length[kMost], tiles[kMost];    // of each sequence: keys, row tiles
-  int begin[kMost], sequence[kMost];  // by rank: tiles of those before it; whose they are
+  alignas(16) int length[kMost], tiles[kMost];  // of each sequence: keys, row tiles
+  int begin[kMost], sequence[kMost];            // by rank: tiles of those before it; whose they are
 
   static __device__ __forceinline__ bool covers(const Params& p) {
     return p.thd_q && p.batch <= kMost;
   }
 
+  // How many tiles there are of a head; the host, which does not know lengths, counts some more.
   template <int kTileM>
-  __device__ __forceinline__ void fill(const Params& p, int lane) {
+  __device__ __forceinline__ int fill(const Params& p, int lane) {
+    const int rounded = (p.batch + 3) & ~3;  // the rest comes last and has no tiles
+    if (p.batch + lane < rounded) length[p.batch + lane] = -1, tiles[p.batch + lane] = 0;
 #pragma unroll 1
     for (int n = lane; n < p.batch; n += kWarp) {
       length[n] = length_of<SideOfKeys>(p, n);
@@ -54,19 +56,29 @@ struct PackedOrder {
       tiles[n] = tiles_before<kTileM>(p, n) + (max(rows, 0) + kTileM - 1) / kTileM;
     }
     __syncwarp();
+    int of_all = 0;
 #pragma unroll 1
     for (int n = lane; n < p.batch; n += kWarp) {
       int rank = 0, tiles_of_longer = 0;
-#pragma unroll 1
-      for (int other = 0; other < p.batch; ++other) {
-        const bool first = length[other] > length[n] || (length[other] == length[n] && other < n);
-        rank += first;
-        tiles_of_longer += first ? tiles[other] : 0;
+      const int mine = length[n];
+#pragma unroll 2
+      for (int other = 0; other < rounded; other += 4) {
+        const int4 lengths = *reinterpret_cast<const int4*>(length + other);
+        const int4 counts = *reinterpret_cast<const int4*>(tiles + other);
+        const auto add = [&](int i, int its_length, int its_tiles) {
+          const bool first = its_length > mine || (its_length == mine && other + i < n);
+          rank += first;
+          tiles_of_longer += first ? its_tiles : 0;
+        };
+        add(0, lengths.x, counts.x), add(1, lengths.y, counts.y);
+        add(2, lengths.z, counts.z), add(3, lengths.w, counts.w);
       }
       begin[rank] = tiles_of_longer;
       sequence[rank] = n;
+      of_all += tiles[n];
     }
     __syncwarp();
+    return __reduce_add_sync(kAllLanes, of_all);
   }
 
   // Tiles of rows that are stored before the first sequence.
@@ -133,11 +145,6 @@ struct Schedule {
     const int n = order.sequence[rank], tiles = order.tiles[n];
     const int x = index - order.begin[rank] * p.hq;
     work.n = n;
-    if (x >= tiles * p.hq) {  // beyond the last: the host counts tiles without knowing lengths
-      work.head = 0;
-      work.m0 = -kRagged;
-      return;
-    }
     const int per_section = min(max(a.keys_per_section / max(order.length[n], 1), 1), p.hq);
     const int section = x / (per_section * tiles), r = x - section * per_section * tiles;
     const int heads = min(per_section, p.hq - section * per_section), round = r / heads;
@@ -174,16 +181,16 @@ class Dispenser {
     store_mark(a.mark);
   }
 
-  // Index of the next tile; at or past the number of tiles when there is none, asked once.
-  __device__ __forceinline__ int next() {
-    if (first_) {
+  // Index of the next of `tiles`; at or past their number when there is none, asked once.
+  __device__ __forceinline__ int next(int tiles) {
+    if (first_ && static_cast<int>(blockIdx.x) < tiles) {
       first_ = false;
       return blockIdx.x;
     }
-    if (!a_.counter) return a_.tiles;
+    if (!a_.counter) return tiles;
     while (load_mark() != a_.mark) __nanosleep(100);
     const int index = static_cast<int>(atomicAdd(&a_.counter->next, 1u));
-    if (index >= a_.tiles && atomicAdd(&a_.counter->finished, 1u) == gridDim.x - 1) store_mark(0);
+    if (index >= tiles && atomicAdd(&a_.counter->finished, 1u) == gridDim.x - 1) store_mark(0);
     return index;
   }
 
