@@ -273,7 +273,7 @@ void run_backward(const Problem& problem, const Buffers& given_buffers) {
   const Call& call = args.call;
   const int64_t pairs = pairs_at_most(call);
   if (pairs * (3 * call.dqk + 2 * call.dv) < kSerialProducts) buffers.num_threads = 1;
-  args.few_pairs = pairs <= kFewPairs && call.q.dtype != TESSERA_BF16;
+  args.small_strip = call.q.dtype == TESSERA_BF16 ? 0 : small_strip(pairs);
   const auto run = [&](BackwardPhase phase, int64_t tasks) {
     parallel_for(buffers, tasks, [&](int64_t task, int worker) {
       kernels().backward(args, phase, task, layout.scratch + worker * layout.scratch_bytes);

@@ -76,7 +76,7 @@ struct BackwardArgs {
   int64_t strip_slots, key_slots;
   int64_t pool_rows_k, pool_rows_v;
   bool packed_q, packed_k;  // thd
-  bool few_pairs;           // see backward_small.h
+  int small_strip;          // pairs that a small strip sees at most: see backward_small.h
 };
 
 // Rows of a dQ^T, whole register tiles at every level (8, 6 or 4 rows).

@@ -12,9 +12,6 @@
 namespace tessera::cpu {
 namespace {
 
-// Pairs that a small strip sees: it takes about as long as one that sees a whole block.
-constexpr int kSmallPairs = 512;
-
 // What an lse may be off by: 4 times this, and this times itself.
 constexpr double kLseError = 0x1p-20;
 
@@ -32,8 +29,8 @@ TESSERA_INLINE double dot_exactly(const float* a, const float* b, int64_t n) {
 template <typename S>
 bool is_small(const BackwardArgs& args, const CallSequence& sequence, const StripRows<S>& rows,
               const Keys<S>& keys, const Visible<S>& visible) {
-  if (!args.few_pairs || sequence.band.len_k > Tile<S>::kBlock) return false;
-  if (visible.full) return rows.count * keys.count <= kSmallPairs;
+  if (args.small_strip == 0 || sequence.band.len_k > Tile<S>::kBlock) return false;
+  if (visible.full) return rows.count * keys.count <= args.small_strip;
   int pairs = 0;
   for (int word = 0; word * 32 < keys.count; ++word) {
     const uint32_t present = bit_range(0, keys.count - word * 32);
@@ -41,7 +38,7 @@ bool is_small(const BackwardArgs& args, const CallSequence& sequence, const Stri
       pairs += __builtin_popcount(visible.bits[word][l] & present);
     }
   }
-  return pairs <= kSmallPairs;
+  return pairs <= args.small_strip;
 }
 
 // The strip against the block.

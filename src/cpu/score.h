@@ -365,6 +365,7 @@ TESSERA_INLINE typename S::F tanh(typename S::F y) {
 
 // The same with an error of 8e-6, past y = 6 of 1e-5: half of a digit of a weight that is rounded
 // to bf16 beside a softcap of 50.
+constexpr float kMaxFastCap = 64.0f;  // an error of 6e-4 in lse, which may have 1e-3
 constexpr float kTanhFastP[3] = {0.999992669f, 0.114830695f, 0.00151457626f};
 constexpr float kTanhFastQ[4] = {1.0f, 0.448113918f, 0.017611146f, 5.62718596e-05f};
 
@@ -386,6 +387,15 @@ TESSERA_INLINE typename S::F tanh_slope(typename S::F y) {
   const auto e = S::exp2(S::mul(S::abs(y), S::set1(-2.0f * kLog2e)));
   const auto r = S::reciprocal(S::add(e, S::set1(1.0f)));
   return S::mul(S::mul(S::set1(4.0f), e), S::mul(r, r));
+}
+
+// Both of one exponential, tanh to 1e-7 and no closer where it is small.
+template <typename S>
+TESSERA_INLINE typename S::F tanh_with_slope(typename S::F y, float* slope) {
+  const auto e = S::exp2(S::mul(S::abs(y), S::set1(-2.0f * kLog2e)));
+  const auto r = S::reciprocal(S::add(e, S::set1(1.0f)));
+  S::store(slope, S::mul(S::mul(S::set1(4.0f), e), S::mul(r, r)));
+  return S::copysign(S::mul(S::sub(S::set1(1.0f), e), r), y);
 }
 
 // Biases of keys [j, j + n) of a block, n <= kLanes: key k of lane l in x[k], for vector v of the
@@ -467,8 +477,7 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
       if (kCapped) {
         const F y = S::mul(x, into_cap);
         if constexpr (kCap == Cap::kFast) {
-          const F t = tanh_fast<S>(y);
-          if (slope) S::store(slope + (j * N + v) * L, S::fnma(t, t, S::set1(1.0f)));
+          const F t = slope ? tanh_with_slope<S>(y, slope + (j * N + v) * L) : tanh_fast<S>(y);
           x = S::mul(t, out_of_cap);
         } else {
           if (slope) S::store(slope + (j * N + v) * L, tanh_slope<S>(y));
@@ -531,7 +540,7 @@ void finish_scores(const Call& call, const CallSequence& sequence, const StripRo
       return by_slopes(finish_scores_with<S, N, kBias, Cap::kNone, false>,
                        finish_scores_with<S, N, kBias, Cap::kNone, true>);
     }
-    if (call.q.dtype == TESSERA_BF16) {
+    if (call.q.dtype == TESSERA_BF16 && call.softcap <= kMaxFastCap) {
       return by_slopes(finish_scores_with<S, N, kBias, Cap::kFast, false>,
                        finish_scores_with<S, N, kBias, Cap::kFast, true>);
     }

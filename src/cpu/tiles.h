@@ -58,8 +58,8 @@ inline constexpr int64_t kFillRows = 256;
 // a second thread costs more than it brings, and a host's pool (OpenMP) may cost a time slice.
 inline constexpr int64_t kSerialProducts = 2'000'000;
 
-// Pairs of a query and a key, over all heads and sequences of a backward call, up to which results
-// may hang on single roundings and be worth twice the time: see backward_small.h.
-inline constexpr int64_t kFewPairs = 8192;
+// Pairs of a query and a key that a small strip sees at most (backward_small.h), from those of all
+// heads and sequences: of few pairs results hang on single roundings, and are worth 28 ns each.
+constexpr int small_strip(int64_t pairs) { return pairs <= 4096 ? 4096 : pairs <= 8192 ? 512 : 0; }
 
 }  // namespace tessera::cpu
