@@ -37,7 +37,7 @@ __attribute__((noinline)) void dot_keys(const char* const* k_rows, Ahead ahead, 
       for (int l = 0; l < L; ++l) {
         sum[l] = W::fma(W::load(reinterpret_cast<const T*>(k_rows[j + l]) + d), x, sum[l]);
         if (l * kRowBytes % 64 == 0 && (L * kRowBytes % 64 == 0 || d * kRowBytes % 64 == 0)) {
-          ahead.ask_for_line();
+          ahead.ask();
         }
       }
     }
@@ -86,7 +86,7 @@ __attribute__((noinline)) void add_values(const char* const* v_rows, Ahead& ahea
     for (int u = 0; u < kVecs; ++u) {
       const auto x = n < L && u + 1 == kVecs ? W::load_n(value + u * L, n) : W::load(value + u * L);
       sum[u] = W::fma(x, weight, sum[u]);
-      if (kVecs > 1 && u * L * sizeof(T) % 64 == 0) asking.ask_for_line();
+      if (kVecs > 1 && u * L * sizeof(T) % 64 == 0) asking.ask();
     }
   }
   TESSERA_UNROLL

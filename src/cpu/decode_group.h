@@ -72,7 +72,7 @@ __attribute__((noinline)) void multiply_group(const char* const* k_rows, Ahead a
     for (; d + 32 <= dqk; d += 32, x += 16 * kGroupRows) {  // a line of each key
       TESSERA_UNROLL
       for (int at = 0; at < 32; at += 4) {
-        if (at % 8 == 0) ahead.ask_for_two();
+        ahead.ask();
         step(at);
       }
     }
@@ -119,7 +119,8 @@ __attribute__((noinline)) void add_group(const char* const* v_rows, Ahead ahead,
       for (int j = first; j < last; ++j) {
         const auto even = load(reinterpret_cast<const Bf16*>(v_rows[2 * j]) + d);
         const auto odd = load(reinterpret_cast<const Bf16*>(v_rows[2 * j + 1]) + d);
-        ahead.ask_for_two();
+        ahead.ask();
+        ahead.ask();
         typename W::Pairs low, high;
         W::interleave_fours(even, odd, low, high);
         TESSERA_UNROLL

@@ -27,8 +27,8 @@ struct Layout {
   const Kernels* level;
   int workers;
   int64_t tile_m, chunk;
-  int64_t turns;            // kv heads of a split, at most
-  int64_t tasks, partials;  // at most
+  int64_t turns = 1, chunks = 1;  // kv heads and chunks of a split, at most
+  int64_t tasks, partials;        // at most
   ForwardShape shape;
   int64_t partial_bytes, scratch_bytes;
 
@@ -36,20 +36,22 @@ struct Layout {
   int64_t tasks_at, partials_at, scratch_at, bytes;
 };
 
-// How many kv heads share a split: those of a token must lie beside each other, and enough splits
-// remain for every worker to have several.
-int64_t turns_of(const Problem& problem, const Layout& layout, int64_t splits_of_a_head) {
-  const Sizes& s = layout.sizes;
+// How a task of split keys is cut: kv heads that lie beside each other, and chunks that follow each
+// other, since memory is best read in its order; but so that every worker has several tasks.
+void group_splits(const Problem& problem, int64_t splits_of_a_head, Layout& out) {
+  const Sizes& s = out.sizes;
   const Tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
-  if (k.stride[2] != s.dqk || v.stride[2] != s.dv) return 1;
-  const int64_t key = s.dqk * size_of(k.dtype) + s.dv * size_of(v.dtype);
-  int64_t turns = kMostTurns;
-  while (turns > 1 &&
-         (turns / 2 >= s.hk || 2 * layout.level->decode_block * key * turns > kTurnsBytes ||
-          splits_of_a_head * ceil_div(s.hk, turns) < 4 * layout.workers)) {
-    turns /= 2;
+  const int64_t block =
+      out.level->decode_block * (s.dqk * size_of(k.dtype) + s.dv * size_of(v.dtype));
+  const auto tasks = [&](int64_t turns) { return splits_of_a_head * ceil_div(s.hk, turns); };
+  if (k.stride[2] == s.dqk && v.stride[2] == s.dv) {
+    out.turns = kMostTurns;
+    while (out.turns > 1 && (out.turns / 2 >= s.hk || 2 * block * out.turns > kTurnsBytes ||
+                             tasks(out.turns) < 4 * out.workers)) {
+      out.turns /= 2;
+    }
   }
-  return turns;
+  out.chunks = std::clamp<int64_t>(tasks(out.turns) / (8 * out.workers), 1, kMostChunks);
 }
 
 Layout lay_out(const Problem& problem, int num_threads) {
@@ -94,7 +96,7 @@ Layout lay_out(const Problem& problem, int num_threads) {
     ForwardShape split = out.shape;
     split.rows = std::min(packed, out.tile_m);
     out.partial_bytes = level.forward_partial_bytes(split);
-    out.turns = turns_of(problem, out, out.partials / s.hk);
+    group_splits(problem, out.partials / s.hk, out);
     out.shape.rows =
         std::max(out.tile_m, out.turns * ceil_div(split.rows, level.strip) * level.strip);
     out.shape.decodes = true;
@@ -197,12 +199,13 @@ class TaskList {
       });
       return;
     }
-    for (int64_t c = 0; c < chunks; ++c) {
+    for (int64_t c = 0; c < chunks; c += layout_.chunks) {
       each_tile(layout_.turns, [&](ForwardTask task, int64_t partial) {
         task.key_begin = (first + c) * layout_.chunk;
         task.key_end = task.key_begin + layout_.chunk;
+        task.chunks = std::min(chunks - c, layout_.chunks);
         task.partial = partial + c;
-        emit_(task, task.count * task.kv_heads * layout_.chunk);
+        emit_(task, task.count * task.kv_heads * task.chunks * layout_.chunk);
       });
     }
     each_tile(1, [&](ForwardTask task, int64_t partial) {
@@ -223,6 +226,7 @@ class TaskList {
             .count = count,
             .key_begin = 0,
             .key_end = std::numeric_limits<int64_t>::max(),
+            .chunks = 1,
             .partial = -1,
             .partial_step = 0,
             .partials = 0};

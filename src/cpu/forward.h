@@ -494,7 +494,12 @@ void run_task(const ForwardArgs& args, const ForwardTask& task, char* memory) {
   ForwardScratch<S>* scratch = nullptr;
   lay_out<S>(args.shape, memory, &scratch);
   if (task.kind == ForwardTask::kMerge) return run_merge(args, task, *scratch);
-  run_tile(args, task, *scratch);
+  ForwardTask chunk = task;
+  for (int64_t c = 0; c < task.chunks; ++c) {
+    run_tile(args, chunk, *scratch);
+    chunk.key_begin = chunk.key_end, chunk.key_end += task.key_end - task.key_begin;
+    ++chunk.partial;
+  }
 }
 
 template <typename S>

@@ -22,6 +22,7 @@ struct ForwardTask {
   int32_t kv_heads;  // kTile: 1
   int64_t begin, count;
   int64_t key_begin, key_end;  // multiples of the block; key_end may be past the last key
+  int64_t chunks;              // kSplit: as many of that length follow each other, a partial each
   int64_t partial;             // index of this one, or of the first; -1: writes o itself
   int64_t partial_step;        // kSplit: from one kv head to the next
   int64_t partials;            // kMerge: how many

@@ -55,21 +55,23 @@ TESSERA_INLINE float scale_of(const Strided& scale, const CallSequence& sequence
   return factor;
 }
 
-// Where keys [begin, begin + n) of one head lie: every step-th entry of the table.
+// Where n keys of one head lie: every step-th from begin on.
 TESSERA_INLINE void find_rows(const Rows& rows, const Pages& pages, const CallSequence& sequence,
-                              int64_t head, int64_t begin, int n, const char** table) {
+                              int64_t head, int64_t begin, int n, const char** table,
+                              int64_t step = 1) {
   const char* base = rows.data + head * rows.head;
   if (!pages.table) {
     base += sequence.batch_k * rows.batch + (sequence.first_k + begin) * rows.row;
-    for (int j = 0; j < n; ++j, base += rows.row) table[j] = base;
+    for (int j = 0; j < n; ++j, base += step * rows.row) table[j] = base;
     return;
   }
   const char* slots = pages.table + sequence.n * pages.stride[0];
   int64_t slot = begin / pages.page_size, place = begin % pages.page_size;
-  for (int j = 0; j < n; ++slot, place = 0) {
+  for (int j = 0; j < n;) {
     const int64_t page = load_int32(slots + slot * pages.stride[1]);
-    const char* row = base + page * rows.batch + place * rows.row;
-    for (; place < pages.page_size && j < n; ++place, row += rows.row) table[j++] = row;
+    const char* row = base + page * rows.batch;
+    for (; place < pages.page_size && j < n; place += step) table[j++] = row + place * rows.row;
+    for (; place >= pages.page_size; place -= pages.page_size) ++slot;
   }
 }
 
@@ -89,7 +91,7 @@ struct Block {
   const char* k_rows[kTable];
   const char* v_rows[kTable];
   // The next block, to ask for in time; a row of this one if there is none. Of several kv heads
-  // each asks for its share of the keys of all, which stand beside each other in rows of k_bytes.
+  // each asks for every so many-th key of all, which stand beside each other in rows of k_bytes.
   const char* next_k_rows[kTable];
   const char* next_v_rows[kTable];
   int next_rows;
@@ -128,15 +130,14 @@ void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, Turn 
   v_bytes = turn.heads * call.dv * size(call.v.dtype);
   const int64_t n0 = keys.n0 + kBlock;
   const int64_t n = smaller<int64_t>(sequence.band.len_k - n0, kBlock);
-  const int64_t first = n * turn.index / turn.heads, last = n * (turn.index + 1) / turn.heads;
-  next_rows = static_cast<int>(last - first);
+  next_rows = static_cast<int>((n + turn.heads - 1 - turn.index) / turn.heads);
   if (n <= 0 || next_rows == 0) {
     next_rows = 1, next_k_rows[0] = k_rows[0], next_v_rows[0] = v_rows[0];
     return;
   }
-  const int64_t head = turn.first_head;
-  find_rows(call.k, call.k_pages, sequence, head, n0 + first, next_rows, next_k_rows);
-  find_rows(call.v, call.v_pages, sequence, head, n0 + first, next_rows, next_v_rows);
+  const int64_t head = turn.first_head, first = n0 + turn.index, step = turn.heads;
+  find_rows(call.k, call.k_pages, sequence, head, first, next_rows, next_k_rows, step);
+  find_rows(call.v, call.v_pages, sequence, head, first, next_rows, next_v_rows, step);
 }
 
 // Tiles of many strips ask for the next block between their products: [begin, begin + length) of

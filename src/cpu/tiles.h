@@ -51,6 +51,10 @@ inline constexpr int64_t kSplitBlocks = 8;
 inline constexpr int kMostTurns = 8;
 inline constexpr int64_t kTurnsBytes = 512 * 1024;
 
+// It takes up to kMostChunks chunks, one after the other: each asks for the beginning of the next,
+// and only the first waits for its own.
+inline constexpr int64_t kMostChunks = 16;
+
 // Rows of o (all heads) that one task sets to zero outside the sequences.
 inline constexpr int64_t kFillRows = 256;
 
