@@ -78,7 +78,8 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
       meet_and_split<T, kD, kWarps, kTileN, kTileN>(smem.k, smem.v);
 
       float s[1][kTileN / 2] = {}, dp[1][kTileN / 2] = {}, slope[2] = {};
-      multiply_nt<T, 1, kTileN, kD>(s, smem.q, warp_row, smem.k, p.dqk);
+      multiply_nt<T, 1, kTileN, kD, kSkipsBlocks<kD>, false, kSkipsBlocks<kD>>(s, smem.q, warp_row,
+                                                                               smem.k, p.dqk);
       multiply_nt<T, 1, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
       score_gradient<T, kTileN, Major::kQueries, true, !kPreScale>(
           s[0], dp[0], p, sequence, TileRows{query0, head, 1}, warp_row, key0, false, false,

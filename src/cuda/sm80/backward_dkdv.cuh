@@ -25,8 +25,7 @@ namespace tessera::cuda::sm80 {
 
 template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, bool kFused>
 struct DkdvStorage {
-  static constexpr int kSharing = kFused ? warps_sharing(kD) : 1;
-  static constexpr int kTileN = 16 * kRowTiles * kWarps / kSharing;
+  static constexpr int kTileN = 16 * kRowTiles * kWarps;
   static constexpr int kBuffers = sizeof(T) == 4 && kD > 256 ? 1 : 2;  // 163 KB of an sm80
   T k[kTileN * kSmemStride<T, kD>];
   T v[kTileN * kSmemStride<T, kD>];
@@ -34,9 +33,7 @@ struct DkdvStorage {
   T grad_o[kTileM * kSmemStride<T, kD>];
   float lse[kBuffers][kTileM];
   float delta[kBuffers][kTileM];
-  static constexpr int kExchanged = kTileN * kSmemStride<T, kTileM>;
-  alignas(16) T ds[kFused ? kExchanged : 1];                 // dS^T, for dQ
-  alignas(16) T probability[kSharing > 1 ? kExchanged : 1];  // P^T, where warps share rows
+  alignas(16) T ds[kFused ? kTileN * kSmemStride<T, kTileM> : 1];  // dS^T, for dQ
 };
 
 // A place where the tile's rows stand in a sequence.
@@ -73,7 +70,6 @@ __global__ void __launch_bounds__(32 * kWarps)
     backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
   using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM, kFused>;
   constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN;
-  constexpr int kSharing = Storage::kSharing, kColumns = kTileM / kSharing;  // of S^T, of a warp
   constexpr bool kBoth = kFused || makes_both(kD, kRowTiles), kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
@@ -83,8 +79,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   // ---- which keys, and what of them ----
   const int kv_head = blockIdx.y, piece = blockIdx.z;
   const bool makes_dk = kBoth || piece < args.pieces_k, makes_dv = kBoth || !makes_dk;
-  const int share = threadIdx.x / 32 / (kWarps / kSharing);
-  const int first = kBoth ? share * kOut : (makes_dk ? piece : piece - args.pieces_k) * kOut;
+  const int first = kBoth ? 0 : (makes_dk ? piece : piece - args.pieces_k) * kOut;
   const int page = paged ? blockIdx.x / args.tiles_a_page : 0;
   const int page_row = paged ? blockIdx.x % args.tiles_a_page * kTileN : 0;
   int64_t cursor = 0;
@@ -99,8 +94,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (tile.begin >= rows_of<SideOfKeys>(p, tile.n).owned_hi) return;
   }
 
-  const int warp_row = threadIdx.x / 32 % (kWarps / kSharing) * 16 * kRowTiles;
-  const int column0 = share * kColumns;
+  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
   __shared__ QueryBlocks blocks;
   float dk[kRowTiles][kOut / 2];  // or, unless kBoth, whichever this CTA makes
   float dv[kRowTiles][kBoth ? kOut / 2 : 1];
@@ -175,47 +169,38 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (Storage::kBuffers == 2 && more) load_q(next, buffer ^ 1);
 
       // S^T = K Q^T, dP^T = V dO^T
-      float s[kRowTiles][kColumns / 2], dp[kRowTiles][kColumns / 2];
+      float s[kRowTiles][kTileM / 2], dp[kRowTiles][kTileM / 2];
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-        for (int e = 0; e < kColumns / 2; ++e) s[r][e] = dp[r][e] = 0;
+        for (int e = 0; e < kTileM / 2; ++e) s[r][e] = dp[r][e] = 0;
       }
-      const int columns_at = column0 * kSmemStride<T, kD>;
-      multiply_nt<T, kRowTiles, kColumns, kD, kSkip, true>(s, smem.k, warp_row,
-                                                           smem.q[buffer] + columns_at, p.dqk);
+      multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true, kSkip>(s, smem.k, warp_row, smem.q[buffer],
+                                                         p.dqk);
       if (makes_dk) {
-        multiply_nt<T, kRowTiles, kColumns, kD, kSkip, true>(dp, smem.v, warp_row,
-                                                             smem.grad_o + columns_at, p.dv);
+        multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true>(dp, smem.v, warp_row, smem.grad_o, p.dv);
       }
 
       // P, dS
       const KeyInterval clean = keys_of_all_rows(sequence.band, query0, query0 + kTileM);
       const auto row = [&](int column) {
-        const int i = column0 + lane_minor() + column / 2 * 8 + column % 2;
+        const int i = lane_minor() + column / 2 * 8 + column % 2;
         return RowStatistics{smem.lse[buffer][i], smem.delta[buffer][i]};
       };
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
         float slope[2] = {};
-        score_gradient<T, kColumns, Major::kKeys, kRich, false>(
-            s[r], dp[r], p, sequence, TileRows{query0, head, 1}, key0 + warp_row + 16 * r, column0,
+        score_gradient<T, kTileM, Major::kKeys, kRich, false>(
+            s[r], dp[r], p, sequence, TileRows{query0, head, 1}, key0 + warp_row + 16 * r, 0,
             key0 >= clean.lo && key0 + kTileN <= clean.hi, shown, row, slope);
       }
 
       if constexpr (kFused) {
-        const int at = warp_row * kSmemStride<T, kTileM> + column0;
-        store_fragment<T, kTileM, kColumns>(smem.ds + at, dp[0]);
-        if constexpr (kSharing > 1) {
-          store_fragment<T, kTileM, kColumns>(smem.probability + at, s[0]);
-          __syncthreads();  // P^T and dS^T are there
-        }
+        store_fragment<T, kTileM, kTileM>(smem.ds + warp_row * kSmemStride<T, kTileM>, dp[0]);
       }
 
       // dV += P^T dO
-      if constexpr (kSharing > 1) {
-        multiply_tiles<T, kOut, kTileM, kD>(dv[0], smem.probability, warp_row, smem.grad_o, first);
-      } else if constexpr (kBoth) {
+      if constexpr (kBoth) {
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dv, s, smem.grad_o, 0, p.dv);
       } else if (makes_dv) {
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, s, smem.grad_o, first, p.dv);
@@ -224,9 +209,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (more) load_grad_o(next);
 
       // dK += dS^T Q
-      if constexpr (kSharing > 1) {
-        multiply_tiles<T, kOut, kTileM, kD>(dk[0], smem.ds, warp_row, smem.q[buffer], first);
-      } else if (makes_dk) {
+      if (makes_dk) {
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, dp, smem.q[buffer], first, p.dqk);
       }
       if constexpr (kFused) {

@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int e = 0; e < kTileN / 2; ++e) s[r][e] = dp[r][e] = 0;
     }
-    multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k[buffer], p.dqk);
+    multiply_nt<T, kRowTiles, kTileN, kD, kSkip, false, kSkip>(s, smem.q, warp_row, smem.k[buffer],
+                                                               p.dqk);
     multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(dp, smem.grad_o, warp_row, smem.v, p.dv);
     __syncthreads();  // V's buffer is free
     if (more) load_v(key_of(next));

@@ -338,8 +338,10 @@ inline constexpr bool kSkipsBlocks = kColumns > 2 * kBlock;
 
 // c[r] += A rows a_row + 16 r .. + 15, times all kN rows of B; both K axes are head dims, zero
 // beyond `depth`.
+// kRounds: blocks of wide heads join C by rounding additions. The tensor core truncates as it adds,
+// always towards zero; over 576 columns that is 10^-4 of a logit.
 template <typename T, int kRowTiles, int kN, int kK, bool kSkip = kSkipsBlocks<kK>,
-          bool kTransposed = false>
+          bool kTransposed = false, bool kRounds = false>
 __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const T* a, int a_row,
                                             const T* b, int depth) {
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
@@ -352,6 +354,12 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
 #pragma unroll kUnroll
   for (int block = 0; block < kK; block += kBlock) {
     if (kSkip && block >= depth) break;
+    float of_block[kRowTiles][kN / 2];
+    float(&sum)[kRowTiles][kN / 2] = kRounds ? of_block : c;
+    if constexpr (kRounds) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kN / 2; ++i) of_block[i / (kN / 2)][i % (kN / 2)] = 0;
+    }
 #pragma unroll
     for (int k = block; k < block + kBlock; k += kStep) {
       typename Mma<T>::A a_step[kRowTiles];
@@ -364,9 +372,15 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
         const typename Mma<T>::B b_step = Mma<T>::load_b(b, kStride, n, k);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          Mma<T>::template multiply<kTransposed>(c[r] + n / 2, a_step[r], b_step,
+          Mma<T>::template multiply<kTransposed>(sum[r] + n / 2, a_step[r], b_step,
                                                  scale_a[r] * scale_b[n / 16]);
         }
+      }
+    }
+    if constexpr (kRounds) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kN / 2; ++i) {
+        c[i / (kN / 2)][i % (kN / 2)] += of_block[i / (kN / 2)][i % (kN / 2)];
       }
     }
   }
@@ -428,22 +442,6 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
           Mma<T>::multiply(c[r] + n / 2, a_steps[r][k / kStep], b_step, scale_a[r] * scale_b);
         }
       }
-    }
-  }
-}
-
-// c += A B with A 16 x kK at row `row` of a tile of kK columns, and B, kK rows of kColumns columns,
-// from column `first` on.
-template <typename T, int kN, int kK, int kColumns>
-__device__ __forceinline__ void multiply_tiles(float (&c)[kN / 2], const T* a, int row, const T* b,
-                                               int first) {
-#pragma unroll
-  for (int k = 0; k < kK; k += Mma<T>::kK) {
-    const auto a_step = Mma<T>::load_a(a, kSmemStride<T, kK>, row, k);
-#pragma unroll
-    for (int n = 0; n < kN; n += 16) {
-      Mma<T>::multiply(c + n / 2, a_step,
-                       Mma<T>::load_b_transposed(b, kSmemStride<T, kColumns>, k, first + n));
     }
   }
 }

@@ -24,10 +24,6 @@ TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket, int row_tiles) {
   return bucket * row_tiles <= 128;
 }
 
-// Warps of the fused backward kernel that share rows, where the registers of one do not hold dK and
-// dV.
-TESSERA_HOST_DEVICE constexpr int warps_sharing(int bucket) { return bucket > 128 ? 2 : 1; }
-
 // Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
 constexpr int output_columns(int bucket) { return bucket <= 256 ? bucket : 192; }
 
