@@ -54,11 +54,11 @@ class Cpu:
 
 
 class Cuda:
-    """CUDA tensors through tessera.torch. A contender is a CUDA graph of many calls, so that no host
-    time is in it, on one stream that all share."""
+    """CUDA tensors through tessera.torch. A contender replays a CUDA graph of many calls, so that no
+    host time is in it, on one stream that all share."""
     name = "cuda"
     cases_ahead = 3
-    _WINDOW_SECONDS = 0.01  # of one replay
+    _WINDOW_SECONDS = 0.01  # of one sample
     _MAX_CALLS = 200        # in one graph
 
     def __init__(self):
@@ -100,24 +100,21 @@ class Cuda:
 
     def contender(self, call):
         """A function of .calls calls that returns when they have ended."""
-        torch = self._torch
         call()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        calls = int(self._WINDOW_SECONDS * 1e3 / max(start.elapsed_time(end), 1e-3))
+        calls = int(self._WINDOW_SECONDS / max(_seconds(self._torch, call), 1e-6))
         calls = min(max(calls, 1), self._MAX_CALLS)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph, stream=self._stream):
             for _ in range(calls):
                 call()
+        graph.replay()
+        replays = max(1, round(self._WINDOW_SECONDS / _seconds(self._torch, graph.replay)))
 
         def replay():
-            graph.replay()
+            for _ in range(replays):
+                graph.replay()
             self._stream.synchronize()
-        replay.calls = calls
+        replay.calls = calls * replays
         return replay
 
     def peak(self, dtype):
@@ -126,6 +123,16 @@ class Cuda:
 
     def bandwidth(self):
         return None
+
+
+def _seconds(torch, function) -> float:
+    """Of what the function queues."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 class _Gemm:
@@ -138,13 +145,10 @@ class _Gemm:
         self._rates: list[float] = []
 
     def run(self):
-        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(4):
-            self._a @ self._a
-        end.record()
-        end.synchronize()
-        self._rates.append(4 * 2 * self._SIZE**3 / (start.elapsed_time(end) * 1e-3))
+        def products():
+            for _ in range(4):
+                self._a @ self._a
+        self._rates.append(4 * 2 * self._SIZE**3 / _seconds(self._torch, products))
 
     @property
     def tflops(self) -> float:
