@@ -154,27 +154,23 @@ class Features : Feature {
   // S = softcap tanh(softmax_scale S / softcap). A bias before it may have hidden some.
   __device__ __forceinline__ void cap(float (&S)[kTileN / 2]) const {
     const float inner = p_.softmax_scale / p_.softcap, outer = p_.softcap;
-    const CapPolynomial polynomial(inner, outer);
-    float largest[2] = {};
+    float largest[2] = {};  // of a row
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {
       largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(S[i]));
     }
-    const bool small[2] = {largest[0] * inner <= CapPolynomial::kSmall,
-                           largest[1] * inner <= CapPolynomial::kSmall};
-    if (__all_sync(kAllLanes, small[0] && small[1])) {
+    // What lies outside the problem has no say in how the rows beside it are computed.
+    const float most =
+        fmaxf(work_.exists(row_) ? largest[0] : 0.f, work_.exists(row_ + 8) ? largest[1] : 0.f);
+    if (__all_sync(kAllLanes, most * inner <= CapPolynomial::kSmall)) {
+      const CapPolynomial polynomial(inner, outer);
 #pragma unroll
       for (int i = 0; i < kTileN / 2; ++i) S[i] = polynomial(S[i]);
       return;
     }
-    // Each row for itself: those beside it may lie outside the problem.
-    const uint32_t quad = 0xfu << (threadIdx.x % kWarp & ~3u);
-    const bool exact[2] = {(__ballot_sync(kAllLanes, !small[0]) & quad) != 0,
-                           (__ballot_sync(kAllLanes, !small[1]) & quad) != 0};
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) {
-      const float logit = S[i] == -kInfinity ? S[i] : cap_exactly(S[i], inner, outer);
-      S[i] = exact[i / 2 % 2] ? logit : polynomial(S[i]);
+      S[i] = S[i] == -kInfinity ? S[i] : cap_exactly(S[i], inner, outer);
     }
   }
 

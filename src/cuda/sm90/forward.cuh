@@ -320,7 +320,8 @@ struct Forward : Feature {
     };
     // m' and what the old terms shrink by; both rows side by side. A row that does not move keeps
     // m.
-    const auto row_max = [&](const bool(&moves)[2], float(&alpha)[2]) {
+    const auto row_max = [&](const bool(&moves)[2], [[maybe_unused]] const bool(&vote)[2],
+                             float(&alpha)[2]) {
       float a0 = S[0], b0 = S[1], a1 = S[2], b1 = S[3];
 #pragma unroll
       for (int g = 1; g < kGroups; ++g) {
@@ -332,7 +333,7 @@ struct Forward : Feature {
       row[1] = fmaxf(row[1], __shfl_xor_sync(kAllLanes, row[1], 2));
       row[0] = fmaxf(row[0], __shfl_xor_sync(kAllLanes, row[0], 1));
       row[1] = fmaxf(row[1], __shfl_xor_sync(kAllLanes, row[1], 1));
-      if constexpr (kCapsLate) softcap.cap_maxima(row, S);
+      if constexpr (kCapsLate) softcap.cap_maxima(vote, row, S);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         row[r] = moves[r] ? fmaxf(m[r], row[r]) : m[r];
@@ -347,7 +348,7 @@ struct Forward : Feature {
     const auto weights = [&](int g, float(&p)[4], float(&sum)[2]) {
       const float* s = S + 4 * g;
       const auto exponent = [&](float x, int r) {
-        if constexpr (kCapsLate) return softcap.exponent(x, r, cm[r]);
+        if constexpr (kCapsLate) return softcap.exponent(x, cm[r]);
         return fmaf(x, c, -cm[r]);
       };
       p[0] = exp2_approx(exponent(s[0], 0)), p[2] = exp2_approx(exponent(s[2], 1));
@@ -449,7 +450,7 @@ struct Forward : Feature {
         first_visible.set_others(-kInfinity, S);
       }
       float alpha[2];
-      row_max({true, true}, alpha);
+      row_max({true, true}, {work.exists(row), work.exists(row + 8)}, alpha);
       all_weights(l);
       drop(blocks.end - 1);
 
@@ -498,7 +499,7 @@ struct Forward : Feature {
           const bool moves[2] = {(__ballot_sync(kAllLanes, !fits(0)) & quad) != 0,
                                  (__ballot_sync(kAllLanes, !fits(1)) & quad) != 0};
           float alpha[2];
-          row_max(moves, alpha);
+          row_max(moves, {moves[0] && work.exists(row), moves[1] && work.exists(row + 8)}, alpha);
           all_weights(sum);
           l[0] *= alpha[0], l[1] *= alpha[1];
 #pragma unroll

@@ -42,40 +42,34 @@ class LateSoftcap {
       : inner_(p.softmax_scale / p.softcap),
         outer_(p.softcap * kLog2e),
         small_(inner_, outer_),
-        chosen_{small_, small_} {}
+        chosen_(small_) {}
 
-  // Maxima of a block's rows to logits. The scores of a row whose maximum is not small become
-  // logits too, which exponent() leaves as they are. Each row decides for itself: those beside it
-  // may lie outside the problem.
+  // Maxima of the block's rows to logits. Unless those of the rows that `vote` are small in all
+  // threads of the warp, scores become logits too, which exponent() leaves as they are.
   template <int kScores>
-  __device__ __forceinline__ void cap_maxima(float (&row)[2], float (&S)[kScores]) {
-    const bool exact[2] = {!is_small(row[0]), !is_small(row[1])};
+  __device__ __forceinline__ void cap_maxima(const bool (&vote)[2], float (&row)[2],
+                                             float (&S)[kScores]) {
     const float raw[2] = {row[0], row[1]};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) row[r] = raw[r] == -kInfinity ? raw[r] : small_(raw[r]);
-    if (!__any_sync(kAllLanes, exact[0] || exact[1])) return;
+    row[0] = row[0] == -kInfinity ? row[0] : small_(row[0]);
+    row[1] = row[1] == -kInfinity ? row[1] : small_(row[1]);
+    const bool small = (!vote[0] || is_small(raw[0])) && (!vote[1] || is_small(raw[1]));
+    if (__all_sync(kAllLanes, small)) return;
     constexpr float kHidden = -1e18f;  // its square is finite
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const float logit = S[i] == -kInfinity ? kHidden : cap_exactly(S[i], inner_, outer_);
-      S[i] = exact[i / 2 % 2] ? logit : S[i];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (!exact[r]) continue;
-      if (raw[r] != -kInfinity) row[r] = cap_exactly(raw[r], inner_, outer_);
-      chosen_[r].c0 = 1, chosen_[r].c1 = chosen_[r].c2 = 0;
-    }
+    for (float& s : S) s = s == -kInfinity ? kHidden : cap_exactly(s, inner_, outer_);
+    row[0] = raw[0] == -kInfinity ? raw[0] : cap_exactly(raw[0], inner_, outer_);
+    row[1] = raw[1] == -kInfinity ? raw[1] : cap_exactly(raw[1], inner_, outer_);
+    chosen_.c0 = 1, chosen_.c1 = chosen_.c2 = 0;
   }
-  __device__ __forceinline__ void end_block() { chosen_[0] = chosen_[1] = small_; }
+  __device__ __forceinline__ void end_block() { chosen_ = small_; }
 
   // Weights relative to `reference` add up to no more than this while all their scores are small.
   __device__ __forceinline__ float most(float reference) const {
     const float largest = small_(CapPolynomial::kSmall / inner_);
     return is_polynomial() ? exp2_approx(largest - reference) : -1.f;
   }
-  __device__ __forceinline__ float exponent(float s, int r, float reference) const {
-    return chosen_[r](s, reference);
+  __device__ __forceinline__ float exponent(float s, float reference) const {
+    return chosen_(s, reference);
   }
 
  private:
@@ -92,7 +86,7 @@ class LateSoftcap {
   }
 
   float inner_, outer_;
-  CapPolynomial small_, chosen_[2];  // chosen: that, or s itself, for each row
+  CapPolynomial small_, chosen_;  // chosen: that, or s itself
 };
 
 }  // namespace tessera::cuda::sm90
