@@ -132,13 +132,15 @@ __global__ void __launch_bounds__(32 * kWarps, lean_ctas(kD, kWarps, kFused))
     const float* from = (threadIdx.x < kTileM ? args.b.lse : args.b.delta) +
                         statistics_at(p, sequence, head0) + query_begin + threadIdx.x % kTileM;
     const auto load_q = [&](int buffer) {
+      const int valid_rows = copy_q.valid();
+      const bool ends_head = copy_q.ends_head();
+      copy_q.next(smem.q[buffer]);
       if (threadIdx.x < 2 * kTileM) {
-        const bool here = static_cast<int>(threadIdx.x) % kTileM < copy_q.valid();
+        const bool here = static_cast<int>(threadIdx.x) % kTileM < valid_rows;
         copy_async<4>(smem.statistics[buffer].lse + threadIdx.x, here ? from : args.b.lse,
                       here ? 4 : 0);
       }
-      from += copy_q.ends_head() ? p.sq - (steps - 1) * kTileM : kTileM;
-      copy_q.next(smem.q[buffer]);
+      from += ends_head ? p.sq - (steps - 1) * kTileM : kTileM;
       commit_copies();
     };
     const auto load_grad_o = [&](int buffer) {
