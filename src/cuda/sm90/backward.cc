@@ -22,14 +22,52 @@ constexpr int64_t kL2Bytes =
 
 constexpr int kMostInTurn = 8;  // heads side by side in the deterministic form
 
+// Rows of 16-bit elements can be copied by 16 bytes, if the first one is aligned.
+bool has_vectors(const Tensor& t) {
+  for (int axis = 0; axis < 3; ++axis) {
+    if (t.extent[axis] > 1 && t.stride[axis] % 8 != 0) return false;
+  }
+  return t.extent[3] > 1 && t.stride[3] == 1;
+}
+
+// Others need the kernel of all features. One row for all queries does too: asking the L2 for it
+// again and again takes twice as long.
+bool copies_bias(const Problem& p) {
+  const Tensor& bias = p.tensor[TESSERA_BIAS];
+  return given(p, TESSERA_BIAS) && bias.dtype == p.tensor[TESSERA_Q].dtype && has_vectors(bias) &&
+         bias.extent[2] > 1 && bias.stride[2] != 0;
+}
+
 // Of enum BackwardFeature.
 int features_of(const Problem& p) {
   const bool masks =
       given(p, TESSERA_MASK) || given(p, TESSERA_KEY_RANGES) || given(p, TESSERA_SEGMENT_IDS_Q);
   return (given(p, TESSERA_ALIBI_SLOPES) ? kAlibi : 0) | (has(p, TESSERA_SOFTCAP) ? kSoftcap : 0) |
          (has(p, TESSERA_DROPOUT) ? kDropout : 0) | (masks ? kMasks : 0) |
-         (given(p, TESSERA_BIAS) ? kBias : 0) |
+         (!given(p, TESSERA_BIAS) ? 0
+          : copies_bias(p)        ? kBias
+                                  : kEverything) |
          (has(p, TESSERA_DETERMINISTIC) ? kDeterministic : 0);
+}
+
+// dbias can be summed by the kernel of dq, dk and dv: few sequences share an element, nothing but
+// the band and the bias shapes a score, and that after the scale, so that dS is its gradient.
+bool sums_bias(const Problem& p) {
+  constexpr int kMostSequences = 2;                  // sums grow in the dtype of dbias
+  constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
+  if (!given(p, TESSERA_DBIAS) || features_of(p) % kDeterministic != kBias ||
+      has(p, TESSERA_BIAS_PRE_SCALE)) {
+    return false;
+  }
+  const Sizes s = sizes_of(p);
+  const Tensor& t = p.tensor[TESSERA_DBIAS];
+  for (int axis = 0; axis < 3; ++axis) {
+    if (t.extent[axis] > 1 && (t.stride[axis] <= 0 || t.stride[axis] >= kMostStride)) return false;
+  }
+  return t.dtype == p.tensor[TESSERA_Q].dtype && has_vectors(t) && !given(p, TESSERA_SEQLENS_Q) &&
+         !given(p, TESSERA_SEQLENS_K) && !is_thd_q(p) && !is_thd_k(p) && t.extent[1] == s.hq &&
+         t.extent[2] == s.sq && t.extent[3] == s.sk &&
+         (t.extent[0] == s.batch || s.batch <= kMostSequences);
 }
 
 // The first row that holds the head dims and knows the features.
@@ -78,6 +116,12 @@ class BackwardPlan final : public Plan {
     const int keys_of_cta = tile.tile_n() / tile.ctas();
     TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.ragged_k, &a.k));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.ragged_k, &a.v));
+    const bool sums_bias = kernel.features & kGradientOfBias;
+    if (sums_bias) {
+      TESSERA_RETURN_IF_ERROR(
+          map_of_bias(problem, buffers, TESSERA_DBIAS, tile.tile_m, &a.grad_bias));
+    }
+    a.sequences = sums_bias && problem.tensor[TESSERA_DBIAS].extent[0] == 1 ? p.batch : 1;
     order_tiles(kernel, a);
     const Workspace workspace = workspace_of(problem);
     auto* base = static_cast<char*>(buffers.workspace);
@@ -91,7 +135,7 @@ class BackwardPlan final : public Plan {
     }
     if (p.tensor[TESSERA_DQ].data) a.dq_sums = reinterpret_cast<float*>(base + workspace.dq_sums);
     a.turns = reinterpret_cast<int*>(base + workspace.turns);
-    a.ticket = a.turns + p.hq * a.slots;
+    a.ticket = a.turns + int64_t{tile.ctas()} * p.hq * a.slots;
 
     const auto heads = static_cast<unsigned>(p.hq);
     TESSERA_RETURN_IF_ERROR(launch(kernel.rows, dim3(static_cast<unsigned>(a.slots), heads),
@@ -104,8 +148,10 @@ class BackwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(launch(kernel.convert, dim3(static_cast<unsigned>(slots), heads),
                                      kRowThreads, 0, a, stream));
     }
-    TESSERA_RETURN_IF_ERROR(
-        launch_dbias(problem, buffers, device, a, tile.tile_m, base + workspace.dbias));
+    if (!sums_bias) {
+      TESSERA_RETURN_IF_ERROR(
+          launch_dbias(problem, buffers, device, a, tile.tile_m, base + workspace.dbias));
+    }
     return launch_dsink(a, tile.tile_m, stream);
   }
 
@@ -115,8 +161,12 @@ class BackwardPlan final : public Plan {
 
   static const BackwardKernel& kernel_of(const Problem& problem) {
     const Sizes s = sizes_of(problem);
-    return *find_backward_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv,
-                                 features_of(problem));
+    const auto find = [&](int features) {
+      return find_backward_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, features);
+    };
+    const int features = features_of(problem);
+    const BackwardKernel* fused = sums_bias(problem) ? find(features | kGradientOfBias) : nullptr;
+    return fused ? *fused : *find(features);
   }
 
   struct Workspace {
@@ -141,8 +191,9 @@ class BackwardPlan final : public Plan {
     }
     w.turns =
         w.dq_sums + (given(problem, TESSERA_DQ) ? slots * tile.sums_of_dq() * kBytesOfSum : 0);
-    // A counter for each slot and the ticket.
-    w.dbias = w.turns + (has(problem, TESSERA_DETERMINISTIC) ? (slots + 4) / 4 * 16 : 0);
+    // A counter for each slot and CTA of a cluster, and the ticket.
+    const int64_t counters = has(problem, TESSERA_DETERMINISTIC) ? tile.ctas() * slots + 1 : 0;
+    w.dbias = w.turns + (counters + 3) / 4 * 16;
     w.bytes = w.dbias + dbias_workspace_bytes(problem);
     return w;
   }
@@ -153,6 +204,8 @@ class BackwardPlan final : public Plan {
     for (const int index : kTensors) {
       if (given(problem, index)) bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
     }
+    if (copies_bias(problem)) bits |= reinterpret_cast<uintptr_t>(buffers.data[TESSERA_BIAS]);
+    if (sums_bias(problem)) bits |= reinterpret_cast<uintptr_t>(buffers.data[TESSERA_DBIAS]);
     return bits % 16 == 0;
   }
 
@@ -161,8 +214,8 @@ class BackwardPlan final : public Plan {
     const int tile_n = kernel.tile.tile_n();
     const bool in_turn = kernel.features & kDeterministic;
     const int tiles_n = (p.sk + tile_n - 1) / tile_n;
-    const int heads = p.batch * p.hk;
-    a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, tile_n) * p.hk;
+    const int batch = p.batch / a.sequences, heads = batch * p.hk;
+    a.tiles = num_tile_slots(p.thd_k, p.sk, batch, tile_n) * p.hk;
     a.longest_first = p.right >= 0 || in_turn;
     const int64_t bytes_of_head = int64_t{p.group} * p.sq * (2 * (p.dqk + p.dv) + 4 * p.dqk);
     int per_section = static_cast<int>(
@@ -220,13 +273,10 @@ void require_backward(Support& support, const Problem& p) {
   const Sizes s = sizes_of(p);
   const int dtype = p.tensor[TESSERA_Q].dtype;
   const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features_of(p));
-  const char* limit =
-      features_of(p) == 0 ? ": and head_dim_v must be at most 256 in the backward pass"
-      : features_of(p) == kDeterministic ? ": must be at most 192, and head_dim_v at most 128, in "
-                                           "the backward pass when deterministic"
-                                         : ": and head_dim_v must be at most 128 in the backward "
-                                           "pass with bias, masks, ALiBi, softcap "
-                                           "or dropout";
+  const char* limit = features_of(p) % kDeterministic
+                          ? ": and head_dim_v must be at most 128 in the backward pass with bias, "
+                            "masks, ALiBi, softcap or dropout"
+                          : ": and head_dim_v must be at most 256 in the backward pass";
   support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
                   [&] { return "head_dim_qk=" + std::to_string(s.dqk) + limit; });
   // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
@@ -250,7 +300,7 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
   // Which features a call has is not part of a plan.
-  for (int features = 0; features <= kEverythingDeterministic; ++features) {
+  for (int features = 0; features <= kAllBits; ++features) {
     const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features);
     if (!kernel) continue;  // require_backward() refuses such calls
     for (const auto& [function, bytes] : {std::pair{kernel->rows, kernel->rows_shared_bytes},

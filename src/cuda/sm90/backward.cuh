@@ -29,6 +29,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_blocks.cuh"
+#include "cuda/sm90/backward_dbias.cuh"
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/backward_kernels.h"
@@ -81,16 +82,27 @@ struct Backward {
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
   using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut>;
 
+  // What a row does not do costs nothing.
+  struct Nothing {
+    template <typename... Args>
+    __device__ __forceinline__ explicit Nothing(const Args&...) {}
+  };
+  using BiasSums = std::conditional_t<kSumsBias<Row>, BiasGradient<Element>, Nothing>;
+  static_assert(!Features::kFetchesBias || kGradientBuffers == 3);
+  static_assert(!kSumsBias<Row> || kTileM == 64);
+
   struct alignas(1024) SharedStorage {
     uint8_t k[KTile::kBytes], v[VTile::kBytes];
     uint8_t q[kStages][QTile::kBytes];
     uint8_t grad_o[kGradOStages][GradOTile::kBytes];
     uint8_t ds[kGradientBuffers][GradientTile::kBytes];
+    uint8_t bias_sums[kSumsBias<Row> ? kOwners : 1][kSumsBias<Row> ? 64 * kTileM * 2 : 16];
     float lse2[kStages][kTileM], delta[kGradOStages][kTileM];
     uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kGradOStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
-    int2 blocks[kStages];                      // rich: which block a stage holds, see Stage
+    int turn_stored[Order::kRing];
+    int2 blocks[kStages];  // rich: which block a stage holds, see Stage
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -112,6 +124,9 @@ struct Backward {
     }
     __device__ __forceinline__ uint32_t ds(int buffer) const {
       return base + offsetof(SharedStorage, ds) + buffer * GradientTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t bias_sums(int owner) const {
+      return base + offsetof(SharedStorage, bias_sums) + owner * 64 * kTileM * 2;
     }
     __device__ __forceinline__ uint32_t lse2(int stage) const {
       return base + offsetof(SharedStorage, lse2) + stage * kTileM * 4;
@@ -135,7 +150,32 @@ struct Backward {
       return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
     }
     __device__ __forceinline__ Order turns() const {
-      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)));
+      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)),
+                   base + uint32_t(offsetof(SharedStorage, turn_stored)));
+    }
+
+    // By one thread.
+    __device__ __forceinline__ void init() const {
+      mbarrier_init(kv_barrier(), 1);
+      for (int stage = 0; stage < kStages; ++stage) mbarrier_init(q_barrier(stage), 1);
+      for (int stage = 0; stage < kGradOStages; ++stage) mbarrier_init(grad_o_barrier(stage), 1);
+      for (int buffer = 0; buffer < kGradientBuffers; ++buffer) {
+        mbarrier_init(ds_barriers().full(buffer), kOwnerWarps);
+        mbarrier_init(ds_barriers().empty(buffer), kOwnerWarps);
+      }
+      if constexpr (kInTurn<Row>) turns().init();
+      mbarrier_init_fence();
+    }
+    // The same again, when nothing is under way.
+    __device__ __forceinline__ void init_again() const {
+      constexpr int kBarriers =
+          (offsetof(SharedStorage, turn_stored) - offsetof(SharedStorage, kv_barrier)) / 8;
+      for (int i = 0; i < kBarriers; ++i) {
+        if (kInTurn<Row> || i < kBarriers - Order::kBarriers) {
+          mbarrier_invalidate(kv_barrier() + 8 * i);
+        }
+      }
+      init();
     }
   };
 
@@ -209,11 +249,12 @@ struct Backward {
     int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
     const auto turns = shared.turns();
     Ring<Order::kRing> turn_ring;
-    const int2 first = kFirstStores<Row> ? Order::first_of(tile) : int2{0, 0};
+    const int2 first = kInTurn<Row> && !kLeavesOut ? Order::first_of(tile) : int2{0, 0};
     const int first_lo = uniform_register(first.x), first_hi = uniform_register(first.y);
     const auto add = [&](float* part, const auto& dQ) {
-      add_dq(part + int64_t{previous_slot} * kBlockOfDq, w, dQ,
-             previous_block >= first_lo && previous_block < first_hi);
+      bool stores = previous_block >= first_lo && previous_block < first_hi;
+      if constexpr (kLeavesOut && kInTurn<Row>) stores = turns.is_first(turn_ring);
+      add_dq(part + int64_t{previous_slot} * kBlockOfDq, w, dQ, stores);
     };
     const auto finish_turn = [&] {
       if constexpr (kInTurn<Row>) {
@@ -264,7 +305,18 @@ struct Backward {
       if constexpr (kGradOStages != kStages) own_ring.advance();
     };
     Features features(a, tile, tile.key0 + warp_row);
+    const BiasSums bias_sums(a, tile, w, shared.bias_sums(w));
     constexpr uint32_t kPitch = GradientTile::kChunkBytes;  // between pieces of a staged bias
+
+    int head = tile.kv_head * p.group;
+    // The bias of the block after `block`, to where its dS will be.
+    const auto fetch_bias = [&](int block, const Ring<kGradientBuffers>& next) {
+      mbarrier_wait(ds_barriers.empty(next.stage), next.phase ^ 1);
+      const bool last = block == walk_first + (end - begin - 1) * walk_step;
+      if (last && head + 1 == (tile.kv_head + 1) * p.group) return;
+      features.fetch_bias(head + last, last ? walk_first : block + walk_step,
+                          shared.ds(next.stage) + warp_row * kChunkRowBytes, kPitch);
+    };
 
     // Q of the stage has arrived. masked: some key of the tile is hidden from some query.
     const auto step = [&](int block, int slot, bool masked) {
@@ -280,14 +332,18 @@ struct Backward {
       const uint32_t warp_ds = shared.ds(ds_ring.stage) + warp_row * kChunkRowBytes;
       if constexpr (kRich) {
         features.look(block, masked);
-        mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
-        if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
+        if constexpr (!Features::kFetchesBias) {
+          mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+          if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
+        }
+        if constexpr (kSumsBias<Row>) bias_sums.acquire();
       }
       wgmma_wait<1>();
       pin(S);
 
       if constexpr (kRich) {
         features.weigh(block, warp_ds, kPitch, lse2, S);
+        if constexpr (Features::kFetchesBias) fetch_bias(block, ds_ring.next());
       } else {
         weigh(block, masked, S);
       }
@@ -308,6 +364,7 @@ struct Backward {
         dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
       }
 
+      if constexpr (kSumsBias<Row>) bias_sums.stage(dS);
       write_ds(dS);
       // The first time there is no block before: what comes out is thrown away.
       if (previous_slot >= 0) ds_barriers.wait(previous_ring);
@@ -316,6 +373,7 @@ struct Backward {
       issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o_rows);
       const uint64_t q_rows = QTile::mn_major(shared.q(ring.stage));
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, q_rows);
+      if constexpr (kSumsBias<Row>) bias_sums.send(head, block);
       wgmma_wait<2>();
       pin(dQ);
       if (previous_slot >= 0) {
@@ -378,7 +436,12 @@ struct Backward {
     const int first_slot =
         uniform_register(tile.kv_head) * p.group * a.slots + uniform_register(tile.first_slot);
     if constexpr (kRich) {
-      int head = -1;
+      features.start_head(head);
+      if constexpr (Features::kFetchesBias) {
+        if (begin < end) {
+          features.fetch_bias(head, walk_first, shared.ds(0) + warp_row * kChunkRowBytes, kPitch);
+        }
+      }
 #pragma unroll 1
       while (true) {
         mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
@@ -386,7 +449,7 @@ struct Backward {
         const int member = uniform_register(__float_as_int(stage.x)),
                   block_and_masked = uniform_register(__float_as_int(stage.y));
         if (member < 0) break;
-        if (member != head) features.start_head(tile.kv_head * p.group + (head = member));
+        if (head != tile.kv_head * p.group + member) features.start_head(++head);
         const int block = block_and_masked >> 1;
         step(block, first_slot + member * a.slots + block, block_and_masked & 1);
       }
@@ -417,6 +480,7 @@ struct Backward {
         add_half(half);
       }
     }
+    if constexpr (kSumsBias<Row>) bias_sums.finish();
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
     store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
   }
@@ -448,6 +512,11 @@ struct Backward {
     }
     wgmma_commit();
   }
+  // dbias where no query of a block sees the tile; by the warps that have nothing else to do.
+  static __device__ __forceinline__ void clear_bias(const BackwardParams& a, const KeyTile& tile,
+                                                    int thread) {
+    if constexpr (kSumsBias<Row>) BiasSums::template clear_unseen<kTileN>(a, tile, thread);
+  }
   // first: nothing has been added to the block, not even zeros.
   template <int kCount>
   static __device__ __forceinline__ void add_dq(float* part, int w, const float (&dQ)[kCount],
@@ -458,7 +527,7 @@ struct Backward {
     for (int i = 0; i < kCount / 4; ++i) {
       if (kTile.dqk == 96 && i >= groups) break;
       float* const to = part + 4 * kWarpgroup * i;
-      if constexpr (kFirstStores<Row>) {
+      if constexpr (kInTurn<Row>) {
         store_or_add_to_global(first, to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
       } else {
         add_to_global(to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
@@ -476,21 +545,11 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   const int warpgroup = uniform_register(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
-    mbarrier_init(shared.kv_barrier(), 1);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      mbarrier_init(shared.q_barrier(stage), 1);
-      mbarrier_init(shared.grad_o_barrier(stage), 1);
-    }
-    for (int buffer = 0; buffer < Kernel::kGradientBuffers; ++buffer) {
-      mbarrier_init(shared.ds_barriers().full(buffer), Kernel::kOwnerWarps);
-      mbarrier_init(shared.ds_barriers().empty(buffer), Kernel::kOwnerWarps);
-    }
-    if constexpr (kInTurn<Row>) shared.turns().init();
-    mbarrier_init_fence();
+    shared.init();
   }
   KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
+  int index = blockIdx.x;  // known to one thread
   if (threadIdx.x == kWarp) {
-    int index = blockIdx.x;
     if constexpr (kInTurn<Row>) {
       wait_for_predecessors();
       index = atomicAdd(a.ticket, 1);
@@ -501,12 +560,31 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-    if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1))
-      BackwardProducer<Kernel>::run(a, tile, shared);
-    if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
+#pragma unroll 1
+    for (int sequence = 0;;) {
+      if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
+        BackwardProducer<Kernel>::run(a, tile, shared);
+      }
+      if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
+      if constexpr (!kSumsBias<Row>) break;
+      if (sequence == 0 && threadIdx.x >= kWarp) Kernel::clear_bias(a, tile, threadIdx.x - kWarp);
+      if (++sequence == a.sequences) break;
+      __syncwarp();
+      __syncthreads();
+      if (threadIdx.x == 0) shared.init_again();
+      if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index, sequence);
+      __syncwarp();
+      __syncthreads();
+    }
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
-    Kernel::owner(a, tile, shared, warpgroup - 1);
+#pragma unroll 1
+    for (int sequence = 0;;) {
+      Kernel::owner(a, tile, shared, warpgroup - 1);
+      if (!kSumsBias<Row> || ++sequence == a.sequences) break;
+      __syncthreads();
+      __syncthreads();
+    }
   }
 }
 

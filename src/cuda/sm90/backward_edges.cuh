@@ -32,6 +32,12 @@ __device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row
                 : MapRow{rows.first + row, 0};
 }
 
+// A box wholly outside a ragged map faults: one that would be starts at the last row instead. What
+// it brings is hidden, and finite.
+__device__ __forceinline__ MapRow existing_row(bool ragged, const Rows& rows, int row) {
+  return map_row(ragged, rows, min(row, rows.length - 1));
+}
+
 // Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit
 // elements. By all lanes; the four threads of a quad trade pairs of columns for 16 bytes.
 template <typename Element, int kN>

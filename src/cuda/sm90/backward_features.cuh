@@ -31,6 +31,9 @@ class BackwardFeatures {
  public:
   static constexpr int kGroups = kTileM / 8, kElements = kTileM / 4;  // of a key
   static constexpr int kPieces = kTileM / kMaskPiece;
+  // Each block is known while the one before is computed, and its bias is copied meanwhile. Such
+  // kernels get rows of 16-bit elements that can be copied by 16 bytes.
+  static constexpr bool kFetchesBias = (kFeatures & kEverything) == kBias;
   static constexpr int kPieceBytes = kMaskPiece * kMaskKeys * 2;  // of bias that a warp stages
 
   // key0: the first of the 16 keys of this warp.
@@ -74,6 +77,7 @@ class BackwardFeatures {
   }
 
   __device__ __forceinline__ bool stages_bias() const {
+    if constexpr (kFetchesBias) return true;
     const View& bias = p_.tensor[TESSERA_BIAS];
     return biased() && bias.dtype != TESSERA_FP32 && bias.stride[3] == 1 && bias.vector_bytes == 16;
   }
@@ -112,6 +116,24 @@ class BackwardFeatures {
       }
     }
     __syncwarp();
+  }
+
+  // The same as stage_bias(), a step ahead, for a head that may be the next one: weigh() waits for
+  // the copies.
+  __device__ __forceinline__ void fetch_bias(int head, int block, uint32_t shared,
+                                             uint32_t pitch) const {
+    const View& view = p_.tensor[TESSERA_BIAS];
+    const int unit = lane() % 2, key = key0_ + 8 * unit, row = lane() / 2;
+    const int rows = tile_.q.length - block * kTileM - row;
+    const int bytes = 2 * min(max(tile_.k.length - key, 0), 8);
+    const auto* from = static_cast<const uint16_t*>(view.data) +
+                       offset_of(view, tile_.n, head, block * kTileM + row, key);
+    const uint32_t to = shared + row * 32 + ((unit ^ row / 4 % 2) << 4);
+#pragma unroll
+    for (int i = 0; i < kTileM / 16; ++i) {
+      copy_async(to + i / 4 * pitch + i % 4 * 512, from, 16 * i < rows ? bytes : 0);
+      from += 16 * view.stride[2];
+    }
   }
 
   // S to P; with a softcap only to what differentiate() needs for P and the slope of the cap.
@@ -178,7 +200,7 @@ class BackwardFeatures {
   static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
   __device__ __forceinline__ int key() const { return key0_ + lane() / 4; }
   __device__ __forceinline__ bool biased() const {
-    return (kFeatures & kBias) && p_.tensor[TESSERA_BIAS].data;
+    return kFetchesBias || ((kFeatures & kBias) && p_.tensor[TESSERA_BIAS].data);
   }
   __device__ __forceinline__ bool alibi() const {
     return (kFeatures & kAlibi) && p_.tensor[TESSERA_ALIBI_SLOPES].data;
@@ -310,6 +332,10 @@ class BackwardFeatures {
       S[e] = fmaf(S[e], c, factor * bias);
     };
     if (stages_bias()) {
+      if constexpr (kFetchesBias) {
+        copy_async_wait();
+        __syncwarp();
+      }
       const int row = lane() % 8, unit = lane() / 8 % 2;  // of matrix lane / 8: group, then unit
       const uint32_t at = shared + (lane() / 16 * 8 + row) * 32 + ((unit ^ row / 4) << 4);
 #pragma unroll
@@ -325,6 +351,7 @@ class BackwardFeatures {
       __syncwarp();  // dS is written where the bias was
       return;
     }
+    if constexpr (kFetchesBias) return;
     const View& view = p_.tensor[TESSERA_BIAS];
 #pragma unroll
     for (int e = 0; e < kTileM / 2; ++e) {

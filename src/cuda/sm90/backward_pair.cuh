@@ -16,6 +16,9 @@
 // shared by multicast, a stage is free only when both have used it, and one waits for the other at
 // every block.
 //
+// In the deterministic form each CTA of the pair has counters of its own for its columns of dQ
+// (backward_turns.cuh); both take the same ticket.
+//
 //   barrier          arrivals                  says
 //   kv               1 + bytes                 K, V and the other's half of K have arrived
 //   q.full[s]        1 + bytes                 a block and its lse2 have arrived; so grad_o, delta
@@ -33,6 +36,7 @@
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_products.cuh"
+#include "cuda/sm90/backward_turns.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/smem_tile.cuh"
@@ -53,9 +57,11 @@ struct BackwardPair {
                        kBlockOfDq = kPartsOfDq * kPartOfDq;
   static constexpr bool kSplitsRows = false;
   static constexpr int kColumnsOfDq = 64;
-  static_assert(kTile.tile_m == kTileM && kTile.ds_buffers == kBuffers && Row::kFeatures == 0);
+  static_assert(kTile.tile_m == kTileM && kTile.ds_buffers == kBuffers &&
+                (Row::kFeatures & ~kDeterministic) == 0);
   static_assert(kTile.dqk == 4 * kChunkColumns && kTile.dv % kChunkColumns == 0);
 
+  using Order = Turns<kTileM, kTileN, 2 * kWarps, false>;
   using Schedule = KeySchedule<kTileM, kTileN>;
   using Blocks = QueryBlocks<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -74,6 +80,8 @@ struct BackwardPair {
     float lse2[kQStages][kTileM], delta[kGradOStages][kTileM];
     uint64_t kv_barrier, q_barriers[2 * kQStages], grad_o_barriers[2 * kGradOStages];
     uint64_t weight_barriers[2], ds_barriers[2 * kBuffers];
+    uint64_t turn_barriers[Order::kBarriers];
+    int ticket;
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -121,7 +129,15 @@ struct BackwardPair {
       return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
     }
 
+    __device__ __forceinline__ Order turns(int rank) const {
+      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)), 0, rank);
+    }
+    __device__ __forceinline__ uint32_t ticket() const {
+      return base + offsetof(SharedStorage, ticket);
+    }
+
     __device__ __forceinline__ void init() const {
+      if constexpr (kInTurn<Row>) turns(0).init();
       mbarrier_init(kv_barrier(), 1);
       const auto init_stages = [](const auto& barriers, int stages, int full, int empty) {
         for (int stage = 0; stage < stages; ++stage) {
@@ -149,12 +165,6 @@ struct BackwardPair {
 
   // ---- producer: one thread of each CTA ----
 
-  // A box wholly outside a ragged map faults: one that would be starts at the last row instead.
-  // What it brings is hidden, and finite.
-  static __device__ __forceinline__ MapRow existing_row(bool ragged, const Rows& rows, int row) {
-    return map_row(ragged, rows, min(row, rows.length - 1));
-  }
-
   // A block by the boxes of half its rows.
   template <typename Tile>
   static __device__ __forceinline__ void load_block(uint32_t tile, const CUtensorMap* map,
@@ -174,6 +184,7 @@ struct BackwardPair {
   static __device__ __forceinline__ void producer(const BackwardParams& a, const KeyTile& tile,
                                                   const Shared shared, int rank) {
     const int begin = tile.begin, end = tile.end, group = a.problem.group;
+    const int2 walk = walk_of<Row, Order>(tile);
     if (begin < end) {
       const MapRow mine = existing_row(a.ragged_k, tile.k, tile.key0 + rank * kKeys),
                    other = existing_row(a.ragged_k, tile.k, tile.key0 + (1 - rank) * kKeys);
@@ -201,7 +212,7 @@ struct BackwardPair {
 #pragma unroll 1
     for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) {
+      for (int i = begin, block = walk.x; i < end; ++i, block += walk.y) {
         const int64_t row = (int64_t{head} * a.slots + tile.first_slot + block) * kTileM;
         const uint32_t q = acquire(q_barriers, q_ring, QTile::kBytes + kTileM * 4);
         load_block<QTile>(shared.q(q_ring.stage), &a.q_half, q, head, tile.q, a.ragged_q, block);
@@ -222,8 +233,20 @@ struct BackwardPair {
   static __device__ __forceinline__ int first_chunk_of_dq(int rank) { return 2 * rank; }
 
   struct PartOfDq {
-    int rank, role;
+    const int rank, role;
+    float* const sums;  // null: no dq
+    const Order turns;
+    int first_lo = 0, first_hi = 0;  // blocks that this tile is the first to add to
+    Ring<Order::kRing> ring;
 
+    __device__ __forceinline__ PartOfDq(const BackwardParams& a, const KeyTile& tile,
+                                        const Shared shared, int rank, int role)
+        : rank(rank), role(role), sums(a.dq_sums), turns(shared.turns(rank)) {
+      if constexpr (kInTurn<Row>) {
+        const int2 first = Order::first_of(tile);
+        first_lo = uniform_register(first.x), first_hi = uniform_register(first.y);
+      }
+    }
     __device__ __forceinline__ int chunk() const { return first_chunk_of_dq(rank) + role; }
 
     __device__ __forceinline__ void issue(const Shared shared, int buffer,
@@ -248,13 +271,26 @@ struct BackwardPair {
       }
       wgmma_commit();
     }
-    __device__ __forceinline__ void add(float* block, int thread,
-                                        const float (&dQ)[kColumnsOfDq / 2]) const {
-      float* part = block + chunk() * kPartOfDq + 4 * thread;
+    // Of block after block.
+    __device__ __forceinline__ void add(int slot, int block, int thread,
+                                        const float (&dQ)[kColumnsOfDq / 2]) {
+      if (!sums) return;
+      if constexpr (kInTurn<Row>) turns.wait(ring);
+      const bool stores = block >= first_lo && block < first_hi;
+      float* part = sums + int64_t{slot} * kBlockOfDq + chunk() * kPartOfDq + 4 * thread;
 #pragma unroll
       for (int i = 0; i < kColumnsOfDq / 8; ++i) {
-        add_to_global(part + 4 * kWarpgroup * i, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
-                      dQ[4 * i + 3]);
+        float* const to = part + 4 * kWarpgroup * i;
+        if constexpr (kInTurn<Row>) {
+          store_or_add_to_global(stores, to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2],
+                                 dQ[4 * i + 3]);
+        } else {
+          add_to_global(to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+        }
+      }
+      if constexpr (kInTurn<Row>) {
+        turns.done(ring);
+        ring.advance();
       }
     }
   };
@@ -266,6 +302,8 @@ struct BackwardPair {
   static __device__ __forceinline__ void for_each_block(const BackwardParams& a,
                                                         const KeyTile& tile, const Step& step) {
     const int begin = uniform_register(tile.begin), end = uniform_register(tile.end);
+    const int2 walk = walk_of<Row, Order>(tile);
+    const int first = uniform_register(walk.x), next = kInTurn<Row> ? uniform_register(walk.y) : 1;
     const int clean_begin = uniform_register(tile.clean_begin),
               clean_end = uniform_register(tile.clean_end);
     int slot = uniform_register(tile.kv_head) * a.problem.group * a.slots +
@@ -273,7 +311,7 @@ struct BackwardPair {
 #pragma unroll 1
     for (int member = 0; member < a.problem.group; ++member, slot += a.slots) {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) {
+      for (int i = begin, block = first; i < end; ++i, block += next) {
         step(block, slot + block, block < clean_begin || block >= clean_end);
       }
     }
@@ -288,10 +326,9 @@ struct BackwardPair {
     const auto grad_o_barriers = shared.grad_o_barriers();
     const auto weight_barriers = shared.weight_barriers();
     const auto ds_barriers = shared.ds_barriers();
-    const PartOfDq part{rank, 0};
+    PartOfDq part(a, tile, shared, rank, 0);
     const float c = log2_scale(p);
     const uint64_t k = KTile::k_major(shared.k());
-    float* const sums = a.dq_sums;
 
     float dV[kTile.dv / 2], dQ[kColumnsOfDq / 2];
 #pragma unroll
@@ -300,7 +337,7 @@ struct BackwardPair {
     Ring<kGradOStages> grad_o_ring;
     Ring<1> weight_ring;
     Ring<kBuffers> ds_ring;
-    int previous_slot = -1;  // of the block whose dQ is next
+    int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
     if (tile.begin < tile.end) mbarrier_wait(shared.kv_barrier(), 0);
 
     for_each_block(a, tile, [&](int block, int slot, bool masked) {
@@ -350,15 +387,16 @@ struct BackwardPair {
       pin(dQ);
       if (previous_slot >= 0) {
         if (lane == 0) release(ds_barriers, ds_ring.stage);
-        if (sums) part.add(sums + int64_t{previous_slot} * kBlockOfDq, thread, dQ);
+        part.add(previous_slot, previous_block, thread, dQ);
         ds_ring.advance();
       }
       previous_slot = slot;
+      previous_block = block;
       q_ring.advance();
       grad_o_ring.advance();
       weight_ring.advance();
     });
-    finish_dq(shared, part, ds_ring, previous_slot, sums, thread, dQ);
+    finish_dq(shared, part, ds_ring, previous_slot, previous_block, thread, dQ);
     store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
   }
 
@@ -372,10 +410,9 @@ struct BackwardPair {
     const auto grad_o_barriers = shared.grad_o_barriers();
     const auto weight_barriers = shared.weight_barriers();
     const auto ds_barriers = shared.ds_barriers();
-    const PartOfDq part{rank, 1};
+    PartOfDq part(a, tile, shared, rank, 1);
     const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
     const uint64_t v = VTile::k_major(shared.v());
-    float* const sums = a.dq_sums;
 
     float dK[kTile.dqk / 2], dQ[kColumnsOfDq / 2];
 #pragma unroll
@@ -384,10 +421,10 @@ struct BackwardPair {
     Ring<kGradOStages> grad_o_ring;
     Ring<1> weight_ring;
     Ring<kBuffers> ds_ring, previous_ring;
-    int previous_slot = -1;
+    int previous_slot = -1, previous_block = 0;
     if (tile.begin < tile.end) mbarrier_wait(shared.kv_barrier(), 0);
 
-    for_each_block(a, tile, [&](int, int slot, bool) {
+    for_each_block(a, tile, [&](int block, int slot, bool) {
       float dP[kTileM / 2];
       uint32_t dS[kTileM / 4];
       grad_o_barriers.wait(grad_o_ring);
@@ -434,16 +471,17 @@ struct BackwardPair {
       pin(dQ);
       if (previous_slot >= 0) {
         if (lane == 0) release(ds_barriers, previous_ring.stage);
-        if (sums) part.add(sums + int64_t{previous_slot} * kBlockOfDq, thread, dQ);
+        part.add(previous_slot, previous_block, thread, dQ);
         previous_ring.advance();
       }
       previous_slot = slot;
+      previous_block = block;
       q_ring.advance();
       grad_o_ring.advance();
       weight_ring.advance();
       ds_ring.advance();
     });
-    finish_dq(shared, part, previous_ring, previous_slot, sums, thread, dQ);
+    finish_dq(shared, part, previous_ring, previous_slot, previous_block, thread, dQ);
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
   }
 
@@ -460,16 +498,15 @@ struct BackwardPair {
     copy_to_cta(address_in(other, rows), rows, kBytesOfWarp, address_in(other, barrier));
   }
 
-  static __device__ __forceinline__ void finish_dq(const Shared shared, const PartOfDq& part,
-                                                   const Ring<kBuffers>& ring, int slot,
-                                                   float* sums, int thread,
-                                                   float (&dQ)[kColumnsOfDq / 2]) {
+  static __device__ __forceinline__ void finish_dq(const Shared shared, PartOfDq& part,
+                                                   const Ring<kBuffers>& ring, int slot, int block,
+                                                   int thread, float (&dQ)[kColumnsOfDq / 2]) {
     if (slot < 0) return;
     shared.ds_barriers().wait(ring);
     part.issue(shared, ring.stage, dQ);
     wgmma_wait<0>();
     pin(dQ);
-    if (sums) part.add(sums + int64_t{slot} * kBlockOfDq, thread, dQ);
+    part.add(slot, block, thread, dQ);
   }
 };
 
@@ -484,13 +521,28 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BackwardTile::kThrea
     for (const CUtensorMap* map : {&a.q_half, &a.k, &a.v, &a.grad_o_half}) tma_prefetch(map);
     shared.init();
   }
-  KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
-  if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, blockIdx.x / 2);
+  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
+  KeyTile& tile = in_shared.tile;
+  int index = blockIdx.x / 2;
+  if constexpr (kInTurn<Row>) {
+    cluster_sync();  // the other CTA has begun
+    if (rank == 0 && threadIdx.x == kWarp) {
+      wait_for_predecessors();
+      index = atomicAdd(a.ticket, 1);
+      for (int cta = 0; cta < Kernel::kCtas; ++cta) {
+        store_in_cluster(address_in(cta, shared.ticket()), index);
+      }
+    }
+    cluster_sync();
+    index = in_shared.ticket;
+  }
+  if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index);
   cluster_sync();
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
     if (threadIdx.x == 0) Kernel::producer(a, tile, shared, rank);
+    if constexpr (kInTurn<Row>) shared.turns(rank).serve(a, tile);
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
     if (warpgroup == 1) {

@@ -29,6 +29,7 @@ struct BackwardParams {
   // protect from a NaN there.
   CUtensorMap q, k, v, grad_o, o;
   CUtensorMap q_half, grad_o_half;  // of a pair: half a block
+  CUtensorMap grad_bias;            // backward_dbias.cuh: boxes of 64 queries and keys
   Params problem;
   int ragged_q, ragged_k;
 
@@ -36,6 +37,7 @@ struct BackwardParams {
   int tiles;
   Divisor tiles_n, heads, heads_per_section, per_section;
   int longest_first;
+  int sequences;   // that a CTA walks its tile for, one after the other (backward_dbias.cuh)
   int alternates;  // sections of tiles walk downwards and upwards in turn, see order_tiles()
 
   int slots;     // of one head
@@ -56,7 +58,7 @@ struct BackwardParams {
   float* dq_sums;  // [hq, slots, sums of a block] in the order of accumulators; null: no dq
 
   // Deterministic form (backward_turns.cuh).
-  int* turns;           // [hq, slots] tiles that have added to a block
+  int* turns;           // [CTAs of a cluster, hq, slots] tiles that have added to a block
   int* ticket;          // of the next tile
   int upward_sections;  // sections, from the first on, that go upwards; packed: all or none
 };

@@ -22,7 +22,7 @@ using MainKernel =
 template <typename Element, typename Row>
 struct BackwardRows {
   using Kernel = MainKernel<Element, Row>;
-  static constexpr int kTileM = Kernel::kTileM;
+  static constexpr int kTileM = Kernel::kTileM, kCtas = Row::kTile.ctas();
   using Tile = typename Kernel::GradOTile;
 
   struct alignas(1024) SharedStorage {
@@ -61,8 +61,10 @@ __global__ void __launch_bounds__(kWarpgroup)
     Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
     Tile::load(grad_o, &a.grad_o, barrier, head, row.c2, row.c3, rows.batch);
   }
-  if (kInTurn<Row> && a.dq_sums && thread == 0) a.turns[slot] = 0;
-  if (a.dq_sums && !kFirstStores<Row>) {
+  if (kInTurn<Row> && a.dq_sums && thread < BackwardRows<Element, Row>::kCtas) {
+    a.turns[int64_t{thread} * p.hq * a.slots + slot] = 0;
+  }
+  if (a.dq_sums && !kInTurn<Row>) {
     auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
     for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
   }
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const float* sums = a.dq_sums + (summed ? slot : 0) * Kernel::kBlockOfDq + thread * 4;
   const View& view = p.tensor[TESSERA_DQ];
   wait_for_predecessors();
-  if (kFirstStores<Row> && summed) summed = a.turns[slot] > 0;
+  if constexpr (kInTurn<Row>) summed = summed && Kernel::Order::has_sums(a.turns[slot]);
 #pragma unroll 1
   for (int part = 0; part < Kernel::kPartsOfDq; ++part) {
     float dQ[kColumns / 2];

@@ -35,7 +35,9 @@ template <int kTileM, int kTileN>
 struct KeySchedule {
   // The tile that stands at `index` of the grid. Causal problems have the longest tiles first,
   // which are those of the first keys; the heads of a section stand side by side.
-  static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index) {
+  // turn: sequences further on.
+  static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index,
+                                                   int turn = 0) {
     const Params& p = a.problem;
     KeyTile tile;
     int n;
@@ -65,6 +67,7 @@ struct KeySchedule {
       tile.key0 = round * kTileN;
       n = a.heads.quotient(x);
       tile.kv_head = x - n * a.heads.divisor;
+      n += turn;
     }
     const Sequence sequence = sequence_of(p, n);
     tile.n = n;

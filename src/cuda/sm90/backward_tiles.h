@@ -15,6 +15,9 @@ enum BackwardFeature {
   // dq is summed in a fixed order: not a feature of scores, but a kernel of its own.
   kDeterministic = 32,
   kEverythingDeterministic = 63,
+  // dbias is summed where dS is (backward_dbias.cuh): a kernel of its own, too.
+  kGradientOfBias = 64,
+  kAllBits = 127,
 };
 
 // A CTA owns 128 keys: two warpgroups of 64 keys each, and one thread of a third that feeds them.

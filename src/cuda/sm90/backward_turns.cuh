@@ -14,6 +14,9 @@
 //                                  kRing
 //   skipper  counter = turn        -> counter + 1  of blocks that masks leave out
 //
+// The first to add to a block stores, which needs no zeros. Without masks a tile computes where it
+// is the first; with them, a counter is twice the turn, plus 1 where somebody has stored.
+//
 // Which order is a matter of speed. Under a causal mask tile j begins at the block of its own keys:
 //
 //   upwards    tickets from the last tile to the first, walks from the first block to the last.
@@ -33,12 +36,9 @@
 
 namespace tessera::cuda::sm90 {
 
-// Of a row of backward_tiles.def: dq is added in a fixed order; and the first to add to a block
-// stores, which needs no zeros, where no mask can leave the first one out.
+// Of a row of backward_tiles.def: dq is added in a fixed order.
 template <typename Row>
 inline constexpr bool kInTurn = (Row::kFeatures & kDeterministic) != 0;
-template <typename Row>
-inline constexpr bool kFirstStores = kInTurn<Row> && !(Row::kFeatures & kMasks);
 
 // kLeavesOut: blocks may be left out by masks; such tiles always walk from the first block on.
 template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut>
@@ -47,8 +47,15 @@ class Turns {
   static constexpr int kRing = 4, kBarriers = 3 * kRing;
   using Blocks = QueryBlocks<kTileM, kTileN>;
 
-  // barriers: address of ready[kRing], added[kRing], passed[kRing].
-  explicit __device__ __forceinline__ Turns(uint32_t barriers) : barriers_(barriers) {}
+  // barriers: address of ready[kRing], added[kRing], passed[kRing]. stored: of kRing integers.
+  // rank: in a pair of CTAs that add to columns of their own, by counters of their own.
+  __device__ __forceinline__ Turns(uint32_t barriers, uint32_t stored, int rank = 0)
+      : barriers_(barriers), stored_(stored), rank_(rank) {}
+
+  // Of a counter when all is done.
+  static __device__ __forceinline__ bool has_sums(int counter) {
+    return kLeavesOut ? counter & 1 : counter > 0;
+  }
 
   __device__ __forceinline__ void init() const {
     for (int slot = 0; slot < kRing; ++slot) {
@@ -79,6 +86,10 @@ class Turns {
 
   __device__ __forceinline__ void wait(const Ring<kRing>& ring) const {
     mbarrier_wait(ready(ring.stage), ring.phase);
+  }
+  // With masks: nobody has added to the block that has been waited for.
+  __device__ __forceinline__ bool is_first(const Ring<kRing>& ring) const {
+    return load_shared_word(stored_ + 4 * ring.stage) == 0;
   }
   __device__ __forceinline__ void done(const Ring<kRing>& ring) const {
     __syncwarp();
@@ -120,8 +131,11 @@ class Turns {
     Ring<kRing> ring;
     for_each_block(a, tile, [&](int* counter, int turn) {
       mbarrier_wait(passed(ring.stage), ring.phase ^ 1);
-      while (load_acquire(counter) != turn) {
-      }
+      int count;
+      do {
+        count = load_acquire(counter);
+      } while ((kLeavesOut ? count >> 1 : count) != turn);
+      if constexpr (kLeavesOut) store_shared_word(stored_ + 4 * ring.stage, count & 1);
       mbarrier_arrive(ready(ring.stage));
       ring.advance();
     });
@@ -133,7 +147,7 @@ class Turns {
     for_each_block(a, tile, [&](int* counter, int turn) {
       if (kLeavesOut || ring.stage % 2 == parity) {
         mbarrier_wait(added(ring.stage), ring.phase);
-        store_release(counter, turn + 1);
+        store_release(counter, kLeavesOut ? 2 * (turn + 1) + 1 : turn + 1);
         mbarrier_arrive(passed(ring.stage));
       }
       ring.advance();
@@ -142,8 +156,8 @@ class Turns {
 
   // body(counter, turn) for each block that the owners add to, in their order, by one lane.
   template <typename Body>
-  static __device__ __forceinline__ void for_each_block(const BackwardParams& a,
-                                                        const KeyTile& tile, const Body& body) {
+  __device__ __forceinline__ void for_each_block(const BackwardParams& a, const KeyTile& tile,
+                                                 const Body& body) const {
     const int group = a.problem.group;
     const bool leader = threadIdx.x % kWarp == 0;
     if constexpr (kLeavesOut) {
@@ -170,7 +184,7 @@ class Turns {
     }
   }
   // A lane a block.
-  static __device__ __forceinline__ void skipper(const BackwardParams& a, const KeyTile& tile) {
+  __device__ __forceinline__ void skipper(const BackwardParams& a, const KeyTile& tile) const {
     wait_for_predecessors();
     const Blocks blocks(a, tile);
     const int group = a.problem.group, lane = threadIdx.x % kWarp;
@@ -181,20 +195,31 @@ class Turns {
         const int block = start + lane, turn = turn_of(tile, block);
         bool waits = block < tile.end && !(live >> lane & 1);
         while (__any_sync(kAllLanes, waits)) {
-          if (waits && load_acquire(counters + block) == turn) {
-            store_release(counters + block, turn + 1);
+          if (!waits) continue;
+          const int count = load_acquire(counters + block);
+          if (count >> 1 == turn) {
+            store_release(counters + block, count + 2);
             waits = false;
           }
         }
       }
     }
   }
-  static __device__ __forceinline__ int* counters_of(const BackwardParams& a, const KeyTile& tile,
-                                                     int member) {
-    return a.turns + int64_t{tile.kv_head * a.problem.group + member} * a.slots + tile.first_slot;
+  __device__ __forceinline__ int* counters_of(const BackwardParams& a, const KeyTile& tile,
+                                              int member) const {
+    const int head = rank_ * a.problem.hq + tile.kv_head * a.problem.group + member;
+    return a.turns + int64_t{head} * a.slots + tile.first_slot;
   }
 
-  uint32_t barriers_;
+  uint32_t barriers_, stored_;
+  int rank_;
 };
+
+// The first block that a tile walks, and the step to the next. Order: a Turns<..>.
+template <typename Row, typename Order>
+__device__ __forceinline__ int2 walk_of(const KeyTile& tile) {
+  if constexpr (kInTurn<Row>) return Order::walk_of(tile);
+  return {tile.begin, 1};
+}
 
 }  // namespace tessera::cuda::sm90

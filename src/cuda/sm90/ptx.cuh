@@ -32,6 +32,10 @@ __device__ __forceinline__ void chaos() {
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
+// Before it is initialised again.
+__device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -100,8 +104,50 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// One box from shared memory to a 5-D tensor, or added to it; what is outside its extents is left
+// out. By one thread, to which the functions below belong too.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1,
+                                          int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+__device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t shared, int c0, int c1,
+                                        int c2, int c3, int c4) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.bulk_group"
+      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// All that was committed has been read from shared memory.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// All that was committed has been written.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// ---- copies of 16 bytes, each thread its own ----
+
+// The first `bytes` of them; zeros for the others.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+// All that the thread has started to copy is there; other lanes learn of it by a __syncwarp().
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // ---- clusters: CTAs that read and write each other's shared memory ----
@@ -111,6 +157,10 @@ __device__ __forceinline__ uint32_t address_in(int rank, uint32_t shared) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
+}
+// to: an address_in() some CTA, which has begun.
+__device__ __forceinline__ void store_in_cluster(uint32_t to, int v) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 // barrier: an address_in() some CTA.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier) {
@@ -193,6 +243,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* r)
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, const uint32_t* r) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
 // What this thread has written to shared memory becomes visible to wgmma and TMA, once a barrier
 // says so.
 __device__ __forceinline__ void async_proxy_fence() {
@@ -203,6 +260,14 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
   return v;
 }
+__device__ __forceinline__ int load_shared_word(uint32_t address) {
+  int v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_word(uint32_t address, int v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
@@ -212,6 +277,19 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
                : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_words(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared_two_words(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
 }
 __device__ __forceinline__ float4 load_shared_four(uint32_t address) {
   float4 v;

@@ -76,4 +76,21 @@ Status map_of(const Problem& problem, const Buffers& buffers, int index, int box
   return make_tensor_map(shape, buffers.data[index], map);
 }
 
+Status map_of_bias(const Problem& problem, const Buffers& buffers, int index, int box_rows,
+                   CUtensorMap* map) {
+  const Tensor& t = problem.tensor[index];
+  MapShape shape;
+  shape.type = type_of_map(t.dtype);
+  shape.batch = t.stride[0] > 0 ? t.extent[0] : 1;
+  shape.heads = t.stride[1] > 0 ? t.extent[1] : 1;
+  shape.rows = t.extent[2];
+  shape.head_dim = t.extent[3];
+  shape.stride_batch = t.stride[0];
+  shape.stride_head = t.stride[1];
+  shape.stride_row = t.stride[2];
+  shape.box_rows = box_rows;
+  shape.ragged = false;
+  return make_tensor_map(shape, buffers.data[index], map);
+}
+
 }  // namespace tessera::cuda::sm90

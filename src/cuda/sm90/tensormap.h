@@ -40,4 +40,9 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
 Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, bool ragged,
               CUtensorMap* map);
 
+// A bias or its gradient as a tensor of rows of keys, in boxes of `box_rows` rows and 64 keys; an
+// axis of sequences or heads that is broadcast or expanded has one element.
+Status map_of_bias(const Problem& problem, const Buffers& buffers, int index, int box_rows,
+                   CUtensorMap* map);
+
 }  // namespace tessera::cuda::sm90
