@@ -57,7 +57,8 @@ DbiasCut cut(const Extents& e, const DbiasTile& tile) {
   if (rows && keys) {
     // Groups of blocks where the last round of items would leave many multiprocessors idle.
     double most_used = 0;
-    for (int groups = 1; groups <= std::min(c.tiles_m, 32); groups *= 2) {
+    // Not smaller than what a plain kernel sums at a time.
+    for (int groups = 1; groups <= std::min((c.tiles_m + 1) / 2, 32); groups *= 2) {
       const int n = items * groups, rounds = divided_up(n, kMultiprocessors);
       const double used = double(n) / (double(rounds) * kMultiprocessors);
       if (used > most_used + 0.1) most_used = used, c.groups = groups;
@@ -88,20 +89,23 @@ int64_t terms_of(const DbiasCut& c) {
 }
 
 // The first row of the table that holds the head dims; null: none.
-const DbiasKernel* find_kernel(int dtype, int64_t dqk, int64_t dv) {
+const DbiasKernel* find_kernel(int dtype, int64_t dqk, int64_t dv, bool plain) {
   for (const DbiasKernel& kernel : dbias_kernels()) {
-    if (kernel.dtype == dtype && kernel.tile.dqk >= dqk && kernel.tile.dv >= dv) return &kernel;
+    if (kernel.dtype == dtype && kernel.tile.dqk >= dqk && kernel.tile.dv >= dv &&
+        kernel.tile.plain == plain) {
+      return &kernel;
+    }
   }
   return nullptr;
 }
 
-const DbiasKernel& kernel_of(const Problem& problem) {
+const DbiasKernel& kernel_of(const Problem& problem, bool plain) {
   const Sizes s = sizes_of(problem);
-  return *find_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  return *find_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, plain);
 }
 
 // Nothing shapes the scores but the bias and the band, and the bias is read by vectors.
-bool is_plain(const Params& p) {
+bool has_vectors(const Params& p) {
   const View& bias = p.tensor[TESSERA_BIAS];
   return bias.data && (p.flags & (TESSERA_SOFTCAP | TESSERA_DROPOUT)) == 0 &&
          !p.tensor[TESSERA_MASK].data && p.num_ranges == 0 &&
@@ -109,22 +113,34 @@ bool is_plain(const Params& p) {
          bias.stride[3] == 1 && bias.vector_bytes >= (bias.dtype == TESSERA_FP32 ? 8 : 16);
 }
 
+// Nor is it anything but tiles of 16-bit elements for TMA.
+bool has_tiles(const Params& p) {
+  constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
+  const View& bias = p.tensor[TESSERA_BIAS];
+  return has_vectors(p) && bias.dtype != TESSERA_FP32 && bias.stride[2] > 0 &&
+         std::max({bias.stride[0], bias.stride[1], bias.stride[2]}) < kMostStride &&
+         std::min(bias.stride[0], bias.stride[1]) >= 0;
+}
+
 }  // namespace
 
 Status prepare_dbias(int dtype, int64_t dqk, int64_t dv) {
-  const DbiasKernel* kernel = find_kernel(dtype, dqk, dv);
-  if (!kernel) return {};
-  return cuda_status(
-      cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           kernel->shared_bytes),
-      "cudaFuncSetAttribute (dbias)");
+  for (const bool plain : {false, true}) {
+    const DbiasKernel* kernel = find_kernel(dtype, dqk, dv, plain);
+    if (!kernel) continue;
+    TESSERA_RETURN_IF_ERROR(cuda_status(
+        cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel->shared_bytes),
+        "cudaFuncSetAttribute (dbias)"));
+  }
+  return {};
 }
 
 int64_t dbias_workspace_bytes(const Problem& problem) {
   int64_t most = 0;
   for (const auto& [gradient, of] : kGradients) {
     if (!given(problem, gradient)) continue;
-    const DbiasCut c = cut(extents_of(problem, of), kernel_of(problem).tile);
+    const DbiasCut c = cut(extents_of(problem, of), kernel_of(problem, false).tile);
     most = std::max(most, terms_of(c) * c.bias_rows * c.extent[2] * c.extent[3] * 4);
   }
   return most;
@@ -133,7 +149,6 @@ int64_t dbias_workspace_bytes(const Problem& problem) {
 Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device& device,
                     const BackwardParams& rows, int tile_m, void* workspace) {
   if (!given(problem, TESSERA_DBIAS) && !given(problem, TESSERA_DALIBI_SLOPES)) return {};
-  const DbiasKernel& kernel = kernel_of(problem);
   const Result<DeviceInfo> info = device_info(device.ordinal);
   if (!info.ok()) return info.status();
   const auto stream = static_cast<cudaStream_t>(buffers.stream);
@@ -145,7 +160,7 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   a.delta = rows.delta;
   a.slots = rows.slots;
   a.tile_m = tile_m;
-  a.plain = is_plain(p);
+  a.vectors = has_vectors(p);
   a.partial = static_cast<float*>(workspace);
   const auto map = [&](int index, int box_rows, bool ragged, CUtensorMap* to) {
     return map_of(problem, buffers, index, box_rows, ragged, to);
@@ -156,8 +171,19 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   TESSERA_RETURN_IF_ERROR(map(TESSERA_V, DbiasTile::kTileN, a.ragged_k, &a.v));
   for (const auto& [gradient, of] : kGradients) {
     if (!p.tensor[gradient].data) continue;
-    a.cut = cut(extents_of(problem, of), kernel.tile);
+    const Extents extents = extents_of(problem, of);
+    const bool plain =
+        gradient == TESSERA_DBIAS && has_tiles(p) && extents.bias[2] > 1 && extents.bias[3] > 1;
+    const DbiasKernel& kernel = kernel_of(problem, plain);
+    a.cut = cut(extents, kernel.tile);
     if (a.cut.items == 0) continue;
+    if (plain) {
+      const View& bias = p.tensor[TESSERA_BIAS];
+      a.bias_of_sequence = bias.stride[0] > 0;
+      a.bias_of_head = bias.stride[1] > 0;
+      TESSERA_RETURN_IF_ERROR(
+          map_of_bias(problem, buffers, TESSERA_BIAS, DbiasTile::kTileM, &a.bias));
+    }
     a.out = p.tensor[gradient];
     a.of_slopes = gradient == TESSERA_DALIBI_SLOPES;
     a.factor = !a.of_slopes && has(problem, TESSERA_BIAS_PRE_SCALE) ? p.softmax_scale : 1.f;

@@ -17,20 +17,27 @@
 // The last two end in dbias_sum, which adds what items and warps have stored. CTAs side by side
 // walk side by side, so that the bias is read and written in whole rows.
 //
-// A slot holds a visit: a tile of keys of one head of one sequence. The producer writes down what
-// it is, which is all that the warpgroups need to know of lengths and layout.
+// A slot holds a visit: a tile of keys of one head of one sequence. The thread that copies tells
+// the warpgroups by a queue of commands what to add to which sum and when to store it.
 //
-//   barrier         arrivals             says
-//   kv.full[s]      1 + bytes            a visit is written down; K and V have arrived
-//   kv.empty[s]     8 (a warp each)      the warpgroups are done with it
-//   q.full[s]       1 + bytes            a block of Q and dO and its statistics have arrived
-//   q.empty[s]      8                    both have used it
+//   barrier            arrivals             says
+//   commands.full[s]   1                    a command is written down
+//   commands.empty[s]  8 (a warp each)      the warpgroups have read it
+//   kv.full[s]         1 + bytes            K and V of a visit have arrived
+//   kv.empty[s]        8                    the warpgroups are done with it
+//   q.full[s]          1 + bytes            a block of Q and dO, its statistics and, in plain
+//                                           kernels, its bias have arrived
+//   q.empty[s]         8                    both have used them
+//
+// A plain kernel is for biases with rows and keys whose tiles TMA can bring, where nothing else but
+// the band shapes a score. It sums two blocks of queries at a time, so that K and V that are not
+// resident are read half as often.
 #pragma once
 
 #include <cstddef>
 
 #include "cuda/common/score.cuh"
-#include "cuda/sm90/backward_edges.cuh"
+#include "cuda/sm90/bias.cuh"
 #include "cuda/sm90/dbias_kernels.h"
 #include "cuda/sm90/dbias_walk.cuh"
 #include "cuda/sm90/fragment.cuh"
@@ -49,18 +56,25 @@ struct Dbias {
   static constexpr int kConsumers = DbiasTile::kConsumers, kWarps = 4 * kConsumers;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kElements = kKeys / 2;  // of a thread
+  static constexpr bool kPlain = kTile.plain;
+  static constexpr int kBlocks = kPlain ? 2 : 1;  // of queries that are summed at a time
+  static constexpr int kCommands = 8;             // that wait
 
   using QTile = SmemTile<kTileM, kTile.dqk>;
   using GradOTile = SmemTile<kTileM, kTile.dv>;
   using KTile = SmemTile<kTileN, kTile.dqk>;
   using VTile = SmemTile<kTileN, kTile.dv>;
+  using BiasTile = SmemTile<kTileM, kTileN>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kTile.kv_slots][KTile::kBytes], v[kTile.kv_slots][VTile::kBytes];
     uint8_t q[kTile.q_stages][QTile::kBytes], grad_o[kTile.q_stages][GradOTile::kBytes];
+    uint8_t bias[kPlain ? kTile.q_stages : 1][kPlain ? BiasTile::kBytes : 16];
     float lse2[kTile.q_stages][kTileM], delta[kTile.q_stages][kTileM];
+    Command commands[kCommands];
     Visit visits[kTile.kv_slots];
     uint64_t kv_barriers[2 * kTile.kv_slots], q_barriers[2 * kTile.q_stages];
+    uint64_t command_barriers[2 * kCommands];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -79,6 +93,12 @@ struct Dbias {
     __device__ __forceinline__ uint32_t grad_o(int stage) const {
       return base + offsetof(SharedStorage, grad_o) + stage * GradOTile::kBytes;
     }
+    __device__ __forceinline__ uint32_t bias(int stage) const {
+      return base + offsetof(SharedStorage, bias) + stage * BiasTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t command(int slot) const {
+      return base + offsetof(SharedStorage, commands) + slot * sizeof(Command);
+    }
     __device__ __forceinline__ uint32_t lse2(int stage) const {
       return base + offsetof(SharedStorage, lse2) + stage * kTileM * 4;
     }
@@ -91,68 +111,8 @@ struct Dbias {
     __device__ __forceinline__ StageBarriers<kTile.q_stages> q_barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, q_barriers))};
     }
-  };
-
-  // ---- producer: one thread ----
-
-  struct Producer {
-    const DbiasParams& a;
-    const Shared shared;
-    Visit* visits;
-    Ring<kTile.kv_slots> ring;
-    Ring<kTile.q_stages> q_ring;
-
-    static __device__ __forceinline__ int uniform(int x) { return x; }
-    // A visit of the blocks [block, block_end) of queries.
-    __device__ __forceinline__ int open(int n, int head, int tile, int block, int block_end) {
-      const int slot = ring.stage, key0 = tile * kTileN;
-      const auto barriers = shared.kv_barriers();
-      mbarrier_wait(barriers.empty(slot), ring.phase ^ 1);
-      Visit& visit = visits[slot];
-      const Sequence sequence = sequence_of(a.problem, n);
-      const Interval queries = sequence.band.rows(key0, key0 + kTileN);
-      visit.sequence = sequence;
-      visit.head = head;
-      visit.key0 = key0;
-      visit.begin = max(block, static_cast<int>(queries.lo) / kTileM);
-      visit.end = queries.empty()
-                      ? 0
-                      : min(block_end, (static_cast<int>(queries.hi) + kTileM - 1) / kTileM);
-      const uint32_t full = barriers.full(slot);
-      if (visit.begin < visit.end) {
-        mbarrier_arrive_expect(full, KTile::kBytes + VTile::kBytes);
-        const int kv_head = head / a.problem.group;
-        const MapRow row = map_row(a.ragged_k, sequence.k, key0);
-        KTile::load(shared.k(slot), &a.k, full, kv_head, row.c2, row.c3, sequence.k.batch);
-        VTile::load(shared.v(slot), &a.v, full, kv_head, row.c2, row.c3, sequence.k.batch);
-      } else {
-        mbarrier_arrive(full);
-      }
-      ring.advance();
-      return slot;
-    }
-    __device__ __forceinline__ void close() {}
-    __device__ __forceinline__ void clear() {}
-    __device__ __forceinline__ void finish(const DbiasItem&, int) {}
-
-    __device__ __forceinline__ void step(const Visit& visit, int, int block) {
-      constexpr int kRowBytes = kTileM * 4;
-      const Params& p = a.problem;
-      const Rows& rows = visit.sequence.q;
-      const int stage = q_ring.stage, query0 = block * kTileM;
-      const int first_slot = first_slot_of(p.thd_q, visit.sequence.n, rows.first, a.tile_m,
-                                           (p.sq + a.tile_m - 1) / a.tile_m);
-      const int64_t at = (int64_t{visit.head} * a.slots + first_slot) * a.tile_m + query0;
-      const auto barriers = shared.q_barriers();
-      barriers.acquire(q_ring, QTile::kBytes + GradOTile::kBytes + 2 * kRowBytes);
-      const uint32_t full = barriers.full(stage);
-      const MapRow row = map_row(a.ragged_q, rows, query0);
-      QTile::load(shared.q(stage), &a.q, full, visit.head, row.c2, row.c3, rows.batch);
-      GradOTile::load(shared.grad_o(stage), &a.grad_o, full, visit.head, row.c2, row.c3,
-                      rows.batch);
-      bulk_load(shared.lse2(stage), a.lse2 + at, kRowBytes, full);
-      bulk_load(shared.delta(stage), a.delta + at, kRowBytes, full);
-      q_ring.advance();
+    __device__ __forceinline__ StageBarriers<kCommands> command_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, command_barriers))};
     }
   };
 
@@ -163,28 +123,68 @@ struct Dbias {
     const Shared shared;
     const Visit* visits;
     const int w, thread, lane;
-    Ring<kTile.kv_slots> ring, closing;
     Ring<kTile.q_stages> q_ring;
-    float sum[kElements];
+    Ring<kCommands> command_ring;
 
-    static __device__ __forceinline__ int uniform(int x) { return uniform_register(x); }
-    __device__ __forceinline__ int open(int, int, int, int, int) {
-      const int slot = ring.stage;
-      shared.kv_barriers().wait(ring);
-      ring.advance();
-      return slot;
+    // What a thread has to know of a block of a visit.
+    struct Block {
+      const Visit& visit;
+      int block, key0;  // of the warpgroup
+      bool clean;
+      int n, head;
+    };
+
+    __device__ __forceinline__ void run() {
+      float sums[kBlocks][kElements];
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) clear(sums[i]);
+#pragma unroll 1
+      while (true) {
+        shared.command_barriers().wait(command_ring);
+        const uint32_t at = shared.command(command_ring.stage);
+        const uint4 x = load_shared_words(at), y = load_shared_words(at + 16);
+        const uint2 z = load_shared_two_words(at + 32);
+        __syncwarp();
+        if (lane == 0) shared.command_barriers().release(command_ring);
+        command_ring.advance();
+        const int what = uniform_register(x.x), first = uniform_register(x.y),
+                  blocks = uniform_register(x.z), key0 = uniform_register(x.w), n = y.x, head = y.y,
+                  slot_and_phase = uniform_register(y.z);
+        if (what == Command::kStop) break;
+        if (what == Command::kAdd) {
+          const int slot = slot_and_phase >> 1;
+          const Block block{visits[slot], first, key0 + w * kKeys, uniform_register(y.w) != 0, n,
+                            head};
+          mbarrier_wait(shared.kv_barriers().full(slot), slot_and_phase & 1);
+          if (kBlocks == 1 || blocks == 0) add(block, slot, sums[0]);
+          if constexpr (kBlocks > 1) {
+            if (blocks == 1) add(block, slot, sums[1]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBlocks; ++i) {
+            if (i < blocks) finish(first + i, key0, n, head, z.y, sums[i]);
+            clear(sums[i]);
+          }
+        }
+        if (const int released = uniform_register(z.x)) {
+          __syncwarp();
+#pragma unroll
+          for (int slot = 0; slot < kTile.kv_slots; ++slot) {
+            if (lane == 0 && released >> slot & 1) {
+              mbarrier_arrive(shared.kv_barriers().empty(slot));
+            }
+          }
+        }
+      }
     }
-    __device__ __forceinline__ void close() {
-      __syncwarp();
-      if (lane == 0) shared.kv_barriers().release(closing);
-      closing.advance();
-    }
-    __device__ __forceinline__ void clear() {
+
+    static __device__ __forceinline__ void clear(float (&sum)[kElements]) {
 #pragma unroll
       for (float& x : sum) x = 0;
     }
 
-    __device__ __forceinline__ void step(const Visit& visit, int slot, int block) {
+    __device__ __forceinline__ void add(const Block& at, int slot, float (&sum)[kElements]) {
       float S[kElements], dP[kElements];
       const int stage = q_ring.stage;
       const uint32_t rows_before = w * kKeys * kChunkRowBytes;
@@ -210,53 +210,76 @@ struct Dbias {
       }
       wgmma_commit();
 
-      const int row = thread / kWarp * 16;                // of the warp, in the block
-      const int query = block * kTileM + row + lane / 4;  // and + 8
-      const int key0 = visit.key0 + w * kKeys;
-      const KeyInterval of_all =
-          keys_of_all_rows(visit.sequence.band, block * kTileM, (block + 1) * kTileM);
-      const bool clean = uniform(of_all.lo <= key0 && key0 + kKeys <= of_all.hi);
+      const int row = thread / kWarp * 16;  // of the warp, in the block
       const uint32_t lse2_row = shared.lse2(stage) + (row + lane / 4) * 4,
                      delta_row = shared.delta(stage) + (row + lane / 4) * 4;
       const float lse2[2] = {load_shared(lse2_row), load_shared(lse2_row + 32)};
       const float delta[2] = {load_shared(delta_row), load_shared(delta_row + 32)};
-      const bool plain = a.plain && key0 + kKeys <= a.cut.extent[3];
-      uint32_t bias[kElements];
-      if (plain) load_bias(visit, query, key0, bias);
-      wgmma_wait<1>();
-      pin(S);
-      if (plain) {
-        add_bias(bias, lse2, S);
+      const int query = at.block * kTileM + row + lane / 4;  // and + 8
+      if constexpr (kPlain) {
+        uint32_t bias[kElements / 2];
+        const uint32_t tile = shared.bias(stage) + w * BiasTile::kChunkBytes;
 #pragma unroll
-        for (float& s : S) s = exp2_approx(s);
+        for (int i = 0; i < kKeys / kStepK; ++i) {
+          uint32_t x[4];  // of rows 0 and 1 of group 2 i, then of the next one
+          ldmatrix_x4(x, BiasTile::unit(tile, row + lane % 16, 2 * i + lane / 16));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) bias[4 * i + j] = x[j];
+        }
+        wgmma_wait<1>();
+        pin(S);
+        const float c = logit_scale<Element>(a.problem);
+        const float factor = a.problem.flags & TESSERA_BIAS_PRE_SCALE ? c : kLog2e;
+#pragma unroll
+        for (int i = 0; i < kElements / 2; ++i) {
+          const float base = -lse2[i % 2];
+          float* s = S + 2 * i;
+          s[0] = exp2_approx(fmaf(s[0], c, fmaf(low_element<Element>(bias[i]), factor, base)));
+          s[1] = exp2_approx(fmaf(s[1], c, fmaf(high_element<Element>(bias[i]), factor, base)));
+        }
         wgmma_wait<0>();
         pin(dP);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) S[e] *= dP[e] - delta[e / 2 % 2];
       } else {
-        wgmma_wait<0>();
-        pin(dP);
-        shaped_gradient(visit, block * kTileM, row, key0, lse2, delta, S, dP);
+        const bool by_vectors = a.vectors && at.key0 + kKeys <= a.cut.extent[3];
+        uint32_t bias[kElements];
+        if (by_vectors) load_bias(at, query, bias);
+        wgmma_wait<1>();
+        pin(S);
+        if (by_vectors) {
+          add_bias(bias, lse2, S);
+#pragma unroll
+          for (float& s : S) s = exp2_approx(s);
+          wgmma_wait<0>();
+          pin(dP);
+#pragma unroll
+          for (int e = 0; e < kElements; ++e) S[e] *= dP[e] - delta[e / 2 % 2];
+        } else {
+          wgmma_wait<0>();
+          pin(dP);
+          shaped_gradient(at, row, lse2, delta, S, dP);
+        }
       }
       __syncwarp();
       if (lane == 0) shared.q_barriers().release(q_ring);
       q_ring.advance();
-      if (!clean) hide(visit, query, key0, S);
-      if (a.of_slopes) weigh(visit, query, key0, S);
+      if (!at.clean) hide(at, query, S);
+      if (!kPlain && a.of_slopes) weigh(at, query, S);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) sum[e] += S[e];
     }
 
     // The bias of a whole block, from rows of 16-bit elements by 16 bytes, which the four threads
     // of a quad trade later, or from rows of fp32.
-    __device__ __forceinline__ void load_bias(const Visit& visit, int my_query, int key0,
+    __device__ __forceinline__ void load_bias(const Block& block, int my_query,
                                               uint32_t (&bias)[kElements]) const {
       const View& view = a.problem.tensor[TESSERA_BIAS];
       const int quad = lane % 4;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int query = existing(my_query + 8 * r, visit.sequence.q.length);
-        const int64_t at = offset_of(view, visit.sequence.n, visit.head, query, key0);
+        const int query = existing(my_query + 8 * r, block.visit.sequence.q.length);
+        const int64_t at = offset_of(view, block.n, block.head, query, block.key0);
         if (view.dtype == TESSERA_FP32) {
           const float* from = static_cast<const float*>(view.data) + at + 2 * quad;
 #pragma unroll
@@ -300,37 +323,29 @@ struct Dbias {
         for (int i = 0; i < 4; ++i) {
           float* s = S + 4 * (4 * (part % 2) + i) + 2 * (part / 2);
           const float base = -lse2[part / 2];
-          const float2 pair = unpack(x[i]);
-          s[0] = fmaf(s[0], c, fmaf(pair.x, factor, base));
-          s[1] = fmaf(s[1], c, fmaf(pair.y, factor, base));
+          s[0] = fmaf(s[0], c, fmaf(low_element<Element>(x[i]), factor, base));
+          s[1] = fmaf(s[1], c, fmaf(high_element<Element>(x[i]), factor, base));
         }
-      }
-    }
-    static __device__ __forceinline__ float2 unpack(uint32_t x) {
-      if constexpr (sizeof(Element) == 2 && std::is_same_v<Element, __nv_bfloat16>) {
-        return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-      } else {
-        return __half22float2(*reinterpret_cast<const __half2*>(&x));
       }
     }
 
     // Raw scores and dP to the gradient, with everything that can shape a score.
-    __device__ __forceinline__ void shaped_gradient(const Visit& visit, int query0, int row,
-                                                    int key0, const float (&lse2)[2],
-                                                    const float (&delta)[2], float (&S)[kElements],
+    __device__ __forceinline__ void shaped_gradient(const Block& at, int row,
+                                                    const float (&lse2)[2], const float (&delta)[2],
+                                                    float (&S)[kElements],
                                                     float (&dP)[kElements]) const {
       constexpr auto kRows = cuda::Major::kQueries;
       const Params& p = a.problem;
       const bool sloped =
           (p.flags & TESSERA_SOFTCAP) && (p.flags & TESSERA_BIAS_PRE_SCALE) && !a.of_slopes;
+      const int query0 = at.block * kTileM;
       float cap_slope[kElements];
-      shape_scores<Element, kKeys, kRows>(S, &cap_slope, p, visit.sequence,
-                                          TileRows{query0, visit.head, 1}, row, key0, true);
+      shape_scores<Element, kKeys, kRows>(S, &cap_slope, p, at.visit.sequence,
+                                          TileRows{query0, at.head, 1}, row, at.key0, true);
       uint32_t kept[1] = {~0u};
       if (p.flags & TESSERA_DROPOUT) {
-        dropout_bits<kKeys, kRows>(dropout_of(p),
-                                   static_cast<uint32_t>(visit.sequence.n) * p.hq + visit.head,
-                                   query0 + row, key0, kept);
+        dropout_bits<kKeys, kRows>(dropout_of(p), static_cast<uint32_t>(at.n) * p.hq + at.head,
+                                   query0 + row, at.key0, kept);
       }
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
@@ -342,12 +357,11 @@ struct Dbias {
     }
 
     // Zeros where the band or a length hides the key: what stands there may be anything.
-    __device__ __forceinline__ void hide(const Visit& visit, int query, int key0,
-                                         float (&S)[kElements]) const {
-      const int column = key0 + 2 * (lane % 4);  // of element 0
+    __device__ __forceinline__ void hide(const Block& at, int query, float (&S)[kElements]) const {
+      const int column = at.key0 + 2 * (lane % 4);  // of element 0
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const KeyInterval keys = keys_of_row(visit.sequence.band, query + 8 * r);
+        const KeyInterval keys = keys_of_row(at.visit.sequence.band, query + 8 * r);
         const uint32_t visible = element_bits(keys.lo - column, keys.hi - column);
 #pragma unroll
         for (int e = 0; e < kKeys / 4; ++e) {
@@ -358,10 +372,9 @@ struct Dbias {
     }
 
     // What a slope multiplies: minus the distance from the diagonal.
-    __device__ __forceinline__ void weigh(const Visit& visit, int query, int key0,
-                                          float (&S)[kElements]) const {
-      const int under = query + static_cast<int>(visit.sequence.band.shift);
-      const float distance0 = static_cast<float>(under - (key0 + 2 * (lane % 4)));
+    __device__ __forceinline__ void weigh(const Block& at, int query, float (&S)[kElements]) const {
+      const int under = query + static_cast<int>(at.visit.sequence.band.shift);
+      const float distance0 = static_cast<float>(under - (at.key0 + 2 * (lane % 4)));
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
         S[e] *= -fabsf(distance0 + static_cast<float>(8 * (e / 2 % 2) - (8 * (e / 4) + e % 2)));
@@ -370,24 +383,27 @@ struct Dbias {
 
     // ---- a sum is complete ----
 
-    __device__ __forceinline__ void finish(const DbiasItem& item, int block) {
-      if (a.cut.extent[2] == 1 || a.cut.extent[3] == 1) {
-        store_partial(item, block);
+    // Of a block of queries and the tile of keys at key0; n, head: of the bias.
+    __device__ __forceinline__ void finish(int block, int key0, int n, int head, int term,
+                                           float (&sum)[kElements]) const {
+      if (!kPlain && (a.cut.extent[2] == 1 || a.cut.extent[3] == 1)) {
+        store_partial(block, key0, n, head, term, sum);
         return;
       }
       const View& out = a.out;
-      const int64_t base = offset_of(out, item.bias_n, item.bias_head);
+      const int64_t base = offset_of(out, n, head);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int query = block * kTileM + thread / kWarp * 16 + lane / 4 + 8 * r;
-        store_block(out, base + query * out.stride[2], query < a.cut.extent[2],
-                    item.tile * kTileN + w * kKeys, r, a.factor);
+        store_block(out, base + query * out.stride[2], query < a.cut.extent[2], key0 + w * kKeys, r,
+                    a.factor, sum);
       }
     }
 
     // Row r of the block to a row of dbias.
     __device__ __forceinline__ void store_block(const View& out, int64_t row, bool stored, int key0,
-                                                int r, float factor) const {
+                                                int r, float factor,
+                                                const float (&sum)[kElements]) const {
       const int quad = lane % 4, keys = a.cut.extent[3];
       if (out.dtype != TESSERA_FP32 && out.vector_bytes == 16 && out.stride[3] == 1) {
 #pragma unroll
@@ -424,7 +440,8 @@ struct Dbias {
 
     // One query or one key for all: the sums over the warp's rows, or over the warpgroup's keys, or
     // both, as terms for dbias_sum.
-    __device__ __forceinline__ void store_partial(const DbiasItem& item, int block) {
+    __device__ __forceinline__ void store_partial(int block, int key0, int n, int head,
+                                                  int item_term, float (&sum)[kElements]) const {
       const int queries = a.cut.extent[2], keys = a.cut.extent[3], quad = lane % 4;
       const bool one_query = queries == 1, one_key = keys == 1;
       if (one_key) {
@@ -439,10 +456,10 @@ struct Dbias {
         }
       }
       const int warp = thread / kWarp;
-      const int64_t term = (int64_t{item.term} * (one_query ? 4 : 1) + (one_query ? warp : 0)) *
+      const int64_t term = (int64_t{item_term} * (one_query ? 4 : 1) + (one_query ? warp : 0)) *
                                (one_key ? kConsumers : 1) +
                            (one_key ? w : 0);
-      const int64_t bias_row = int64_t{item.bias_n} * a.cut.extent[1] + item.bias_head;
+      const int64_t bias_row = int64_t{n} * a.cut.extent[1] + head;
       float* to = a.partial + (term * a.cut.bias_rows + bias_row) * queries * keys;
       if (!one_query) {
 #pragma unroll
@@ -456,7 +473,7 @@ struct Dbias {
       for (int i = 0; i < kKeys / 4; ++i) {
         const int e = 4 * (i / 2) + i % 2;
         const int key = one_key ? 8 * (i / 2) + 2 * quad + i % 2
-                                : item.tile * kTileN + w * kKeys + 8 * (i / 2) + 2 * quad + i % 2;
+                                : key0 + w * kKeys + 8 * (i / 2) + 2 * quad + i % 2;
         float total = sum[e] + sum[e + 2];
 #pragma unroll
         for (int bit = 4; bit < kWarp; bit *= 2) total += __shfl_xor_sync(kAllLanes, total, bit);
@@ -478,24 +495,22 @@ __global__ void __launch_bounds__(DbiasTile::kThreads, 1)
     for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
     shared.kv_barriers().init(Kernel::kWarps);
     shared.q_barriers().init(Kernel::kWarps);
+    shared.command_barriers().init(Kernel::kWarps);
     mbarrier_init_fence();
   }
   __syncthreads();
   wait_for_predecessors();
   launch_dependents();
-  Visit* visits = reinterpret_cast<Storage*>(storage)->visits;
+  Storage& in_shared = *reinterpret_cast<Storage*>(storage);
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      typename Kernel::Producer producer{a, shared, visits, {}, {}};
-      walk<Kernel::kTile.kv_slots>(a.cut, producer);
-    }
+    if (threadIdx.x == 0) DbiasProducer<Kernel>(a, shared, in_shared).run();
   } else {
     registers_claim<Kernel::kConsumerRegisters>();
     const int thread = threadIdx.x % kWarpgroup;
-    typename Kernel::Consumer consumer{
-        a, shared, visits, warpgroup - 1, thread, thread % kWarp, {}, {}, {}, {}};
-    walk<Kernel::kTile.kv_slots>(a.cut, consumer);
+    typename Kernel::Consumer{a,  shared, in_shared.visits, warpgroup - 1, thread, thread % kWarp,
+                              {}, {}}
+        .run();
   }
 }
 

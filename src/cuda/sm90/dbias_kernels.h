@@ -16,6 +16,7 @@ struct DbiasTile {
   int dqk, dv;   // head dims up to these; TMA fills the rest with zeros
   int kv_slots;  // tiles of k and v in shared memory
   int q_stages;  // blocks of q and do
+  bool plain;    // for biases of rows and keys that TMA can bring, where nothing else shapes scores
 
   static constexpr int kTileM = 64, kTileN = 128, kConsumers = 2, kThreads = 128 * (kConsumers + 1);
 };
@@ -36,10 +37,13 @@ struct DbiasCut {
 struct DbiasParams {
   // TMA views as in the backward pass, with boxes of the tile's rows.
   CUtensorMap q, k, v, grad_o;
+  CUtensorMap bias;                    // plain kernels: boxes of 64 keys and a block of queries
+  int bias_of_sequence, bias_of_head;  // 0: there is one for all of them
   Params problem;
   DbiasCut cut;
   int ragged_q, ragged_k;
-  int plain;  // nothing shapes the scores but the bias and the band; the bias is read by vectors
+  int vectors;  // other kernels: nothing shapes the scores but the band and a bias that is read by
+                // vectors
 
   View out;      // dbias, or dalibi_slopes with two axes more of extent 1
   float factor;  // of its elements

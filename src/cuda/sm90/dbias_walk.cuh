@@ -1,17 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which dbias.cuh does its work, which its two roles walk side by side.
+// The order in which dbias.cuh does its work. One thread walks it, copies what the warpgroups need
+// to shared memory, and writes down what they are to do; they know nothing of lengths and layouts.
 #pragma once
 
 #include "cuda/common/sequence.cuh"
+#include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/dbias_kernels.h"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
 
+// A tile of keys of one head of one sequence, whose K and V a slot holds.
 struct Visit {
   Sequence sequence;
   int head, key0;
   int begin, end;  // blocks of queries that see some key
+  MapRow row0;     // of query 0
+  int64_t stats;   // where the statistics of query 0 are
 };
+
+// What the warpgroups are told to do next.
+struct Command {
+  enum What { kStop, kAdd, kFinish };
+  int what;
+  // kAdd: a stage of Q and dO to the sum of `block`. kFinish: the sums of `blocks` blocks from
+  // `block` on are complete; after the last one, sums are zeros.
+  int block;
+  int blocks;          // kAdd: which of the sums, or -1: none
+  int key0, n, head;   // kAdd: of the visit; kFinish: of the bias
+  int slot_and_phase;  // kAdd: 2 slot + phase of its full barrier, which says that K and V are
+                       // there
+  int clean;           // kAdd: every query of the block sees every key of the tile
+  int released;        // a bit for each slot that is not needed any more
+  int term;            // kFinish: of the sums that dbias_sum adds
+  int unused[2];
+};
+static_assert(sizeof(Command) == 48);
 
 // What a CTA does in one go.
 struct DbiasItem {
@@ -46,56 +71,158 @@ __device__ __forceinline__ DbiasItem item_of(const DbiasCut& cut, int index) {
   return item;
 }
 
-// Calls the role's open, step and close for every visit, clear and finish around every sum. Blocks
-// come last one first: all tiles of a causal problem see the last. kSlots: visits that may be open.
-template <int kSlots, typename Role>
-__device__ __forceinline__ void walk(const DbiasCut& cut, Role& role) {
-  const int grid = gridDim.x;
-  const bool by_block = cut.extent[2] > 1 && cut.extent[3] > 1;
-  const int pairs = cut.sequences * cut.heads;
+// Kernel: a Dbias<..>, for its shapes and its shared memory.
+template <typename Kernel>
+class DbiasProducer {
+ public:
+  static constexpr int kTileM = DbiasTile::kTileM, kTileN = DbiasTile::kTileN;
+  static constexpr int kSlots = Kernel::kTile.kv_slots, kBlocks = Kernel::kBlocks;
+  using Storage = typename Kernel::SharedStorage;
+
+  __device__ __forceinline__ DbiasProducer(const DbiasParams& a,
+                                           const typename Kernel::Shared& shared, Storage& storage)
+      : a_(a), shared_(shared), storage_(storage) {}
+
+  // Blocks come last one first: all tiles of a causal problem see the last.
+  __device__ __forceinline__ void run() {
+    const DbiasCut& cut = a_.cut;
+    const int grid = gridDim.x;
 #pragma unroll 1
-  for (int first = 0, round = 0; first < cut.items; first += grid, ++round) {
-    // There and back again: who had a long item has a short one next.
-    const int index = first + static_cast<int>(round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
-    if (index >= cut.items) continue;
-    const DbiasItem item = item_of(cut, index);
-    const auto open = [&](int pair, int tile, int block, int block_end) {
-      return role.open(item.bias_n + pair / cut.heads, item.bias_head + pair % cut.heads, tile,
-                       block, block_end);
-    };
-    int resident_slot = 0;
+    for (int first = 0, round = 0; first < cut.items; first += grid, ++round) {
+      // There and back again: who had a long item has a short one next.
+      const int index = first + static_cast<int>(round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+      if (index < cut.items) walk(item_of(cut, index));
+    }
+    say({Command::kStop});
+  }
+
+ private:
+  static constexpr uint32_t kNothing = 8;
+
+  __device__ __forceinline__ void walk(const DbiasItem& item) {
+    const DbiasCut& cut = a_.cut;
+    const bool by_block = cut.extent[2] > 1 && cut.extent[3] > 1;
+    const int pairs = cut.sequences * cut.heads;
+    uint32_t resident = 0, opened = 0;  // of each pair: 2 slot + phase; a bit for each slot
     if (cut.resident) {
-      resident_slot = role.ring.stage;
       for (int pair = 0; pair < pairs; ++pair) {
-        open(pair, item.tile, item.block, item.block_end);
+        resident |= (2 * ring_.stage + ring_.phase) << 4 * pair;
+        const int slot = ring_.stage;
+        if (open(item, pair, item.tile, item.block, item.block_end)) {
+          opened |= 1u << slot;
+        } else {
+          resident |= kNothing << 4 * pair;
+        }
       }
     }
-    const int sums = by_block ? item.block_end - item.block : 1;
-#pragma unroll 1
-    for (int i = 0; i < sums; ++i) {
-      const int block_end = item.block_end - i, block = by_block ? block_end - 1 : item.block;
-      role.clear();
+    int end = item.block_end;
+    do {  // once, at least, where all blocks share a sum
+      const int begin = by_block ? max(end - kBlocks, item.block) : item.block;
 #pragma unroll 1
       for (int pair = item.pair; pair < pairs; pair += item.pair_step) {
 #pragma unroll 1
         for (int tile = item.tile; tile < item.tile_end; ++tile) {
-          const int slot = Role::uniform(cut.resident ? (resident_slot + pair) % kSlots
-                                                      : open(pair, tile, block, block_end));
-          const Visit& visit = role.visits[slot];
-          const int begin = Role::uniform(max(visit.begin, block));
-#pragma unroll 1
-          for (int m = Role::uniform(min(visit.end, block_end)) - 1; m >= begin; --m) {
-            role.step(visit, slot, m);
+          uint32_t slot_and_phase = resident >> 4 * pair & 15;
+          if (!cut.resident) {
+            slot_and_phase = 2 * ring_.stage + ring_.phase;
+            if (!open(item, pair, tile, begin, end)) continue;
+          } else if (slot_and_phase & kNothing) {
+            continue;
           }
-          if (!cut.resident) role.close();
+          const int slot = slot_and_phase >> 1;
+          const Visit& visit = storage_.visits[slot];
+          const int low = max(visit.begin, begin), high = min(visit.end, end);
+#pragma unroll 1
+          for (int block = high - 1; block >= low; --block) {
+            add(visit, block, by_block ? block - begin : 0, slot_and_phase,
+                !cut.resident && block == low ? 1 << slot : 0);
+          }
         }
       }
-      role.finish(item, block);
-    }
-    if (cut.resident) {
-      for (int pair = 0; pair < pairs; ++pair) role.close();
-    }
+      const bool last = begin == item.block;
+      say({Command::kFinish, begin, by_block ? end - begin : 1, item.tile * kTileN, item.bias_n,
+           item.bias_head, 0, 0, last ? static_cast<int>(opened) : 0, item.term});
+      end = begin;
+    } while (by_block && end > item.block);
   }
-}
+
+  // A visit of the blocks [begin, end), in the next slot; false: they see nothing of it.
+  __device__ __forceinline__ bool open(const DbiasItem& item, int pair, int tile, int begin,
+                                       int end) {
+    const Params& p = a_.problem;
+    const int slot = ring_.stage, key0 = tile * kTileN;
+    const int n = item.bias_n + pair / a_.cut.heads, head = item.bias_head + pair % a_.cut.heads;
+    const Sequence sequence = sequence_of(p, n);
+    const Interval queries = sequence.band.rows(key0, key0 + kTileN);
+    const int visit_begin = max(static_cast<int>(queries.lo) / kTileM, begin),
+              visit_end = min(static_cast<int>(queries.hi + kTileM - 1) / kTileM, end);
+    if (queries.empty() || visit_begin >= visit_end) return false;
+    const auto barriers = shared_.kv_barriers();
+    mbarrier_wait(barriers.empty(slot), ring_.phase ^ 1);
+    Visit& visit = storage_.visits[slot];
+    visit.sequence = sequence;
+    visit.head = head;
+    visit.key0 = key0;
+    visit.begin = visit_begin;
+    visit.end = visit_end;
+    visit.row0 = map_row(a_.ragged_q, sequence.q, 0);
+    const int slot_of_rows =
+        first_slot_of(p.thd_q, n, sequence.q.first, a_.tile_m, (p.sq + a_.tile_m - 1) / a_.tile_m);
+    visit.stats = (int64_t{head} * a_.slots + slot_of_rows) * a_.tile_m;
+    const uint32_t full = barriers.full(slot);
+    mbarrier_arrive_expect(full, Kernel::KTile::kBytes + Kernel::VTile::kBytes);
+    const int kv_head = head / p.group, batch = sequence.k.batch;
+    const MapRow row = map_row(a_.ragged_k, sequence.k, key0);
+    Kernel::KTile::load(shared_.k(slot), &a_.k, full, kv_head, row.c2, row.c3, batch);
+    Kernel::VTile::load(shared_.v(slot), &a_.v, full, kv_head, row.c2, row.c3, batch);
+    ring_.advance();
+    return true;
+  }
+
+  __device__ __forceinline__ void add(const Visit& visit, int block, int sum, int slot_and_phase,
+                                      int released) {
+    constexpr int kRowBytes = kTileM * 4;
+    const int stage = q_ring_.stage, query0 = block * kTileM;
+    const auto barriers = shared_.q_barriers();
+    const int chunks =
+        Kernel::kPlain ? min((a_.cut.extent[3] - visit.key0 + kChunkColumns - 1) / kChunkColumns,
+                             kTileN / kChunkColumns)
+                       : 0;
+    barriers.acquire(q_ring_, Kernel::QTile::kBytes + Kernel::GradOTile::kBytes + 2 * kRowBytes +
+                                  chunks * Kernel::BiasTile::kChunkBytes);
+    const uint32_t full = barriers.full(stage);
+    const int batch = visit.sequence.q.batch, c2 = visit.row0.c2 + query0, c3 = visit.row0.c3;
+    Kernel::QTile::load(shared_.q(stage), &a_.q, full, visit.head, c2, c3, batch);
+    Kernel::GradOTile::load(shared_.grad_o(stage), &a_.grad_o, full, visit.head, c2, c3, batch);
+    bulk_load(shared_.lse2(stage), a_.lse2 + visit.stats + query0, kRowBytes, full);
+    bulk_load(shared_.delta(stage), a_.delta + visit.stats + query0, kRowBytes, full);
+    if (Kernel::kPlain) {
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        tma_load(shared_.bias(stage) + chunk * Kernel::BiasTile::kChunkBytes, &a_.bias, full,
+                 visit.key0 + chunk * kChunkColumns, visit.head * a_.bias_of_head, query0, 0,
+                 visit.sequence.n * a_.bias_of_sequence);
+      }
+    }
+    q_ring_.advance();
+    const KeyInterval of_all = keys_of_all_rows(visit.sequence.band, query0, query0 + kTileM);
+    say({Command::kAdd, block, sum, visit.key0, visit.sequence.n, visit.head, slot_and_phase,
+         of_all.lo <= visit.key0 && visit.key0 + kTileN <= of_all.hi, released});
+  }
+
+  __device__ __forceinline__ void say(const Command& command) {
+    const auto barriers = shared_.command_barriers();
+    mbarrier_wait(barriers.empty(command_ring_.stage), command_ring_.phase ^ 1);
+    storage_.commands[command_ring_.stage] = command;
+    mbarrier_arrive(barriers.full(command_ring_.stage));
+    command_ring_.advance();
+  }
+
+  const DbiasParams& a_;
+  const typename Kernel::Shared& shared_;
+  Storage& storage_;
+  Ring<kSlots> ring_;
+  Ring<Kernel::kTile.q_stages> q_ring_;
+  Ring<Kernel::kCommands> command_ring_;
+};
 
 }  // namespace tessera::cuda::sm90
