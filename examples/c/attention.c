@@ -10,7 +10,9 @@ enum { BATCH = 2, SEQLEN = 128, HEADS = 4, HEAD_DIM = 64 };
 
 /* A contiguous [batch, seqlen, heads, head_dim] tensor of floats. */
 static tessera_tensor bshd(void) {
-  tessera_tensor t = {TESSERA_FP32, 0, {BATCH, SEQLEN, HEADS, HEAD_DIM},
+  tessera_tensor t = {TESSERA_FP32,
+                      0,
+                      {BATCH, SEQLEN, HEADS, HEAD_DIM},
                       {SEQLEN * HEADS * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, 1}};
   return t;
 }

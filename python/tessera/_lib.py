@@ -8,6 +8,7 @@ makes a call cheap; ctypes releases the GIL while the library runs.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import logging
@@ -206,6 +207,7 @@ def _connect_log():
         target.info("%s", message.decode("utf-8", "replace"))
 
     set_log(ctypes.cast(forward, c_void_p), None)
+    atexit.register(set_log, None, None)  # a CUDA stream may log from a thread of its own
     return forward  # kept alive by the module
 
 

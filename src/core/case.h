@@ -90,7 +90,7 @@ struct Case {
   double softcap = 0;  // 0 = off
   BiasAt bias = BiasAt::kNone;
   std::string bias_shape;
-  double bias_inf = 0;  // share of the bias that is -inf
+  double bias_inf = 0;                // share of the bias that is -inf
   int32_t bias_dtype = TESSERA_NONE;  // of bias, learnable sink and slopes; NONE: q's
   Alibi alibi = Alibi::kNone;
   Sink sink = Sink::kNone;

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         for (int e = 0; e < kTileM / 2; ++e) s[r][e] = dp[r][e] = 0;
       }
       multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true, kSkip>(s, smem.k, warp_row, smem.q[buffer],
-                                                         p.dqk);
+                                                                p.dqk);
       if (makes_dk) {
         multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true>(dp, smem.v, warp_row, smem.grad_o, p.dv);
       }

@@ -2,9 +2,9 @@
 // wgmma: D[64, N] (+)= A[64, 16] B[16, N] by one warpgroup, 16-bit operands, fp32 accumulators.
 //
 // B comes from shared memory through a descriptor, A from shared memory or from registers. Products
-// are asynchronous: fence() before the first of a batch, commit() after the last, wait<n>() until at
-// most n batches are in flight. Accumulators may not be touched in between; pin() around the fence
-// and the wait keeps the compiler's register moves on their side.
+// are asynchronous: fence() before the first of a batch, commit() after the last, wait<n>() until
+// at most n batches are in flight. Accumulators may not be touched in between; pin() around the
+// fence and the wait keeps the compiler's register moves on their side.
 //
 // Accumulator element e of lane l of warp w stands at
 //   row 16 w + l / 4 + 8 (e / 2 % 2),   column 8 (e / 4) + 2 (l % 4) + e % 2,
@@ -48,12 +48,13 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t l
          static_cast<uint64_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Wgmma<Element, N>::ss and ::rs. One specialisation per type and N, from one macro: PTX wants every
-// accumulator named.
+// Wgmma<Element, N>::ss and ::rs. One specialisation per type and N, from one macro: PTX wants
+// every accumulator named.
 template <typename Element, int N>
 struct Wgmma;
 
 // Accumulators by eights: their names in the text, and the operands.
+// clang-format off
 #define TESSERA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TESSERA_D16 TESSERA_D8 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
 #define TESSERA_D24 TESSERA_D16 ", " "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -74,35 +75,43 @@ struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define TESSERA_THIRTYTWO(i) TESSERA_EIGHT(i), TESSERA_EIGHT(i + 8), TESSERA_EIGHT(i + 16), TESSERA_EIGHT(i + 24)
+// clang-format on
 
 // r0 .. r7: operand numbers after the accumulators.
-#define TESSERA_WGMMA(T, TYPE, N, ACCUMULATORS, r0, r1, r2, r3, r4, r5, r6, r7)                            \
-  template <>                                                                                     \
-  struct Wgmma<T, N> {                                                                            \
-    template <Major kA, Major kB>                                                                 \
-    static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b,          \
-                                              int accumulate) {                                   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                               \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TESSERA_D##ACCUMULATORS "}, "     \
-                   "%" #r0 ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4 ";\n}"                           \
-                   : TESSERA_O##ACCUMULATORS                                                                            \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                \
-    }                                                                                             \
-    template <Major kB>                                                                           \
-    static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b,   \
-                                              int accumulate) {                                   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5 ", 0;\n"                               \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TESSERA_D##ACCUMULATORS "}, "     \
-                   "{%" #r0 ", %" #r1 ", %" #r2 ", %" #r3 "}, %" #r4 ", p, 1, 1, %" #r6 ";\n}"     \
-                   : TESSERA_O##ACCUMULATORS                                                                            \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),         \
-                     "n"(int(kB)));                                                               \
-    }                                                                                             \
+#define TESSERA_WGMMA(T, TYPE, N, ACCUMULATORS, r0, r1, r2, r3, r4, r5, r6, r7)                 \
+  template <>                                                                                   \
+  struct Wgmma<T, N> {                                                                          \
+    template <Major kA, Major kB>                                                               \
+    static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b,        \
+                                              int accumulate) {                                 \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2                                     \
+                   ", 0;\n"                                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE              \
+                   " {" TESSERA_D##ACCUMULATORS                                                 \
+                   "}, "                                                                        \
+                   "%" #r0 ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4 ";\n}"                        \
+                   : TESSERA_O##ACCUMULATORS                                                    \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));              \
+    }                                                                                           \
+    template <Major kB>                                                                         \
+    static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, \
+                                              int accumulate) {                                 \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r5                                     \
+                   ", 0;\n"                                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE              \
+                   " {" TESSERA_D##ACCUMULATORS                                                 \
+                   "}, "                                                                        \
+                   "{%" #r0 ", %" #r1 ", %" #r2 ", %" #r3 "}, %" #r4 ", p, 1, 1, %" #r6 ";\n}"  \
+                   : TESSERA_O##ACCUMULATORS                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),       \
+                     "n"(int(kB)));                                                             \
+    }                                                                                           \
   };
-#define TESSERA_WGMMA_TYPES(...)                     \
+#define TESSERA_WGMMA_TYPES(...)                    \
   TESSERA_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__) \
   TESSERA_WGMMA(__half, "f16", __VA_ARGS__)
 
+// clang-format off
 #define TESSERA_O16 TESSERA_EIGHT(0), TESSERA_EIGHT(8)
 #define TESSERA_O32 TESSERA_THIRTYTWO(0)
 #define TESSERA_O40 TESSERA_THIRTYTWO(0), TESSERA_EIGHT(32)
@@ -114,6 +123,7 @@ struct Wgmma;
 #define TESSERA_O88 TESSERA_THIRTYTWO(0), TESSERA_THIRTYTWO(32), TESSERA_EIGHT(64), TESSERA_EIGHT(72), TESSERA_EIGHT(80)
 #define TESSERA_O96 TESSERA_THIRTYTWO(0), TESSERA_THIRTYTWO(32), TESSERA_THIRTYTWO(64)
 #define TESSERA_O128 TESSERA_THIRTYTWO(0), TESSERA_THIRTYTWO(32), TESSERA_THIRTYTWO(64), TESSERA_THIRTYTWO(96)
+// clang-format on
 TESSERA_WGMMA_TYPES(32, 16, 16, 17, 18, 19, 20, 21, 22, 23)
 TESSERA_WGMMA_TYPES(64, 32, 32, 33, 34, 35, 36, 37, 38, 39)
 TESSERA_WGMMA_TYPES(80, 40, 40, 41, 42, 43, 44, 45, 46, 47)
