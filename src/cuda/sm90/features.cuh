@@ -136,7 +136,11 @@ class Features : Feature {
     if (partial) {
       if (a_.mask_bits) shown[0] = data.words[0], shown[1] = data.words[1];
       if (p_.num_ranges) keep_ranges(block * kTileN + 2 * quad_, shown);
-      if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) keep_segments(block, data, shown);
+      if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) {
+        uint32_t same[2];
+        find_same_ids(data.row_ids, data.key_ids, work_.k.length - block * kTileN, same);
+        shown[0] &= same[0], shown[1] &= same[1];
+      }
     }
     VisibleBits<kTileN> visible;
     if (cut) visible = VisibleBits<kTileN>(band, block, quad_);
@@ -240,31 +244,6 @@ class Features : Feature {
       data.key_ids[i] = static_cast<const int*>(ids_k.data)[offset_of(
           ids_k, work_.k.batch, work_.k.first + max(min(key, work_.k.length - 1), 0))];
     }
-  }
-
-  // The rows of a warp have few ids, mostly one: the keys of each are found by all lanes together.
-  __device__ __forceinline__ void keep_segments(int block, const MaskData& data,
-                                                uint32_t (&visible)[2]) const {
-    const int lane = threadIdx.x % kWarp, keys = work_.k.length - block * kTileN;
-    const int(&ids)[2] = data.row_ids;
-    const int last = __reduce_max_sync(kAllLanes, max(ids[0], ids[1]));
-    int id = __reduce_min_sync(kAllLanes, min(ids[0], ids[1]));
-    uint32_t same[2] = {};
-    while (true) {
-      uint32_t elements = 0;
-#pragma unroll
-      for (int i = 0; i < kTileN / kWarp; ++i) {
-        const uint32_t word =
-            __ballot_sync(kAllLanes, data.key_ids[i] == id && i * kWarp + lane < keys);
-        elements |= elements_of_columns(word >> (2 * quad_)) << (8 * i);
-      }
-      same[0] = ids[0] == id ? elements : same[0];
-      same[1] = ids[1] == id ? elements : same[1];
-      if (id == last) break;
-      id = __reduce_min_sync(kAllLanes,
-                             min(ids[0] > id ? ids[0] : last, ids[1] > id ? ids[1] : last));
-    }
-    visible[0] &= same[0], visible[1] &= same[1];
   }
 
   const ForwardParams& a_;

@@ -43,6 +43,7 @@
 #include "cuda/sm90/blocks.cuh"
 #include "cuda/sm90/dropout.cuh"
 #include "cuda/sm90/features.cuh"
+#include "cuda/sm90/forward_roles.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/output.cuh"
@@ -86,7 +87,10 @@ struct Forward : Feature {
                 (1 + kConsumers) * kLaunchRegisters);
 
   // At the masks of the tile after this one. Other kernels have no registers left for it.
-  static constexpr bool kLooksAhead = kFeatures == 0 && kTile.dv < 256;
+  static constexpr bool kLooksAhead = (kFeatures == 0 || kMasksEarly) && kTile.dv < 256;
+
+  // A loop for each kind of block, cut or not. Kernels of ALiBi and bias gain nothing by it.
+  static constexpr bool kSplitsLoop = kFeatures == 0 || kCapsLate || kDrawsEarly;
 
   static constexpr int kWorkStages = kListsBlocks && kFeatures & kBiasTiles ? 2 : 3;  // what fits
   static constexpr int kBiasBytes = kFeatures & kBiasTiles ? kRows * kTileN * 2 : 0;  // a consumer
@@ -149,105 +153,6 @@ struct Forward : Feature {
       return {base + uint32_t(offsetof(SharedStorage, work_barriers))};
     }
   };
-
-  // ---- scheduler: one warp ----
-
-  // Fills the ring of tiles. Tiles that see no key are finished here.
-  static __device__ __forceinline__ void scheduler(const ForwardParams& a, Work* works,
-                                                   PackedOrder& order, const Shared shared) {
-    const int lane = threadIdx.x % kWarp;
-    int tiles = a.tiles;
-    if (PackedOrder::covers(a.problem)) {
-      tiles =
-          min(order.template fill<kTileM>(a.problem, lane), tiles / a.problem.hq) * a.problem.hq;
-    }
-    const auto barriers = shared.work_barriers();
-    Ring<kWorkStages> ring;
-    Dispenser dispenser(a);  // lane 0's
-    mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
-    while (true) {
-      Work& work = works[ring.stage];  // all lanes write the same
-      const int index = uniform(lane == 0 ? dispenser.next(tiles) : 0);
-      const bool last = index >= tiles;
-      work.last = last;
-      if (!last) {
-        Schedule::decode(a, order, index, work);
-        Output<Element>::prepare(a.problem, work);
-        __syncwarp();
-        if constexpr (kListsBlocks) BlockList<kTileM, kTileN>::fill(a, work, lane);
-        __syncwarp();
-        if (work.begin >= work.end) {
-          Output<Element>{a.problem, work}.store_nothing(kTileM, lane);
-          __syncwarp();
-          continue;
-        }
-      }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));
-      if (last) return;
-      ring.advance();
-      mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
-    }
-  }
-
-  // ---- producer: one thread ----
-
-  static __device__ __forceinline__ void producer(const ForwardParams& a, const Work* works,
-                                                  const Shared shared) {
-    const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
-    const auto work_barriers = shared.work_barriers();
-    Ring<kWorkStages> work_ring;
-    Ring<kTile.q_stages> q_ring;
-    Ring<kTile.stages> ring;
-    Ring<1> bias_ring;
-    // A box wholly outside a ragged map faults. Columns of v past dv may be anything: their o is
-    // not stored. Those of q and k must be zeros, and their maps are plain.
-    const int v_chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
-    for (;; work_ring.advance()) {
-      work_barriers.wait(work_ring);
-      const Work& work = works[work_ring.stage];
-      if (work.last) return;
-      const int begin = work.begin, end = work.end, head = work.head,
-                kv_head = head / a.problem.group;
-      const int q_batch = work.q.batch, q_row = work.q.first + work.m0;
-      const int batch = work.k.batch, k_row = work.k.first;
-      const int v_row = a.ragged_v ? kRagged - work.k.length : k_row;  // see tensormap.h
-      const int v_shift = a.ragged_v ? k_row + work.k.length : 0;
-      const int m0 = work.m0, n = work.n;
-      if constexpr (!kListsBlocks) work_barriers.release(work_ring);
-      const auto load_q = [&] {
-        for (int w = 0; w < kConsumers; ++w) {
-          const auto q_barriers = shared.q_barriers(w);
-          q_barriers.acquire(q_ring, QTile::kBytes);
-          QTile::load(shared.q(w, q_ring.stage), &a.q, q_barriers.full(q_ring.stage), head,
-                      q_row + w * kRows, 0, q_batch);
-        }
-        q_ring.advance();
-      };
-      // A second stage of queries is free long before a stage of keys; an only one is not.
-      if (kTile.q_stages > 1) load_q();
-#pragma unroll 1
-      for (int j = end - 1; j >= begin; j = block_before(work, j)) {
-        k_barriers.acquire(ring, KTile::kBytes);
-        KTile::load(shared.k(ring.stage), &a.k, k_barriers.full(ring.stage), kv_head,
-                    k_row + j * kTileN, 0, batch);
-        if (kTile.q_stages == 1 && j == end - 1) load_q();
-        if constexpr (kBiasBytes > 0) {
-          if (BlockFeatures::has_bias_tiles(a)) {
-            for (int w = 0; w < kConsumers; ++w) {
-              shared.bias(w).load(a, bias_ring, n, head, m0 + w * kRows, j * kTileN);
-            }
-            bias_ring.advance();
-          }
-        }
-        v_barriers.acquire(ring, v_chunks * VTile::kChunkBytes);
-        VTile::load(shared.v(ring.stage), &a.v, v_barriers.full(ring.stage), kv_head,
-                    v_row + j * kTileN, v_shift, batch, v_chunks);
-        ring.advance();
-      }
-      if constexpr (kListsBlocks) work_barriers.release(work_ring);
-    }
-  }
 
   // ---- consumer ----
 
@@ -388,12 +293,18 @@ struct Forward : Feature {
     // What the thread's rows see of the tile: under products, like everything that can be.
     KeyInterval keys[2];
     VisibleBits first_visible;  // in the first block
+    bool first_is_partial;
+    MaskData<kTileN> mask_data;
     const auto start_tile = [&] {
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
       keys[0] = keys_of_row(work.band(), row);
       keys[1] = keys_of_row(work.band(), row + 8);
-      first_visible = VisibleBits(keys, blocks.end - 1, lane);
+      if constexpr (kFeatures == 0) first_visible = VisibleBits(keys, blocks.end - 1, lane);
+      first_is_partial = uniform(is_partial(work, blocks.end - 1));
+      if constexpr (kMasksEarly) {
+        BlockFeatures(a, work, row, lane).load_masks(blocks.end - 1, first_is_partial, mask_data);
+      }
     };
     if (!next_tile()) return;
     if (w == kConsumers - 1) give_turn();
@@ -414,7 +325,6 @@ struct Forward : Feature {
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
       const BlockFeatures features(a, work, row, lane);
-      MaskData<kTileN> mask_data;
       const auto is_cut = [&](int j) { return j < blocks.clean_begin || j >= blocks.clean_end; };
       const auto finish_scores = [&](int j, bool cut, bool partial) {
         VisibleBits visible;
@@ -442,8 +352,6 @@ struct Forward : Feature {
       if constexpr (kDrawsEarly) {
         dropout.start_tile(a.problem, work, row, lane % 4, blocks.end - 1);
       }
-      const bool first_is_partial = uniform(is_partial(work, blocks.end - 1));
-      if constexpr (kMasksEarly) features.load_masks(blocks.end - 1, first_is_partial, mask_data);
       if constexpr (kFeatures) {
         finish_scores(blocks.end - 1, is_cut(blocks.end - 1), first_is_partial);
       } else if (is_cut(blocks.end - 1)) {
@@ -454,6 +362,14 @@ struct Forward : Feature {
       all_weights(l);
       drop(blocks.end - 1);
 
+      // The block after this one, and whether a data mask hides some of it: looked up under the
+      // products.
+      [[maybe_unused]] int next;
+      [[maybe_unused]] bool next_is_partial;
+      const auto look_ahead = [&](int j) {
+        next = uniform(block_before(work, j));
+        next_is_partial = uniform(is_partial(work, max(next, blocks.begin)));
+      };
       int accumulate = 0;
       const auto step = [&](int j, bool cut, bool partial) {
         const auto here = ring.next();
@@ -465,6 +381,7 @@ struct Forward : Feature {
         issue_pv(ring.stage, accumulate, j);
         accumulate = 1;
         give_turn();
+        if constexpr (kMasksEarly) look_ahead(j);
         wgmma_wait<1>();
         pin(S);
         if (!kTile.q_in_registers && j == blocks.begin) release_q();
@@ -509,8 +426,19 @@ struct Forward : Feature {
         drop(j);
         ring = here;
       };
-      if constexpr (kFeatures) {
-        const auto before = [&](int j) { return uniform(block_before(work, j)); };
+      [[maybe_unused]] const auto before = [&](int j) { return uniform(block_before(work, j)); };
+      if constexpr (kMasksEarly) {
+        look_ahead(blocks.end - 1);
+#pragma unroll 1
+        while (next >= blocks.begin) {
+          const int j = next;
+          if (next_is_partial || is_cut(j)) {
+            step(j, is_cut(j), next_is_partial);
+          } else {
+            step(j, false, false);
+          }
+        }
+      } else if constexpr (!kSplitsLoop) {
 #pragma unroll 1
         for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
           step(j, is_cut(j), uniform(is_partial(work, j)));
@@ -594,9 +522,9 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
     if (threadIdx.x / kWarp == 1) {
-      Kernel::scheduler(p, works, in_shared.order, shared);
+      schedule<Element, Kernel>(p, works, in_shared.order, shared);
     } else if (threadIdx.x == 0) {
-      Kernel::producer(p, works, shared);
+      produce<Kernel>(p, works, shared);
     }
   } else {
     registers_claim<Kernel::kConsumerRegisters>();

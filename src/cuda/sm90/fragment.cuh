@@ -27,6 +27,32 @@ __device__ __forceinline__ uint32_t elements_of_columns(uint32_t columns) {
   return (fours & 0xf) | (fours >> 12 & 0xf0);
 }
 
+// Of each of a thread's two rows the elements whose columns have the id of the row, by all lanes:
+// lane l has the ids of columns l, l + 32, ...; those from `end` on do not exist. The rows of a
+// warp have few ids, mostly one: the columns of each are found by all lanes together.
+template <int kWords>
+__device__ __forceinline__ void find_same_ids(const int (&row_ids)[2],
+                                              const int (&column_ids)[kWords], int end,
+                                              uint32_t (&same)[2]) {
+  const int lane = threadIdx.x % kWarp, quad = lane % 4;
+  const int last = __reduce_max_sync(kAllLanes, max(row_ids[0], row_ids[1]));
+  int id = __reduce_min_sync(kAllLanes, min(row_ids[0], row_ids[1]));
+  same[0] = same[1] = 0;
+  while (true) {
+    uint32_t elements = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t word = __ballot_sync(kAllLanes, column_ids[i] == id && i * kWarp + lane < end);
+      elements |= elements_of_columns(word >> (2 * quad)) << (8 * i);
+    }
+    same[0] = row_ids[0] == id ? elements : same[0];
+    same[1] = row_ids[1] == id ? elements : same[1];
+    if (id == last) return;
+    id = __reduce_min_sync(
+        kAllLanes, min(row_ids[0] > id ? row_ids[0] : last, row_ids[1] > id ? row_ids[1] : last));
+  }
+}
+
 // Of the two rows of a thread in a block, the elements that are to be seen.
 template <int kTileN>
 struct VisibleBits {
