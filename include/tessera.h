@@ -58,21 +58,22 @@ enum tessera_dtype {
  * are given (seqlens or cu_seqlens), how lse is laid out, and how messages print a shape. */
 enum tessera_format { TESSERA_BSHD = 0, TESSERA_SBHD = 1, TESSERA_BHSD = 2, TESSERA_THD = 3 };
 
+/* clang-format off */
 enum tessera_align {
-  TESSERA_ALIGN_NONE = 0,        /* not given */
-  TESSERA_ALIGN_TOP_LEFT = 1,    /* shift 0 */
+  TESSERA_ALIGN_NONE = 0,     /* not given */
+  TESSERA_ALIGN_TOP_LEFT = 1, /* shift 0 */
   TESSERA_ALIGN_BOTTOM_RIGHT = 2 /* shift len_k - len_q, per sequence */
 };
 
 enum tessera_flags {
-  TESSERA_CAUSAL = 1 << 0,         /* keys j <= i + shift */
-  TESSERA_WINDOW = 1 << 1,         /* window_left and window_right are given */
-  TESSERA_MASK_DROP = 1 << 2,      /* MASK true = hidden (drop=); without: true = visible (keep=) */
-  TESSERA_BIAS_PRE_SCALE = 1 << 3, /* BIAS is added before softmax_scale is applied */
-  TESSERA_SOFTMAX_SCALE = 1 << 4,  /* buffers.softmax_scale is given; without: 1/sqrt(dqk) */
-  TESSERA_SOFTCAP = 1 << 5,        /* buffers.softcap is given and > 0 */
-  TESSERA_DROPOUT = 1 << 6,        /* buffers.dropout_p is given and > 0; needs RNG_STATE */
-  TESSERA_SINK_OFF_BY_ONE = 1 << 7, /* a sink of 0 without gradient; excludes the SINK tensor */
+  TESSERA_CAUSAL = 1 << 0,           /* keys j <= i + shift */
+  TESSERA_WINDOW = 1 << 1,           /* window_left and window_right are given */
+  TESSERA_MASK_DROP = 1 << 2,        /* MASK true = hidden (drop=); without: true = visible (keep=) */
+  TESSERA_BIAS_PRE_SCALE = 1 << 3,   /* BIAS is added before softmax_scale is applied */
+  TESSERA_SOFTMAX_SCALE = 1 << 4,    /* buffers.softmax_scale is given; without: 1/sqrt(dqk) */
+  TESSERA_SOFTCAP = 1 << 5,          /* buffers.softcap is given and > 0 */
+  TESSERA_DROPOUT = 1 << 6,          /* buffers.dropout_p is given and > 0; needs RNG_STATE */
+  TESSERA_SINK_OFF_BY_ONE = 1 << 7,  /* a sink of 0 without gradient; excludes the SINK tensor */
   TESSERA_DETERMINISTIC = 1 << 8,
   TESSERA_BATCH_INVARIANT = 1 << 9,
   TESSERA_ALLOW_QUADRATIC = 1 << 10, /* permit a path that allocates O(sq*sk) */
@@ -86,37 +87,35 @@ enum tessera_flags {
  * A thd tensor has batch extent 1 and its tokens on the seqlen axis. */
 enum tessera_index {
   /* inputs of both passes */
-  TESSERA_Q = 0, /* [b, sq, hq, dqk]                    thd [1, t, hq, dqk] */
-  TESSERA_K = 1, /* [b, sk, hk, dqk]   thd [1, t, hk, dqk]   pages [pages, page_size, hk, dqk] */
-  TESSERA_V = 2, /* [b, sk, hk, dv]    likewise */
-  TESSERA_BIAS =
-      3, /* [b|1, hq|1, sq|1, sk|1]             thd: sq, sk are max_seqlen_q, max_seqlen_k */
-  TESSERA_MASK = 4,          /* [b|1, hq|1, sq|1, sk|1] bool        likewise */
-  TESSERA_KEY_RANGES = 5,    /* [b|1, hq|1, sq|1, 2|4] int32        thd [1, hq|1, t|1, 2|4] */
-  TESSERA_SEGMENT_IDS_Q = 6, /* [b, sq] int32                       thd [1, t] */
-  TESSERA_SEGMENT_IDS_K = 7, /* [b, sk] int32                       thd [1, t] */
-  TESSERA_SINK = 8,          /* [hq] */
-  TESSERA_ALIBI_SLOPES = 9,  /* [b|1, hq] */
-  TESSERA_SEQLENS_Q = 10,    /* [b] int32 or int64 */
-  TESSERA_SEQLENS_K = 11,    /* [b] */
-  TESSERA_CU_SEQLENS_Q = 12, /* [b+1] int32 or int64, thd only */
-  TESSERA_CU_SEQLENS_K = 13, /* [b+1] */
+  TESSERA_Q = 0,              /* [b, sq, hq, dqk]                    thd [1, t, hq, dqk] */
+  TESSERA_K = 1,              /* [b, sk, hk, dqk]   thd [1, t, hk, dqk]   pages [pages, page_size, hk, dqk] */
+  TESSERA_V = 2,              /* [b, sk, hk, dv]    likewise */
+  TESSERA_BIAS = 3,           /* [b|1, hq|1, sq|1, sk|1]             thd: sq, sk are max_seqlen_q, max_seqlen_k */
+  TESSERA_MASK = 4,           /* [b|1, hq|1, sq|1, sk|1] bool        likewise */
+  TESSERA_KEY_RANGES = 5,     /* [b|1, hq|1, sq|1, 2|4] int32        thd [1, hq|1, t|1, 2|4] */
+  TESSERA_SEGMENT_IDS_Q = 6,  /* [b, sq] int32                       thd [1, t] */
+  TESSERA_SEGMENT_IDS_K = 7,  /* [b, sk] int32                       thd [1, t] */
+  TESSERA_SINK = 8,           /* [hq] */
+  TESSERA_ALIBI_SLOPES = 9,   /* [b|1, hq] */
+  TESSERA_SEQLENS_Q = 10,     /* [b] int32 or int64 */
+  TESSERA_SEQLENS_K = 11,     /* [b] */
+  TESSERA_CU_SEQLENS_Q = 12,  /* [b+1] int32 or int64, thd only */
+  TESSERA_CU_SEQLENS_K = 13,  /* [b+1] */
   TESSERA_CU_SEQLENS_Q_PADDED = 14, /* [b+1] where each sequence is stored */
   TESSERA_CU_SEQLENS_K_PADDED = 15, /* [b+1] */
-  TESSERA_PAGE_TABLE_K = 16,        /* [b, max_pages] int32; with it K is a pool of pages */
-  TESSERA_PAGE_TABLE_V = 17,        /* [b, max_pages] int32; not given: PAGE_TABLE_K serves V too */
-  TESSERA_K_SCALE = 18,             /* [b|1, hk] fp32: what an fp8 k is multiplied by */
-  TESSERA_V_SCALE = 19,             /* [b|1, hk] fp32 */
-  TESSERA_RNG_STATE = 20,           /* [2] int64: seed, offset */
+  TESSERA_PAGE_TABLE_K = 16,  /* [b, max_pages] int32; with it K is a pool of pages */
+  TESSERA_PAGE_TABLE_V = 17,  /* [b, max_pages] int32; not given: PAGE_TABLE_K serves V too */
+  TESSERA_K_SCALE = 18,       /* [b|1, hk] fp32: what an fp8 k is multiplied by */
+  TESSERA_V_SCALE = 19,       /* [b|1, hk] fp32 */
+  TESSERA_RNG_STATE = 20,     /* [2] int64: seed, offset */
   /* outputs of forward, inputs of backward */
-  TESSERA_O = 21, /* [b, sq, hq, dv]                     thd [1, t, hq, dv] */
-  TESSERA_LSE =
-      22, /* [b, hq, sq] fp32                    thd [1, hq, t]; forward writes it contiguous */
+  TESSERA_O = 21,             /* [b, sq, hq, dv]                     thd [1, t, hq, dv] */
+  TESSERA_LSE = 22,           /* [b, hq, sq] fp32                    thd [1, hq, t]; forward writes it contiguous */
   /* output of forward only */
-  TESSERA_MAX_LOGIT = 23, /* [hq] fp32 */
+  TESSERA_MAX_LOGIT = 23,     /* [hq] fp32 */
   /* inputs of backward only */
-  TESSERA_DO = 24,   /* as O */
-  TESSERA_DLSE = 25, /* as LSE */
+  TESSERA_DO = 24,            /* as O */
+  TESSERA_DLSE = 25,          /* as LSE */
   /* outputs of backward: those given are computed */
   TESSERA_DQ = 26,            /* as Q */
   TESSERA_DK = 27,            /* as K */
@@ -126,6 +125,7 @@ enum tessera_index {
   TESSERA_DALIBI_SLOPES = 31, /* as ALIBI_SLOPES */
   TESSERA_NUM_TENSORS = 32
 };
+/* clang-format on */
 
 typedef struct tessera_tensor {
   int32_t dtype;     /* enum tessera_dtype; 0 = not given */
@@ -145,8 +145,8 @@ typedef struct tessera_problem {
   int64_t window_right;
   int64_t max_seqlen_q; /* read with TESSERA_MAX_SEQLEN_Q */
   int64_t max_seqlen_k;
-  char backend[16];                           /* force one by name, NUL-padded; empty = choose */
-  int64_t reserved[6];                        /* 0 */
+  char backend[16];     /* force one by name, NUL-padded; empty = choose */
+  int64_t reserved[6];  /* 0 */
   tessera_tensor tensor[TESSERA_NUM_TENSORS]; /* last: it may grow */
 } tessera_problem;
 
@@ -161,12 +161,11 @@ typedef struct tessera_buffers {
   double softcap;       /* finite, > 0; read with TESSERA_SOFTCAP */
   double dropout_p;     /* in (0, 1); read with TESSERA_DROPOUT */
   void* stream;         /* cudaStream_t */
-  tessera_parallel_for
-      parallel_for; /* CPU: the caller's threads instead of the library's; may be NULL */
+  tessera_parallel_for parallel_for; /* CPU: the caller's threads instead of the library's; may be NULL */
   void* parallel_context;
-  void* workspace; /* tessera_info.workspace_bytes, 64-byte aligned on the CPU, 256 on CUDA */
+  void* workspace;         /* tessera_info.workspace_bytes, 64-byte aligned on the CPU, 256 on CUDA */
   int64_t workspace_bytes;
-  int64_t reserved[6];             /* 0 */
+  int64_t reserved[6];     /* 0 */
   void* data[TESSERA_NUM_TENSORS]; /* last: it may grow */
 } tessera_buffers;
 
@@ -195,8 +194,7 @@ typedef struct tessera_error {
 /* "1.2.3". */
 TESSERA_API const char* tessera_version(void);
 
-/* Every error argument may be NULL. Every function that returns int32_t returns tessera_error.code.
- */
+/* Every error argument may be NULL. Every function that returns int32_t returns tessera_error.code. */
 
 /* Validates, chooses a backend, builds and caches the plan. May be slow; tessera_run does the same
  * on a problem it has not met. num_threads as in tessera_buffers. */
