@@ -58,6 +58,7 @@ enum tessera_dtype {
  * are given (seqlens or cu_seqlens), how lse is laid out, and how messages print a shape. */
 enum tessera_format { TESSERA_BSHD = 0, TESSERA_SBHD = 1, TESSERA_BHSD = 2, TESSERA_THD = 3 };
 
+/* Comments stand in columns from here on. */
 /* clang-format off */
 enum tessera_align {
   TESSERA_ALIGN_NONE = 0,     /* not given */
@@ -125,7 +126,6 @@ enum tessera_index {
   TESSERA_DALIBI_SLOPES = 31, /* as ALIBI_SLOPES */
   TESSERA_NUM_TENSORS = 32
 };
-/* clang-format on */
 
 typedef struct tessera_tensor {
   int32_t dtype;     /* enum tessera_dtype; 0 = not given */
