@@ -54,6 +54,10 @@ void group_splits(const Problem& problem, int64_t splits_of_a_head, Layout& out)
   out.chunks = std::clamp<int64_t>(tasks(out.turns) / (8 * out.workers), 1, kMostChunks);
 }
 
+bool shares_sets(const Tensor& rows) {
+  return rows.dtype == TESSERA_FP32 && rows.stride[1] * size_of(rows.dtype) % kSpreadBytes == 0;
+}
+
 Layout lay_out(const Problem& problem, int num_threads) {
   Layout out{};
   const Sizes s = out.sizes = sizes_of(problem);
@@ -77,6 +81,8 @@ Layout lay_out(const Problem& problem, int num_threads) {
                .rows = out.tile_m,
                .convert_k = !bf16 && problem.tensor[TESSERA_K].dtype != TESSERA_FP32,
                .convert_v = bf16 || problem.tensor[TESSERA_V].dtype != TESSERA_FP32,
+               .spread_k = shares_sets(problem.tensor[TESSERA_K]),
+               .spread_v = shares_sets(problem.tensor[TESSERA_V]),
                .bf16 = bf16,
                .decodes = false};
 

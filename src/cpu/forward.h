@@ -380,7 +380,7 @@ void attend_block(const ForwardArgs& args, const CallSequence& sequence, const F
       if (call.mask_by_key) {
         block.forget_hidden_keys(call, sequence, task.head + turn.index * call.group, task.heads);
       }
-      if (way == Way::kStrips) block.convert(call, sequence, args.shape, kv_head);
+      if (way == Way::kStrips) block.convert(call, sequence, args.shape, kv_head, count);
       ready = true;
     }
     if (way == Way::kDots) {

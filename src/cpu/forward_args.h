@@ -33,6 +33,7 @@ struct ForwardShape {
   int64_t dqk, dv;
   int64_t rows;               // of a tile, each kv head's rounded up to whole strips
   bool convert_k, convert_v;  // not multiplied as they lie
+  bool spread_k, spread_v;    // fp32 rows in one set of L1: copied for tiles of many strips
   bool bf16;                  // bf16 products
   bool decodes;               // some sequence may be short
 };

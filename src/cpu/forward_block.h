@@ -111,7 +111,7 @@ struct Block {
   void forget_hidden_keys(const Call& call, const CallSequence& sequence, int64_t head,
                           int64_t heads);
   void convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
-               int64_t kv_head);
+               int64_t kv_head, int strips);
 };
 
 template <typename S>
@@ -173,7 +173,7 @@ void Block<S>::forget_hidden_keys(const Call& call, const CallSequence& sequence
 
 template <typename S>
 void Block<S>::convert(const Call& call, const CallSequence& sequence, const ForwardShape& shape,
-                       int64_t kv_head) {
+                       int64_t kv_head, int strips) {
   const auto convert_rows = [&](const Rows& rows, const Strided& scale, int64_t head_dim,
                                 int64_t stride, float* to, const char** table) {
     const float factor = scale_of(scale, sequence, kv_head);
@@ -183,8 +183,11 @@ void Block<S>::convert(const Call& call, const CallSequence& sequence, const For
       table[j] = reinterpret_cast<const char*>(to + j * stride);
     }
   };
-  if (shape.convert_k) convert_rows(call.k, call.k_scale, call.dqk, k_stride, k, k_rows);
-  if (shape.convert_v && !shape.bf16) {
+  const bool spreads = strips >= kSpreadStrips;
+  if (shape.convert_k || (shape.spread_k && spreads)) {
+    convert_rows(call.k, call.k_scale, call.dqk, k_stride, k, k_rows);
+  }
+  if ((shape.convert_v && !shape.bf16) || (shape.spread_v && spreads)) {
     convert_rows(call.v, call.v_scale, call.dv, v_stride, v, v_rows);
   }
   if constexpr (S::kHasBf16Dot && !S::kNarrow) {

@@ -60,8 +60,9 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   char* zeros = arena.take<char>(longest * 4);
   const int64_t k_stride = round_up(shape.dqk, 16);  // whole vectors of any level
   const int64_t v_stride = round_up(shape.dv, 16);
-  float* k = arena.take<float>(shape.convert_k ? kBlock * k_stride : 0);
-  float* v = arena.take<float>(shape.convert_v && !shape.bf16 ? kBlock * v_stride : 0);
+  float* k = arena.take<float>(shape.convert_k || shape.spread_k ? kBlock * k_stride : 0);
+  const bool has_v = (shape.convert_v && !shape.bf16) || shape.spread_v;
+  float* v = arena.take<float>(has_v ? kBlock * v_stride : 0);
   auto* v_pairs = arena.take<uint32_t>(shape.bf16 ? kBlock / 2 * v_stride : 0);
   float* scores = arena.take<float>(kTable * kStrip);
   auto* p_pairs = arena.take<uint32_t>(shape.bf16 ? kTable / 2 * kStrip : 0);

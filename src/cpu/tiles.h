@@ -37,6 +37,13 @@ constexpr int64_t forward_tile_m(int64_t dqk, int64_t dv) {
 // stored once a tile. 64 cost 3 points of peak at d = 64 in fp32. A multiple of every strip.
 inline constexpr int kBackwardTile = 128;
 
+// Rows of fp32 K or V that lie a multiple of this apart share the sets of L1 (8 heads of 128: 4
+// KiB) and push each other and Q out of it: 8 heads are 4 points of peak slower than 7 or 9. A copy
+// wins two of them back where this many strips use it; where 4 do, it costs as much. Rows of bf16
+// are shorter, and its V is copied anyway.
+inline constexpr int64_t kSpreadBytes = 4096;
+inline constexpr int kSpreadStrips = 8;
+
 // A sequence of at most this many queries is decoded: its rows are packed over the heads of a group
 // (16 rows fill a vector), and its keys are split.
 inline constexpr int64_t kSplitTokens = 16;
