@@ -80,6 +80,8 @@ struct Backward {
   using GradientTile = SmemTile<kTileN, kTileM>;  // dS^T
   using Blocks = QueryBlocks<kTileM, kTileN>;
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
+  static constexpr int kPieces = kTileM / kMaskPiece;                   // of a packed mask
+  static constexpr int kMaskBytes = kPieces * kOwnerWarps * kWarp * 4;  // of a block
   using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut>;
 
   // What a row does not do costs nothing.
@@ -103,6 +105,7 @@ struct Backward {
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
     int turn_stored[Order::kRing];
     int2 blocks[kStages];  // rich: which block a stage holds, see Stage
+    alignas(16) uint8_t mask[kStages][kLeavesOut ? kMaskBytes : 16];  // packed
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -136,6 +139,9 @@ struct Backward {
     }
     __device__ __forceinline__ uint32_t block(int stage) const {
       return base + offsetof(SharedStorage, blocks) + 8 * stage;
+    }
+    __device__ __forceinline__ uint32_t mask(int stage) const {
+      return base + offsetof(SharedStorage, mask) + stage * kMaskBytes;
     }
     __device__ __forceinline__ uint32_t kv_barrier() const {
       return base + offsetof(SharedStorage, kv_barrier);
@@ -284,16 +290,7 @@ struct Backward {
     };
     // S becomes P, of the stage, without features.
     const auto weigh = [&](int block, bool masked, float(&S)[kTileM / 2]) {
-      const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad;
-#pragma unroll
-      for (int g = 0; g < kTileM / 8; ++g) {
-        const float2 of_query = load_shared_pair(lse2 + 32 * g);
-        float* s = S + 4 * g;
-        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
-        s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
-        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
-        s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
-      }
+      exponentials<kTileM>(c, shared.lse2(ring.stage) + 8 * quad, S);
       if (masked) hide<kTileM>(tile, key, block, S);
     };
     const auto advance = [&](int block, int slot) {
@@ -318,8 +315,9 @@ struct Backward {
                           shared.ds(next.stage) + warp_row * kChunkRowBytes, kPitch);
     };
 
-    // Q of the stage has arrived. masked: some key of the tile is hidden from some query.
-    const auto step = [&](int block, int slot, bool masked) {
+    // Q of the stage has arrived. cut, partial: the band, or a data mask, hides some key of the
+    // tile from some query.
+    const auto step = [&](int block, int slot, bool cut, [[maybe_unused]] bool partial) {
       float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
@@ -331,7 +329,8 @@ struct Backward {
                      delta = shared.delta(grad_o_ring.stage) + 8 * quad;
       const uint32_t warp_ds = shared.ds(ds_ring.stage) + warp_row * kChunkRowBytes;
       if constexpr (kRich) {
-        features.look(block, masked);
+        features.look(block, cut, partial, shared.mask(ring.stage) + warp_row / 16 * kWarp * 4,
+                      kMaskBytes / kPieces);
         if constexpr (!Features::kFetchesBias) {
           mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
           if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
@@ -342,10 +341,10 @@ struct Backward {
       pin(S);
 
       if constexpr (kRich) {
-        features.weigh(block, warp_ds, kPitch, lse2, S);
+        features.weigh(block, warp_ds, kPitch, lse2, S, P);
         if constexpr (Features::kFetchesBias) fetch_bias(block, ds_ring.next());
       } else {
-        weigh(block, masked, S);
+        weigh(block, cut, S);
       }
       wgmma_wait<0>();
       pin(dP);
@@ -360,7 +359,9 @@ struct Backward {
           dp[0] = s[0] * (dp[0] - of_query.x), dp[1] = s[1] * (dp[1] - of_query.y);
           dp[2] = s[2] * (dp[2] - of_query.x), dp[3] = s[3] * (dp[3] - of_query.y);
         }
-        P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
+        if constexpr (!Features::kWeighsAll) {
+          P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
+        }
         dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
       }
 
@@ -447,11 +448,12 @@ struct Backward {
         mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
         const float2 stage = load_shared_pair(shared.block(ring.stage));
         const int member = uniform_register(__float_as_int(stage.x)),
-                  block_and_masked = uniform_register(__float_as_int(stage.y));
+                  block_and_partial = uniform_register(__float_as_int(stage.y));
         if (member < 0) break;
         if (head != tile.kv_head * p.group + member) features.start_head(++head);
-        const int block = block_and_masked >> 1;
-        step(block, first_slot + member * a.slots + block, block_and_masked & 1);
+        const int block = block_and_partial >> 1;
+        step(block, first_slot + member * a.slots + block,
+             block < clean_begin || block >= clean_end, block_and_partial & 1);
       }
     } else {
       for_each_block(p.group, begin, end, walk_first, walk_step, [&](int member, int block) {
@@ -461,7 +463,7 @@ struct Backward {
         if constexpr (kWide) {
           wide_step(block, slot, masked);
         } else {
-          step(block, slot, masked);
+          step(block, slot, masked, false);
         }
       });
     }

@@ -66,7 +66,7 @@ class QueryBlocks {
   }
 
   // Of the blocks start .. start + 31: a bit for each that some key of the tile needs, and for
-  // those where some key is hidden from some query.
+  // those where a data mask hides some key from some query.
   struct Bits {
     uint32_t live, partial;
   };
@@ -74,7 +74,7 @@ class QueryBlocks {
     const Params& p = a_.problem;
     const int block = start + static_cast<int>(threadIdx.x % kWarp);
     bool live = block < tile_.end;
-    bool partial = block < tile_.clean_begin || block >= tile_.clean_end;
+    bool partial = false;
     if (live && a_.mask_states) {
       const int64_t of_head = tile_.n * a_.mask_stride_batch + head * a_.mask_stride_head;
       const int key_tile = min(tile_.key0 / kTileN, a_.mask_tiles - 1),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the backward kernels share at the edges of their loops: where rows are for TMA, the band,
-// and how finished rows of gradients reach memory.
+// What the backward kernels share: where rows are for TMA, exponentials, the band, and how finished
+// rows of gradients reach memory.
 #pragma once
 
 #include <type_traits>
@@ -74,6 +74,18 @@ __device__ __forceinline__ void store_gradient(const Params& p, int index, const
                   offset_of(view, tile.k.batch, tile.k.first + row, tile.kv_head);
     store_row<Element, 2 * kCount>(to, tile.owns(row), 0, columns, factor, d, r,
                                    threadIdx.x % kWarp);
+  }
+}
+
+// S = P of S^T: exp2(c S - lse2). lse2: the thread's first pair in shared memory.
+template <int kTileM>
+__device__ __forceinline__ void exponentials(float c, uint32_t lse2, float (&S)[kTileM / 2]) {
+#pragma unroll
+  for (int g = 0; g < kTileM / 8; ++g) {
+    const float2 of_query = load_shared_pair(lse2 + 32 * g);
+    float* s = S + 4 * g;
+    s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)), s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
+    s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)), s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
   }
 }
 

@@ -8,16 +8,19 @@
 //
 // A step calls, in this order: look() and stage_bias() while the products run, weigh() when S is
 // there, differentiate() when dP is there too.
+//
+// A packed mask comes with a block, by way of shared memory: a word a thread and 64 queries.
 #pragma once
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_params.h"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/backward_tiles.h"
 #include "cuda/sm90/fragment.cuh"
-#include "cuda/sm90/output.cuh"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/softcap.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -35,12 +38,15 @@ class BackwardFeatures {
   // kernels get rows of 16-bit elements that can be copied by 16 bytes.
   static constexpr bool kFetchesBias = (kFeatures & kEverything) == kBias;
   static constexpr int kPieceBytes = kMaskPiece * kMaskKeys * 2;  // of bias that a warp stages
+  // The kernel of softcap alone has registers for P while dP is being made.
+  static constexpr bool kWeighsAll = kFeatures == kSoftcap;
 
   // key0: the first of the 16 keys of this warp.
   __device__ __forceinline__ BackwardFeatures(const BackwardParams& a, const KeyTile& tile,
                                               int key0)
       : a_(a), p_(a.problem), tile_(tile), key0_(key0) {
     if (drops()) dropout_ = dropout_of(p_);
+    if (alibi()) is_left_ = uniform_register(tile.right) == 0;
   }
 
   __device__ __forceinline__ void start_head(int head) {
@@ -51,22 +57,25 @@ class BackwardFeatures {
     }
   }
 
-  // Which keys the block's queries see, and which of their weights dropout keeps. masked: some key
-  // of the tile is hidden from some query of the block.
-  __device__ __forceinline__ void look(int block, bool masked) {
-    masked_ = masked;
-    if (masked) {
+  // Which keys the block's queries see, and which of their weights dropout keeps. cut, partial: the
+  // band, or a data mask, hides some key of the tile from some query. mask: the warp's first word
+  // of the packed one, those of pieces `pitch` bytes apart.
+  __device__ __forceinline__ void look(int block, bool cut, bool partial, uint32_t mask,
+                                       uint32_t pitch) {
+    masked_ = cut || partial;
+    visible_[0] = visible_[1] = ~0u;
+    if (cut) {
       const int query = block * kTileM + 2 * quad();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int2 queries = tile_.queries_of_key(key() + 8 * r);
         visible_[r] = element_bits(queries.x - query, queries.y - query);
       }
-      if (kFeatures & kMasks) {
-        if (a_.mask_bits) see_mask(block);
-        if (p_.num_ranges) see_ranges(block);
-        if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) see_segments(block);
-      }
+    }
+    if (kFeatures & kMasks && partial) {
+      if (a_.mask_bits) see_mask(mask, pitch);
+      if (p_.num_ranges) see_ranges(block);
+      if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) see_segments(block);
     }
     if (drops()) {
 #pragma unroll
@@ -136,10 +145,15 @@ class BackwardFeatures {
     }
   }
 
-  // S to P; with a softcap only to what differentiate() needs for P and the slope of the cap.
-  // shared, pitch: where stage_bias() has put the bias; lse2: the thread's first pair.
+  // S to P; with a softcap only to what differentiate() needs for P and the slope of the cap. For
+  // a kernel that weighs all there is P, and S becomes P times the slope. shared, pitch: where
+  // stage_bias() has put the bias; lse2: the thread's first pair.
   __device__ __forceinline__ void weigh(int block, uint32_t shared, uint32_t pitch, uint32_t lse2,
-                                        float (&S)[kTileM / 2]) {
+                                        float (&S)[kTileM / 2], uint32_t (&P)[kTileM / 4]) {
+    if constexpr (kWeighsAll) {
+      weigh_capped(lse2, S, P);
+      return;
+    }
     const bool before = pre_scale();
     if (biased() && before) add_bias(block, shared, pitch, 1.f, 1.f, S);
     if (capped()) {
@@ -147,7 +161,7 @@ class BackwardFeatures {
       return;
     }
     if (biased() && !before) add_bias(block, shared, pitch, log2_scale(p_), kLog2e, S);
-    exponentials(block, biased() && !before ? 1.f : log2_scale(p_), lse2, S);
+    weights(block, biased() && !before ? 1.f : log2_scale(p_), lse2, S);
   }
 
   // S to P, if weigh() has not done it, and dP to dS; then P as dropout leaves it, without its
@@ -155,7 +169,7 @@ class BackwardFeatures {
   __device__ __forceinline__ void differentiate(int block, uint32_t shared, uint32_t pitch,
                                                 uint32_t lse2, uint32_t delta,
                                                 float (&S)[kTileM / 2], float (&dP)[kTileM / 2]) {
-    if (capped()) {
+    if (!kWeighsAll && capped()) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const float2 of_query = load_shared_pair(delta + 32 * g);
@@ -170,7 +184,7 @@ class BackwardFeatures {
         add_bias(block, shared, pitch, c, kLog2e, S);
         c = 1;
       }
-      exponentials(block, c, lse2, S);
+      weights(block, c, lse2, S);
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) dP[e] *= S[e];
       if (!drops()) return;
@@ -243,15 +257,11 @@ class BackwardFeatures {
 
   // ---- what is visible ----
 
-  __device__ __forceinline__ void see_mask(int block) {
-    const int64_t head = tile_.n * a_.mask_stride_batch + head_ * a_.mask_stride_head;
-    const int row = min(key0_ / kMaskKeys, a_.mask_rows - 1);
+  __device__ __forceinline__ void see_mask(uint32_t mask, uint32_t pitch) {
     uint32_t words[kPieces];
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int column = min(block * kPieces + piece, a_.mask_pieces - 1);
-      words[piece] =
-          a_.mask_bits[((head * a_.mask_pieces + column) * a_.mask_rows + row) * kWarp + lane()];
+      words[piece] = load_shared_word(mask + piece * pitch + 4 * lane());
     }
     visible_[0] &= __byte_perm(words[0], kPieces == 2 ? words[kPieces - 1] : 0, 0x5410);
     visible_[1] &= __byte_perm(words[0], kPieces == 2 ? words[kPieces - 1] : 0, 0x7632);
@@ -295,20 +305,22 @@ class BackwardFeatures {
   __device__ __forceinline__ void see_segments(int block) {
     const View& of_queries = p_.tensor[TESSERA_SEGMENT_IDS_Q];
     const View& of_keys = p_.tensor[TESSERA_SEGMENT_IDS_K];
-    int id[2];
+    int ids_k[2], ids_q[kTileM / kWarp];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = existing(key() + 8 * r, tile_.k.length);
-      id[r] = static_cast<const int*>(
+      ids_k[r] = static_cast<const int*>(
           of_keys.data)[offset_of(of_keys, tile_.k.batch, tile_.k.first + row)];
     }
-    see(
-        block,
-        [&](int row) {
-          return static_cast<const int*>(
-              of_queries.data)[offset_of(of_queries, tile_.q.batch, tile_.q.first + row)];
-        },
-        [&](int segment, int r) { return segment == id[r]; });
+#pragma unroll
+    for (int i = 0; i < kTileM / kWarp; ++i) {
+      const int row = existing(block * kTileM + i * kWarp + lane(), tile_.q.length);
+      ids_q[i] = static_cast<const int*>(
+          of_queries.data)[offset_of(of_queries, tile_.q.batch, tile_.q.first + row)];
+    }
+    uint32_t same[2];
+    find_same_ids(ids_k, ids_q, kTileM, same);
+    visible_[0] &= same[0], visible_[1] &= same[1];
   }
 
   // ---- scores ----
@@ -398,6 +410,54 @@ class BackwardFeatures {
       S[e] = copysignf(reciprocal_approx(1 + power), S[e]);
     }
   }
+  // S = P times the slope of the cap, and P, from raw scores; for logits in units of log2 as the
+  // forward pass caps them.
+  __device__ __forceinline__ void weigh_capped(uint32_t lse2, float (&S)[kTileM / 2],
+                                               uint32_t (&P)[kTileM / 4]) const {
+    const float inner = p_.softmax_scale / p_.softcap, outer = p_.softcap * kLog2e;
+    float largest = 0;
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) largest = fmaxf(largest, fabsf(S[e]));
+    const auto weigh = [&](const auto& logit_and_slope) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const float2 of_query = load_shared_pair(lse2 + 32 * g);
+        float p[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = logit_and_slope(S[4 * g + i], i % 2 ? of_query.y : of_query.x);
+          p[i] = exp2_approx(x.x);
+          S[4 * g + i] = p[i] * x.y;
+        }
+        P[2 * g] = pack<Element>(p[0], p[1]), P[2 * g + 1] = pack<Element>(p[2], p[3]);
+      }
+    };
+    if (__all_sync(kAllLanes, largest * inner <= CapPolynomial::kSmall)) {
+      const CapPolynomial logit(inner, outer);
+      const float d0 = logit.c0 / (inner * outer), d1 = 3 * logit.c1 / (inner * outer),
+                  d2 = 5 * logit.c2 / (inner * outer);
+      weigh([&](float s, float lse) {
+        const float s2 = s * s;
+        return float2{logit(s, lse), fmaf(s2, fmaf(s2, d2, d1), d0)};
+      });
+    } else {
+      // u = 1 / (1 + exp(2 |y|)): with it tanh and its slope are right to their last digits, also
+      // where tanh is all but 1.
+      weigh([&](float s, float lse) {
+        const float u = reciprocal_approx(1 + exp2_approx(fabsf(s) * (2 * kLog2e * inner)));
+        const float logit = copysignf(fmaf(-2 * outer, u, outer), s);
+        return float2{logit - lse, 4 * fmaf(-u, u, u)};
+      });
+    }
+    hide(S);
+    if (!masked_) return;
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+      const uint32_t shows = visible_[i % 2] >> (i / 2 * 2);
+      P[i] &= (shows & 1 ? 0xffffu : 0u) | (shows & 2 ? 0xffff0000u : 0u);
+    }
+  }
+
   // From what cap() left to tanh; returns its slope.
   __device__ __forceinline__ float slope_of_cap(float& s) const {
     if (small_) return fmaf(-s, s, 1.f);
@@ -407,10 +467,29 @@ class BackwardFeatures {
   }
 
   // S = P: exp2(c S - slope |i + shift - j| - lse2), 0 where hidden.
-  __device__ __forceinline__ void exponentials(int block, float c, uint32_t lse2,
-                                               float (&S)[kTileM / 2]) const {
+  __device__ __forceinline__ void weights(int block, float c, uint32_t lse2,
+                                          float (&S)[kTileM / 2]) const {
     if (alibi()) {
-      const float distance0 = static_cast<float>(block * kTileM + 2 * quad() + tile_.shift - key());
+      const int first = block * kTileM + 2 * quad() + tile_.shift - key();
+      const float distance0 = static_cast<float>(first);
+      if (is_left_) {
+        // What is visible lies left of the diagonal, where the distance is linear.
+        const float at_first = -slope_ * distance0;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const float2 of_query = load_shared_pair(lse2 + 32 * g);
+          const float less[2] = {fmaf(-slope_, 8 * g, at_first - of_query.x),
+                                 fmaf(-slope_, 8 * g + 1, at_first - of_query.y)};
+          float* s = S + 4 * g;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float addend = i < 2 ? less[i] : fmaf(8, slope_, less[i - 2]);
+            s[i] = exp2_approx(fmaf(s[i], c, addend));
+          }
+        }
+        hide(S);
+        return;
+      }
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) {
         const float distance =
@@ -419,15 +498,10 @@ class BackwardFeatures {
       }
       c = 1;
     }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const float2 of_query = load_shared_pair(lse2 + 32 * g);
-      float* s = S + 4 * g;
-      s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
-      s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
-      s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
-      s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
-    }
+    exponentials<kTileM>(c, lse2, S);
+    hide(S);
+  }
+  __device__ __forceinline__ void hide(float (&S)[kTileM / 2]) const {
     if (!masked_) return;
 #pragma unroll
     for (int e = 0; e < kTileM / 2; ++e) {
@@ -441,6 +515,7 @@ class BackwardFeatures {
   int key0_, head_ = 0;
   float slope_ = 0;
   bool masked_ = false, small_ = false;
+  bool is_left_ = false;  // what is visible lies left of the diagonal
   Dropout dropout_;
   uint32_t visible_[2];     // bit e of key r, where masked_
   uint32_t kept_[kPieces];  // bit of each S[e], with dropout

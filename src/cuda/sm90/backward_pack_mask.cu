@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kKeys = 128, kQueries = 64, kKeysOfWarp = 16;
 constexpr int kThreads = kKeys / kKeysOfWarp * 32;
-constexpr int kPitch = kKeys + 4;  // bytes; the four threads of a quad read different banks
+constexpr int kPitch = kKeys + 8;  // bytes; the four threads of a quad read different banks
+constexpr int kVector = 8;         // keys that a thread reads at once
 
 struct PackParams {
   View mask;
@@ -21,26 +22,54 @@ struct PackParams {
   uint8_t* states;
 };
 
+// Bytes of ones and zeros: which bytes of the word are not 0.
+__device__ __forceinline__ uint32_t ones_of_bytes(uint32_t word) {
+  return (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) >> 7 & 0x01010101u;
+}
+
+// A byte for each of 8 keys from `key` on, of which `exist` do. dense: the row has no gaps and is
+// aligned to 8 bytes.
+__device__ __forceinline__ uint2 visible_keys(const PackParams& p, const uint8_t* row, int key,
+                                              int exist, bool dense) {
+  uint32_t shows[2] = {};
+  if (dense && exist == kVector) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(row + key);
+    shows[0] = ones_of_bytes(bytes.x), shows[1] = ones_of_bytes(bytes.y);
+    if (p.drop) shows[0] ^= 0x01010101u, shows[1] ^= 0x01010101u;
+  } else {
+    for (int i = 0; i < exist; ++i) {
+      const bool is_set = row[(key + i) * p.mask.stride[3]] != 0;
+      shows[i / 4] |= static_cast<uint32_t>(is_set != (p.drop != 0)) << 8 * (i % 4);
+    }
+  }
+  return {shows[0], shows[1]};
+}
+
 __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
-  __shared__ uint8_t visible[kQueries * kPitch];
+  __shared__ alignas(8) uint8_t visible[kQueries * kPitch];
   const int tile = blockIdx.x, block = blockIdx.y;
   const int batch = blockIdx.z / p.heads, head = blockIdx.z % p.heads;
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  const bool dense = p.mask.stride[3] == 1 && p.mask.vector_bytes >= kVector;
   bool any = false, all = true;
   for (int i = 0; i < p.pieces_of_block; ++i) {
-    const int piece = block * p.pieces_of_block + i, key = tile * kKeys + thread % kKeys;
-    for (int row = thread / kKeys; row < kQueries; row += kThreads / kKeys) {
+    const int piece = block * p.pieces_of_block + i;
+    const int column = thread % (kKeys / kVector) * kVector, key = tile * kKeys + column;
+    const int exist = min(max(p.keys - key, 0), kVector);
+#pragma unroll
+    for (int row = thread / (kKeys / kVector); row < kQueries;
+         row += kThreads / (kKeys / kVector)) {
       const int query = piece * kQueries + row;
-      const bool exists = query < p.queries && key < p.keys;
-      bool shows = false;
-      if (exists) {
+      uint2 shows{};
+      if (query < p.queries) {
         const auto* bytes =
             static_cast<const uint8_t*>(p.mask.data) + offset_of(p.mask, batch, head, query);
-        shows = (bytes[key * p.mask.stride[3]] != 0) != (p.drop != 0);
+        shows = visible_keys(p, bytes, key, exist, dense);
+        const int count = __popc(shows.x) + __popc(shows.y);
+        any |= count > 0;
+        all &= count == exist;
       }
-      visible[row * kPitch + thread % kKeys] = shows;
-      any |= shows;
-      all &= shows || !exists;
+      *reinterpret_cast<uint2*>(visible + row * kPitch + column) = shows;
     }
     __syncthreads();
     uint32_t packed = 0;

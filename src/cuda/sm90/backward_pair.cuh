@@ -349,16 +349,7 @@ struct BackwardPair {
       wgmma_wait<0>();
       pin(S);
 
-      const uint32_t lse2 = shared.lse2(q_ring.stage) + 8 * quad;
-#pragma unroll
-      for (int g = 0; g < kTileM / 8; ++g) {
-        const float2 of_query = load_shared_pair(lse2 + 32 * g);
-        float* s = S + 4 * g;
-        s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)),
-        s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
-        s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)),
-        s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));
-      }
+      exponentials<kTileM>(c, shared.lse2(q_ring.stage) + 8 * quad, S);
       if (masked) hide<kTileM>(tile, key, block, S);
       mbarrier_wait(weight_barriers.empty(0), weight_ring.phase ^ 1);
 #pragma unroll

@@ -23,10 +23,10 @@ struct BackwardProducer {
   static constexpr bool kRich = Kernel::kRich, kLeavesOut = Kernel::kLeavesOut;
 
   // What the rich producer says of a stage, as two integers: the query head of the group, or -1
-  // when there are no more blocks, and twice the block, plus 1 where some key is hidden from some
-  // query.
+  // when there are no more blocks, and twice the block, plus 1 where a data mask hides some key
+  // from some query.
   struct Stage {
-    int member, block_and_masked;
+    int member, block_and_partial;
   };
 
   // By one thread: the stages of Q, lse2, dO and delta, in turn.
@@ -43,15 +43,17 @@ struct BackwardProducer {
       KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
       VTile::load(shared_.v(), &a_.v, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
     }
-    __device__ __forceinline__ void load_block(int member, int block, bool masked) {
+    __device__ __forceinline__ void load_block(int member, int block, bool partial) {
       acquire();
       const int head = tile_.kv_head * a_.problem.group + member;
       const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
       const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(ring_.stage),
                      grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
-      if constexpr (kRich) say({member, 2 * block + masked});
-      mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4);
+      if constexpr (kRich) say({member, 2 * block + partial});
+      const bool has_mask = kLeavesOut && a_.mask_bits;
+      mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4 + (has_mask ? Kernel::kMaskBytes : 0));
+      if (has_mask) load_mask(head, block, q);
       QTile::load(shared_.q(ring_.stage), &a_.q, q, head, c2, row0_.c3, batch);
       bulk_load(shared_.lse2(ring_.stage), a_.lse2 + row, kTileM * 4, q);
       // With a stage less, dO of block i is asked for one block later.
@@ -70,6 +72,18 @@ struct BackwardProducer {
     }
 
    private:
+    __device__ __forceinline__ void load_mask(int head, int block, uint32_t barrier) const {
+      const int64_t of_head = tile_.n * a_.mask_stride_batch + head * a_.mask_stride_head;
+      const int row = min(tile_.key0 / Kernel::kTileN, a_.mask_tiles - 1) * Kernel::kOwnerWarps;
+      constexpr int kBytes = Kernel::kMaskBytes / Kernel::kPieces;
+#pragma unroll
+      for (int i = 0; i < Kernel::kPieces; ++i) {
+        const int piece = min(block * Kernel::kPieces + i, a_.mask_pieces - 1);
+        bulk_load(shared_.mask(ring_.stage) + i * kBytes,
+                  a_.mask_bits + ((of_head * a_.mask_pieces + piece) * a_.mask_rows + row) * kWarp,
+                  kBytes, barrier);
+      }
+    }
     // Block i is asked for when both owners have dS(i - 2).
     __device__ __forceinline__ void acquire() {
       if (++asked_ <= 2) return;
@@ -78,7 +92,7 @@ struct BackwardProducer {
     }
     __device__ __forceinline__ void say(Stage stage) const {
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_.block(ring_.stage)),
-                   "r"(stage.member), "r"(stage.block_and_masked)
+                   "r"(stage.member), "r"(stage.block_and_partial)
                    : "memory");
     }
 
@@ -121,9 +135,8 @@ struct BackwardProducer {
       if (leader) loader.say_last();
     } else {
       Kernel::for_each_block(
-          group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
-            loader.load_block(member, block, block < tile.clean_begin || block >= tile.clean_end);
-          });
+          group, tile.begin, tile.end, walk.x, walk.y,
+          [&](int member, int block) { loader.load_block(member, block, false); });
       if constexpr (kRich) loader.say_last();
     }
   }

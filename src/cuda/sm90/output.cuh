@@ -14,11 +14,6 @@ __device__ __forceinline__ float log2_scale(const Params& p) {
   return fmaxf(p.softmax_scale * kLog2e, 1.17549435e-38f);
 }
 
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
