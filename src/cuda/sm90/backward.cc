@@ -121,7 +121,8 @@ class BackwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(
           map_of_bias(problem, buffers, TESSERA_DBIAS, tile.tile_m, &a.grad_bias));
     }
-    a.sequences = sums_bias && problem.tensor[TESSERA_DBIAS].extent[0] == 1 ? p.batch : 1;
+    a.sequences =
+        sums_bias && problem.tensor[TESSERA_DBIAS].extent[0] == 1 ? std::max(p.batch, 1) : 1;
     order_tiles(kernel, a);
     const Workspace workspace = workspace_of(problem);
     auto* base = static_cast<char*>(buffers.workspace);
