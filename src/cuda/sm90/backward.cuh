@@ -450,7 +450,8 @@ struct Backward {
         const int member = uniform_register(__float_as_int(stage.x)),
                   block_and_partial = uniform_register(__float_as_int(stage.y));
         if (member < 0) break;
-        if (head != tile.kv_head * p.group + member) features.start_head(++head);
+        const int head_of_stage = tile.kv_head * p.group + member;  // heads may be left out
+        if (head != head_of_stage) features.start_head(head = head_of_stage);
         const int block = block_and_partial >> 1;
         step(block, first_slot + member * a.slots + block,
              block < clean_begin || block >= clean_end, block_and_partial & 1);

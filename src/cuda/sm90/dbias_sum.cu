@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kThreads)
 Status launch_dbias_sum(const float* partial, int64_t terms, const int (&extent)[4],
                         const View& out, cudaStream_t stream) {
   const int64_t elements = int64_t{extent[0]} * extent[1] * extent[2] * extent[3];
+  if (elements == 0) return {};
   const auto grid = static_cast<unsigned>((elements + kThreads - 1) / kThreads);
   dbias_sum<<<grid, kThreads, 0, stream>>>(partial, terms, elements, extent[1], extent[2],
                                            extent[3], out);
