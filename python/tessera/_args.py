@@ -377,5 +377,6 @@ def _text(value) -> str:
         return text if len(text) <= 60 else text[:57] + "..."
     if isinstance(value, (tuple, list)) and len(value) <= 8:
         inner = ", ".join(_text(item) for item in value)
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        if len(inner) <= 60:
+            return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
     return type(value).__name__

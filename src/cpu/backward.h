@@ -288,7 +288,7 @@ class Backward : BackwardRows<S, kPairs, T> {
     const bool small = is_small<S>(args_, *sequence_, rows, keys_, visible);
     if constexpr (!kPairs) {
       if (small)
-        SmallStrip<S>{call_, *sequence_, rows, keys_, visible, keep_, x_, index, t}.weigh();
+        SmallStrip<S>{{call_, *sequence_, rows, keys_, visible}, keep_, x_, index, t}.weigh();
     }
     if (!small) {
       score(rows, t, visible, runs, num_runs);

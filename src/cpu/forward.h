@@ -17,6 +17,7 @@
 
 #include "cpu/forward_finish.h"
 #include "cpu/forward_scratch.h"
+#include "cpu/forward_small.h"
 #include "cpu/forward_tile.h"
 #include "cpu/score_dropout.h"
 
@@ -168,16 +169,14 @@ TESSERA_INLINE bool is_plain(const Call& call, const Visible<S>& visible) {
   return call.raw && visible.full && (visible.last - visible.first) % S::kRows == 0;
 }
 
+// S, then P.
 template <typename S, int N>
-void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
-            ForwardScratch<S>& scratch, Strip<S>& strip) {
+void weigh(const ForwardArgs& args, const CallSequence& sequence, const Run* runs, int num_runs,
+           ForwardScratch<S>& scratch, Strip<S>& strip) {
   const Call& call = args.call;
   const Visible<S>& visible = scratch.visible;
   const Block<S>& block = scratch.block;
-  const int first = visible.first, last = visible.last;
   const bool plain = is_plain(call, visible);
-  Run runs[3];
-  const int num_runs = find_runs<S, N>(visible, runs);
 
   // S = Q K^T
   for (int r = 0; r < num_runs; ++r) {
@@ -194,11 +193,8 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
                         scratch.maximum, nullptr);
   }
 
-  // P = exp2(S - m), l += P; O += P V
+  // P = exp2(S - m), l += P
   const float c = call.raw ? call.scale_log2 : 1.0f;
-  if (call.has_dropout) {
-    fill_keep_bits<S, N>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
-  }
   const auto softmax = [&](auto* kernel) {
     kernel(c, visible, scratch.keep, scratch.maximum, scratch.scores, scratch.p_pairs, strip.m,
            strip.l, scratch.alpha);
@@ -209,6 +205,26 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
     }
   } else {
     softmax(call.has_dropout ? exponentiate<S, N, false, true> : exponentiate<S, N, false, false>);
+  }
+}
+
+template <typename S, int N>
+void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
+            ForwardScratch<S>& scratch, Strip<S>& strip) {
+  const Call& call = args.call;
+  const Visible<S>& visible = scratch.visible;
+  const Block<S>& block = scratch.block;
+  const int first = visible.first, last = visible.last;
+  Run runs[3];
+  const int num_runs = find_runs<S, N>(visible, runs);
+
+  if (call.has_dropout) {
+    fill_keep_bits<S, N>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
+  }
+  if (is_small(call, sequence)) {
+    weigh_small<S, N>(call, sequence, scratch, strip);
+  } else {
+    weigh<S, N>(args, sequence, runs, num_runs, scratch, strip);
   }
   for (int r = 0; r < num_runs; ++r) {
     if (runs[r].all) {
@@ -226,21 +242,26 @@ void attend_dots(const Call& call, const CallSequence& sequence, int64_t kv_head
   const Visible<S>& visible = scratch.visible;
   const Block<S>& block = scratch.block;
   const int first = visible.first, last = visible.last;
-  for (int r = 0; r < strip.rows.count; ++r) {
-    by_dtype(call.k.dtype, [&](auto element) {
-      dot_keys<S, decltype(element)>(block.k_rows, block.k_ahead(), strip.q_t + r * block.k_stride,
-                                     call.dqk, r, first, last, scratch.scores);
-    });
-  }
-  finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
-                      scratch.maximum, nullptr);
   if (call.has_dropout) {
     fill_keep_bits<S, 1>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
   }
-  auto* softmax =
-      call.has_dropout ? exponentiate<S, 1, false, true> : exponentiate<S, 1, false, false>;
-  softmax(call.raw ? call.scale_log2 : 1.0f, visible, scratch.keep, scratch.maximum, scratch.scores,
-          scratch.p_pairs, strip.m, strip.l, scratch.alpha);
+  if (is_small(call, sequence)) {
+    weigh_small<S, 1>(call, sequence, scratch, strip);
+  } else {
+    for (int r = 0; r < strip.rows.count; ++r) {
+      by_dtype(call.k.dtype, [&](auto element) {
+        dot_keys<S, decltype(element)>(block.k_rows, block.k_ahead(),
+                                       strip.q_t + r * block.k_stride, call.dqk, r, first, last,
+                                       scratch.scores);
+      });
+    }
+    finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
+                        scratch.maximum, nullptr);
+    auto* softmax =
+        call.has_dropout ? exponentiate<S, 1, false, true> : exponentiate<S, 1, false, false>;
+    softmax(call.raw ? call.scale_log2 : 1.0f, visible, scratch.keep, scratch.maximum,
+            scratch.scores, scratch.p_pairs, strip.m, strip.l, scratch.alpha);
+  }
   const float scale = scale_of(call.v_scale, sequence, kv_head);
   for (int r = 0; r < strip.rows.count; ++r) {
     by_dtype(call.v.dtype, [&](auto element) {

@@ -73,4 +73,7 @@ inline constexpr int64_t kSerialProducts = 2'000'000;
 // heads and sequences: of few pairs results hang on single roundings, and are worth 28 ns each.
 constexpr int small_strip(int64_t pairs) { return pairs <= 4096 ? 4096 : pairs <= 8192 ? 512 : 0; }
 
+// And of all heads of one sequence in the forward pass.
+inline constexpr int64_t kSmallForward = 1024;
+
 }  // namespace tessera::cpu
