@@ -516,10 +516,11 @@ void run_task(const ForwardArgs& args, const ForwardTask& task, char* memory) {
   lay_out<S>(args.shape, memory, &scratch);
   if (task.kind == ForwardTask::kMerge) return run_merge(args, task, *scratch);
   ForwardTask chunk = task;
-  for (int64_t c = 0; c < task.chunks; ++c) {
-    run_tile(args, chunk, *scratch);
+  run_tile(args, chunk, *scratch);
+  for (int64_t c = 1; c < task.chunks; ++c) {
     chunk.key_begin = chunk.key_end, chunk.key_end += task.key_end - task.key_begin;
     ++chunk.partial;
+    run_tile(args, chunk, *scratch);
   }
 }
 
