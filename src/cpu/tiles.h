@@ -74,6 +74,6 @@ inline constexpr int64_t kSerialProducts = 2'000'000;
 constexpr int small_strip(int64_t pairs) { return pairs <= 4096 ? 4096 : pairs <= 8192 ? 512 : 0; }
 
 // And of all heads of one sequence in the forward pass.
-inline constexpr int64_t kSmallForward = 1024;
+inline constexpr int64_t kSmallForward = 512;
 
 }  // namespace tessera::cpu
