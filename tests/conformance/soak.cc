@@ -199,7 +199,7 @@ class Soak {
         "%s: %lld problems, %d wrong; resident at least %.1f MiB in the second quarter, %.1f "
         "then\n",
         wrong_ == 0 && !grew ? "ok" : "FAILED", static_cast<long long>(done_.load()), wrong_.load(),
-        half[0], half[1]);
+        least_of[0], least_of[1]);
     return wrong_ == 0 && !grew ? 0 : 1;
   }
 
