@@ -152,7 +152,7 @@ def test_bench_json(tmp_path):
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
         assert set(result["peers"]["numpy"]) == {"ms", "min_ms", "tflops", "times"}
         assert "GPU" in result["peers"]["cudnn"]["refused"]
-    done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--burst", "--threads", "1", "--json", "-")
+    done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--threads", "1", "--json", "-")  # no mode
     assert json.loads(done.stdout)[0]["ms"] > 0
 
 

@@ -50,9 +50,10 @@ def add_parser(commands):
     mode.add_argument("--quick", action="store_const", dest="mode", const="quick",
                       help="five samples of each and no more")
     mode.add_argument("--sustained", action="store_const", dest="mode", const="sustained",
-                      default="normal", help="longer, until the clock has settled")
+                      help="longer, until the clock has settled")
     mode.add_argument("--burst", action="store_const", dest="mode", const="burst",
                       help="a pause before each sample")
+    parser.set_defaults(mode="normal")
     parser.add_argument("--json", metavar="FILE", help="write all results ('-': to stdout)")
     parser.add_argument("--from", dest="saved", metavar="FILE,...",
                         help="take results of earlier --json files instead of measuring")
