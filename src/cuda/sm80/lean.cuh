@@ -7,10 +7,29 @@
 
 namespace tessera::cuda::sm80 {
 
-// Copies of tiles of kRows keys of one head, the last one first. A thread has the same 16 bytes of
-// every kRowsAtOnce-th row.
+// The part of a tile that a thread copies: the same 16 bytes of every kRowsAtOnce-th row.
 template <typename T, int kRows, int kColumns, int kThreads>
-class KeyCopies {
+struct CopyLane {
+  static constexpr int kChunks = kColumns / 8;
+  static constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row
+  static constexpr int kRowsAtOnce = kThreads / kLanes;
+  static_assert(kRows % kRowsAtOnce == 0);
+
+  __device__ static int row() { return threadIdx.x / kLanes; }
+  __device__ static int column() { return threadIdx.x % kLanes * 8; }
+  // Row row() + i of the tile; what is not of the `bytes` becomes zeros.
+  __device__ static void copy(T* tile, int i, const char* from, int bytes) {
+    if (kChunks < kLanes && column() >= kColumns) return;
+    copy_async<16>(tile + (row() + i) * kSmemStride<T, kColumns> + column(), from, bytes);
+  }
+};
+
+// Copies of tiles of kRows keys of one head, the last one first.
+template <typename T, int kRows, int kColumns, int kThreads>
+class KeyCopies : CopyLane<T, kRows, kColumns, kThreads> {
+  using Lane = CopyLane<T, kRows, kColumns, kThreads>;
+  using Lane::column, Lane::copy, Lane::kRowsAtOnce, Lane::row;
+
  public:
   // columns: of the head; the tile's others become zeros.
   __device__ KeyCopies(const char* base, int64_t row_bytes, int key0, int columns)
@@ -42,17 +61,6 @@ class KeyCopies {
   }
 
  private:
-  static constexpr int kChunks = kColumns / 8;
-  static constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row
-  static constexpr int kRowsAtOnce = kThreads / kLanes;
-  static_assert(kRows % kRowsAtOnce == 0);
-
-  __device__ static int row() { return threadIdx.x / kLanes; }
-  __device__ static int column() { return threadIdx.x % kLanes * 8; }
-  __device__ static void copy(T* tile, int i, const char* from, int bytes) {
-    if (kChunks < kLanes && column() >= kColumns) return;
-    copy_async<16>(tile + (row() + i) * kSmemStride<T, kColumns> + column(), from, bytes);
-  }
   __device__ void finish() {
     from_ -= back_;
     commit_copies();
@@ -66,7 +74,10 @@ class KeyCopies {
 // Copies of tiles of kRows queries of q or do: the `steps` tiles of a head from query0 on, then
 // those of the next head. Rows at and beyond the length become zeros.
 template <typename T, int kRows, int kColumns, int kThreads>
-class QueryCopies {
+class QueryCopies : CopyLane<T, kRows, kColumns, kThreads> {
+  using Lane = CopyLane<T, kRows, kColumns, kThreads>;
+  using Lane::column, Lane::copy, Lane::kRowsAtOnce, Lane::row;
+
  public:
   __device__ QueryCopies(const QueryRows& rows, int query0, int steps, int columns)
       : length_(rows.length - query0),
@@ -86,10 +97,7 @@ class QueryCopies {
 #pragma unroll
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
       const bool here = row() + i < valid();
-      if (kChunks == kLanes || column() < kColumns) {
-        copy_async<16>(tile + (row() + i) * kSmemStride<T, kColumns> + column(), here ? at : row0,
-                       here ? bytes_ : 0);
-      }
+      copy(tile, i, here ? at : row0, here ? bytes_ : 0);
       at += kRowsAtOnce * row_bytes_;
       asm volatile("" : "+l"(at));  // multiples of the step are not worth their registers
     }
@@ -98,14 +106,6 @@ class QueryCopies {
   }
 
  private:
-  static constexpr int kChunks = kColumns / 8;
-  static constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row
-  static constexpr int kRowsAtOnce = kThreads / kLanes;
-  static_assert(kRows % kRowsAtOnce == 0);
-
-  __device__ static int row() { return threadIdx.x / kLanes; }
-  __device__ static int column() { return threadIdx.x % kLanes * 8; }
-
   int step_ = 0;
   int length_, steps_;
   int64_t row_bytes_, to_head_;
