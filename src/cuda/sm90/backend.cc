@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kHopper = 90;
 constexpr int kElementsOf16Bytes = 8;
-constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
 
 // In the dtype of q and read or written in units of 16 bytes.
 constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,

@@ -53,8 +53,7 @@ int features_of(const Problem& p) {
 // dbias can be summed by the kernel of dq, dk and dv: few sequences share an element, nothing but
 // the band and the bias shapes a score, and that after the scale, so that dS is its gradient.
 bool sums_bias(const Problem& p) {
-  constexpr int kMostSequences = 2;                  // sums grow in the dtype of dbias
-  constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
+  constexpr int kMostSequences = 2;  // sums grow in the dtype of dbias
   if (!given(p, TESSERA_DBIAS) || features_of(p) % kDeterministic != kBias ||
       has(p, TESSERA_BIAS_PRE_SCALE)) {
     return false;

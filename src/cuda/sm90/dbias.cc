@@ -115,7 +115,6 @@ bool has_vectors(const Params& p) {
 
 // Nor is it anything but tiles of 16-bit elements for TMA.
 bool has_tiles(const Params& p) {
-  constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
   const View& bias = p.tensor[TESSERA_BIAS];
   return has_vectors(p) && bias.dtype != TESSERA_FP32 && bias.stride[2] > 0 &&
          std::max({bias.stride[0], bias.stride[1], bias.stride[2]}) < kMostStride &&

@@ -27,7 +27,6 @@ constexpr int kConsumersOfLowTile = 2;
 
 // A bias that the producer can bring as tiles: rows of 16-bit elements whose addresses TMA accepts.
 bool is_in_tiles(const Problem& p, const void* base) {
-  constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
   const Tensor& bias = p.tensor[TESSERA_BIAS];
   const auto accepts = [&](int axis) {
     const int64_t stride = bias.stride[axis];
@@ -84,7 +83,7 @@ class ForwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
     order_tiles(kernel, buffers, a);
     if (given(problem, TESSERA_BIAS)) {
-      TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers.data[TESSERA_BIAS], kernel, a));
+      TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));
     }
     auto* workspace = static_cast<char*>(buffers.workspace) + sizeof(TileCounter);
     if (given(problem, TESSERA_MASK)) {
@@ -117,27 +116,18 @@ class ForwardPlan final : public Plan {
     return bits % 16 == 0;
   }
 
-  // As a tensor of `sq` rows of `sk` columns; an axis that is expanded has one element.
-  static Status map_bias(const Problem& problem, const void* base, const Kernel& kernel,
+  static Status map_bias(const Problem& problem, const Buffers& buffers, const Kernel& kernel,
                          ForwardParams& a) {
-    if (!(kernel.features & Feature::kBiasTiles) || !is_in_tiles(problem, base)) return {};
+    if (!(kernel.features & Feature::kBiasTiles) ||
+        !is_in_tiles(problem, buffers.data[TESSERA_BIAS])) {
+      return {};
+    }
     const Tensor& bias = problem.tensor[TESSERA_BIAS];
     a.bias_in_tiles = true;
     a.bias_columns = static_cast<int>(bias.extent[3]);
     a.bias_factor_batch = bias.extent[0] > 1 && bias.stride[0] > 0;
     a.bias_factor_head = bias.extent[1] > 1 && bias.stride[1] > 0;
-    MapShape shape;
-    shape.type = type_of_map(bias.dtype);
-    shape.batch = a.bias_factor_batch ? bias.extent[0] : 1;
-    shape.heads = a.bias_factor_head ? bias.extent[1] : 1;
-    shape.rows = bias.extent[2];
-    shape.head_dim = bias.extent[3];
-    shape.stride_batch = bias.stride[0];
-    shape.stride_head = bias.stride[1];
-    shape.stride_row = bias.stride[2];
-    shape.box_rows = kRowsOfConsumer;
-    shape.ragged = false;
-    return make_tensor_map(shape, base, &a.bias);
+    return map_of_bias(problem, buffers, TESSERA_BIAS, kRowsOfConsumer, &a.bias);
   }
 
   // The row of the table with the same head dims and, where there is one, fewer rows a tile.

@@ -22,6 +22,7 @@
 namespace tessera::cuda::sm90 {
 
 constexpr int kRagged = 1 << 24;  // rows; longer sequences than this have no ragged map
+constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
 
 struct MapShape {
   CUtensorMapDataType type;  // of 2 bytes an element
