@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import tessera
-from tessera.cli import case_lines, work
+from tessera.__main__ import main
+from tessera.cli import case_lines, peers, work
 
 
 def run(*arguments, **options):
@@ -168,6 +169,17 @@ def test_bench_keeps_what_it_has_when_stopped(tmp_path, number):
     assert lines[1].startswith("fwd fp32") and rest == "", lines
     assert child.returncode == 128 + number and "1 of 2 cases" in said and "Traceback" not in said
     assert len(json.loads(path.read_text())) == 1
+
+
+def test_bench_outlives_a_peer_that_fails(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("cannot be captured\nand so on")
+    monkeypatch.setitem(peers.PEERS, "numpy", lambda workload: fail)
+    assert main(["bench", "fwd fp32 b=1 s=16 h=1 d=16", "--quick", "--against", "numpy",
+                 "--json", "-"]) == 0
+    result, = json.loads(capsys.readouterr().out)
+    assert result["ms"] > 0
+    assert result["peers"]["numpy"] == {"refused": "numpy failed: cannot be captured"}
 
 
 def test_bench_plot(tmp_path):

@@ -206,6 +206,8 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
             contenders[name] = device.contender(peers.prepare(name, workload))
         except peers.Unsupported as reason:
             refused[name] = str(reason)
+        except RuntimeError as error:  # a peer that fails must not cost the other figures
+            refused[name] = f"{name} failed: {peers.first_line(error)}"
     q, k, v, keywords = workload.q, workload.k, workload.v, workload.keywords
     probe = device.peak(q.dtype)
     scores = work.visible_scores(q, k, v, keywords)

@@ -178,11 +178,11 @@ def _torch_kernel(name: str, kernel: str):
                 call()
             return call
         except RuntimeError as error:
-            raise Unsupported(f"{name} cannot: {_first_line(error)}") from error
+            raise Unsupported(f"{name} cannot: {first_line(error)}") from error
     return peer
 
 
-def _first_line(error) -> str:
+def first_line(error) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
@@ -241,6 +241,7 @@ def _torch_flex(w: Workload):
         block_mask = create_block_mask(
             visible, b if ids is not None or of_more_than_one(0) else None,
             hq if of_more_than_one(1) else None, sq, sk, device=w.device)
+    torch.compiler.reset()  # else the eighth problem finds the compiler's cache full and runs unfused
     compiled = torch.compile(flex_attention)
     options = dict(score_mod=score if softcap or not (slopes is bias is None) else None,
                    block_mask=block_mask, scale=kw.get("softmax_scale"),
@@ -263,7 +264,7 @@ def _torch_flex(w: Workload):
         return call
     except Exception as error:  # the compiler's own errors are many; all mean "not here"
         raise Unsupported(f"FlexAttention does not compile this: {type(error).__name__}: "
-                          f"{_first_line(error)}") from error
+                          f"{first_line(error)}") from error
 
 
 # ---- FlashAttention ----
@@ -274,7 +275,7 @@ def _flash_attn_4(w: Workload):
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError as error:
-        raise Unsupported(f"flash-attn-4 is not installed: {_first_line(error)}") from error
+        raise Unsupported(f"flash-attn-4 is not installed: {first_line(error)}") from error
     torch = _import_torch(w)
     kw = w.keywords
     for keyword in ("page_table", "sink", "bias", "alibi_slopes", "keep", "drop", "key_ranges",
@@ -303,7 +304,7 @@ def _flash_attn_4(w: Workload):
         return call
     except Exception as error:  # its compiler's own errors are many; all mean "not here"
         raise Unsupported(f"flash-attn-4 cannot: {type(error).__name__}: "
-                          f"{_first_line(error)}") from error
+                          f"{first_line(error)}") from error
 
 
 def _torch_matmul(w: Workload):
