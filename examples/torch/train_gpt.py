@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small byte-level GPT on the sources of Python's standard library, which every machine has,
-with tessera's attention and with PyTorch's: two loss curves in one plot, tokens per second and
+with tessera's attention and with PyTorch's: the loss curves in one plot, tokens per second and
 memory of each.
 
     ./dev python examples/torch/train_gpt.py                    (within three minutes on a CPU)
-    ./dev python examples/torch/train_gpt.py --attention tessera --steps 500
+    ./dev python examples/torch/train_gpt.py --attention tessera cudnn flex --steps 500
 """
 import argparse
+import functools
 import math
 import resource
 import statistics
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tessera.torch
 
@@ -27,11 +30,31 @@ def tessera_attention(q, k, v):
 
 
 def sdpa_attention(q, k, v):
+    """PyTorch's own choice."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-ATTENTIONS = {"tessera": tessera_attention, "sdpa": sdpa_attention}
+def cudnn_attention(q, k, v):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa_attention(q, k, v)
+
+
+compiled_flex = torch.compile(flex_attention)
+
+
+@functools.cache
+def causal_blocks(length, device):
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
+
+
+def flex_attention_causal(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return compiled_flex(q, k, v, block_mask=causal_blocks(q.shape[2], q.device)).transpose(1, 2)
+
+
+ATTENTIONS = {"tessera": tessera_attention, "sdpa": sdpa_attention, "cudnn": cudnn_attention,
+              "flex": flex_attention_causal}
 
 
 class Block(nn.Module):
@@ -118,9 +141,9 @@ def plot(path, curves):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for (name, losses), style in zip(curves.items(), ("-", "--")):
+    for (name, losses), style in zip(curves.items(), ("-", "--", "-.", ":")):
         axes.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=1.6)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level GPT, two attentions")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level GPT, the attention of each")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150, bbox_inches="tight")
@@ -130,7 +153,8 @@ def parse(arguments=None):
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", choices=[*ATTENTIONS, "both"], default="both")
+    parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["tessera", "sdpa"],
+                        metavar="NAME", help="any of %(choices)s; cudnn and flex need a GPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     on_gpu = parser.parse_known_args(arguments)[0].device == "cuda"
     for name, gpu, cpu in (("width", 2048, 128), ("heads", 16, 4), ("layers", 8, 4),
@@ -144,13 +168,12 @@ def parse(arguments=None):
 def main(arguments=None):
     args = parse(arguments)
     text = standard_library()
-    names = list(ATTENTIONS) if args.attention == "both" else [args.attention]
-    results = {name: train(name, args, text) for name in names}
+    results = {name: train(name, args, text) for name in args.attention}
     print(f"{'attention':10} {'final loss':>10} {'tokens/s':>10} {'peak MiB':>9}")
     for name, (losses, rate, peak) in results.items():
         print(f"{name:10} {statistics.mean(losses[-10:]):10.4f} {rate:10.0f} {peak / 2**20:9.0f}")
-    if args.device == "cpu" and len(names) == 2:
-        print("peak is of the process: the second can only show what it adds to the first")
+    if args.device == "cpu" and len(results) > 1:
+        print("peak is of the process: a later one can only show what it adds to the first")
     plot(args.plot, {name: losses for name, (losses, _, _) in results.items()})
     print(f"loss curves: {args.plot}")
     return results
