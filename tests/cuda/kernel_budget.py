@@ -31,8 +31,8 @@ def main(build):
             kernels += 1
             spill = int(kernel["spill"])
             if spill > budget:
-                over.append(f"{log.name[:-len('.o.ptxas')]} for {kernel['arch']}: spills {spill} bytes "
-                            f"with {kernel['registers']} registers; the budget is {budget}")
+                over.append(f"{log.name[:-len('.o.ptxas')]} for {kernel['arch']}, {kernel['name']}: spills "
+                            f"{spill} bytes with {kernel['registers']} registers; the budget is {budget}")
     print("\n".join(over))
     print(f"{kernels} kernels, {len(over)} over budget")
     return 1 if over or not kernels else 0
