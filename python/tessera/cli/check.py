@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib
 import os
 import shlex
@@ -17,8 +18,8 @@ examples:
   python -m tessera check                                    (the smoke cases, through NumPy)
   python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
   python -m tessera check --cases ci --through c --backend cpu
-A failure prints one line that can be pasted back. A refusal that tests/cases/refused.<backend> does
-not list is a failure, and so is a listed case that runs. docs/cases.md describes a case."""
+A failure prints one line that can be pasted back. A refusal for which tests/cases/refused.<backend> has
+no rule is a failure, and so is a case with a rule that runs. docs/cases.md describes a case."""
 
 _THROUGH = ("numpy", "c", "torch", "jax", "paddle")
 _ISAS = ("portable", "avx2", "avx512", "avx512bf16")
@@ -38,7 +39,7 @@ def add_parser(commands):
     parser.add_argument("--threads", type=int, metavar="N", help="at most N threads")
     parser.add_argument("--isa", choices=_ISAS, help="of the CPU, lower than the machine's")
     parser.add_argument("--refused", metavar="FILE",
-                        help="cases that must be refused (default: tests/cases/refused.<backend>)")
+                        help="rules of what is refused (default: tests/cases/refused.<backend>)")
     parser.set_defaults(main=main)
 
 
@@ -53,11 +54,11 @@ def main(args) -> int:
     with terminal.Progress(len(cases), "check") as progress:
         for case in cases:
             outcome, why, canonical = judge(case, run)
-            listed = canonical in refusals or _plain(case) in refusals
-            if outcome == "refused" and not listed:
-                outcome, why = "failed", f"refused, and not listed: {why}"
-            elif outcome == "passed" and listed:
-                outcome, why = "failed", "runs, and is listed as refused"
+            rule = next((rule for rule in refusals if holds(rule, canonical)), None)
+            if outcome == "refused" and rule is None:
+                outcome, why = "failed", f"refused, and no rule says so: {why}"
+            elif outcome == "passed" and rule is not None:
+                outcome, why = "failed", f"runs, and must be refused by: {rule}"
             counts[outcome] += 1
             if outcome == "failed":
                 progress.print(f"FAIL {_command(case, args)}  # {why}")
@@ -135,11 +136,16 @@ def _set_isa(isa: str | None):
                   dict(os.environ, TESSERA_CPU_ISA=isa))
 
 
-def _refusals(args) -> set[str]:
-    if args.refused:
-        return set(map(_plain, case_lines.read(args.refused)))
-    place = case_lines.find(f"refused.{args.backend or 'cpu'}")
-    return set(map(_plain, case_lines.read(place))) if place else set()
+def _refusals(args) -> list[str]:
+    place = args.refused or case_lines.find(f"refused.{args.backend or 'cpu'}")
+    return case_lines.read(place) if place else []
+
+
+def holds(rule: str, case: str) -> bool:
+    """Whether each word of a rule, a glob, matches a word of the case; one behind ! must match none."""
+    words = case.split()
+    return all(glob.startswith("!") != any(fnmatch.fnmatchcase(word, glob.removeprefix("!"))
+                                           for word in words) for glob in rule.split())
 
 
 def _plain(case: str) -> str:
