@@ -346,38 +346,38 @@ TESSERA_INLINE int find_runs(const Visible<S>& visible, Run (&runs)[3]) {
 
 // ---- scores ----
 
-// tanh(y) = y P(y^2) / Q(y^2), relative error 3e-8 of the fit on [0, 9], past which it is 1.
-constexpr float kTanhP[5] = {0.9999999803f, 0.1338288815f, 0.00349779982f, 2.064550906e-5f,
-                             1.340531968e-8f};
-constexpr float kTanhQ[5] = {1.0f, 0.4671620432f, 0.02588539678f, 3.289252482e-4f, 7.797245558e-7f};
+// tanh(y) = y P(y^2) / Q(y^2) up to |y| = end, past which it is 1.
+template <int kTermsP, int kTermsQ>
+struct TanhFit {
+  float end;
+  float p[kTermsP], q[kTermsQ];
+};
 
-template <typename S>
-TESSERA_INLINE typename S::F tanh(typename S::F y) {
-  y = S::min(S::set1(9.0f), S::max(S::set1(-9.0f), y));  // NaN stays
-  const auto y2 = S::mul(y, y);
-  auto p = S::fma(S::set1(kTanhP[4]), y2, S::set1(kTanhP[3]));
-  auto q = S::fma(S::set1(kTanhQ[4]), y2, S::set1(kTanhQ[3]));
-  p = S::fma(p, y2, S::set1(kTanhP[2])), q = S::fma(q, y2, S::set1(kTanhQ[2]));
-  p = S::fma(p, y2, S::set1(kTanhP[1])), q = S::fma(q, y2, S::set1(kTanhQ[1]));
-  p = S::fma(p, y2, S::set1(kTanhP[0])), q = S::fma(q, y2, S::set1(kTanhQ[0]));
-  return S::mul(S::mul(y, p), S::reciprocal(q));
+// Relative error 3e-8.
+constexpr TanhFit<5, 5> kTanh = {
+    9.0f,
+    {0.9999999803f, 0.1338288815f, 0.00349779982f, 2.064550906e-5f, 1.340531968e-8f},
+    {1.0f, 0.4671620432f, 0.02588539678f, 3.289252482e-4f, 7.797245558e-7f}};
+
+// Error 8e-6, past the end 1e-5: half of a digit of a weight that is rounded to bf16 beside a
+// softcap of 50.
+constexpr float kMaxFastCap = 64.0f;  // an error of 6e-4 in lse, which may have 1e-3
+constexpr TanhFit<3, 4> kTanhFast = {6.0f,
+                                     {0.999992669f, 0.114830695f, 0.00151457626f},
+                                     {1.0f, 0.448113918f, 0.017611146f, 5.62718596e-05f}};
+
+template <typename S, int kTerms>
+TESSERA_INLINE typename S::F polynomial(const float (&terms)[kTerms], typename S::F x) {
+  auto sum = S::set1(terms[kTerms - 1]);
+  for (int i = kTerms - 2; i >= 0; --i) sum = S::fma(sum, x, S::set1(terms[i]));
+  return sum;
 }
 
-// The same with an error of 8e-6, past y = 6 of 1e-5: half of a digit of a weight that is rounded
-// to bf16 beside a softcap of 50.
-constexpr float kMaxFastCap = 64.0f;  // an error of 6e-4 in lse, which may have 1e-3
-constexpr float kTanhFastP[3] = {0.999992669f, 0.114830695f, 0.00151457626f};
-constexpr float kTanhFastQ[4] = {1.0f, 0.448113918f, 0.017611146f, 5.62718596e-05f};
-
-template <typename S>
-TESSERA_INLINE typename S::F tanh_fast(typename S::F y) {
-  y = S::min(S::set1(6.0f), S::max(S::set1(-6.0f), y));  // NaN stays
+template <typename S, int kTermsP, int kTermsQ>
+TESSERA_INLINE typename S::F tanh(const TanhFit<kTermsP, kTermsQ>& fit, typename S::F y) {
+  y = S::min(S::set1(fit.end), S::max(S::set1(-fit.end), y));  // NaN stays
   const auto y2 = S::mul(y, y);
-  auto p = S::fma(S::set1(kTanhFastP[2]), y2, S::set1(kTanhFastP[1]));
-  auto q = S::fma(S::set1(kTanhFastQ[3]), y2, S::set1(kTanhFastQ[2]));
-  q = S::fma(q, y2, S::set1(kTanhFastQ[1]));
-  p = S::fma(p, y2, S::set1(kTanhFastP[0])), q = S::fma(q, y2, S::set1(kTanhFastQ[0]));
-  return S::mul(S::mul(y, p), S::reciprocal(q));
+  return S::mul(S::mul(y, polynomial<S>(fit.p, y2)), S::reciprocal(polynomial<S>(fit.q, y2)));
 }
 
 // 1 - tanh(y)^2 = 4 e / (1 + e)^2 with e = exp(-2 |y|): right to its last digits where tanh is all
@@ -477,11 +477,12 @@ __attribute__((noinline)) void finish_scores_with(const Call& call, const CallSe
       if (kCapped) {
         const F y = S::mul(x, into_cap);
         if constexpr (kCap == Cap::kFast) {
-          const F t = slope ? tanh_with_slope<S>(y, slope + (j * N + v) * L) : tanh_fast<S>(y);
+          const F t =
+              slope ? tanh_with_slope<S>(y, slope + (j * N + v) * L) : tanh<S>(kTanhFast, y);
           x = S::mul(t, out_of_cap);
         } else {
           if (slope) S::store(slope + (j * N + v) * L, tanh_slope<S>(y));
-          x = S::mul(tanh<S>(y), out_of_cap);
+          x = S::mul(tanh<S>(kTanh, y), out_of_cap);
         }
       } else {
         x = S::mul(x, scale);
