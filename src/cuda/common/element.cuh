@@ -15,7 +15,7 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// Element i of an array of dtype, as float; int64 offsets are the caller's business.
+// Element i of an array of fp32, bf16 or fp16, as float; int64 offsets are the caller's business.
 __device__ inline float load_float(const void* base, int64_t i, int dtype) {
   switch (dtype) {
     case TESSERA_FP32:
@@ -24,12 +24,14 @@ __device__ inline float load_float(const void* base, int64_t i, int dtype) {
       return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[i]);
     case TESSERA_FP16:
       return __half2float(static_cast<const __half*>(base)[i]);
-    case TESSERA_E4M3:
-      return float(static_cast<const __nv_fp8_e4m3*>(base)[i]);
-    case TESSERA_E5M2:
-      return float(static_cast<const __nv_fp8_e5m2*>(base)[i]);
   }
   return 0;
+}
+
+// The same of E4M3 or E5M2: a page of instructions each before sm89, so apart.
+__device__ inline float load_fp8(const void* base, int64_t i, int dtype) {
+  return dtype == TESSERA_E4M3 ? float(static_cast<const __nv_fp8_e4m3*>(base)[i])
+                               : float(static_cast<const __nv_fp8_e5m2*>(base)[i]);
 }
 
 // Rounds to nearest even.

@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   const auto load = [&](int block, int stage) {
     if (block < block_end) {
       const int key0 = first_key + block * kKeys;
-      load_keys<T, kKeys, kD, 32, kRich>(smem.ring[warp][stage].k, k_rows, key0, p.dqk,
-                                         p.tensor[TESSERA_K], lane);
-      load_keys<T, kKeys, kD, 32, kRich>(smem.ring[warp][stage].v, v_rows, key0, p.dv,
-                                         p.tensor[TESSERA_V], lane);
+      load_keys<T, kKeys, kD, 32, kRich, true>(smem.ring[warp][stage].k, k_rows, key0, p.dqk,
+                                               p.tensor[TESSERA_K], lane);
+      load_keys<T, kKeys, kD, 32, kRich, true>(smem.ring[warp][stage].v, v_rows, key0, p.dv,
+                                               p.tensor[TESSERA_V], lane);
     }
     commit_copies();  // empty at the end, so that counting stays simple
   };

@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
   };
   const KeyRows k_held = key_rows_of(TESSERA_K), v_held = key_rows_of(TESSERA_V);
   const auto load_k = [&](int key0) {
-    load_keys<T, kTileN, kD, kThreads, kRich>(smem.k, kRich ? k_held : key_rows_of(TESSERA_K), key0,
-                                              p.dqk, p.tensor[TESSERA_K]);
+    load_keys<T, kTileN, kD, kThreads, kRich, true>(smem.k, kRich ? k_held : key_rows_of(TESSERA_K),
+                                                    key0, p.dqk, p.tensor[TESSERA_K]);
     commit_copies();
   };
   const auto load_v = [&](int key0) {
-    load_keys<T, kTileN, kDv, kThreads, kRich>(smem.v, kRich ? v_held : key_rows_of(TESSERA_V),
-                                               key0, tile.dv_here, p.tensor[TESSERA_V]);
+    load_keys<T, kTileN, kDv, kThreads, kRich, true>(
+        smem.v, kRich ? v_held : key_rows_of(TESSERA_V), key0, tile.dv_here, p.tensor[TESSERA_V]);
     commit_copies();
   };
 

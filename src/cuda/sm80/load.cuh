@@ -124,19 +124,20 @@ __device__ inline KeyRows key_rows(const Params& p, int tensor, const Sequence& 
   return rows;
 }
 
-// 16 bytes of shared memory from `count` elements at source, the rest zeros.
-template <typename T>
+// 16 bytes of shared memory from `count` elements of T at source, the rest zeros; kFp8: or of fp8.
+template <typename T, bool kFp8>
 __device__ inline void copy_elements(T* smem, const char* source, int count, int dtype) {
-#pragma unroll
-  for (int i = 0; i < 16 / static_cast<int>(sizeof(T)); ++i) {
-    const float value = i < count ? load_float(source, i, dtype) : 0.f;
-    if constexpr (sizeof(T) == 4) {
-      smem[i] = value;
-    } else if constexpr (__is_same(T, __half)) {
-      smem[i] = __float2half_rn(value);
-    } else {
-      smem[i] = __float2bfloat16_rn(value);
+  constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+  if constexpr (kFp8) {
+    if (dtype >= TESSERA_E4M3) {
+#pragma unroll 1
+      for (int i = 0; i < kElements; ++i) smem[i] = i < count ? load_fp8(source, i, dtype) : 0.f;
+      return;
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    smem[i] = i < count ? reinterpret_cast<const T*>(source)[i] : T(0.f);
   }
 }
 
@@ -162,9 +163,9 @@ __device__ inline bool same_type(const View& view) {
 }
 
 // tile[r][c] = rows(r)[c] for r < kRows, c < columns; zeros up to kColumns and where rows(r) is
-// null. Any alignment, any type of element (fp8 is converted on the way). Asynchronous where it can
-// be: commit, wait and a barrier are the caller's.
-template <typename T, int kRows, int kColumns, int kThreads, typename RowsOf>
+// null. Any alignment; kFp8: of T or of fp8, which is converted on the way. Asynchronous where it
+// can be: commit, wait and a barrier are the caller's.
+template <typename T, int kRows, int kColumns, int kThreads, bool kFp8 = false, typename RowsOf>
 __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int columns,
                                           const View& view, int thread = threadIdx.x) {
   constexpr int kElements = 16 / sizeof(T), kChunks = kColumns / kElements;
@@ -188,13 +189,13 @@ __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int colum
                       left);
       }
     } else {
-      if constexpr (sizeof(T) == 2) {
+      if constexpr (kFp8) {
         if (bytes == 1 && view.vector_bytes >= 8 && count == kElements) {
           convert_fp8(to, from, view.dtype);
           continue;
         }
       }
-      copy_elements(to, from, count, view.dtype);
+      copy_elements<T, kFp8>(to, from, count, view.dtype);
     }
   }
 }
@@ -231,8 +232,9 @@ inline constexpr bool kHasFastLoad = kThreads % (kColumns * sizeof(T) / 16) == 0
                                               (kThreads < kColumns * sizeof(T) / 16)) ==
                                          0;
 
-// Rows of k or v from key0 on. Lean kernels are only run where the fast way is open.
-template <typename T, int kRows, int kColumns, int kThreads, bool kRich>
+// Rows of k or v from key0 on. Lean kernels are only run where the fast way is open. fp8 is met by
+// rich kernels of the forward pass, beside a q of 16 bits.
+template <typename T, int kRows, int kColumns, int kThreads, bool kRich, bool kForward = false>
 __device__ __forceinline__ void load_keys(T* tile, KeyRows rows, int key0, int columns,
                                           const View& view, int thread = threadIdx.x) {
   if constexpr (kHasFastLoad<T, kRows, kColumns, kThreads>) {
@@ -246,7 +248,8 @@ __device__ __forceinline__ void load_keys(T* tile, KeyRows rows, int key0, int c
   }
   if constexpr (kRich || !kHasFastLoad<T, kRows, kColumns, kThreads>) {
     rows.begin = key0;
-    load_tile<T, kRows, kColumns, kThreads>(tile, rows, columns, view, thread);
+    constexpr bool kFp8 = kForward && kRich && sizeof(T) == 2;
+    load_tile<T, kRows, kColumns, kThreads, kFp8>(tile, rows, columns, view, thread);
   }
 }
 
