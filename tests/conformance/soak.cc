@@ -13,6 +13,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -62,55 +63,36 @@ int64_t open_files() {
 
 // Shapes of training, prefill and decode; lengths are drawn. Backward ones are kept shorter: their
 // inputs o and lse come from the reference.
+struct LargerCase {
+  const char* format;  // of dtype, length and head dim
+  int times;           // the length: this times one of 1 .. 1500; kShort: one of 1 .. 200
+};
+constexpr int kShort = 0;
+constexpr LargerCase kLargerCases[] = {
+    {"fwd %s b=1 h=4 s=%d d=%d", 1},
+    {"fwd %s b=2 hq=8 hk=2 causal s=%d d=%d", 1},
+    {"fwd %s b=8 hq=32 hk=4 sq=1 sk=%d d=%d", 4},
+    {"fwd %s b=4 hq=8 hk=8 causal align=bottom_right sq=3 sk=%d d=%d", 2},
+    {"fwd %s b=4 h=2 layout=thd lens=random:7 s=%d d=%d", 1},
+    {"fwd %s b=1 h=4 bias=post softcap=20 s=%d d=%d", 1},
+    {"fwd %s b=1 h=4 window=128,0 s=%d d=%d", 1},
+    {"fwd %s b=16 hq=8 hk=1 page=16 sq=1 sk=%d d=%d", 1},
+    {"fwd %s b=1 h=2 dropout=0.1 segments=4 s=%d d=%d", 1},
+    {"bwd %s b=2 hq=4 hk=2 causal s=%d d=%d", kShort},
+    {"bwd %s b=1 h=2 bias=post s=%d d=%d", kShort},
+    {"bwd %s b=1 h=2 s=%d d=%d", kShort},
+};
+
 std::string larger_case(uint32_t seed, uint64_t index) {
   const auto words = tessera::philox4x32_7(seed, 0x50AC, static_cast<uint32_t>(index),
                                            static_cast<uint32_t>(index >> 32), 0, 0);
   const char* const dtype = (const char* const[]){"fp32", "bf16", "fp16"}[words.word[0] % 3];
   const int length = static_cast<int>(words.word[1] % 1500) + 1;
-  const int shorter = length % 200 + 1;
   const int d = (const int[]){64, 96, 128, 192}[words.word[2] % 4];
+  const LargerCase& form = kLargerCases[words.word[3] % std::size(kLargerCases)];
   char line[200];
-  const auto write = [&](const char* format, auto... values) {
-    std::snprintf(line, sizeof line, format, dtype, values..., d);
-  };
-  switch (words.word[3] % 12) {
-    case 0:
-      write("fwd %s b=1 s=%d h=4 d=%d", length);
-      break;
-    case 1:
-      write("fwd %s b=2 s=%d hq=8 hk=2 causal d=%d", length);
-      break;
-    case 2:
-      write("fwd %s b=8 sq=1 sk=%d hq=32 hk=4 d=%d", 4 * length);
-      break;
-    case 3:
-      write("fwd %s b=4 sq=3 sk=%d hq=8 hk=8 causal align=bottom_right d=%d", 2 * length);
-      break;
-    case 4:
-      write("fwd %s b=4 s=%d h=2 layout=thd lens=random:%d d=%d", length, shorter);
-      break;
-    case 5:
-      write("fwd %s b=1 s=%d h=4 bias=post softcap=20 d=%d", length);
-      break;
-    case 6:
-      write("fwd %s b=1 s=%d h=4 window=128,0 d=%d", length);
-      break;
-    case 7:
-      write("fwd %s b=16 sq=1 sk=%d hq=8 hk=1 page=16 d=%d", length);
-      break;
-    case 8:
-      write("fwd %s b=1 s=%d h=2 dropout=0.1 segments=4 d=%d", length);
-      break;
-    case 9:
-      write("bwd %s b=2 s=%d hq=4 hk=2 causal d=%d", shorter);
-      break;
-    case 10:
-      write("bwd %s b=1 s=%d h=2 bias=post d=%d", shorter);
-      break;
-    default:
-      write("bwd %s b=1 s=%d h=2 d=%d", shorter);
-      break;
-  }
+  std::snprintf(line, sizeof line, form.format, dtype,
+                form.times == kShort ? length % 200 + 1 : form.times * length, d);
   return line;
 }
 
