@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything that needs a GPU, in one go, on a machine that has one: build, conformance through C and
-# PyTorch, exact properties, sanitizers, random sleeps, benches. Prints each stage's own summary lines.
+# PyTorch, exact properties, sanitizers, random sleeps, benches. Prints each stage's own summary lines, and
+# fails if any command did.
 #   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties sanitizer chaos bench (default: all)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +11,19 @@ export PYTHONPATH=$PWD/python PYTHONUNBUFFERED=1
 failed=0
 
 say() { printf '== %s\n' "$*"; }
-run() { timeout -s KILL "$@" || { echo "FAILED ($?): ${*:2}"; failed=1; }; }
+
+# run SECONDS COMMAND...
+run() { timeout -s KILL "$@" || { echo "FAILED ($?): ${*:2}"; failed=$((failed + 1)); }; }
+
+# build FOLDER [OPTION...] [-- TARGET...]: says nothing but errors.
+build() {
+  local folder=$1 options=() log=build/${1##*/}.log; shift
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do options+=("$1"); shift; done
+  mkdir -p build
+  cmake --preset cuda -B "$folder" "${options[@]}" >"$log" 2>&1 && cmake --build "$folder" ${2:+--target "${@:2}"} >>"$log" 2>&1 ||
+    { grep -E "error|FAILED" "$log" | head -20; echo "FAILED: build of $folder, $log"; return 1; }
+}
+
 command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version --format=csv,noheader ||
   { echo "device_check: no GPU on this machine; it checks what only a GPU can"; exit 1; }
 
@@ -26,12 +39,12 @@ for stage in $stages; do
   case $stage in
     build)
       say build
-      if ! cmake --preset cuda >build-cuda.log 2>&1 ||
-         ! cmake --build --preset cuda >>build-cuda.log 2>&1; then
-        grep -E "error|FAILED" build-cuda.log | head -20; exit 1
-      fi
+      start=$SECONDS
+      build build/cuda || exit 1
+      echo "built in $((SECONDS - start)) s on $(nproc) cores"
       ln -sfn cuda build/lib
-      ls -lL build/lib/libtessera.so ;;
+      ls -lL build/lib/libtessera.so
+      run 60 python3 tests/cuda/kernel_budget.py build/cuda ;;
     cases) for backend in auto cuda_sm90 cuda_sm80; do check $backend tests/cases/{smoke,ci}.cases; done ;;
     nightly) check auto tests/cases/nightly.cases ;;
     torch)
@@ -51,10 +64,8 @@ for stage in $stages; do
       done ;;
     chaos)
       say "random sleeps before every arrival and wait (sm90): results, and repeats bit for bit"
-      if ! cmake --preset cuda -B build/chaos -DTESSERA_CHAOS=ON >build-chaos.log 2>&1 ||
-         ! cmake --build build/chaos >>build-chaos.log 2>&1; then
-        grep -E "error|FAILED" build-chaos.log | head -20; failed=1; continue
-      fi
+      build build/chaos -DTESSERA_CHAOS=ON -- tessera_check_cases tessera_cuda_properties ||
+        { failed=$((failed + 1)); continue; }
       run 240 build/chaos/tests/conformance/tessera_check_cases tests/cases/ci.cases --cuda 0 --threads 0
       run 240 build/chaos/tests/cuda/tessera_cuda_properties repeat streams ;;
     bench)
@@ -65,4 +76,5 @@ for stage in $stages; do
     *) echo "device_check: no stage $stage"; exit 2 ;;
   esac
 done
-exit $failed
+say "$failed commands failed"
+[ $failed = 0 ]
