@@ -28,7 +28,7 @@ struct BackwardArgs {
 struct DqArgs {
   BackwardArgs b;
   BlockMap blocks;  // of keys
-  int pieces;       // of output_columns columns of dq
+  int pieces;       // of output_columns columns of dq; 0: delta anew (PlainFloat)
 };
 
 enum DkdvOutput { kDk = 1, kDv = 2 };

@@ -5,7 +5,8 @@
 //
 // Small problems in fp32 have kernels of plain multiply-adds: the 22 bits an operand that three
 // fp16 products keep are enough where errors of many terms average out, and show where a gradient
-// is the small difference of a few.
+// is the small difference of a few. A launch before the others gives their rows a delta of their
+// own.
 #include <algorithm>
 
 #include "cuda/sm80/plan.h"
@@ -157,14 +158,18 @@ class BackwardPlan final : public Plan {
                        void* maps, cudaStream_t stream) {
     const Params& p = b.params;
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.rows());
-    if ((!p.tensor[TESSERA_DQ].data && !b.slope_rows) || slots == 0) return {};
-    DqArgs args{b, {}, divided_up(p.dqk, output_columns(kernel.bucket))};
+    const bool asked = p.tensor[TESSERA_DQ].data || b.slope_rows;
+    if ((!asked && !kernel.plain) || slots == 0) return {};
+    DqArgs args{b, {}, 0};
     if (has_block_map(problem)) {
       TESSERA_RETURN_IF_ERROR(map_blocks(problem, p, Walked::kKeys, kernel.tile.rows(),
                                          kernel.tile.step, maps, &args.blocks, stream));
     }
-    const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq),
-                    static_cast<unsigned>(args.pieces));
+    dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));
+    if (kernel.plain) TESSERA_RETURN_IF_ERROR(launch(kernel, grid, &args, stream));
+    if (!asked) return {};
+    args.pieces = divided_up(p.dqk, output_columns(kernel.bucket));
+    grid.z = static_cast<unsigned>(args.pieces);
     return launch(kernel, grid, &args, stream);
   }
 

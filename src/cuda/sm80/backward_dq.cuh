@@ -16,6 +16,35 @@
 
 namespace tessera::cuda::sm80 {
 
+// What a row is of itself: the sums of P and of P dP, by one thread's columns.
+struct RowSums {
+  double weight, gradient;
+};
+
+// Of a row whose P add up to 1, but for what an lse may be off by, the mean of dP instead of
+// rowsum(do o): o and lse come rounded, and dP - delta may have cancelled everything else. A row
+// that has keys elsewhere too does not add up to 1. By the four threads that share a row.
+__device__ inline void write_own_delta(const BackwardArgs& b, const Sequence& sequence, int head,
+                                       int64_t at, int query, const RowStatistics& row,
+                                       RowSums sums) {
+  constexpr double kLseError = 1.0 / (1 << 20);  // an lse is off by 4 times this and times itself
+  const Params& p = b.params;
+  for (int lane = 1; lane < 4; lane *= 2) {
+    sums.weight += __shfl_xor_sync(~0u, sums.weight, lane);
+    sums.gradient += __shfl_xor_sync(~0u, sums.gradient, lane);
+  }
+  if (threadIdx.x % 4 != 0 || query < 0 || query >= sequence.q.length) return;
+  if (has_sink(p)) sums.weight += expf(sink_of(p, head) - row.lse);
+  if (fabs(sums.weight - 1) > kLseError * (4 + fabsf(row.lse))) return;
+  const View& grad_lse = p.tensor[TESSERA_DLSE];
+  const int64_t stored = sequence.q.first + query;
+  const float of_lse = grad_lse.data
+                           ? static_cast<const float*>(
+                                 grad_lse.data)[offset_of(grad_lse, sequence.q.batch, head, stored)]
+                           : 0;
+  b.delta[at + query] = static_cast<float>(sums.gradient / sums.weight - of_lse);
+}
+
 template <typename T, int kD, int kRowTiles, int kWarps, int kTileN>
 struct DqStorage {
   static constexpr int kTileM = 16 * kRowTiles * kWarps;
@@ -32,6 +61,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   using Storage = DqStorage<T, kD, kRowTiles, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
   constexpr bool kSkip = kRich && kSkipsBlocks<kD>;
+  const bool makes_delta = __is_same(T, PlainFloat) && args.pieces == 0;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.b.params;
@@ -62,6 +92,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int64_t statistics = statistics_at(p, sequence, head);
   RowStatistics rows[kRowTiles][2];
   float slope[kRowTiles][2];
+  RowSums sums[kRowTiles][2] = {};
   float dq[kRowTiles][kOut / 2];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
@@ -134,11 +165,19 @@ __global__ void __launch_bounds__(32 * kWarps)
       score_gradient<T, kTileN, Major::kQueries, kRich, false>(
           s[r], dp[r], p, sequence, tile_rows, warp_row + 16 * r, key0,
           key0 >= clean.lo && key0 + kTileN <= clean.hi, shown,
-          [&](int half) { return rows[r][half]; }, slope[r]);
+          [&](int half) { return rows[r][half]; }, slope[r],
+          [&](int e, float weight, float gradient) {
+            if constexpr (__is_same(T, PlainFloat)) {
+              RowSums& of_row = sums[r][e / 2 % 2];
+              of_row.weight += weight;
+              of_row.gradient += static_cast<double>(weight) * gradient;
+            }
+          });
     }
 
     // dQ += dS K
-    multiply_nn<T, kRowTiles, kOut, kTileN, kD, kSkip>(dq, dp, smem.k[buffer], first, p.dqk);
+    if (!makes_delta)
+      multiply_nn<T, kRowTiles, kOut, kTileN, kD, kSkip>(dq, dp, smem.k[buffer], first, p.dqk);
     if constexpr (Storage::kBuffers == 2) {
       buffer ^= 1;
     } else if (more) {
@@ -154,6 +193,10 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = tile.begin + warp_row + 16 * r + 8 * half + lane_major();
+      if (makes_delta) {
+        write_own_delta(args.b, sequence, head, statistics, query, rows[r][half], sums[r][half]);
+        continue;
+      }
       float row_slope = slope[r][half];
       row_slope += __shfl_xor_sync(~0u, row_slope, 1);
       row_slope += __shfl_xor_sync(~0u, row_slope, 2);

@@ -34,16 +34,21 @@ __device__ __forceinline__ float weight_of(float x) {
   return exp2_approx(x * kToLog2<T>);
 }
 
+struct NoEach {
+  __device__ void operator()(int, float, float) const {}
+};
+
 // s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack
 // = 1. statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4
 // for S^T. slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides
-// nothing here; shown: nor do the data masks.
-template <typename T, int kN, Major kMajor, bool kRich, bool kOfLogit, typename Statistics>
+// nothing here; shown: nor do the data masks. rich only: each(e, P, dP keep dropout_scale).
+template <typename T, int kN, Major kMajor, bool kRich, bool kOfLogit, typename Statistics,
+          typename Each = NoEach>
 __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[kN / 2],
                                                const Params& p, const Sequence& sequence,
                                                const TileRows& rows, int major0, int minor0,
                                                bool clean, bool shown, const Statistics& statistics,
-                                               float (&slope)[2]) {
+                                               float (&slope)[2], const Each& each = {}) {
   const auto row_of = [&](int e) {
     return statistics(kMajor == Major::kQueries ? e / 2 % 2 : e / 4 * 2 + e % 2);
   };
@@ -75,6 +80,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
       const bool keep = kept[e / 32] >> (e % 32) & 1;
       const float probability = weight_of<T>(s[e] - row.lse);
       const float gradient = keep ? dp[e] * p.dropout_scale : 0.f;
+      each(e, probability, gradient);
       dp[e] = s[e] == -kInfinity ? 0.f : probability * (gradient - row.delta);
       s[e] = keep ? probability : 0.f;
     }

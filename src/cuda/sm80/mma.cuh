@@ -10,6 +10,8 @@
 // meets each bank once.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/element.cuh"
 
 namespace tessera::cuda::sm80 {
@@ -227,10 +229,11 @@ struct Mma<PlainFloat> {
     for (int i = 0; i < 8; ++i) a.r[i] = c[i];
     return a;
   }
-  // The 16 terms are added before they join C, which halves the error of a long sum.
-  template <bool kTransposed = false>
-  __device__ static void multiply(float* c, const A& a, const B& b, float = 1) {
-    float sum[8] = {};
+  // The 16 terms are added before they join C, which halves the error of a long sum; all of them in
+  // fp64 where C is.
+  template <bool kTransposed = false, typename C>
+  __device__ static void multiply(C* c, const A& a, const B& b, float = 1) {
+    C sum[8] = {};
 #pragma unroll
     for (int k = 0; k < kK; ++k) {
       const int owner = (threadIdx.x & ~3) | k % 8 / 2;
@@ -240,8 +243,8 @@ struct Mma<PlainFloat> {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float y = b.at[k * b.k_stride + (n / 2 * 8 + n % 2) * b.n_stride];
-          float& to = sum[n / 2 * 4 + half * 2 + n % 2];
-          to = fmaf(x, y, to);
+          C& to = sum[n / 2 * 4 + half * 2 + n % 2];
+          to = fma(static_cast<C>(x), static_cast<C>(y), to);
         }
       }
     }
@@ -336,14 +339,29 @@ inline constexpr int kBlock = 64;
 template <int kColumns>
 inline constexpr bool kSkipsBlocks = kColumns > 2 * kBlock;
 
+// What products over head dims are summed in. Multiply-adds, of small problems, take fp64: where a
+// gradient is the small difference of a few terms, the error of one score may be all that it has.
+template <typename T>
+using Sum = std::conditional_t<__is_same(T, PlainFloat), double, float>;
+
+template <bool kFirst, typename A, typename B>
+__device__ __forceinline__ auto& first_if(A& a, B& b) {
+  if constexpr (kFirst) {
+    return a;
+  } else {
+    return b;
+  }
+}
+
 // c[r] += A rows a_row + 16 r .. + 15, times all kN rows of B; both K axes are head dims, zero
 // beyond `depth`.
 // kRounds: blocks of wide heads join C by rounding additions. The tensor core truncates as it adds,
 // always towards zero; over 576 columns that is 10^-4 of a logit.
 template <typename T, int kRowTiles, int kN, int kK, bool kSkip = kSkipsBlocks<kK>,
-          bool kTransposed = false, bool kRounds = false>
-__device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const T* a, int a_row,
+          bool kTransposed = false, bool kRounds = false, typename C>
+__device__ __forceinline__ void multiply_nt(C (&c)[kRowTiles][kN / 2], const T* a, int a_row,
                                             const T* b, int depth) {
+  constexpr bool kWide = !__is_same(Sum<T>, float), kApart = kRounds || kWide;
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
   constexpr int kUnroll = kSkip ? 1 : kK / kBlock;
   float scale_a[kRowTiles], scale_b[kN / 16];
@@ -351,12 +369,18 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
   for (int r = 0; r < kRowTiles; ++r) scale_a[r] = Mma<T>::scale_of(a, kStride, a_row + 16 * r);
 #pragma unroll
   for (int n = 0; n < kN; n += 16) scale_b[n / 16] = Mma<T>::scale_of(b, kStride, n);
+  Sum<T> of_all[kRowTiles][kN / 2];  // where C is not wide enough for it
+  if constexpr (kWide) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kN / 2; ++i) of_all[i / (kN / 2)][i % (kN / 2)] = 0;
+  }
 #pragma unroll kUnroll
   for (int block = 0; block < kK; block += kBlock) {
     if (kSkip && block >= depth) break;
-    float of_block[kRowTiles][kN / 2];
-    float(&sum)[kRowTiles][kN / 2] = kRounds ? of_block : c;
-    if constexpr (kRounds) {
+    Sum<T> of_block[kRowTiles][kN / 2];
+    auto& sum = first_if<kApart>(of_block, c);
+    auto& joined = first_if<kWide>(of_all, c);
+    if constexpr (kApart) {
 #pragma unroll
       for (int i = 0; i < kRowTiles * kN / 2; ++i) of_block[i / (kN / 2)][i % (kN / 2)] = 0;
     }
@@ -377,11 +401,17 @@ __device__ __forceinline__ void multiply_nt(float (&c)[kRowTiles][kN / 2], const
         }
       }
     }
-    if constexpr (kRounds) {
+    if constexpr (kApart) {
 #pragma unroll
       for (int i = 0; i < kRowTiles * kN / 2; ++i) {
-        c[i / (kN / 2)][i % (kN / 2)] += of_block[i / (kN / 2)][i % (kN / 2)];
+        joined[i / (kN / 2)][i % (kN / 2)] += of_block[i / (kN / 2)][i % (kN / 2)];
       }
+    }
+  }
+  if constexpr (kWide) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kN / 2; ++i) {
+      c[i / (kN / 2)][i % (kN / 2)] += static_cast<C>(of_all[i / (kN / 2)][i % (kN / 2)]);
     }
   }
 }

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.y, warp_row = threadIdx.x / 32 * 16;
   QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
   QueryRows o_rows = query_rows(p, TESSERA_O, sequence, head, tile.begin, 1, kRows);
-  float product[1][8] = {};
+  Sum<T> product[1][8] = {};
   for (int c = 0; c < p.dv; c += kColumns) {
     if (c > 0) __syncthreads();
     load_tile<T, kRows, kColumns, kThreads>(grad_o, grad_o_rows, p.dv - c, p.tensor[TESSERA_DO]);
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreads)
     float row_lse = 0, delta = 0;
     if (query >= 0 && query < sequence.q.length) {
       const int64_t stored = sequence.q.first + query;
-      delta = lane_major() % 2 ? product[0][6 * half + 1] : product[0][6 * half];
+      delta =
+          static_cast<float>(lane_major() % 2 ? product[0][6 * half + 1] : product[0][6 * half]);
       if (grad_lse.data) {
         delta -= static_cast<const float*>(
             grad_lse.data)[offset_of(grad_lse, sequence.q.batch, head, stored)];
