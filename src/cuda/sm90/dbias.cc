@@ -113,14 +113,6 @@ bool has_vectors(const Params& p) {
          bias.stride[3] == 1 && bias.vector_bytes >= (bias.dtype == TESSERA_FP32 ? 8 : 16);
 }
 
-// Nor is it anything but tiles of 16-bit elements for TMA.
-bool has_tiles(const Params& p) {
-  const View& bias = p.tensor[TESSERA_BIAS];
-  return has_vectors(p) && bias.dtype != TESSERA_FP32 && bias.stride[2] > 0 &&
-         std::max({bias.stride[0], bias.stride[1], bias.stride[2]}) < kMostStride &&
-         std::min(bias.stride[0], bias.stride[1]) >= 0;
-}
-
 }  // namespace
 
 Status prepare_dbias(int dtype, int64_t dqk, int64_t dv) {
@@ -171,8 +163,8 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   for (const auto& [gradient, of] : kGradients) {
     if (!p.tensor[gradient].data) continue;
     const Extents extents = extents_of(problem, of);
-    const bool plain =
-        gradient == TESSERA_DBIAS && has_tiles(p) && extents.bias[2] > 1 && extents.bias[3] > 1;
+    const bool plain = gradient == TESSERA_DBIAS && has_vectors(p) &&
+                       maps_bias(problem, buffers.data[TESSERA_BIAS]);
     const DbiasKernel& kernel = kernel_of(problem, plain);
     a.cut = cut(extents, kernel.tile);
     if (a.cut.items == 0) continue;

@@ -25,26 +25,13 @@ constexpr int64_t kL2Bytes = 32 << 20;
 constexpr int64_t kHeadsInFlight = 32;
 constexpr int kConsumersOfLowTile = 2;
 
-// A bias that the producer can bring as tiles: rows of 16-bit elements whose addresses TMA accepts.
-bool is_in_tiles(const Problem& p, const void* base) {
-  const Tensor& bias = p.tensor[TESSERA_BIAS];
-  const auto accepts = [&](int axis) {
-    const int64_t stride = bias.stride[axis];
-    return bias.extent[axis] <= 1 || (stride % 8 == 0 && stride < kMostStride);
-  };
-  return bias.dtype == p.tensor[TESSERA_Q].dtype && bias.extent[2] > 1 && bias.stride[2] > 0 &&
-         bias.extent[3] > 1 && bias.stride[3] == 1 && accepts(0) && accepts(1) && accepts(2) &&
-         reinterpret_cast<uintptr_t>(base) % 16 == 0;
-}
-
 // What a problem needs of a kernel; of Feature. bias: the address of its elements, or null.
 uint32_t features_of(const Problem& p, const void* bias) {
   uint32_t features = 0;
   if (has(p, TESSERA_SOFTCAP)) features |= Feature::kSoftcap;
   if (has(p, TESSERA_DROPOUT)) features |= Feature::kDropout;
   if (given(p, TESSERA_ALIBI_SLOPES)) features |= Feature::kAlibi;
-  if (given(p, TESSERA_BIAS))
-    features |= is_in_tiles(p, bias) ? Feature::kBiasTiles : Feature::kBias;
+  if (given(p, TESSERA_BIAS)) features |= maps_bias(p, bias) ? Feature::kBiasTiles : Feature::kBias;
   for (const int index : {TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q}) {
     if (given(p, index)) features |= Feature::kMasks;
   }
@@ -119,7 +106,7 @@ class ForwardPlan final : public Plan {
   static Status map_bias(const Problem& problem, const Buffers& buffers, const Kernel& kernel,
                          ForwardParams& a) {
     if (!(kernel.features & Feature::kBiasTiles) ||
-        !is_in_tiles(problem, buffers.data[TESSERA_BIAS])) {
+        !maps_bias(problem, buffers.data[TESSERA_BIAS])) {
       return {};
     }
     const Tensor& bias = problem.tensor[TESSERA_BIAS];

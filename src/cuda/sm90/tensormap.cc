@@ -76,6 +76,17 @@ Status map_of(const Problem& problem, const Buffers& buffers, int index, int box
   return make_tensor_map(shape, buffers.data[index], map);
 }
 
+bool maps_bias(const Problem& problem, const void* base) {
+  const Tensor& bias = problem.tensor[TESSERA_BIAS];
+  const auto accepts = [&](int axis) {
+    const int64_t stride = bias.stride[axis];
+    return bias.extent[axis] <= 1 || (stride % 8 == 0 && stride < kMostStride);
+  };
+  return bias.dtype == problem.tensor[TESSERA_Q].dtype && bias.extent[2] > 1 &&
+         bias.stride[2] > 0 && bias.extent[3] > 1 && bias.stride[3] == 1 && accepts(0) &&
+         accepts(1) && accepts(2) && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+}
+
 Status map_of_bias(const Problem& problem, const Buffers& buffers, int index, int box_rows,
                    CUtensorMap* map) {
   const Tensor& t = problem.tensor[index];

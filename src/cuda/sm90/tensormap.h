@@ -41,6 +41,9 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
 Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, bool ragged,
               CUtensorMap* map);
 
+// Whether TMA can read the bias at `base` as rows of keys in q's 16-bit type.
+bool maps_bias(const Problem& problem, const void* base);
+
 // A bias or its gradient as a tensor of rows of keys, in boxes of `box_rows` rows and 64 keys; an
 // axis of sequences or heads that is broadcast or expanded has one element.
 Status map_of_bias(const Problem& problem, const Buffers& buffers, int index, int box_rows,
