@@ -169,10 +169,14 @@ Status prepare(const Kernel* kernel) {
                   "head_dim: no kernel fits in this device's shared memory; use "
                   "bf16 or fp16");
   }
-  return cuda_status(
-      cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           kernel->shared_bytes),
-      "cudaFuncSetAttribute");
+  for (const void* function : {kernel->function, kernel->in_turn}) {
+    if (!function) continue;
+    TESSERA_RETURN_IF_ERROR(
+        cuda_status(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         kernel->shared_bytes),
+                    "cudaFuncSetAttribute"));
+  }
+  return {};
 }
 
 Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream) {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products
-// instead of five, and in return no atomics), dbias, and sums over rows. Where the order of sums is
-// free and nothing but a band shapes the scores, one kernel makes all three with five products.
+// The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products),
+// dbias, and sums over rows. Where nothing but a band shapes the scores, one kernel makes all three
+// with five products, and adds to dQ in any order or in turn.
 //
 // Small problems in fp32 have kernels of plain multiply-adds: the 22 bits an operand that three
 // fp16 products keep are enough where errors of many terms average out, and show where a gradient
 // is the small difference of a few. A launch before the others gives their rows a delta of their
 // own.
 #include <algorithm>
+#include <cstddef>
 
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/row_kernels.h"
@@ -23,6 +24,10 @@ struct Kernels {
   const Kernel* dbias;
   const Kernel* fused;  // may be null
 };
+
+// Of L2, for a section of heads. In turn, larger ones leave the longest tiles of many heads to the
+// end.
+constexpr int64_t kSectionBytes = int64_t{64} << 20, kSectionInTurnBytes = int64_t{32} << 20;
 
 constexpr int64_t kPlainShortSide = 64, kPlainLongSide = 512;
 constexpr int64_t kPlainWork = int64_t{1} << 24;  // scores x head dims; some 15 us
@@ -55,7 +60,9 @@ class BackwardPlan final : public Plan {
       : lean_(lean), rich_(rich), plain_(plain) {}
 
   int64_t workspace_bytes(const Problem& problem, int) const override {
-    if (may_fuse(problem)) return arrays_bytes(problem) + dq_sums_bytes(problem);
+    if (may_fuse(problem)) {
+      return arrays_bytes(problem) + dq_sums_bytes(problem) + dq_order_bytes(problem);
+    }
     if (!has_block_map(problem)) return arrays_bytes(problem);
     const auto bytes_of = [&](const Kernel& kernel, Walked walked) {
       return block_map_bytes(problem, walked, kernel.tile.rows(), kernel.tile.step);
@@ -85,11 +92,11 @@ class BackwardPlan final : public Plan {
     const Kernels& kernels = plain ? plain_ : rich ? rich_ : lean_;
     void* maps =
         workspace + arrays_bytes(problem);  // of one kernel, then of the next; or the sums of dQ
-    TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, plain, stream));
     if (!rich && may_fuse(problem)) {
-      TESSERA_RETURN_IF_ERROR(run_fused(problem, args, static_cast<float*>(maps), stream));
+      TESSERA_RETURN_IF_ERROR(run_fused(problem, args, static_cast<char*>(maps), stream));
       return launch_row_sums(args, stream);
     }
+    TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, {}, nullptr, plain, stream));
     TESSERA_RETURN_IF_ERROR(run_dq(*kernels.dq, problem, args, maps, stream));
     TESSERA_RETURN_IF_ERROR(run_dkdv(*kernels.dkdv, problem, args, maps, stream));
     TESSERA_RETURN_IF_ERROR(run_dbias(*kernels.dbias, problem, args, stream));
@@ -106,10 +113,10 @@ class BackwardPlan final : public Plan {
   }
   // One kernel makes all that is asked.
   bool may_fuse(const Problem& problem) const {
-    constexpr uint32_t kFlags = TESSERA_DETERMINISTIC | TESSERA_SOFTCAP | TESSERA_DROPOUT;
+    constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
     return lean_.fused && !takes_plain(problem) && !has(problem, kFlags) &&
            !has_block_map(problem) && !is_paged(problem) && !given(problem, TESSERA_BIAS) &&
-           !given(problem, TESSERA_ALIBI_SLOPES) && given(problem, TESSERA_DQ) &&
+           !given(problem, TESSERA_ALIBI_SLOPES) &&
            (given(problem, TESSERA_DK) || given(problem, TESSERA_DV));
   }
   int dq_slots(const Problem& problem) const {
@@ -119,27 +126,69 @@ class BackwardPlan final : public Plan {
                           static_cast<int>(std::max<int64_t>(s.batch, 1)), step);
   }
   int64_t dq_sums_bytes(const Problem& problem) const {
+    if (!given(problem, TESSERA_DQ)) return 0;
     const int64_t tile = int64_t{lean_.fused->tile.step} * lean_.fused->bucket;
     return sizes_of(problem).hq * dq_slots(problem) * tile * 4;
   }
+  // With the turn of each tile of sums.
+  int64_t dq_order_bytes(const Problem& problem) const {
+    if (!given(problem, TESSERA_DQ) || !has(problem, TESSERA_DETERMINISTIC)) return 0;
+    const int64_t turns = sizes_of(problem).hq * dq_slots(problem) * 4;
+    return (static_cast<int64_t>(sizeof(DqOrder)) + turns + 255) / 256 * 256;
+  }
 
-  Status run_fused(const Problem& problem, const BackwardArgs& b, float* dq_sums,
+  // Of q, do and the sums of dQ of a sequence of average length, or of k and v, that a head walks.
+  static int64_t head_bytes(const Params& p, int heads, int bucket) {
+    const int64_t tokens = p.thd_q ? p.sq / std::max(p.batch, 1) : p.sq;
+    return tokens * (p.hq / std::max(heads, 1)) * bucket * 8;
+  }
+  // Without a diagonal all walks are as long, and heads one after the other share more of L2.
+  static int section_in_any_order(const Params& p, int heads, int bucket) {
+    if ((p.left < 0 && p.right < 0) || p.page_size != 0) return 1;
+    return section_of(kSectionBytes, heads, head_bytes(p, heads, bucket));
+  }
+
+  Status run_fused(const Problem& problem, const BackwardArgs& b, char* workspace,
                    cudaStream_t stream) const {
     const Kernel& kernel = *lean_.fused;
     const Params& p = b.params;
     const int outputs =
         (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
-    const DkdvArgs args{b, {}, outputs, 1, TESSERA_K, 0, dq_sums, dq_slots(problem)};
     const int slots_k = num_tile_slots(p.thd_k, p.sk, p.batch, kernel.tile.rows());
     const int slots_q = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.step);
-    TESSERA_RETURN_IF_ERROR(cuda_status(
-        cudaMemsetAsync(dq_sums, 0, static_cast<size_t>(dq_sums_bytes(problem)), stream),
-        "cudaMemsetAsync"));
+    DkdvArgs args{b,
+                  {},
+                  outputs,
+                  1,
+                  TESSERA_K,
+                  0,
+                  nullptr,
+                  slots_q,
+                  nullptr,
+                  nullptr,
+                  section_in_any_order(p, p.hk, kernel.bucket)};
+    Cleared cleared{};
+    const void* function = kernel.in_turn;  // which makes no dQ where there are no sums
+    if (p.tensor[TESSERA_DQ].data && slots_q > 0) {
+      args.dq_sums = reinterpret_cast<float*>(workspace);
+      cleared = {workspace, dq_sums_bytes(problem) / 16};
+      if (has(problem, TESSERA_DETERMINISTIC)) {  // the first to add stores
+        args.section = section_of(kSectionInTurnBytes, p.hk, head_bytes(p, p.hk, kernel.bucket));
+        args.order = reinterpret_cast<DqOrder*>(workspace + dq_sums_bytes(problem));
+        args.turns = reinterpret_cast<int*>(args.order + 1);
+        constexpr auto kKept = static_cast<int64_t>(offsetof(DqOrder, ticket));
+        cleared = {&args.order->ticket, (dq_order_bytes(problem) - kKept) / 16};
+      } else {
+        function = kernel.function;
+      }
+    }
+    TESSERA_RETURN_IF_ERROR(launch_row_statistics(b, cleared, args.order, false, stream));
     if (slots_k > 0) {
       const dim3 grid(static_cast<unsigned>(slots_k), static_cast<unsigned>(p.hk));
-      TESSERA_RETURN_IF_ERROR(launch(kernel, grid, &args, stream));
+      TESSERA_RETURN_IF_ERROR(launch_kernel("backward_fused", function, grid, kernel.tile.threads(),
+                                            kernel.shared_bytes, &args, stream));
     }
-    if (slots_q == 0) return {};
+    if (!args.dq_sums) return {};
     const dim3 grid(static_cast<unsigned>(slots_q), static_cast<unsigned>(p.hq));
     return launch_kernel("finish_dq", kernel.finish, grid, kernel.tile.threads(), 0, &args, stream);
   }
@@ -160,7 +209,7 @@ class BackwardPlan final : public Plan {
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.rows());
     const bool asked = p.tensor[TESSERA_DQ].data || b.slope_rows;
     if ((!asked && !kernel.plain) || slots == 0) return {};
-    DqArgs args{b, {}, 0};
+    DqArgs args{b, {}, 0, section_in_any_order(p, p.hq, kernel.bucket)};
     if (has_block_map(problem)) {
       TESSERA_RETURN_IF_ERROR(map_blocks(problem, p, Walked::kKeys, kernel.tile.rows(),
                                          kernel.tile.step, maps, &args.blocks, stream));
@@ -196,7 +245,17 @@ class BackwardPlan final : public Plan {
                             int outputs, int pool, cudaStream_t stream) {
     const Params& p = b.params;
     const int rows = kernel.tile.rows();
-    DkdvArgs args{b, blocks, outputs, 1, pool, divided_up(p.page_size, rows), nullptr, 0};
+    DkdvArgs args{b,
+                  blocks,
+                  outputs,
+                  1,
+                  pool,
+                  divided_up(p.page_size, rows),
+                  nullptr,
+                  0,
+                  nullptr,
+                  nullptr,
+                  section_in_any_order(p, p.hk, kernel.bucket)};
     int pieces = 1;
     if (kernel.tile.sharing == 1 && !makes_both(kernel.bucket, kernel.tile.row_tiles)) {
       const int columns = output_columns(kernel.bucket);

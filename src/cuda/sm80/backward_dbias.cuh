@@ -187,6 +187,7 @@ Kernel make_backward_dbias(int dtype) {
           sizeof(DbiasStorage<T, kBucket, kWarps, kStep>),
           reinterpret_cast<const void*>(&backward_dbias_kernel<T, kBucket, kWarps, kStep>),
           nullptr,
+          nullptr,
           __is_same(T, PlainFloat)};
 }
 

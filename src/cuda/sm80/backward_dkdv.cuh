@@ -34,6 +34,7 @@ struct DkdvStorage {
   float lse[kBuffers][kTileM];
   float delta[kBuffers][kTileM];
   alignas(16) T ds[kFused ? kTileN * kSmemStride<T, kTileM> : 1];  // dS^T, for dQ
+  DqTurns turns;                                                   // read in turn
 };
 
 // A place where the tile's rows stand in a sequence.
@@ -65,7 +66,7 @@ __device__ inline bool next_use(const Params& p, int pool, int page, int64_t& cu
 }
 
 template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileM, bool kRich,
-          bool kFused>
+          bool kFused, bool kInTurn = false>
 __global__ void __launch_bounds__(32 * kWarps)
     backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
   using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM, kFused>;
@@ -77,11 +78,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const bool paged = p.page_size != 0;
 
   // ---- which keys, and what of them ----
-  const int kv_head = blockIdx.y, piece = blockIdx.z;
+  const Place place = key_place<kInTurn>(args);
+  const int kv_head = place.head, piece = blockIdx.z;
   const bool makes_dk = kBoth || piece < args.pieces_k, makes_dv = kBoth || !makes_dk;
   const int first = kBoth ? 0 : (makes_dk ? piece : piece - args.pieces_k) * kOut;
-  const int page = paged ? blockIdx.x / args.tiles_a_page : 0;
-  const int page_row = paged ? blockIdx.x % args.tiles_a_page * kTileN : 0;
+  const int page = paged ? place.slot / args.tiles_a_page : 0;
+  const int page_row = paged ? place.slot % args.tiles_a_page * kTileN : 0;
   int64_t cursor = 0;
   Use use{};
   bool used = true;
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     used = next_use(p, args.pool, page, cursor, use);
     use.key0 += page_row;
   } else {
-    const TileOfRows tile = tile_of_slot<SideOfKeys>(p, blockIdx.x, kTileN);
+    const TileOfRows tile = tile_of_slot<SideOfKeys>(p, place.slot, kTileN);
     use = {tile.n, tile.begin};
     if (tile.begin >= rows_of<SideOfKeys>(p, tile.n).owned_hi) return;
   }
@@ -149,6 +151,9 @@ __global__ void __launch_bounds__(32 * kWarps)
       load_keys<T, kTileN, kD, kThreads, kRich>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
       load_q(next, 0);
       load_grad_o(next);
+      if (kInTurn && threadIdx.x == 0) {
+        smem.turns = DqTurns(sequence.band, key0, args.order && !args.order->overlap);
+      }
       if constexpr (kSplits<T>) {
         wait_for_copies<0>();
         __syncthreads();
@@ -206,6 +211,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, s, smem.grad_o, first, p.dv);
       }
       __syncthreads();  // dO's buffer is free, and dS^T is there
+      if (kInTurn && threadIdx.x == 0) smem.turns.pass_on();
       if (more) load_grad_o(next);
 
       // dK += dS^T Q
@@ -213,9 +219,12 @@ __global__ void __launch_bounds__(32 * kWarps)
         multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, dp, smem.q[buffer], first, p.dqk);
       }
       if constexpr (kFused) {
-        const int slot =
-            slot_of_block<SideOfQueries>(p, sequence.n, sequence.q.first, kTileM, query0 / kTileM);
-        add_dq<T, kD, kWarps, kTileM, kTileN>(args, head, slot, smem.ds, smem.k);
+        if (!kInTurn || args.dq_sums) {
+          const int slot = slot_of_block<SideOfQueries>(p, sequence.n, sequence.q.first, kTileM,
+                                                        query0 / kTileM);
+          add_dq<T, kD, kWarps, kTileM, kTileN, kInTurn>(args, head, slot, query0, smem.ds, smem.k,
+                                                         smem.turns);
+        }
       }
       if constexpr (Storage::kBuffers == 2) {
         buffer ^= 1;
@@ -223,6 +232,10 @@ __global__ void __launch_bounds__(32 * kWarps)
         __syncthreads();  // Q's only buffer is free
         load_q(next, 0);
       }
+    }
+    if (kInTurn && total > 0) {
+      __syncthreads();  // all have added
+      if (threadIdx.x == 0) smem.turns.pass_on();
     }
     used = paged && next_use(p, args.pool, page, cursor, use);
     use.key0 += page_row;
@@ -271,6 +284,7 @@ Kernel make_backward_dkdv(int dtype) {
           sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, false>),
           reinterpret_cast<const void*>(
               &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, false>),
+          nullptr,
           nullptr,
           __is_same(T, PlainFloat)};
 }

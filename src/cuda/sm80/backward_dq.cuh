@@ -13,6 +13,7 @@
 #include "cuda/common/blocks.cuh"
 #include "cuda/sm80/gradient.cuh"
 #include "cuda/sm80/kernels.h"
+#include "cuda/sm80/place.cuh"
 
 namespace tessera::cuda::sm80 {
 
@@ -66,10 +67,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.b.params;
 
-  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
+  const Place place =
+      place_of(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x, gridDim.y, args.section);
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, place.slot, kTileM);
   const Sequence sequence = sequence_of(p, tile.n);
   if (tile.begin >= sequence.q.owned_hi) return;
-  const int head = blockIdx.y, first = blockIdx.z * kOut;
+  const int head = place.head, first = blockIdx.z * kOut;
   const Interval visible = sequence.band.keys(tile.begin, tile.begin + kTileM);
   const int key_begin = static_cast<int>(visible.lo) / kTileN * kTileN;
   const int key_end = visible.empty() ? key_begin : static_cast<int>(visible.hi);
@@ -223,6 +226,7 @@ Kernel make_backward_dq(int dtype) {
           sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
           reinterpret_cast<const void*>(
               &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>),
+          nullptr,
           nullptr,
           __is_same(T, PlainFloat)};
 }

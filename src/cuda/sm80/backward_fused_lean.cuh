@@ -1,19 +1,278 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole backward pass in one kernel, where its sums may be in any order:
-// backward_dkdv_lean.cuh with dQ.
+// The whole backward pass of 16-bit elements in one kernel, where scale and band alone shape the
+// scores: backward_dkdv.cuh with dQ (fused_dq.cuh), without pages and without a branch in the loop.
+//
+// kSharing warps have the same keys: each makes S^T and dP^T for its part of the queries and dK, dV
+// for its part of the columns, and P^T and dS^T go through shared memory. Two row tiles a warp then
+// share every fragment of Q, dO and K that is read, which is what bounds the pass.
+//
+//     copies    Q(j+1) .................................. dO(j+1) ..........
+//     warps     wait | S^T(j), dP^T(j) | P, dS | meet | dV += P^T dO | meet | dK += dS^T Q, dQ |
+//     ...
+//
+// With two buffers dO(j+1) goes with Q(j+1), and the second meeting is left out.
 #pragma once
 
-#include "cuda/sm80/backward_dkdv_lean.cuh"
+#include <type_traits>
+
+#include "cuda/sm80/fused_dq.cuh"
+#include "cuda/sm80/kernels.h"
+#include "cuda/sm80/lean.cuh"
 
 namespace tessera::cuda::sm80 {
+
+// Warps that have the same keys: the registers of one hold twice 2 x 64 columns of dK and dV.
+constexpr int lean_sharing(int bucket, int row_tiles) { return bucket * row_tiles > 256 ? 4 : 2; }
+
+// kStages: buffers of dO.
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, int kStages>
+struct LeanBackwardStorage {
+  static constexpr int kSharing = lean_sharing(kD, kRowTiles);
+  static constexpr int kTileN = 16 * kRowTiles * kWarps / kSharing;
+  T k[kTileN * kSmemStride<T, kD>];
+  T v[kTileN * kSmemStride<T, kD>];
+  T q[2][kTileM * kSmemStride<T, kD>];
+  T grad_o[kStages][kTileM * kSmemStride<T, kD>];
+  T probability[kTileN * kSmemStride<T, kTileM>];  // P^T
+  T ds[kTileN * kSmemStride<T, kTileM>];           // dS^T
+  struct {
+    float lse[kTileM], delta[kTileM];
+  } statistics[2];
+  DqTurns turns;  // read in turn
+};
+
+// dk or dv, by way of `staged`, a tile of kD columns that nobody reads any more. A warp has rows
+// from warp_row on and kOut columns from `first` on. All threads of the CTA.
+template <typename T, int kD, int kOut, int kRowTiles, int kTileN, int kThreads>
+__device__ __forceinline__ void write_gradient(const Params& p, int tensor, const Rows& rows,
+                                               int key0, int kv_head, float factor, int width,
+                                               const float (&c)[kRowTiles][kOut / 2], int warp_row,
+                                               int first, T* staged) {
+  constexpr int kStride = kSmemStride<T, kD>, kChunks = kD / 8;
+  const View& out = p.tensor[tensor];
+  const auto mine = [&](int row) { return row >= rows.owned_lo && row < rows.owned_hi; };
+  const bool wide = out.vector_bytes == 16 && width % 8 == 0;
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = warp_row + 16 * r + 8 * half + lane_major(), row = key0 + i;
+      if (wide) {
+        T* to = staged + i * kStride + first + lane_minor();
+#pragma unroll
+        for (int e = 2 * half; e < kOut / 2; e += 4) {
+          *reinterpret_cast<uint32_t*>(to + 2 * (e - 2 * half)) =
+              pack<T>(c[r][e] * factor, c[r][e + 1] * factor);
+        }
+      } else if (mine(row)) {
+        const int64_t at = offset_of(out, rows.batch, rows.first + row, kv_head, first);
+        store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, c[r], half, factor,
+                           width - first);
+      }
+    }
+  }
+  if (!wide) return;
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kTileN * kChunks; i += kThreads) {
+    const int row = i / kChunks, column = i % kChunks * 8;
+    if (!mine(key0 + row) || column >= width) continue;
+    const int64_t at = offset_of(out, rows.batch, rows.first + key0 + row, kv_head, column);
+    *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + at) =
+        *reinterpret_cast<const uint4*>(staged + row * kStride + column);
+  }
+}
+
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, int kStages, bool kInTurn>
+__global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
+    backward_fused_lean_kernel(const __grid_constant__ DkdvArgs args) {
+  using Storage = LeanBackwardStorage<T, kD, kRowTiles, kWarps, kTileM, kStages>;
+  constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN, kSharing = Storage::kSharing;
+  constexpr int kColumns = kTileM / kSharing, kOut = kD / kSharing;  // of a warp
+  static_assert(2 * kTileM <= kThreads);
+  extern __shared__ __align__(16) char shared[];
+  Storage& smem = *reinterpret_cast<Storage*>(shared);
+  const Params& p = args.b.params;
+
+  // ---- which keys, which queries ----
+  const Place place = key_place<kInTurn>(args);
+  const TileOfRows tile = tile_of_slot<SideOfKeys>(p, place.slot, kTileN);
+  const Sequence sequence = sequence_of(p, tile.n);
+  const int key0 = tile.begin, kv_head = place.head, head0 = kv_head * p.group;
+  if (key0 >= sequence.k.owned_hi) return;
+  const Interval queries = key0 < 0 ? Interval{0, 0} : sequence.band.rows(key0, key0 + kTileN);
+  const int query_begin = static_cast<int>(queries.lo) / kTileM * kTileM;
+  const int steps =
+      queries.empty() ? 0 : (static_cast<int>(queries.hi) - query_begin + kTileM - 1) / kTileM;
+  const int query_end = query_begin + steps * kTileM;
+
+  const int warp_row = threadIdx.x / 32 % (kWarps / kSharing) * 16 * kRowTiles;
+  const int share = threadIdx.x / 32 / (kWarps / kSharing);
+  const int column0 = share * kColumns, first = share * kOut;
+  float dk[kRowTiles][kOut / 2], dv[kRowTiles][kOut / 2];
+  clear(dk);
+  clear(dv);
+
+  if (steps > 0) {
+    const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, p.group);
+    const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, p.group);
+    const int valid = sequence.k.length - key0;
+    KeyCopies<T, kTileN, kD, kThreads>(k_rows.base, k_rows.row_bytes, key0, p.dqk)
+        .first(smem.k, valid);
+    KeyCopies<T, kTileN, kD, kThreads>(v_rows.base, v_rows.row_bytes, key0, p.dv)
+        .first(smem.v, valid);
+    QueryCopies<T, kTileM, kD, kThreads> copy_q(query_rows(p, TESSERA_Q, sequence, head0, 0, 1, 0),
+                                                query_begin, steps, p.dqk);
+    QueryCopies<T, kTileM, kD, kThreads> copy_grad_o(
+        query_rows(p, TESSERA_DO, sequence, head0, 0, 1, 0), query_begin, steps, p.dv);
+    if (kInTurn && threadIdx.x == 0) {
+      smem.turns = DqTurns(sequence.band, key0, args.order && !args.order->overlap);
+    }
+    // A thread has a row of lse or of delta.
+    const float* from = (threadIdx.x < kTileM ? args.b.lse : args.b.delta) +
+                        statistics_at(p, sequence, head0) + query_begin + threadIdx.x % kTileM;
+    const auto load_q = [&](int buffer) {
+      const int valid_rows = copy_q.valid();
+      const bool ends_head = copy_q.ends_head();
+      copy_q.next(smem.q[buffer]);
+      if (threadIdx.x < 2 * kTileM) {
+        const bool here = static_cast<int>(threadIdx.x) % kTileM < valid_rows;
+        copy_async<4>(smem.statistics[buffer].lse + threadIdx.x, here ? from : args.b.lse,
+                      here ? 4 : 0);
+      }
+      from += ends_head ? p.sq - (steps - 1) * kTileM : kTileM;
+      commit_copies();
+    };
+    const auto load_grad_o = [&](int buffer) {
+      copy_grad_o.next(smem.grad_o[buffer % kStages]);
+      commit_copies();
+    };
+    load_q(0);
+    load_grad_o(0);
+
+    const float scale = logit_scale<T>(p);
+    const int slot0 = slot_of_block<SideOfQueries>(p, sequence.n, sequence.q.first, kTileM, 0);
+    const int end_head = head0 + p.group;
+    int head = head0, query0 = query_begin, buffer = 0;
+    const auto run = [&](auto masked) {
+      const bool more = query0 + kTileM < query_end || head + 1 < end_head;
+      const T *q = smem.q[buffer], *grad_o = smem.grad_o[buffer % kStages];
+      wait_for_copies<0>();
+      __syncthreads();  // Q(j) and dO(j) are there, and what j - 1 had of Q, P and dS has been used
+      if (kInTurn && threadIdx.x == 0) smem.turns.pass_on();
+      if (more) {
+        load_q(buffer ^ 1);
+        if constexpr (kStages == 2) load_grad_o(buffer ^ 1);
+      }
+
+      // S^T = K Q^T, dP^T = V dO^T
+      float s[kRowTiles][kColumns / 2], ds[kRowTiles][kColumns / 2];
+      clear(s);
+      clear(ds);
+      multiply_rows<T, kRowTiles, kColumns, kD>(s, smem.k, warp_row,
+                                                q + column0 * kSmemStride<T, kD>);
+      multiply_rows<T, kRowTiles, kColumns, kD>(ds, smem.v, warp_row,
+                                                grad_o + column0 * kSmemStride<T, kD>);
+
+      // P = 2^(x - lse), dS = P (dP - delta)
+      if constexpr (decltype(masked)::value) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          apply_band<kColumns, Major::kKeys>(s[r], sequence.band, TileRows{query0, head, 1},
+                                             key0 + warp_row + 16 * r, column0);
+        }
+      }
+      const float* lse = smem.statistics[buffer].lse + column0 + lane_minor();
+      const float* delta = smem.statistics[buffer].delta + column0 + lane_minor();
+#pragma unroll
+      for (int e = 0; e < kColumns / 2; e += 4) {
+        const float2 lse2 = *reinterpret_cast<const float2*>(lse + 2 * e);
+        const float2 delta2 = *reinterpret_cast<const float2*>(delta + 2 * e);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+          for (int i = e; i < e + 4; ++i) {
+            s[r][i] = exp2_approx(s[r][i] * scale - (i % 2 ? lse2.y : lse2.x));
+            ds[r][i] = s[r][i] * (ds[r][i] - (i % 2 ? delta2.y : delta2.x));
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        const int at = (warp_row + 16 * r) * kSmemStride<T, kTileM> + column0;
+        store_fragment<T, kTileM, kColumns>(smem.probability + at, s[r]);
+        store_fragment<T, kTileM, kColumns>(smem.ds + at, ds[r]);
+      }
+      __syncthreads();  // P^T and dS^T are there
+
+      multiply_row_tiles<T, kRowTiles, kOut, kTileM, kD>(dv, smem.probability, warp_row, grad_o,
+                                                         first);
+      if constexpr (kStages == 1) {
+        __syncthreads();  // dO's buffer is free
+        if (more) load_grad_o(0);
+      }
+      multiply_row_tiles<T, kRowTiles, kOut, kTileM, kD>(dk, smem.ds, warp_row, q, first);
+      if (!kInTurn || args.dq_sums) {
+        add_dq<T, kD, kWarps, kTileM, kTileN, kInTurn>(args, head, slot0 + query0 / kTileM, query0,
+                                                       smem.ds, smem.k, smem.turns);
+      }
+      buffer ^= 1;
+      query0 += kTileM;
+      if (query0 == query_end) {
+        query0 = query_begin;
+        ++head;
+      }
+    };
+
+    // Queries [clean_begin, clean_end) need no mask code.
+    const int left = static_cast<int>(sequence.band.left);
+    const int right = static_cast<int>(sequence.band.right);
+    const int to_key = key0 - static_cast<int>(sequence.band.shift);
+    const int clean_begin = right < 0 ? 0 : to_key + kTileN - 1 - right;
+    const int clean_end = key0 + kTileN > sequence.k.length ? 0
+                          : left < 0                        ? sequence.q.length
+                                     : min(sequence.q.length, to_key + left + 1);
+    const auto is_clean = [&] { return query0 >= clean_begin && query0 + kTileM <= clean_end; };
+    while (head < end_head) {
+      if (!is_clean()) {
+        run(std::true_type{});
+      } else {
+        do {
+          run(std::false_type{});
+        } while (head < end_head && is_clean());
+      }
+    }
+  }
+
+  __syncthreads();  // k and v have been used
+  if (kInTurn && steps > 0 && threadIdx.x == 0) smem.turns.pass_on();
+  if (args.outputs & kDk && p.tensor[TESSERA_DK].data) {
+    write_gradient<T, kD, kOut, kRowTiles, kTileN, kThreads>(p, TESSERA_DK, sequence.k, key0,
+                                                             kv_head, p.softmax_scale, p.dqk, dk,
+                                                             warp_row, first, smem.k);
+  }
+  if (args.outputs & kDv && p.tensor[TESSERA_DV].data) {
+    write_gradient<T, kD, kOut, kRowTiles, kTileN, kThreads>(p, TESSERA_DV, sequence.k, key0,
+                                                             kv_head, p.dropout_scale, p.dv, dv,
+                                                             warp_row, first, smem.v);
+  }
+}
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich,
           int kStages = 1>
 Kernel make_backward_fused_lean(int dtype) {
-  Kernel kernel =
-      make_backward_dkdv_lean<T, kBucket, kRowTiles, kWarps, kStep, kRich, kStages, true>(dtype);
-  kernel.finish = reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>);
-  return kernel;
+  static_assert(sizeof(T) == 2 && !kRich);
+  return {Pass::backward_fused,
+          false,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep, lean_sharing(kBucket, kRowTiles)},
+          sizeof(LeanBackwardStorage<T, kBucket, kRowTiles, kWarps, kStep, kStages>),
+          reinterpret_cast<const void*>(
+              &backward_fused_lean_kernel<T, kBucket, kRowTiles, kWarps, kStep, kStages, false>),
+          reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>),
+          reinterpret_cast<const void*>(
+              &backward_fused_lean_kernel<T, kBucket, kRowTiles, kWarps, kStep, kStages, true>)};
 }
 
 }  // namespace tessera::cuda::sm80

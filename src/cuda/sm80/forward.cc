@@ -8,6 +8,9 @@
 namespace tessera::cuda::sm80 {
 namespace {
 
+// Of L2, for the keys of a section of heads.
+constexpr int64_t kSectionBytes = int64_t{64} << 20;
+
 // Queries of the longest sequence as far as the host can know.
 int64_t most_queries(const Problem& problem) {
   const int64_t extent = sizes_of(problem).sq;
@@ -99,6 +102,8 @@ class ForwardPlan final : public Plan {
     args.splits = cut.splits;
     const int columns = output_columns(kernel.bucket);
     args.dv_pieces = (p.dv + columns - 1) / columns;
+    args.section =
+        section_of(kSectionBytes, p.hq / cut.pack, bytes_of_keys(problem) * cut.pack / p.group);
     args.rows = stored_rows(p);
     if (cut.splits > 1) {
       args.partial_o = static_cast<float*>(buffers.workspace);
@@ -120,6 +125,13 @@ class ForwardPlan final : public Plan {
  private:
   const Kernels& kernels_of(const Problem& problem) const {
     return decode_.lean && decodes(problem) ? decode_ : forward_;
+  }
+
+  // Of k and v, of one head and a sequence of average length.
+  static int64_t bytes_of_keys(const Problem& problem) {
+    const Sizes s = sizes_of(problem);
+    const int64_t keys = is_thd_k(problem) ? s.sk / std::max<int64_t>(s.batch, 1) : s.sk;
+    return keys * (s.dqk + s.dv) * size_of(problem.tensor[TESSERA_K].dtype);
   }
 
   static int64_t stored_rows(const Params& p) { return (p.thd_q ? 1 : int64_t{p.batch}) * p.sq; }

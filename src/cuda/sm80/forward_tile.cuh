@@ -4,6 +4,7 @@
 
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/epilogue.cuh"
+#include "cuda/sm80/place.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace tessera::cuda::sm80 {
@@ -28,9 +29,11 @@ __device__ ForwardTile forward_tile(const ForwardArgs& args) {
   const Params& p = args.params;
   ForwardTile t;
   t.queries = kTileM / args.pack;
-  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, t.queries);
+  const Place place =
+      place_of(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x, gridDim.y, args.section);
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, place.slot, t.queries);
   t.sequence = sequence_of(p, tile.n);
-  t.rows = {tile.begin, static_cast<int>(blockIdx.y) * args.pack, args.pack};
+  t.rows = {tile.begin, place.head * args.pack, args.pack};
   t.dv_first = blockIdx.z % args.dv_pieces * kDv;
   t.dv_here = min(p.dv - t.dv_first, kDv);
   t.split = blockIdx.z / args.dv_pieces;

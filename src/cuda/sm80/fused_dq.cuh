@@ -1,15 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// dQ inside the pass over keys: five products instead of seven, for the price of a sum in no fixed
-// order.
+// dQ inside the pass over keys: five products instead of seven.
 //
 //     dQ[tile of queries] += dS K      by atomic additions to fp32 sums, then dq = scale sums
 //
 // The warps cut the dQ of a step into pieces of 32 rows, and keep a piece of the sums as its
 // fragments lie in registers: a warp's addition is a run of neighbouring addresses.
+//
+// In turn, for sums that are the same bit for bit every time: the tiles of keys that see a tile of
+// queries add from the last to the first. They follow one another without gaps, so that each
+// computes its turn; a counter beside the sums says whose it is. CTAs take tiles by ticket, the
+// last keys first, so that a tile only waits for earlier tickets: those run, whatever the order of
+// the hardware is, and every one ends. All walk from the first queries to the last: under a causal
+// mask, tiles that begin together stand behind one another. Tickets go round the heads of a
+// section, so that fewer tiles of a head wait for each other; sections are small enough for L2.
 #pragma once
 
 #include "cuda/common/blocks.cuh"
 #include "cuda/sm80/gradient.cuh"
+#include "cuda/sm80/place.cuh"
 
 namespace tessera::cuda::sm80 {
 
@@ -41,13 +49,95 @@ __device__ inline void add_to_memory(float* to, const float* four) {
 #endif
 }
 
-// By all warps: ds is [kTileN][kTileM], k is [kTileN][kD].
-template <typename T, int kD, int kWarps, int kTileM, int kTileN>
-__device__ __forceinline__ void add_dq(const DkdvArgs& args, int head, int slot, const T* ds,
-                                       const T* k) {
+__device__ inline int load_relaxed(const int* from) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ inline int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ inline void store_release(int* to, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Which tile of keys a CTA has, by all its threads, once: in turn the last first, by ticket; in any
+// order the first first, whose walks are the longest under a causal mask.
+template <bool kInTurn>
+__device__ __forceinline__ Place key_place(const DkdvArgs& args) {
+  const int slots = gridDim.x, heads = gridDim.y;
+  int index = blockIdx.y * slots + blockIdx.x;
+  const bool by_ticket = kInTurn && args.order;
+  if (by_ticket) {
+    __shared__ int ticket;
+    if (threadIdx.x == 0) ticket = atomicAdd(&args.order->ticket, 1);
+    __syncthreads();
+    index = ticket;
+  }
+  const Place place = place_of(index, slots, heads, args.section);
+  return {by_ticket ? place.slot : slots - 1 - place.slot, place.head};
+}
+
+// The turns of one tile of keys; in shared memory.
+class DqTurns {
+ public:
+  DqTurns() = default;
+  __device__ DqTurns(const Band& band, int key0, bool waits)
+      : right_(static_cast<int>(band.right) + static_cast<int>(band.shift)),
+        unbounded_(band.right < 0),
+        len_q_(static_cast<int>(band.len_q)),
+        len_k_(static_cast<int>(band.len_k)),
+        key0_(key0),
+        waits_(waits) {}
+
+  // How many tiles of kTileN keys add to the kTileM queries from query0 on before this one.
+  template <int kTileM, int kTileN>
+  __device__ int turn_of(int query0) const {
+    const int end = min(query0 + kTileM, len_q_) + right_;
+    return ((unbounded_ ? len_k_ : min(end, len_k_)) - 1) / kTileN - key0_ / kTileN;
+  }
+
+  // Until it is that turn; seen: what the counter was before. What follows are additions, made
+  // where the counter lies and after it was read: where that look was enough, nothing else is to be
+  // acquired.
+  __device__ __forceinline__ void wait(const int* counter, int seen, int turn) const {
+    if (seen == turn || !waits_) return;
+    while (load_acquire(counter) != turn) {
+    }
+  }
+
+  // By thread 0: the sums whose turn that is are being added to.
+  __device__ void adding(int* turn, int next) {
+    told_ = turn;
+    next_ = next;
+  }
+  // By thread 0, after a meeting of all who have added.
+  __device__ void pass_on() {
+    if (told_) store_release(told_, next_);
+    told_ = nullptr;
+  }
+
+ private:
+  int right_;
+  bool unbounded_;
+  int len_q_, len_k_, key0_;
+  bool waits_;
+  int* told_ = nullptr;
+  int next_ = 0;
+};
+
+// By all warps: ds is [kTileN][kTileM], k is [kTileN][kD]. turns: read in turn.
+template <typename T, int kD, int kWarps, int kTileM, int kTileN, bool kInTurn>
+__device__ __forceinline__ void add_dq(const DkdvArgs& args, int head, int slot, int query0,
+                                       const T* ds, const T* k, DqTurns& turns) {
   using Piece = DqPiece<kD, kWarps, kTileM>;
   constexpr int kStep = Mma<T>::kK;
+  const int64_t tile = int64_t{head} * args.dq_slots + slot;
   const int warp = threadIdx.x / 32, row = Piece::row(warp), column = Piece::column(warp);
+  int* const whose = args.turns + tile;
+  const int seen = kInTurn ? load_relaxed(whose) : 0;  // long before it counts
   float dq[2][Piece::kColumns / 2] = {};
 #pragma unroll
   for (int key = 0; key < kTileN; key += kStep) {
@@ -65,7 +155,23 @@ __device__ __forceinline__ void add_dq(const DkdvArgs& args, int head, int slot,
       for (int r = 0; r < 2; ++r) Mma<T>::multiply(dq[r] + c / 2, a[r], b, factor);
     }
   }
-  float* sums = args.dq_sums + (int64_t{head} * args.dq_slots + slot) * Piece::kFloats;
+  float* sums = args.dq_sums + tile * Piece::kFloats;
+  if constexpr (kInTurn) {
+    const int turn = turns.turn_of<kTileM, kTileN>(query0);
+    if (threadIdx.x == 0) turns.adding(whose, turn + 1);
+    if (turn == 0) {  // nobody has been there: no zeros are needed
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int e = 0; e < Piece::kColumns / 2; e += 4) {
+          *reinterpret_cast<float4*>(sums + Piece::at(warp, r, e)) = {dq[r][e], dq[r][e + 1],
+                                                                      dq[r][e + 2], dq[r][e + 3]};
+        }
+      }
+      return;
+    }
+    turns.wait(whose, seen, turn);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -85,8 +191,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (tile.begin >= rows.owned_hi) return;
   const int head = blockIdx.y, warp = threadIdx.x / 32;
   const int slot = slot_of_block<SideOfQueries>(p, tile.n, rows.first, kTileM, tile.begin / kTileM);
-  const bool summed = tile.begin >= 0 && tile.begin < rows.length;
-  const float* sums = args.dq_sums + (int64_t{head} * args.dq_slots + slot) * Piece::kFloats;
+  const int64_t index = int64_t{head} * args.dq_slots + slot;
+  const bool summed =
+      tile.begin >= 0 && tile.begin < rows.length && (!args.order || args.turns[index] > 0);
+  const float* sums = args.dq_sums + index * Piece::kFloats;
   const View& out = p.tensor[TESSERA_DQ];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

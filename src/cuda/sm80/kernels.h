@@ -18,8 +18,9 @@ struct Kernel {
   Tile tile;
   int shared_bytes;
   const void* function;
-  const void* finish = nullptr;  // of backward_fused: what turns the sums of dQ into dq
-  bool plain = false;            // fp32 by multiply-adds
+  const void* finish = nullptr;   // of backward_fused: what turns the sums of dQ into dq
+  const void* in_turn = nullptr;  // of backward_fused: adds in a fixed order, or makes no dQ
+  bool plain = false;             // fp32 by multiply-adds
 };
 
 // In the table's order, buckets ascending.

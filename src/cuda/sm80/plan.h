@@ -2,6 +2,7 @@
 // How the sm80 room runs a problem: which kernels, cut how, with what workspace.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "core/backend.h"
@@ -22,6 +23,13 @@ Status prepare(const Kernel* kernel);
 
 // Queues a kernel whose only argument is *args.
 Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream);
+
+// Heads whose tiles begin side by side (place.cuh): as many as `bytes`, some of L2, hold of what
+// each reads.
+inline int section_of(int64_t bytes, int64_t heads, int64_t bytes_a_head) {
+  return static_cast<int>(std::clamp<int64_t>(bytes / std::max<int64_t>(bytes_a_head, 1), 1,
+                                              std::max<int64_t>(heads, 1)));
+}
 
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device);
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device);

@@ -9,14 +9,40 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kRows = 16 * kWarps, kColumns = 64;
 
+struct StatisticsArgs {
+  BackwardArgs b;
+  Cleared cleared;
+  DqOrder* order;
+};
+
+// Whether some sequence of a packed side reaches beyond the start of the next one. By all threads.
+template <typename Side>
+__device__ bool overlaps(const Params& p) {
+  bool found = false;
+  for (int n = threadIdx.x; Side::packed(p) && n < p.batch; n += kThreads) {
+    const Rows rows = rows_of<Side>(p, n);
+    found |= rows.length > rows.owned_hi;
+  }
+  return __syncthreads_or(found);
+}
+
 // delta by the very products that dP is made of: the diagonal of dO O^T. Where o is a row of v,
 // because one key is visible, dP - delta is then exactly 0.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    row_statistics_kernel(const __grid_constant__ BackwardArgs args) {
+    row_statistics_kernel(const __grid_constant__ StatisticsArgs args) {
   __shared__ __align__(16) T grad_o[kRows * kSmemStride<T, kColumns>];
   __shared__ __align__(16) T o[kRows * kSmemStride<T, kColumns>];
-  const Params& p = args.params;
+  const Params& p = args.b.params;
+  const int64_t cta = blockIdx.y * int64_t{gridDim.x} + blockIdx.x,
+                ctas = gridDim.y * int64_t{gridDim.x};
+  for (int64_t i = cta * kThreads + threadIdx.x; i < args.cleared.words; i += ctas * kThreads) {
+    static_cast<uint4*>(args.cleared.data)[i] = {0, 0, 0, 0};
+  }
+  if (args.order && cta == 0) {
+    const bool overlap = overlaps<SideOfQueries>(p) || overlaps<SideOfKeys>(p);
+    if (threadIdx.x == 0) args.order->overlap = overlap;
+  }
   const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kRows);
   const Sequence sequence = sequence_of(p, tile.n);
   if (tile.begin >= sequence.q.owned_hi) return;
@@ -59,8 +85,8 @@ __global__ void __launch_bounds__(kThreads)
           kFromNatural<T>;
       if (row_lse == -kInfinity) row_lse = 0;
     }
-    args.lse[at] = row_lse;
-    args.delta[at] = delta;
+    args.b.lse[at] = row_lse;
+    args.b.delta[at] = delta;
   }
 }
 
@@ -110,8 +136,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status launch_row_statistics(const BackwardArgs& args, bool plain, cudaStream_t stream) {
-  const Params& p = args.params;
+Status launch_row_statistics(const BackwardArgs& b, Cleared cleared, DqOrder* order, bool plain,
+                             cudaStream_t stream) {
+  const StatisticsArgs args{b, cleared, order};
+  const Params& p = b.params;
   const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kRows);
   if (slots == 0) return {};
   const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));

@@ -9,8 +9,17 @@
 
 namespace tessera::cuda::sm80 {
 
-// lse and delta of every row and head. plain: for kernels that multiply fp32 by multiply-adds.
-Status launch_row_statistics(const BackwardArgs& args, bool plain, cudaStream_t stream);
+// Memory that must be zeros before the next kernel: 16-byte words.
+struct Cleared {
+  void* data;
+  int64_t words;
+};
+
+// lse and delta of every row and head, and zeros on the way. order: null, or told whether sequences
+// overlap. plain: for kernels that multiply fp32 by multiply-adds. Nothing is launched where there
+// are no rows.
+Status launch_row_statistics(const BackwardArgs& args, Cleared cleared, DqOrder* order, bool plain,
+                             cudaStream_t stream);
 
 // dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows; each if
 // asked.
