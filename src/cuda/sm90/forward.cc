@@ -68,6 +68,10 @@ class ForwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
+    if (kernel.tile.o_by_tma) {
+      TESSERA_RETURN_IF_ERROR(
+          map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, a.problem.thd_q, &a.o));
+    }
     order_tiles(kernel, buffers, a);
     if (given(problem, TESSERA_BIAS)) {
       TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));

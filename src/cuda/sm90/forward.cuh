@@ -15,7 +15,8 @@
 // q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv], o [b, sq, hq, dv], lse [b, hq, sq];
 // any strides. A CTA is persistent and computes row tiles of tile_m queries of one head:
 //
-//   warpgroup 0  producer    one thread: Q, then K(j) and V(j) by TMA, j from right to left
+//   warpgroup 0  scheduler   one warp: the tiles
+//                loaders     a thread each for Q, K(j) and V(j), by TMA, j from right to left
 //   warpgroup 1  consumer 0  |QK(j) PV(j-1)|   softmax(j)    |QK(j+1) PV(j)| ...
 //   warpgroup 2  consumer 1     softmax(j-1) |QK(j) PV(j-1)|   softmax(j)   | ...
 //
@@ -23,11 +24,13 @@
 // executing them, so what overlaps with a softmax are the products of the other warpgroup. Keys run
 // right to left, so that masked blocks come first and the steady loop has no mask code. At the end
 // of a tile the first product of the next one is issued with the last of this one, so that the
-// tensor cores do not see where tiles end; o leaves from registers.
+// tensor cores do not see where tiles end; o leaves from registers, or by TMA through the shared
+// memory of its own queries.
 //
 //   barrier               arrivals                       says
 //   q[w].full[s]          1 + bytes                      64 queries of consumer w have arrived
-//   q[w].empty[s]         4 (a warp each)                consumer w has read them
+//   q[w].empty[s]         4 (a warp each)                consumer w has read them; o_by_tma: and
+//                                                        has put o in their place
 //   k.full[s], v.full[s]  1 + bytes                      a block has arrived
 //   k.empty, v.empty[s]   1 of each consumer             a block has been used
 //   turn(w)               256: consumer w and the one    consumer w may issue products
@@ -75,6 +78,7 @@ struct Forward : Feature {
                         kCapsLate = kFeatures == kSoftcap;
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
   static constexpr int kConsumers = kTile.consumers;
+  static constexpr int kLoaders = 3;
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kGroups = kTileN / 8;
   static constexpr int kFirstTurnBarrier = 1;  // 0 is __syncthreads
@@ -94,6 +98,9 @@ struct Forward : Feature {
 
   static constexpr int kWorkStages = kListsBlocks && kFeatures & kBiasTiles ? 2 : 3;  // what fits
   static constexpr int kBiasBytes = kFeatures & kBiasTiles ? kRows * kTileN * 2 : 0;  // a consumer
+  // The weights of these groups wait in registers of their own until O is there.
+  static constexpr int kEarlyGroups = kTile.early_groups > 0 ? kTile.early_groups : 2;
+  static constexpr int kMinusOne = 0xbf800000;  // -1.f
   // What a thread's weights of a row and block may add up to before m is moved: all are finite in
   // 16 bits then.
   static constexpr float kMostSum = 32768;
@@ -108,17 +115,20 @@ struct Forward : Feature {
 
   struct alignas(1024) SharedStorage {
     uint8_t q[kConsumers][kTile.q_stages][QTile::kBytes];
-    uint8_t k[kTile.stages][KTile::kBytes];
-    uint8_t v[kTile.stages][VTile::kBytes];
+    uint8_t k[kTile.k_stages][KTile::kBytes];
+    uint8_t v[kTile.v_stages][VTile::kBytes];
     uint8_t bias[kBiasBytes > 0 ? kConsumers* kBiasBytes : 8];
     uint64_t q_barriers[kConsumers][2 * kTile.q_stages];
-    uint64_t k_barriers[2 * kTile.stages], v_barriers[2 * kTile.stages];
+    uint64_t k_barriers[2 * kTile.k_stages], v_barriers[2 * kTile.v_stages];
     uint64_t bias_barriers[kConsumers][2], work_barriers[2 * kWorkStages];
     Work work[kWorkStages];
     PackedOrder order;
   };
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  // The queries of the next tile must not wait for o.
+  static_assert(!kTile.o_by_tma || (kTile.q_stages == 2 && !kTile.q_in_registers &&
+                                    QTile::kBytes == kRows * kTile.dv * 2));
 
   // Addresses in shared memory, all from one uniform base (see uniform()).
   struct Shared {
@@ -143,10 +153,10 @@ struct Forward : Feature {
       return {base + uint32_t(offsetof(SharedStorage, q_barriers)) +
               consumer * 16 * kTile.q_stages};
     }
-    __device__ __forceinline__ StageBarriers<kTile.stages> k_barriers() const {
+    __device__ __forceinline__ StageBarriers<kTile.k_stages> k_barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, k_barriers))};
     }
-    __device__ __forceinline__ StageBarriers<kTile.stages> v_barriers() const {
+    __device__ __forceinline__ StageBarriers<kTile.v_stages> v_barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, v_barriers))};
     }
     __device__ __forceinline__ StageBarriers<kWorkStages> work_barriers() const {
@@ -162,7 +172,8 @@ struct Forward : Feature {
     const int thread_row = thread / kWarp * 16 + lane / 4;  // and thread_row + 8
     const bool leader = thread == 0;
     const auto q_barriers = shared.q_barriers(w);
-    const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
+    const auto k_barriers = shared.k_barriers();
+    const auto v_barriers = shared.v_barriers();
     const float c = BlockFeatures::exponent_scale(a.problem);
 
     float O[kTile.dv / 2], S[kTileN / 2];
@@ -175,7 +186,16 @@ struct Forward : Feature {
     std::conditional_t<kCapsLate, LateSoftcap, Absent> softcap(a.problem);
     BiasStage<kTileN> bias = shared.bias(w);
     Ring<kTile.q_stages> q_ring;
-    Ring<kTile.stages> ring;  // of the block whose S is in registers
+    Ring<kTile.k_stages> k_ring;  // of the block whose S is in registers
+    constexpr bool kOneRing = kTile.k_stages == kTile.v_stages;
+    Ring<kTile.v_stages> v_own;
+    const auto v_ring = [&] {  // of the block whose P is
+      if constexpr (kOneRing) {
+        return k_ring;
+      } else {
+        return v_own;
+      }
+    };
 
     const auto take_turn = [&] { named_barrier_sync(kFirstTurnBarrier + w, 2 * kWarpgroup); };
     const auto give_turn = [&] {
@@ -185,6 +205,7 @@ struct Forward : Feature {
       __syncwarp();
       if (lane == 0) q_barriers.release(q_ring);
     };
+    constexpr bool kReleasesAfterLastQk = !kTile.q_in_registers && !kTile.o_by_tma;
     const auto load_q = [&] {
       q_barriers.wait(q_ring);
       if constexpr (kTile.q_in_registers) {
@@ -193,7 +214,7 @@ struct Forward : Feature {
         q_ring.advance();
       }
     };
-    const auto issue_qk = [&](int stage) {  // S = Q K^T
+    const auto issue_qk = [&](int stage, const Shared shared) {  // S = Q K^T
       const uint64_t k = KTile::k_major(shared.k(stage));
       const uint64_t q = QTile::k_major(shared.q(w, q_ring.stage));
       pin(S);
@@ -309,19 +330,19 @@ struct Forward : Feature {
     if (!next_tile()) return;
     if (w == kConsumers - 1) give_turn();
     load_q();
-    k_barriers.wait(ring);
+    k_barriers.wait(k_ring);
     take_turn();
-    issue_qk(ring.stage);
+    issue_qk(k_ring.stage, shared);
     give_turn();
     if (kLooksAhead) start_tile();
     wgmma_wait<0>();
     pin(S);
-    if (leader) k_barriers.release(ring);
+    if (leader) k_barriers.release(k_ring);
 
     for (bool more = true; more;) {  // a tile; S of its first block is in registers
       if (!kLooksAhead) start_tile();
       m[0] = m[1] = -kInfinity;
-      if (!kTile.q_in_registers && blocks.end - blocks.begin == 1) release_q();
+      if (kReleasesAfterLastQk && blocks.end - blocks.begin == 1) release_q();
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
       const BlockFeatures features(a, work, row, lane);
@@ -372,34 +393,36 @@ struct Forward : Feature {
       };
       int accumulate = 0;
       const auto step = [&](int j, bool cut, bool partial) {
-        const auto here = ring.next();
+        const auto here = k_ring.next();
         if constexpr (kMasksEarly) features.load_masks(j, partial, mask_data);
         k_barriers.wait(here);
         take_turn();
-        issue_qk(here.stage);
-        v_barriers.wait(ring);
-        issue_pv(ring.stage, accumulate, j);
+        issue_qk(here.stage, shared);
+        v_barriers.wait(v_ring());
+        issue_pv(v_ring().stage, accumulate, j);
         accumulate = 1;
         give_turn();
         if constexpr (kMasksEarly) look_ahead(j);
         wgmma_wait<1>();
         pin(S);
-        if (!kTile.q_in_registers && j == blocks.begin) release_q();
+        if (kReleasesAfterLastQk && j == blocks.begin) release_q();
         finish_scores(j, cut, partial);
-        float sum[2] = {}, early[kTile.early_groups][4];
+        float sum[2] = {}, early[kEarlyGroups][4];
 #pragma unroll
-        for (int g = 0; g < kTile.early_groups; ++g) weights(g, early[g], sum);
-        // ptxas moves a wait up over arithmetic that does not depend on it. This release depends on
-        // the first exponentials (sums of them are never negative), so the wait below stays here,
-        // late enough not to stall. P is being read until then.
-        if (leader && !(sum[0] + sum[1] < 0.f)) k_barriers.release(here);
+        for (int g = 0; g < kEarlyGroups; ++g) weights(g, early[g], sum);
+        // ptxas moves a wait up over arithmetic that does not depend on it, or leaves more before
+        // it. Where this release depends on the first exponentials (their sum is never negative,
+        // but ptxas does not look at its bits), the wait below stays behind them, late enough not
+        // to stall. P is being read until then.
+        const bool done = kTile.early_groups == 0 || __float_as_int(sum[0] + sum[1]) != kMinusOne;
+        if (leader && done) k_barriers.release(here);
         wgmma_wait<0>();
         pin(O);
-        if (leader) v_barriers.release(ring);
+        if (leader) v_barriers.release(v_ring());
 #pragma unroll
-        for (int g = 0; g < kTile.early_groups; ++g) round_p(g, early[g]);
+        for (int g = 0; g < kEarlyGroups; ++g) round_p(g, early[g]);
 #pragma unroll
-        for (int g = kTile.early_groups; g < kGroups; ++g) {
+        for (int g = kEarlyGroups; g < kGroups; ++g) {
           float p[4];
           weights(g, p, sum);
           round_p(g, p);
@@ -424,7 +447,8 @@ struct Forward : Feature {
         }
         l[0] += sum[0], l[1] += sum[1];
         drop(j);
-        ring = here;
+        k_ring = here;
+        if (!kOneRing) v_own.advance();
       };
       [[maybe_unused]] const auto before = [&](int j) { return uniform(block_before(work, j)); };
       if constexpr (kMasksEarly) {
@@ -459,16 +483,19 @@ struct Forward : Feature {
       const auto done = work_ring;
       work_ring.advance();
       more = next_tile();
-      const auto here = ring.next();
+      const auto here = k_ring.next();
       const Output<Element> output{a.problem, works[done.stage]};
       typename Output<Element>::Rows rows;
       if (more) {
         load_q();
         k_barriers.wait(here);
+        // The only stage of queries always has the same descriptors. The compiler shall not see it:
+        // it would keep those of the first tile, in local memory.
+        const Shared same{kTile.q_stages == 1 ? uint32_t(uniform(shared.base)) : shared.base};
         take_turn();
-        issue_qk(here.stage);
-        v_barriers.wait(ring);
-        issue_pv(ring.stage, accumulate, 0);
+        issue_qk(here.stage, same);
+        v_barriers.wait(v_ring());
+        issue_pv(v_ring().stage, accumulate, 0);
         give_turn();
         rows = output.finish(w * kRows + thread_row, lane, c, m, l);
         if (kLooksAhead) start_tile();
@@ -477,18 +504,25 @@ struct Forward : Feature {
         if (leader) k_barriers.release(here);
       } else {
         take_turn();
-        v_barriers.wait(ring);
-        issue_pv(ring.stage, accumulate, 0);
+        v_barriers.wait(v_ring());
+        issue_pv(v_ring().stage, accumulate, 0);
         give_turn();
         rows = output.finish(w * kRows + thread_row, lane, c, m, l);
         wgmma_wait<0>();
       }
       pin(O);
-      if (leader) v_barriers.release(ring);
-      ring = here;
+      if (leader) v_barriers.release(v_ring());
+      k_ring = here;
+      if (!kOneRing) v_own.advance();
+      if constexpr (kTile.o_by_tma) {
+        const int stage = q_ring.stage ^ 1;  // of the queries before
+        Output<Element>::template stage<QTile>(shared.q(w, stage), rows.factor, thread, O);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(q_barriers.empty(stage));
+      }
       __syncwarp();
       if (lane == 0) work_barriers.release(done);
-      output.store(rows, lane, O);
+      if constexpr (!kTile.o_by_tma) output.store(rows, lane, O);
     }
   }
 };
@@ -505,13 +539,14 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
     tma_prefetch(&p.q);
     tma_prefetch(&p.k);
     tma_prefetch(&p.v);
+    if (Kernel::kTile.o_by_tma) tma_prefetch(&p.o);
     for (int w = 0; w < kConsumers; ++w) {
       shared.q_barriers(w).init(kWarpgroup / kWarp);
       shared.bias(w).barriers.init(kWarpgroup / kWarp);
     }
     shared.k_barriers().init(kConsumers);
     shared.v_barriers().init(kConsumers);
-    shared.work_barriers().init(1 + kConsumers * (kWarpgroup / kWarp));
+    shared.work_barriers().init(Kernel::kLoaders + kConsumers * (kWarpgroup / kWarp));
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -521,11 +556,12 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
   auto* works = in_shared.work;
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-    if (threadIdx.x / kWarp == 1) {
-      schedule<Element, Kernel>(p, works, in_shared.order, shared);
-    } else if (threadIdx.x == 0) {
-      produce<Kernel>(p, works, shared);
-    }
+    const int warp = uniform(threadIdx.x / kWarp);
+    const bool first_lane = threadIdx.x % kWarp == 0;
+    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, shared);
+    if (warp == 1 && first_lane) carry_queries<Kernel>(p, works, shared);
+    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, shared);
+    if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
   } else {
     registers_claim<Kernel::kConsumerRegisters>();
     Kernel::consumer(p, works, shared, warpgroup - 1);

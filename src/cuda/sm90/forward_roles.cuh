@@ -54,63 +54,124 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   }
 }
 
-// The producer, one thread.
-template <typename Kernel>
-__device__ __forceinline__ void produce(const ForwardParams& a, const typename Kernel::Work* works,
-                                        const typename Kernel::Shared shared) {
-  const auto k_barriers = shared.k_barriers(), v_barriers = shared.v_barriers();
-  const auto work_barriers = shared.work_barriers();
-  Ring<Kernel::kWorkStages> work_ring;
-  Ring<Kernel::kTile.q_stages> q_ring;
-  Ring<Kernel::kTile.stages> ring;
-  Ring<1> bias_ring;
-  // A box wholly outside a ragged map faults. Columns of v past dv may be anything: their o is
-  // not stored. Those of q and k must be zeros, and their maps are plain.
-  const int v_chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
-  for (;; work_ring.advance()) {
-    work_barriers.wait(work_ring);
-    const auto& work = works[work_ring.stage];
+// The loaders of queries, keys and values: a thread each, so that none waits for a stage of
+// another's. This does what they have in common.
+template <typename Kernel, typename Load>
+__device__ __forceinline__ void for_each_tile(const typename Kernel::Work* works,
+                                              const typename Kernel::Shared shared,
+                                              const Load& load) {
+  const auto barriers = shared.work_barriers();
+  for (Ring<Kernel::kWorkStages> ring;; ring.advance()) {
+    barriers.wait(ring);
+    const auto& work = works[ring.stage];
     if (work.last) return;
-    const int begin = work.begin, end = work.end, head = work.head,
-              kv_head = head / a.problem.group;
-    const int q_batch = work.q.batch, q_row = work.q.first + work.m0;
-    const int batch = work.k.batch, k_row = work.k.first;
-    const int v_row = a.ragged_v ? kRagged - work.k.length : k_row;  // see tensormap.h
-    const int v_shift = a.ragged_v ? k_row + work.k.length : 0;
-    const int m0 = work.m0, n = work.n;
-    if constexpr (!Kernel::kListsBlocks) work_barriers.release(work_ring);
-    const auto load_q = [&] {
-      for (int w = 0; w < Kernel::kConsumers; ++w) {
-        const auto q_barriers = shared.q_barriers(w);
-        q_barriers.acquire(q_ring, Kernel::QTile::kBytes);
-        Kernel::QTile::load(shared.q(w, q_ring.stage), &a.q, q_barriers.full(q_ring.stage), head,
-                            q_row + w * Kernel::kRows, 0, q_batch);
+    load(work);
+    barriers.release(ring);
+  }
+}
+
+// Queries, and with o_by_tma the rows of o that the consumers have left in their place.
+template <typename Kernel>
+__device__ __forceinline__ void carry_queries(const ForwardParams& a,
+                                              const typename Kernel::Work* works,
+                                              const typename Kernel::Shared shared) {
+  constexpr int kStages = Kernel::kTile.q_stages;
+  struct Place {
+    int head, batch, row, rows;  // rows: from there to the last one that is to be stored
+  };
+  [[maybe_unused]] Place places[kStages];  // of the tiles in the stages, the oldest first
+  [[maybe_unused]] int filled = 0;         // stages
+  Ring<kStages> ring;
+  const auto store = [&](const Place& tile) {
+    const bool ragged = a.problem.thd_q;
+    const int first = ragged ? kRagged - tile.rows : tile.row;  // see tensormap.h
+    const int shift = ragged ? tile.row + tile.rows : 0;
+    for (int w = 0; w < Kernel::kConsumers; ++w) {
+      mbarrier_wait(shared.q_barriers(w).empty(ring.stage), ring.phase ^ 1);
+      const int row = w * Kernel::kRows;
+      if (row >= tile.rows) continue;  // such a box would fault
+      for (int column = 0; column < a.problem.dv; column += kChunkColumns) {
+        tma_store(&a.o,
+                  shared.q(w, ring.stage) + column / kChunkColumns * Kernel::QTile::kChunkBytes,
+                  column, tile.head, first + row, shift, tile.batch);
       }
-      q_ring.advance();
-    };
-    // A second stage of queries is free long before a stage of keys; an only one is not.
-    if (Kernel::kTile.q_stages > 1) load_q();
+    }
+    bulk_commit();
+    bulk_wait_read();
+  };
+  for_each_tile<Kernel>(works, shared, [&](const auto& work) {
+    const int row = work.q.first + work.m0;
+    if constexpr (Kernel::kTile.o_by_tma) {
+      if (filled == kStages) store(places[0]);
+      filled = min(filled + 1, kStages);
+      for (int i = 1; i < kStages; ++i) places[i - 1] = places[i];
+      places[kStages - 1] = {work.head, work.q.batch, row, work.q.owned_hi - work.m0};
+    }
+    for (int w = 0; w < Kernel::kConsumers; ++w) {
+      const auto barriers = shared.q_barriers(w);
+      barriers.acquire(ring, Kernel::QTile::kBytes);
+      Kernel::QTile::load(shared.q(w, ring.stage), &a.q, barriers.full(ring.stage), work.head,
+                          row + w * Kernel::kRows, 0, work.q.batch);
+    }
+    ring.advance();
+  });
+  if constexpr (Kernel::kTile.o_by_tma) {
+    for (int i = 0; i < kStages; ++i, ring.advance()) {
+      if (i + filled >= kStages) store(places[i]);
+    }
+  }
+}
+
+template <typename Kernel>
+__device__ __forceinline__ void load_keys(const ForwardParams& a,
+                                          const typename Kernel::Work* works,
+                                          const typename Kernel::Shared shared) {
+  const auto barriers = shared.k_barriers();
+  Ring<Kernel::kTile.k_stages> ring;
+  [[maybe_unused]] Ring<1> bias_ring;
+  for_each_tile<Kernel>(works, shared, [&](const auto& work) {
+    const int begin = work.begin, head = work.head, kv_head = head / a.problem.group;
+    const int batch = work.k.batch, row = work.k.first;
 #pragma unroll 1
-    for (int j = end - 1; j >= begin; j = block_before(work, j)) {
-      k_barriers.acquire(ring, Kernel::KTile::kBytes);
-      Kernel::KTile::load(shared.k(ring.stage), &a.k, k_barriers.full(ring.stage), kv_head,
-                          k_row + j * Kernel::kTileN, 0, batch);
-      if (Kernel::kTile.q_stages == 1 && j == end - 1) load_q();
+    for (int j = work.end - 1; j >= begin; j = block_before(work, j)) {
+      barriers.acquire(ring, Kernel::KTile::kBytes);
+      Kernel::KTile::load(shared.k(ring.stage), &a.k, barriers.full(ring.stage), kv_head,
+                          row + j * Kernel::kTileN, 0, batch);
       if constexpr (Kernel::kBiasBytes > 0) {
         if (Kernel::BlockFeatures::has_bias_tiles(a)) {
           for (int w = 0; w < Kernel::kConsumers; ++w) {
-            shared.bias(w).load(a, bias_ring, n, head, m0 + w * Kernel::kRows, j * Kernel::kTileN);
+            shared.bias(w).load(a, bias_ring, work.n, head, work.m0 + w * Kernel::kRows,
+                                j * Kernel::kTileN);
           }
           bias_ring.advance();
         }
       }
-      v_barriers.acquire(ring, v_chunks * Kernel::VTile::kChunkBytes);
-      Kernel::VTile::load(shared.v(ring.stage), &a.v, v_barriers.full(ring.stage), kv_head,
-                          v_row + j * Kernel::kTileN, v_shift, batch, v_chunks);
       ring.advance();
     }
-    if constexpr (Kernel::kListsBlocks) work_barriers.release(work_ring);
-  }
+  });
+}
+
+template <typename Kernel>
+__device__ __forceinline__ void load_values(const ForwardParams& a,
+                                            const typename Kernel::Work* works,
+                                            const typename Kernel::Shared shared) {
+  const auto barriers = shared.v_barriers();
+  Ring<Kernel::kTile.v_stages> ring;
+  // A box wholly outside a ragged map faults. Columns past dv may be anything: their o is not
+  // stored. Those of q and k must be zeros, and their maps are plain.
+  const int chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
+  for_each_tile<Kernel>(works, shared, [&](const auto& work) {
+    const int begin = work.begin, kv_head = work.head / a.problem.group, batch = work.k.batch;
+    const int row = a.ragged_v ? kRagged - work.k.length : work.k.first;  // see tensormap.h
+    const int shift = a.ragged_v ? work.k.first + work.k.length : 0;
+#pragma unroll 1
+    for (int j = work.end - 1; j >= begin; j = block_before(work, j)) {
+      barriers.acquire(ring, chunks * Kernel::VTile::kChunkBytes);
+      Kernel::VTile::load(shared.v(ring.stage), &a.v, barriers.full(ring.stage), kv_head,
+                          row + j * Kernel::kTileN, shift, batch, chunks);
+      ring.advance();
+    }
+  });
 }
 
 }  // namespace tessera::cuda::sm90

@@ -100,6 +100,15 @@ struct Output {
     return rows;
   }
 
+  // NaN times 0 is NaN, and rows past the sequence may hold one.
+  template <int kElements>
+  static __device__ __forceinline__ void clear_hidden(const float (&factor)[2],
+                                                      float (&O)[kElements]) {
+    if (!__any_sync(kAllLanes, factor[0] == 0 || factor[1] == 0)) return;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) O[e] = factor[e / 2 % 2] == 0 ? 0.f : O[e];
+  }
+
   // o = O / l from the accumulators of the rows' warp (wgmma.cuh). Pairs of threads trade columns,
   // so that a quad stores whole sectors of 32 bytes.
   template <int kElements>
@@ -107,11 +116,7 @@ struct Output {
     const bool odd = lane % 2;
     const float(&factor)[2] = rows.factor;
     Element* const o[2] = {rows.o, rows.o + 8 * p.tensor[TESSERA_O].stride[1]};
-    // NaN times 0 is NaN, and rows past the sequence may hold one.
-    if (__any_sync(kAllLanes, factor[0] == 0 || factor[1] == 0)) {
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) O[e] = factor[e / 2 % 2] == 0 ? 0.f : O[e];
-    }
+    clear_hidden(factor, O);
 #pragma unroll
     for (int g = 0; g < kElements / 4; g += 2) {
 #pragma unroll
@@ -124,6 +129,26 @@ struct Output {
         if (8 * g < rows.columns[r]) *reinterpret_cast<uint2*>(o[r] + 8 * g) = mine;
       }
     }
+  }
+
+  // The same into a consumer's Tile in shared memory, where TMA may read it when all its threads
+  // have said that they are done.
+  template <typename Tile, int kElements>
+  static __device__ __forceinline__ void stage(uint32_t tile, const float (&factor)[2], int thread,
+                                               float (&O)[kElements]) {
+    clear_hidden(factor, O);
+    const int lane = thread % kWarp, row = thread / kWarp * 16 + lane % 16;
+#pragma unroll
+    for (int g = 0; g < kElements / 4; g += 2) {
+      uint32_t rounded[4];  // rows 0-7 and 8-15 of group g, then of the next
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = O + 4 * g + 2 * i;
+        rounded[i] = pack<Element>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
+      }
+      stmatrix_x4(Tile::unit(tile, row, g + lane / 16), rounded);
+    }
+    async_proxy_fence();
   }
 
   // The rows of a tile that sees no key, by one warp: zeros and the sink's lse; also the rows that

@@ -35,8 +35,9 @@ struct alignas(64) TileCounter {
 struct ForwardParams {
   // How TMA sees the inputs (tensormap.h). q and k end at their tensors' extents: rows beyond a
   // sequence give scores that are masked, or rows that are not stored. v is ragged where lengths
-  // are given, because a weight of 0 does not protect from a NaN.
-  CUtensorMap q, k, v;
+  // are given, because a weight of 0 does not protect from a NaN, and o where it is packed, because
+  // the rows below a sequence are another's.
+  CUtensorMap q, k, v, o;
   Params problem;
 
   // The order of `tiles` row tiles (schedule.cuh). Dense problems have tiles_m a head, and sections

@@ -24,10 +24,12 @@ struct ForwardTile {
   int dqk, dv;  // head dims up to these; TMA fills the rest with zeros
   int tile_n;   // keys a block
   int consumers;
-  int stages;           // of the ring of K and of the ring of V
-  int q_stages;         // 2: the next tile's queries arrive while this one runs
-  bool q_in_registers;  // queries are A registers: QK reads a third less shared memory
-  int early_groups;     // of 8 keys whose exponentials come before the wait for O
+  int k_stages, v_stages;  // of the rings of K and of V
+  int q_stages;            // 2: the next tile's queries arrive while this one runs
+  bool q_in_registers;     // queries are A registers: QK reads a third less shared memory
+  bool o_by_tma;           // through the stage of its queries, which the next tile does not need
+  // Of 8 keys, whose exponentials come before the wait for O; 0: as many as ptxas likes.
+  int early_groups;
 
   constexpr int tile_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
