@@ -3,7 +3,9 @@
 """kernel_budget.py BUILD: no kernel spills more than its room's budget or waits for each wgmma. Needs no
 GPU.
 
-Reads the OBJECT.ptxas files that src/cuda/log_resources.sh leaves in the build folder."""
+Reads the OBJECT.ptxas files that src/cuda/log_resources.sh leaves in the build folder, one for each
+source that it compiles."""
+import json
 import pathlib
 import re
 import sys
@@ -22,7 +24,12 @@ KERNEL = re.compile(
 
 def main(build):
     kernels, over = 0, []
-    for log in sorted(pathlib.Path(build).rglob("*.ptxas")):
+    commands = json.loads((pathlib.Path(build) / "compile_commands.json").read_text())
+    objects = [re.search(r" -o (\S+\.cu\.o)", command["command"]) for command in commands]
+    for log in sorted(pathlib.Path(build) / f"{object[1]}.ptxas" for object in objects if object):
+        if not log.exists():
+            over.append(f"{log.name}: missing; build all, with no other CMAKE_CUDA_COMPILER_LAUNCHER")
+            continue
         text = log.read_text()
         budget = BUDGET[re.search(r"/tessera_(\w+)\.dir/", str(log))[1]]
         over += [f"{log.name}: {message}" for message in SERIALISED.findall(text)]
