@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 namespace tessera_test {
 namespace {
@@ -116,6 +117,13 @@ void require_equal(const std::vector<uint8_t>& expected, const std::vector<uint8
 int main(int argc, char** argv) {
   using namespace tessera_test;
   setenv("TESSERA_LOG", "checks", 1);  // the topic is silent until a callback listens
+  for (int i = 1; i < argc; ++i) {
+    const auto named = [&](const auto& property) { return !std::strcmp(argv[i], property.name); };
+    if (std::none_of(std::begin(kProperties), std::end(kProperties), named)) {
+      std::fprintf(stderr, "tessera_cuda_properties: %s: no such property\n", argv[i]);
+      return 2;
+    }
+  }
   if (device_arch() == 0) {
     std::printf("tessera_cuda_properties: skipped, no CUDA device\n");
     return 77;
