@@ -9,7 +9,7 @@
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/sm90/tensormap.h"
+#include "cuda/sm90/ragged.h"
 
 namespace tessera::cuda::sm90 {
 

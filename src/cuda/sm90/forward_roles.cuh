@@ -8,9 +8,9 @@
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/ragged.h"
 #include "cuda/sm90/schedule.cuh"
 #include "cuda/sm90/smem_tile.cuh"
-#include "cuda/sm90/tensormap.h"
 
 namespace tessera::cuda::sm90 {
 

@@ -18,10 +18,10 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/sm90/ragged.h"
 
 namespace tessera::cuda::sm90 {
 
-constexpr int kRagged = 1 << 24;  // rows; longer sequences than this have no ragged map
 constexpr int64_t kMostStride = int64_t{1} << 39;  // elements; TMA strides are below 2^40 bytes
 
 struct MapShape {
