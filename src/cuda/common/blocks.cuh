@@ -5,7 +5,7 @@
 // A warp looks at 32 blocks at a time, a lane a block; all warps of a CTA find the same.
 #pragma once
 
-#include "cuda/common/blocks.h"
+#include "cuda/common/block_map.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/sequence.cuh"
 

@@ -2,7 +2,8 @@
 // What each kernel is told beside the problem: how the host cut it into CTAs, and the workspace.
 #pragma once
 
-#include "cuda/common/blocks.h"
+#include "cuda/common/block_map.h"
+#include "cuda/common/params.h"
 
 namespace tessera::cuda::sm80 {
 

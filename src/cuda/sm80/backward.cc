@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "cuda/common/blocks.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/row_kernels.h"
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "cuda/common/blocks.h"
 #include "cuda/common/merge.h"
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/plan.h"
