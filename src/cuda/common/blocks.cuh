@@ -5,6 +5,8 @@
 // A warp looks at 32 blocks at a time, a lane a block; all warps of a CTA find the same.
 #pragma once
 
+#include <climits>
+
 #include "cuda/common/block_map.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/sequence.cuh"
