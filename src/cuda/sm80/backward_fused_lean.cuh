@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_gradient(const Params& p, int tensor, cons
                                                int key0, int kv_head, float factor, int width,
                                                const float (&c)[kRowTiles][kOut / 2], int warp_row,
                                                int first, T* staged) {
-  constexpr int kStride = kSmemStride<T, kD>, kChunks = kD / 8;
+  constexpr int kStride = kSmemStride<T, kD>;
   const View& out = p.tensor[tensor];
   const auto mine = [&](int row) { return row >= rows.owned_lo && row < rows.owned_hi; };
   const bool wide = out.vector_bytes == 16 && width % 8 == 0;
@@ -73,13 +73,18 @@ __device__ __forceinline__ void write_gradient(const Params& p, int tensor, cons
   }
   if (!wide) return;
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kTileN * kChunks; i += kThreads) {
-    const int row = i / kChunks, column = i % kChunks * 8;
-    if (!mine(key0 + row) || column >= width) continue;
-    const int64_t at = offset_of(out, rows.batch, rows.first + key0 + row, kv_head, column);
-    *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + at) =
-        *reinterpret_cast<const uint4*>(staged + row * kStride + column);
+  using Lane = CopyLane<T, kTileN, kD, kThreads>;
+  const int column = Lane::column();
+  if (column >= width) return;
+  int row = key0 + Lane::row();
+  const T* from = staged + Lane::row() * kStride + column;
+  T* to = static_cast<T*>(out.data) + offset_of(out, rows.batch, rows.first + row, kv_head, column);
+#pragma unroll
+  for (int i = 0; i < kTileN; i += Lane::kRowsAtOnce) {
+    if (mine(row))
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from + i * kStride);
+    row += Lane::kRowsAtOnce;
+    to += Lane::kRowsAtOnce * out.stride[1];
   }
 }
 

@@ -79,7 +79,7 @@ __device__ inline void report_max_logit(const View& max_logit, int pack, int hea
 // split. scale: of the softmax's maxima, to units of log2. staged: a tile of kD columns in shared
 // memory whose rows from warp_row on only this warp reads: whole 16-byte pieces leave from there.
 template <typename T, int kD, int kDv, int kRowTiles>
-__device__ __forceinline__ void write_results(const ForwardArgs& args, const ForwardTile& t,
+__device__ __forceinline__ void write_results(const ForwardArgs& args, const ForwardTile t,
                                               const SoftmaxRows (&softmax)[kRowTiles], float scale,
                                               float v_scale, const float (&o)[kRowTiles][kDv / 2],
                                               int warp_row, T* staged) {
@@ -142,17 +142,30 @@ __device__ __forceinline__ void write_results(const ForwardArgs& args, const For
   }
   if (!wide) return;
   __syncwarp();
-  constexpr int kChunks = kDv / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < 16 * kRowTiles * kChunks; i += 32) {
-    const int row = warp_row + i / kChunks, column = i % kChunks * 8;
-    const int query = t.rows.query(row);
-    if (row < t.used_rows() && query >= stored_rows.owned_lo && query < stored_rows.owned_hi &&
-        column < t.dv_here) {
-      const int64_t at = offset_of(out, stored_rows.batch, stored_rows.first + query,
-                                   t.rows.head(row), t.dv_first + column);
-      *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + at) =
-          *reinterpret_cast<const uint4*>(staged + row * kStride + column);
+  constexpr int kChunks = kDv / 8, kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row
+  constexpr int kRowsAtOnce = 32 / kLanes;
+  const int column = threadIdx.x % kLanes * 8, row0 = warp_row + threadIdx.x % 32 / kLanes;
+  if (column >= t.dv_here) return;
+  const T* from = staged + row0 * kStride + column;
+  const auto copy = [&](T* to, int i, bool mine) {
+    if (mine) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from + i * kStride);
+  };
+  if (t.rows.pack == 1) {
+    int query = t.rows.origin + row0;
+    T* to = static_cast<T*>(out.data) + offset_of(out, stored_rows.batch, stored_rows.first + query,
+                                                  t.rows.head0, t.dv_first + column);
+#pragma unroll
+    for (int i = 0; i < 16 * kRowTiles; i += kRowsAtOnce) {
+      copy(to, i, query >= stored_rows.owned_lo && query < stored_rows.owned_hi);
+      query += kRowsAtOnce;
+      to += kRowsAtOnce * out.stride[1];
+    }
+  } else {
+    for (int i = 0; i < 16 * kRowTiles; i += kRowsAtOnce) {
+      const int row = row0 + i, query = t.rows.query(row);
+      copy(static_cast<T*>(out.data) + offset_of(out, stored_rows.batch, stored_rows.first + query,
+                                                 t.rows.head(row), t.dv_first + column),
+           i, row < t.used_rows() && query >= stored_rows.owned_lo && query < stored_rows.owned_hi);
     }
   }
 }
