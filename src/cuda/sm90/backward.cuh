@@ -51,7 +51,8 @@ template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kFeatures = Row::kFeatures;
-  static constexpr bool kRich = kFeatures & kEverything, kLeavesOut = kFeatures & kMasks;
+  static constexpr bool kRich = kFeatures & kEverything, kLeavesOut = kFeatures & kMasks,
+                        kPassesTurns = kInTurn<Row>;
   static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n();
   static constexpr int kStages = 3, kGradOStages = kTile.grad_o_stages;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
@@ -106,6 +107,7 @@ struct Backward {
     int turn_stored[Order::kRing];
     int2 blocks[kStages];  // rich: which block a stage holds, see Stage
     alignas(16) uint8_t mask[kStages][kLeavesOut ? kMaskBytes : 16];  // packed
+    KeyInterval spans[kLeavesOut ? kTileN : 1];  // of queries, of each key; see QueryBlocks::span
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -142,6 +144,9 @@ struct Backward {
     }
     __device__ __forceinline__ uint32_t mask(int stage) const {
       return base + offsetof(SharedStorage, mask) + stage * kMaskBytes;
+    }
+    __device__ __forceinline__ uint32_t spans() const {
+      return base + offsetof(SharedStorage, spans);
     }
     __device__ __forceinline__ uint32_t kv_barrier() const {
       return base + offsetof(SharedStorage, kv_barrier);
@@ -315,9 +320,8 @@ struct Backward {
                           shared.ds(next.stage) + warp_row * kChunkRowBytes, kPitch);
     };
 
-    // Q of the stage has arrived. cut, partial: the band, or a data mask, hides some key of the
-    // tile from some query.
-    const auto step = [&](int block, int slot, bool cut, [[maybe_unused]] bool partial) {
+    // Q of the stage has arrived. cut: the band hides some score; mask: of BlockMask.
+    const auto step = [&](int block, int slot, bool cut, [[maybe_unused]] int mask) {
       float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
@@ -329,8 +333,8 @@ struct Backward {
                      delta = shared.delta(grad_o_ring.stage) + 8 * quad;
       const uint32_t warp_ds = shared.ds(ds_ring.stage) + warp_row * kChunkRowBytes;
       if constexpr (kRich) {
-        features.look(block, cut, partial, shared.mask(ring.stage) + warp_row / 16 * kWarp * 4,
-                      kMaskBytes / kPieces);
+        features.look(block, cut, mask, shared.mask(ring.stage) + warp_row / 16 * kWarp * 4,
+                      kMaskBytes / kPieces, shared.spans() + 8 * (warp_row + lane / 4));
         if constexpr (!Features::kFetchesBias) {
           mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
           if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
@@ -448,13 +452,13 @@ struct Backward {
         mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
         const float2 stage = load_shared_pair(shared.block(ring.stage));
         const int member = uniform_register(__float_as_int(stage.x)),
-                  block_and_partial = uniform_register(__float_as_int(stage.y));
+                  block_and_mask = uniform_register(__float_as_int(stage.y));
         if (member < 0) break;
         const int head_of_stage = tile.kv_head * p.group + member;  // heads may be left out
         if (head != head_of_stage) features.start_head(head = head_of_stage);
-        const int block = block_and_partial >> 1;
+        const int block = block_and_mask >> 2;
         step(block, first_slot + member * a.slots + block,
-             block < clean_begin || block >= clean_end, block_and_partial & 1);
+             block < clean_begin || block >= clean_end, block_and_mask & 3);
       }
     } else {
       for_each_block(p.group, begin, end, walk_first, walk_step, [&](int member, int block) {
@@ -464,7 +468,7 @@ struct Backward {
         if constexpr (kWide) {
           wide_step(block, slot, masked);
         } else {
-          step(block, slot, masked, false);
+          step(block, slot, masked, 0);
         }
       });
     }
@@ -566,7 +570,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
 #pragma unroll 1
     for (int sequence = 0;;) {
       if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
-        BackwardProducer<Kernel>::run(a, tile, shared);
+        auto* spans = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->spans;
+        BackwardProducer<Kernel>::run(a, tile, shared, spans);
       }
       if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
       if constexpr (!kSumsBias<Row>) break;

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which blocks of queries a tile of keys needs when more than the band decides: dense masks, key
 // ranges and segments leave blocks out. backward_rows notes what each block of queries sees; a warp
-// of the main kernel looks, a lane a block.
+// of the main kernel looks. Where segments are intervals it writes down which queries see each key,
+// and the tile is as one under a band; else a lane looks at a block.
 #pragma once
 
 #include <climits>
 
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/blocks.cuh"
+#include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/spans.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -51,6 +54,64 @@ class QueryBlocks {
     if (lane == 0) a.hulls[slot] = hull;
   }
 
+  // Of the blocks start .. start + 31: a bit for each that some key of the tile needs, and for
+  // those where a data mask hides some key from some query.
+  struct Bits {
+    uint32_t live, partial;
+  };
+  // The blocks of a tile whose keys are seen by one interval of queries each.
+  struct Reach {
+    int begin, end, clean_begin, clean_end;
+    __device__ __forceinline__ Bits bits(int start) const {
+      return {low_bits(end - start) & ~low_bits(begin - start),
+              ~low_bits(clean_end - start) | low_bits(clean_begin - start)};
+    }
+  };
+  // Finds which queries see each key of the tile, the band included, if these are intervals. By
+  // all lanes of a warp; spans: one for each key.
+  static __device__ __forceinline__ bool span(const BackwardParams& a, const KeyTile& tile,
+                                              KeyInterval* spans, Reach& reach) {
+    constexpr int kRows = kTileN / kWarp;
+    const Params& p = a.problem;
+    const View& ids_q = p.tensor[TESSERA_SEGMENT_IDS_Q];
+    const View& ids_k = p.tensor[TESSERA_SEGMENT_IDS_K];
+    if (!ids_q.data || a.mask_states || p.num_ranges || tile.begin >= tile.end) return false;
+    const int lane = threadIdx.x % kWarp, key0 = tile.key0 + lane;
+    spans += lane;
+    int ids[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int2 queries = tile.queries_of_key(key0 + kWarp * i);
+      spans[kWarp * i] = {queries.x, queries.y};
+      ids[i] = id_at(ids_k, tile.k, key0 + kWarp * i);
+    }
+    // Ids are the same for all heads.
+    const QueryHull* hulls = a.hulls + int64_t{tile.kv_head} * p.group * a.slots + tile.first_slot;
+    const auto hull_of = [&](int block) {
+      return int2{hulls[block].segment_lo, hulls[block].segment_hi};
+    };
+    const auto id_of = [&](int query) { return id_at(ids_q, tile.q, query); };
+    const SegmentFinder<kTileM, decltype(hull_of), decltype(id_of)> finder(
+        tile.begin, tile.end, tile.q.length, hull_of, id_of);
+    const bool found = find_segments_of_rows(finder, ids, [&](int i, KeyInterval where) {
+      spans[kWarp * i] = meet(spans[kWarp * i], where);
+    });
+    if (!found) return false;
+    int lo = INT_MAX, hi = 0, clean_lo = 0, clean_hi = INT_MAX;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const KeyInterval seen = spans[kWarp * i];
+      clean_lo = max(clean_lo, seen.lo), clean_hi = min(clean_hi, seen.hi);
+      if (seen.lo < seen.hi) lo = min(lo, seen.lo), hi = max(hi, seen.hi);
+    }
+    lo = lowest(lo), hi = highest(hi), clean_lo = highest(clean_lo), clean_hi = lowest(clean_hi);
+    reach.begin = hi > 0 ? lo / kTileM : 0;
+    reach.end = (hi + kTileM - 1) / kTileM;
+    reach.clean_begin = (clean_lo + kTileM - 1) / kTileM;
+    reach.clean_end = clean_hi >= tile.q.length ? reach.end : max(clean_hi, 0) / kTileM;
+    return true;
+  }
+
   // By all lanes of a warp; lane 0 holds what next() returns.
   __device__ __forceinline__ QueryBlocks(const BackwardParams& a, const KeyTile& tile)
       : a_(a), tile_(tile) {
@@ -65,11 +126,6 @@ class QueryBlocks {
     segment_lo_ = lowest(segment_lo_), segment_hi_ = highest(segment_hi_);
   }
 
-  // Of the blocks start .. start + 31: a bit for each that some key of the tile needs, and for
-  // those where a data mask hides some key from some query.
-  struct Bits {
-    uint32_t live, partial;
-  };
   __device__ __forceinline__ Bits look(int head, int start) const {
     const Params& p = a_.problem;
     const int block = start + static_cast<int>(threadIdx.x % kWarp);
@@ -106,8 +162,10 @@ class QueryBlocks {
   }
 
  private:
-  static __device__ __forceinline__ int lowest(int x) { return __reduce_min_sync(kAllLanes, x); }
-  static __device__ __forceinline__ int highest(int x) { return __reduce_max_sync(kAllLanes, x); }
+  static __device__ __forceinline__ int id_at(const View& ids, const Rows& rows, int row) {
+    return static_cast<const int*>(
+        ids.data)[offset_of(ids, rows.batch, rows.first + existing(row, rows.length))];
+  }
 
   const BackwardParams& a_;
   const KeyTile& tile_;

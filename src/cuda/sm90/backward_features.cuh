@@ -28,6 +28,12 @@ namespace tessera::cuda::sm90 {
 constexpr int kMaskPiece = 64;
 constexpr int kMaskKeys = 16;  // and keys: those of a warp
 
+// How data masks bear on a block, bits. The intervals of spans hold the band too.
+enum BlockMask {
+  kMaskCuts = 1,     // they hide some key of the tile from some query
+  kMaskIsSpans = 2,  // each key is seen by an interval of queries, which is in shared memory
+};
+
 // kFeatures: of enum BackwardFeature; what is not among them costs nothing.
 template <typename Element, int kTileM, int kFeatures>
 class BackwardFeatures {
@@ -57,22 +63,29 @@ class BackwardFeatures {
     }
   }
 
-  // Which keys the block's queries see, and which of their weights dropout keeps. cut, partial: the
-  // band, or a data mask, hides some key of the tile from some query. mask: the warp's first word
-  // of the packed one, those of pieces `pitch` bytes apart.
-  __device__ __forceinline__ void look(int block, bool cut, bool partial, uint32_t mask,
-                                       uint32_t pitch) {
-    masked_ = cut || partial;
+  // Which keys the block's queries see, and which of their weights dropout keeps. cut: the band
+  // hides some key of the tile from some query; how: of BlockMask. mask: the warp's first word of
+  // the packed one, those of pieces `pitch` bytes apart; spans: of the thread's first key.
+  __device__ __forceinline__ void look(int block, bool cut, int how, uint32_t mask, uint32_t pitch,
+                                       uint32_t spans) {
+    const bool spanned = kFeatures & kMasks && how & kMaskIsSpans;
+    masked_ = spanned ? how & kMaskCuts : cut || how;
     visible_[0] = visible_[1] = ~0u;
-    if (cut) {
+    if (spanned ? masked_ : cut) {
       const int query = block * kTileM + 2 * quad();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int2 queries = tile_.queries_of_key(key() + 8 * r);
+        int2 queries;
+        if (spanned) {
+          const float2 span = load_shared_pair(spans + 64 * r);
+          queries = {__float_as_int(span.x), __float_as_int(span.y)};
+        } else {
+          queries = tile_.queries_of_key(key() + 8 * r);
+        }
         visible_[r] = element_bits(queries.x - query, queries.y - query);
       }
     }
-    if (kFeatures & kMasks && partial) {
+    if (kFeatures & kMasks && how == kMaskCuts) {
       if (a_.mask_bits) see_mask(mask, pitch);
       if (p_.num_ranges) see_ranges(block);
       if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) see_segments(block);

@@ -23,10 +23,9 @@ struct BackwardProducer {
   static constexpr bool kRich = Kernel::kRich, kLeavesOut = Kernel::kLeavesOut;
 
   // What the rich producer says of a stage, as two integers: the query head of the group, or -1
-  // when there are no more blocks, and twice the block, plus 1 where a data mask hides some key
-  // from some query.
+  // when there are no more blocks, and four times the block, plus bits of BlockMask.
   struct Stage {
-    int member, block_and_partial;
+    int member, block_and_mask;
   };
 
   // By one thread: the stages of Q, lse2, dO and delta, in turn.
@@ -43,14 +42,14 @@ struct BackwardProducer {
       KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
       VTile::load(shared_.v(), &a_.v, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
     }
-    __device__ __forceinline__ void load_block(int member, int block, bool partial) {
+    __device__ __forceinline__ void load_block(int member, int block, int mask) {
       acquire();
       const int head = tile_.kv_head * a_.problem.group + member;
       const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
       const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(ring_.stage),
                      grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
-      if constexpr (kRich) say({member, 2 * block + partial});
+      if constexpr (kRich) say({member, 4 * block + mask});
       const bool has_mask = kLeavesOut && a_.mask_bits;
       mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4 + (has_mask ? Kernel::kMaskBytes : 0));
       if (has_mask) load_mask(head, block, q);
@@ -92,7 +91,7 @@ struct BackwardProducer {
     }
     __device__ __forceinline__ void say(Stage stage) const {
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_.block(ring_.stage)),
-                   "r"(stage.member), "r"(stage.block_and_partial)
+                   "r"(stage.member), "r"(stage.block_and_mask)
                    : "memory");
     }
 
@@ -109,8 +108,10 @@ struct BackwardProducer {
   // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
   // the kernel's before, which is waited for also without work: the next kernel waits for this one
   // alone.
+  // spans: of each key of the tile, written where they are what masks it.
   static __device__ __forceinline__ void run(const BackwardParams& a, const KeyTile& tile,
-                                             const Shared shared) {
+                                             const Shared shared,
+                                             [[maybe_unused]] KeyInterval* spans) {
     Loader loader(a, tile, shared);
     const int group = a.problem.group;
     const int2 walk = Kernel::walk_of(tile);
@@ -118,25 +119,43 @@ struct BackwardProducer {
     if (leader && tile.begin < tile.end) loader.load_keys();
     wait_for_predecessors();
     if constexpr (kLeavesOut) {
-      const typename Kernel::Blocks blocks(a, tile);
+      using Blocks = typename Kernel::Blocks;
+      const auto load = [&](int begin, int end, int how, const auto& bits_of) {
 #pragma unroll 1
-      for (int member = 0; member < group; ++member) {
+        for (int member = 0; member < group; ++member) {
 #pragma unroll 1
-        for (int start = tile.begin; start < tile.end; start += kWarp) {
-          const auto bits = blocks.look(tile.kv_head * group + member, start);
-          if (!leader) continue;
+          for (int start = begin; start < end; start += kWarp) {
+            const typename Blocks::Bits bits = bits_of(tile.kv_head * group + member, start);
+            if (!leader) continue;
 #pragma unroll 1
-          for (uint32_t live = bits.live; live; live &= live - 1) {
-            const int i = __ffs(live) - 1;
-            loader.load_block(member, start + i, bits.partial >> i & 1);
+            for (uint32_t live = bits.live; live; live &= live - 1) {
+              const int i = __ffs(live) - 1;
+              loader.load_block(member, start + i, how | (bits.partial >> i & 1) * kMaskCuts);
+            }
           }
         }
+      };
+      bool spanned = false;
+      // In the deterministic form another warp passes on the turns of blocks that look() leaves
+      // out.
+      if constexpr (!Kernel::kPassesTurns) {
+        typename Blocks::Reach reach;
+        spanned = Blocks::span(a, tile, spans, reach);
+        __syncwarp();
+        if (spanned) {
+          load(reach.begin, reach.end, kMaskIsSpans,
+               [&](int, int start) { return reach.bits(start); });
+        }
+      }
+      if (!spanned) {
+        const Blocks blocks(a, tile);
+        load(tile.begin, tile.end, 0,
+             [&](int head, int start) { return blocks.look(head, start); });
       }
       if (leader) loader.say_last();
     } else {
-      Kernel::for_each_block(
-          group, tile.begin, tile.end, walk.x, walk.y,
-          [&](int member, int block) { loader.load_block(member, block, false); });
+      Kernel::for_each_block(group, tile.begin, tile.end, walk.x, walk.y,
+                             [&](int member, int block) { loader.load_block(member, block, 0); });
       if constexpr (kRich) loader.say_last();
     }
   }

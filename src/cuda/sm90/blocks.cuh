@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which blocks of keys a row tile needs when more than the band decides: dense masks, key ranges
-// and segments leave blocks out. The scheduler warp looks, a lane a block, and writes two bits
-// each.
+// and segments leave blocks out. The scheduler warp looks. Where each row sees one interval, as
+// with one key range or with documents, it writes down the intervals, and the tile is as one under
+// a band; else a lane looks at a block, and writes two bits each.
 #pragma once
 
 #include <climits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/schedule.cuh"
+#include "cuda/sm90/spans.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -44,6 +46,22 @@ struct ListedWork : Work {
   }
 };
 
+// The same where each row may see one interval of keys, for kernels that have registers to find
+// out.
+struct SpannedWork : ListedWork {
+  static constexpr int kMostRows = 128;
+  bool spanned;                  // the rows do; no block between the first and the last is left out
+  KeyInterval spans[kMostRows];  // then: what they see, the band included
+};
+
+// What a row of the tile sees, but for data masks that cut blocks.
+__device__ __forceinline__ KeyInterval keys_seen(const Work& work, int row) {
+  return keys_of_row(work.band(), row);
+}
+__device__ __forceinline__ KeyInterval keys_seen(const SpannedWork& work, int row) {
+  return work.spanned ? work.spans[row - work.m0] : keys_of_row(work.band(), row);
+}
+
 // The block that comes after b, from right to left; left of begin: none.
 __device__ __forceinline__ int block_before(const Work&, int b) { return b - 1; }
 __device__ __forceinline__ int block_before(const ListedWork& work, int b) {
@@ -53,6 +71,9 @@ __device__ __forceinline__ int block_before(const ListedWork& work, int b) {
 __device__ __forceinline__ bool is_partial(const Work&, int) { return false; }
 __device__ __forceinline__ bool is_partial(const ListedWork& work, int b) {
   return work.is_partial(b);
+}
+__device__ __forceinline__ bool is_partial(const SpannedWork& work, int b) {
+  return !work.spanned && work.is_partial(b);
 }
 
 template <int kTileM, int kTileN>
@@ -93,8 +114,66 @@ class BlockList {
     work.begin = first;
     work.end = first < end ? last + 1 : first;
   }
+  static __device__ __forceinline__ void fill(const ForwardParams& a, SpannedWork& work, int lane) {
+    work.spanned = span(a, work, lane);
+    if (work.spanned) {
+      work.listed = false;
+    } else {
+      fill(a, static_cast<ListedWork&>(work), lane);
+    }
+  }
 
  private:
+  // Notes what each row sees and shrinks the tile's blocks to that, where it is an interval.
+  static __device__ __forceinline__ bool span(const ForwardParams& a, SpannedWork& work, int lane) {
+    constexpr int kRows = kTileM / kWarp;
+    static_assert(kTileM <= SpannedWork::kMostRows);
+    const Params& p = a.problem;
+    if (a.mask_states || p.num_ranges > 1 || work.begin >= work.end) return false;
+    KeyInterval* const keys = work.spans + lane;  // of rows `lane`, lane + 32, ... of the tile
+    const int row0 = work.m0 + lane;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) keys[kWarp * i] = keys_of_row(work.band(), row0 + kWarp * i);
+    if (p.num_ranges) {
+      const View& ranges = p.tensor[TESSERA_KEY_RANGES];
+#pragma unroll 2
+      for (int i = 0; i < kRows; ++i) {
+        const int row = existing(row0 + kWarp * i, work.q.length);
+        const int* range = static_cast<const int*>(ranges.data) +
+                           offset_of(ranges, work.q.batch, work.head, work.q.first + row);
+        keys[kWarp * i] = meet(keys[kWarp * i], {range[0], range[ranges.stride[3]]});
+      }
+    }
+    if (p.tensor[TESSERA_SEGMENT_IDS_Q].data) {
+      const int2* spans = a.spans + int64_t{work.q.batch} * p.sq + work.q.first;
+      bool found = true;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int2 span = spans[existing(row0 + kWarp * i, work.q.length)];
+        found &= span.x != kNoSpan;
+        keys[kWarp * i] = meet(keys[kWarp * i], {span.x, span.y});
+      }
+      if (!__all_sync(kAllLanes, found)) return false;
+    }
+    // Of rows that exist; one that sees nothing leaves no block clean.
+    int lo = INT_MAX, hi = 0, clean_lo = 0, clean_hi = work.k.length;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const KeyInterval seen = keys[kWarp * i];
+      const bool sees = seen.lo < seen.hi;
+      if (!sees) keys[kWarp * i] = {0, 0};
+      if (!work.exists(row0 + kWarp * i)) continue;
+      clean_hi = sees ? min(clean_hi, seen.hi) : 0;
+      if (sees) lo = min(lo, seen.lo), hi = max(hi, seen.hi), clean_lo = max(clean_lo, seen.lo);
+    }
+    lo = lowest(lo), hi = highest(hi), clean_lo = highest(clean_lo), clean_hi = lowest(clean_hi);
+    work.begin = hi > 0 ? lo / kTileN : 0;
+    work.end = (hi + kTileN - 1) / kTileN;
+    work.clean_begin = (clean_lo + kTileN - 1) / kTileN;
+    work.clean_end = clean_hi / kTileN;
+    return true;
+  }
+
   struct Keys {
     int lo, hi;
     __device__ __forceinline__ bool meets(int begin, int end) const {
@@ -115,9 +194,6 @@ class BlockList {
       partial |= !all[0].holds(begin, end) && !all[1].holds(begin, end);
     }
   };
-
-  static __device__ __forceinline__ int lowest(int x) { return __reduce_min_sync(kAllLanes, x); }
-  static __device__ __forceinline__ int highest(int x) { return __reduce_max_sync(kAllLanes, x); }
 
   static __device__ __forceinline__ RangeHull hull_of_ranges(const Params& p, const Work& work,
                                                              int lane) {

@@ -83,7 +83,8 @@ class ForwardPlan final : public Plan {
       workspace += packed_mask_bytes(mask, kernel.tile);
     }
     if (given(problem, TESSERA_SEGMENT_IDS_Q)) {
-      TESSERA_RETURN_IF_ERROR(find_segments(kernel.tile, workspace, a, stream));
+      TESSERA_RETURN_IF_ERROR(find_segments(
+          problem, kernel.tile, kernel.features == Feature::kMasks, workspace, a, stream));
     }
     if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
       TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],

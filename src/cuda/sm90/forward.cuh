@@ -107,7 +107,8 @@ struct Forward : Feature {
 
   using BlockFeatures = Features<Element, kTileN, kFeatures>;
   using Schedule = sm90::Schedule<kTileM, kTileN>;
-  using Work = std::conditional_t<kListsBlocks, ListedWork, sm90::Work>;
+  using Work = std::conditional_t<kMasksEarly, SpannedWork,
+                                  std::conditional_t<kListsBlocks, ListedWork, sm90::Work>>;
   using VisibleBits = sm90::VisibleBits<kTileN>;
   using QTile = SmemTile<kRows, kTile.dqk>;
   using KTile = SmemTile<kTileN, kTile.dqk>;
@@ -319,8 +320,8 @@ struct Forward : Feature {
     const auto start_tile = [&] {
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
-      keys[0] = keys_of_row(work.band(), row);
-      keys[1] = keys_of_row(work.band(), row + 8);
+      keys[0] = keys_seen(work, row);
+      keys[1] = keys_seen(work, row + 8);
       if constexpr (kFeatures == 0) first_visible = VisibleBits(keys, blocks.end - 1, lane);
       first_is_partial = uniform(is_partial(work, blocks.end - 1));
       if constexpr (kMasksEarly) {

@@ -27,6 +27,8 @@ struct Divisor {
 #endif
 };
 
+constexpr int kNoSpan = -1;  // as both ends
+
 struct alignas(64) TileCounter {
   uint64_t mark;
   uint32_t next, finished;
@@ -59,6 +61,9 @@ struct ForwardParams {
 
   // Lowest and highest id of each block of keys (segments.h); null without segments.
   const int2* segments;
+  // Of each row of q as stored: the keys of its segment, or kNoSpan (segments.h); null where not
+  // looked for.
+  const int2* spans;
 
   // A bias that TMA reads; an axis that is broadcast has factor 0.
   CUtensorMap bias;
