@@ -446,9 +446,9 @@ class BackwardFeatures {
       }
     };
     if (__all_sync(kAllLanes, largest * inner <= CapPolynomial::kSmall)) {
-      const CapPolynomial logit(inner, outer);
-      const float d0 = logit.c0 / (inner * outer), d1 = 3 * logit.c1 / (inner * outer),
-                  d2 = 5 * logit.c2 / (inner * outer);
+      const CapPolynomial logit(inner, outer), tanh(1, 1);
+      const float square = inner * inner;
+      const float d0 = tanh.c0, d1 = 3 * tanh.c1 * square, d2 = 5 * tanh.c2 * square * square;
       weigh([&](float s, float lse) {
         const float s2 = s * s;
         return float2{logit(s, lse), fmaf(s2, fmaf(s2, d2, d1), d0)};
