@@ -551,7 +551,6 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  wait_for_predecessors();
   launch_dependents();
   auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
   auto* works = in_shared.work;
@@ -565,6 +564,7 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
     if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
   } else {
     registers_claim<Kernel::kConsumerRegisters>();
+    wait_for_predecessors();
     Kernel::consumer(p, works, shared, warpgroup - 1);
   }
 }

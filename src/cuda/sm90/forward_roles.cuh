@@ -14,11 +14,26 @@
 
 namespace tessera::cuda::sm90 {
 
-// The scheduler, one warp. Fills the ring of tiles. Tiles that see no key are finished here.
+// The scheduler, one warp. Fills the ring of tiles. Tiles that see no key are finished here. The
+// first tile of a dense problem is known from the kernel's arguments: lean kernels find it while
+// the kernels before this one end.
 template <typename Element, typename Kernel>
 __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel::Work* works,
                                          PackedOrder& order, const typename Kernel::Shared shared) {
   const int lane = threadIdx.x % kWarp;
+  const Params& p = a.problem;
+  Dispenser dispenser(a);  // lane 0's
+  bool may_touch_memory = false;
+  const auto end_of_predecessors = [&] {
+    if (may_touch_memory) return;
+    wait_for_predecessors();
+    dispenser.reset();
+    may_touch_memory = true;
+  };
+  if (Kernel::kFeatures || p.thd_q || p.thd_k || p.tensor[TESSERA_SEQLENS_Q].data ||
+      p.tensor[TESSERA_SEQLENS_K].data || p.tensor[TESSERA_SINK].data) {
+    end_of_predecessors();
+  }
   int tiles = a.tiles;
   if (PackedOrder::covers(a.problem)) {
     tiles = min(order.template fill<Kernel::kTileM>(a.problem, lane), tiles / a.problem.hq) *
@@ -26,7 +41,6 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   }
   const auto barriers = shared.work_barriers();
   Ring<Kernel::kWorkStages> ring;
-  Dispenser dispenser(a);  // lane 0's
   mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
   while (true) {
     auto& work = works[ring.stage];  // all lanes write the same
@@ -41,6 +55,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
         BlockList<Kernel::kTileM, Kernel::kTileN>::fill(a, work, lane);
       __syncwarp();
       if (work.begin >= work.end) {
+        end_of_predecessors();
         Output<Element>{a.problem, work}.store_nothing(Kernel::kTileM, lane);
         __syncwarp();
         continue;
@@ -48,6 +63,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));
+    end_of_predecessors();
     if (last) return;
     ring.advance();
     mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
@@ -65,6 +81,7 @@ __device__ __forceinline__ void for_each_tile(const typename Kernel::Work* works
     barriers.wait(ring);
     const auto& work = works[ring.stage];
     if (work.last) return;
+    wait_for_predecessors();
     load(work);
     barriers.release(ring);
   }

@@ -173,12 +173,15 @@ struct Schedule {
 // is done.
 class Dispenser {
  public:
-  __device__ __forceinline__ explicit Dispenser(const ForwardParams& a) : a_(a) {
-    if (!a.counter || blockIdx.x != 0) return;
-    a.counter->next = gridDim.x;
-    a.counter->finished = 0;
+  __device__ __forceinline__ explicit Dispenser(const ForwardParams& a) : a_(a) {}
+
+  // Before the second tile, when nobody needs the counter of an earlier launch any more.
+  __device__ __forceinline__ void reset() const {
+    if (!a_.counter || blockIdx.x != 0) return;
+    a_.counter->next = gridDim.x;
+    a_.counter->finished = 0;
     __threadfence();
-    store_mark(a.mark);
+    store_mark(a_.mark);
   }
 
   // Index of the next of `tiles`; at or past their number when there is none, asked once.
