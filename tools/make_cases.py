@@ -199,6 +199,8 @@ def scores():
         yield line(which, dtype=dtype, b=1, s=65, h=2, d=32, scale=scale, dlse=True, max_logit=True, poison=True)
         yield line(which, dtype=dtype, b=1, s=33, h=2, d=32, scale=scale, softcap=2, bias="pre/hqk", grads="dbias",
                    max_logit=True, poison=True)
+    for dtype, d in product(DTYPES, (64, 128)):
+        yield line("bwd", dtype=dtype, b=2, s=65, h=2, d=d, scale="0", softcap=3, poison=True)
     for which, dtype, cap in product(PASSES, DTYPES, ("0.5", "5", "30")):
         yield line(which, dtype=dtype, b=1, s=65, hq=2, hk=1, d=64, softcap=cap, causal=True, max_logit=True,
                    poison=True)
