@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole backward pass in one kernel, where its sums may be in any order: backward_dkdv.cuh with
-// dQ.
+// The whole backward pass in one kernel, its sums of dQ in any order or in turn: backward_dkdv.cuh
+// with dQ.
 #pragma once
 
 #include "cuda/sm80/backward_dkdv.cuh"
