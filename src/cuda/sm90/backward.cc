@@ -88,8 +88,9 @@ bool is_faster_in_turn(const Problem& p) {
   const Sizes s = sizes_of(p);
   const int64_t columns = std::max(s.dqk, s.dv);
   const int64_t most_rows = columns <= 64 ? 1024 : columns > 96 && columns <= 128 ? 512 : 0;
-  return features_of(p) == 0 && has(p, TESSERA_CAUSAL) && s.hq == s.hk && !is_thd_q(p) &&
-         !is_thd_k(p) && s.batch * s.hk >= kFewestHeads && std::max(s.sq, s.sk) <= most_rows;
+  const bool causal = has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
+  return causal && features_of(p) == 0 && s.hq == s.hk && !is_thd_q(p) && !is_thd_k(p) &&
+         s.batch * s.hk >= kFewestHeads && std::max(s.sq, s.sk) <= most_rows;
 }
 
 class BackwardPlan final : public Plan {
