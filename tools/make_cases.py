@@ -391,8 +391,16 @@ def ci():
         yield from section
 
 
+def many_short():
+    """On a GPU their dq is added in a fixed order, asked for or not."""
+    for dtype, d in product(("bf16", "fp16"), (64, 128)):
+        yield line("bwd", dtype=dtype, b=512, s=40, h=1, d=d, causal=True, poison=True)
+        yield line("bwd", dtype=dtype, b=64, s=150, h=8, d=d, lens="random:4", causal=True, dlse=True, poison=True)
+        yield line("bwd", dtype=dtype, b=256, s=200, h=2, d=d, causal=True, sink="learnable", grads="dsink", poison=True)
+
+
 def nightly():
-    for section in (sizes(True), decode(True), products(6000, 9, True)):
+    for section in (sizes(True), decode(True), many_short(), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 
