@@ -103,19 +103,27 @@ def _dtype(result) -> str:
 
 
 def _ratio(plt, results, against):
-    """Time of each peer over tessera's."""
+    """Time of each peer over tessera's, as bars from 1: rightwards where tessera is faster. Cases
+    that no peer runs are left out."""
     if not against:
         raise case_lines.UsageError("--plot-as ratio: there is no peer to compare with; --against")
+    results = [result for result in results
+               if any("times" in result["peers"].get(name, {}) for name in against)]
     height = 0.8 / len(against)
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(results) * max(1, len(against) / 2)))
     for i, name in enumerate(against):
+        ratios = [_of_peer(result, name, "times") if name in result["peers"] else math.nan
+                  for result in results]
         bars = axes.barh([row + i * height for row in range(len(results))],
-                         [_of_peer(result, name, "times") if name in result["peers"] else math.nan
-                          for result in results], height * 0.92, label=name)
-        axes.bar_label(bars, fmt=" %.2f", fontsize=7)
+                         [ratio - 1 for ratio in ratios], height * 0.92, left=1, label=name)
+        axes.bar_label(bars, ["" if math.isnan(ratio) else f" {ratio:.2f}" for ratio in ratios],
+                       fontsize=7)
     axes.axvline(1, color="black", linewidth=1)
     _name_rows(axes, results, 0.4 - height / 2)
     axes.set(xscale="log", xlabel="time of the peer / time of tessera")
+    axes.margins(y=0.01)
+    for of_axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        of_axis("{x:g}")
     axes.legend(loc="lower right", fontsize=8)
     return figure
 
