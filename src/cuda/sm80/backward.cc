@@ -26,9 +26,8 @@ struct Kernels {
   const Kernel* fused;  // may be null
 };
 
-// Of L2, for a section of heads. In turn, larger ones leave the longest tiles of many heads to the
-// end.
-constexpr int64_t kSectionBytes = int64_t{64} << 20, kSectionInTurnBytes = int64_t{32} << 20;
+// In turn, larger sections leave the longest tiles of many heads to the end.
+constexpr int64_t kSectionInTurnBytes = kSectionBytes / 2;
 
 constexpr int64_t kPlainShortSide = 64, kPlainLongSide = 512;
 constexpr int64_t kPlainWork = int64_t{1} << 24;  // scores x head dims; some 15 us
@@ -157,17 +156,13 @@ class BackwardPlan final : public Plan {
         (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
     const int slots_k = num_tile_slots(p.thd_k, p.sk, p.batch, kernel.tile.rows());
     const int slots_q = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.step);
-    DkdvArgs args{b,
-                  {},
-                  outputs,
-                  1,
-                  TESSERA_K,
-                  0,
-                  nullptr,
-                  slots_q,
-                  nullptr,
-                  nullptr,
-                  section_in_any_order(p, p.hk, kernel.bucket)};
+    DkdvArgs args{};
+    args.b = b;
+    args.outputs = outputs;
+    args.pieces_k = 1;
+    args.pool = TESSERA_K;
+    args.dq_slots = slots_q;
+    args.section = section_in_any_order(p, p.hk, kernel.bucket);
     Cleared cleared{};
     const void* function = kernel.in_turn;  // which makes no dQ where there are no sums
     if (p.tensor[TESSERA_DQ].data && slots_q > 0) {
@@ -246,17 +241,14 @@ class BackwardPlan final : public Plan {
                             int outputs, int pool, cudaStream_t stream) {
     const Params& p = b.params;
     const int rows = kernel.tile.rows();
-    DkdvArgs args{b,
-                  blocks,
-                  outputs,
-                  1,
-                  pool,
-                  divided_up(p.page_size, rows),
-                  nullptr,
-                  0,
-                  nullptr,
-                  nullptr,
-                  section_in_any_order(p, p.hk, kernel.bucket)};
+    DkdvArgs args{};
+    args.b = b;
+    args.blocks = blocks;
+    args.outputs = outputs;
+    args.pieces_k = 1;
+    args.pool = pool;
+    args.tiles_a_page = divided_up(p.page_size, rows);
+    args.section = section_in_any_order(p, p.hk, kernel.bucket);
     int pieces = 1;
     if (kernel.tile.sharing == 1 && !makes_both(kernel.bucket, kernel.tile.row_tiles)) {
       const int columns = output_columns(kernel.bucket);

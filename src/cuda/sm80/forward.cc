@@ -9,9 +9,6 @@
 namespace tessera::cuda::sm80 {
 namespace {
 
-// Of L2, for the keys of a section of heads.
-constexpr int64_t kSectionBytes = int64_t{64} << 20;
-
 // Queries of the longest sequence as far as the host can know.
 int64_t most_queries(const Problem& problem) {
   const int64_t extent = sizes_of(problem).sq;

@@ -24,6 +24,8 @@ Status prepare(const Kernel* kernel);
 // Queues a kernel whose only argument is *args.
 Status launch(const Kernel& kernel, dim3 grid, const void* args, cudaStream_t stream);
 
+constexpr int64_t kSectionBytes = int64_t{64} << 20;  // of L2, for a section of heads
+
 // Heads whose tiles begin side by side (place.cuh): as many as `bytes`, some of L2, hold of what
 // each reads.
 inline int section_of(int64_t bytes, int64_t heads, int64_t bytes_a_head) {

@@ -99,7 +99,8 @@ class BackwardPlan final : public Plan {
       : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    return std::max(workspace_of(problem).bytes, fallback_->workspace_bytes(problem, num_threads));
+    return std::max(workspace_of(problem, kernel_of(problem)).bytes,
+                    fallback_->workspace_bytes(problem, num_threads));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -136,7 +137,7 @@ class BackwardPlan final : public Plan {
     a.sequences =
         sums_bias && problem.tensor[TESSERA_DBIAS].extent[0] == 1 ? std::max(p.batch, 1) : 1;
     order_tiles(kernel, a);
-    const Workspace workspace = workspace_of(problem);
+    const Workspace workspace = workspace_of(problem, kernel);
     auto* base = static_cast<char*>(buffers.workspace);
     a.slots = workspace.slots;
     a.lse2 = reinterpret_cast<float*>(base);
@@ -187,9 +188,8 @@ class BackwardPlan final : public Plan {
     bool has_hulls;
     int64_t delta, hulls, mask, dq_sums, turns, dbias, bytes;  // lse2 stands at 0
   };
-  static Workspace workspace_of(const Problem& problem) {
+  static Workspace workspace_of(const Problem& problem, const BackwardKernel& kernel) {
     const Sizes s = sizes_of(problem);
-    const BackwardKernel& kernel = kernel_of(problem);
     const BackwardTile& tile = kernel.tile;
     Workspace w;
     w.slots = num_slots(is_thd_q(problem), static_cast<int>(s.sq),
