@@ -19,6 +19,17 @@ Options small(const std::string& backend, int pass) {
   return options;
 }
 
+// Three packed sequences. Backward of cuda_sm80 in a fixed order, where tiles wait for one another:
+// none may for ever.
+Options three_packed(const std::string& backend, int pass) {
+  Options options = small(backend, pass);
+  options.flags |= TESSERA_DETERMINISTIC * (pass == TESSERA_BACKWARD && backend == "cuda_sm80");
+  options.format = TESSERA_THD;
+  options.b = 3;
+  options.lengths = {100, 57, 143};
+  return options;
+}
+
 const char* pass_name(int pass) { return pass == TESSERA_FORWARD ? "fwd" : "bwd"; }
 
 template <typename Body>
@@ -202,14 +213,8 @@ void lengths() {
     return wrong_values<int32_t>(attention, TESSERA_SEQLENS_K, {1 << 30, -5},
                                  "seqlens_k[0]=1073741824: must be between 0 and the extent, 300");
   });
-  // Backward of cuda_sm80 in a fixed order, where tiles wait for one another: none may for ever.
   for_each_pass("lengths", "cu_seqlens_q", [&](const std::string& backend, int pass) {
-    Options options = small(backend, pass);
-    options.flags |= TESSERA_DETERMINISTIC * (pass == TESSERA_BACKWARD && backend == "cuda_sm80");
-    options.format = TESSERA_THD;
-    options.b = 3;
-    options.lengths = {100, 57, 143};
-    Attention attention(options);
+    Attention attention(three_packed(backend, pass));
     const std::string said =
         wrong_values<int32_t>(attention, TESSERA_CU_SEQLENS_Q, {0, 1000, -7, 1 << 30},
                               "cu_seqlens_q[2]=-7: must not be below cu_seqlens_q[1]=1000");
@@ -234,12 +239,7 @@ void lengths() {
   }
   for_each_pass("lengths", "the log", speaks_without_waiting);
   for_each_pass("lengths", "where sequences are stored", [&](const std::string& backend, int pass) {
-    Options options = small(backend, pass);
-    options.flags |= TESSERA_DETERMINISTIC * (pass == TESSERA_BACKWARD && backend == "cuda_sm80");
-    options.format = TESSERA_THD;
-    options.b = 3;
-    options.lengths = {100, 57, 143};
-    Attention attention(options);
+    Attention attention(three_packed(backend, pass));
     attention.give(TESSERA_CU_SEQLENS_Q_PADDED, TESSERA_INT32, {4}, nullptr);
     attention.prepare();
     return wrong_values<int32_t>(
