@@ -92,6 +92,21 @@ __device__ inline Sequence sequence_of(const Params& p, int n) {
   return s;
 }
 
+// Whether some sequence of a packed side reaches beyond the start of the next one: tables that a
+// caller must not give, with which some tiles of keys may be missing. By all threads of a CTA.
+template <typename Side>
+__device__ bool side_overlaps(const Params& p) {
+  bool found = false;
+  for (int n = threadIdx.x; Side::packed(p) && n < p.batch; n += blockDim.x) {
+    const Rows rows = rows_of<Side>(p, n);
+    found |= rows.length > rows.owned_hi;
+  }
+  return __syncthreads_or(found);
+}
+__device__ inline bool sequences_overlap(const Params& p) {
+  return side_overlaps<SideOfQueries>(p) || side_overlaps<SideOfKeys>(p);
+}
+
 // ---- tiles over a side ----
 //
 // A padded side has ceil(extent / tile) tiles a sequence. A packed side of unknown lengths gets

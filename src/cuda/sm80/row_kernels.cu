@@ -15,17 +15,6 @@ struct StatisticsArgs {
   DqOrder* order;
 };
 
-// Whether some sequence of a packed side reaches beyond the start of the next one. By all threads.
-template <typename Side>
-__device__ bool overlaps(const Params& p) {
-  bool found = false;
-  for (int n = threadIdx.x; Side::packed(p) && n < p.batch; n += kThreads) {
-    const Rows rows = rows_of<Side>(p, n);
-    found |= rows.length > rows.owned_hi;
-  }
-  return __syncthreads_or(found);
-}
-
 // delta by the very products that dP is made of: the diagonal of dO O^T. Where o is a row of v,
 // because one key is visible, dP - delta is then exactly 0.
 template <typename T>
@@ -40,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
     static_cast<uint4*>(args.cleared.data)[i] = {0, 0, 0, 0};
   }
   if (args.order && cta == 0) {
-    const bool overlap = overlaps<SideOfQueries>(p) || overlaps<SideOfKeys>(p);
+    const bool overlap = sequences_overlap(p);
     if (threadIdx.x == 0) args.order->overlap = overlap;
   }
   const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kRows);

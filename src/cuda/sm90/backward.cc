@@ -149,7 +149,7 @@ class BackwardPlan final : public Plan {
     }
     if (p.tensor[TESSERA_DQ].data) a.dq_sums = reinterpret_cast<float*>(base + workspace.dq_sums);
     a.turns = reinterpret_cast<int*>(base + workspace.turns);
-    a.ticket = a.turns + int64_t{tile.ctas()} * p.hq * a.slots;
+    a.order = reinterpret_cast<TurnOrder*>(base + workspace.order);
 
     const auto heads = static_cast<unsigned>(p.hq);
     TESSERA_RETURN_IF_ERROR(launch(kernel.rows, dim3(static_cast<unsigned>(a.slots), heads),
@@ -186,7 +186,7 @@ class BackwardPlan final : public Plan {
   struct Workspace {
     int slots;
     bool has_hulls;
-    int64_t delta, hulls, mask, dq_sums, turns, dbias, bytes;  // lse2 stands at 0
+    int64_t delta, hulls, mask, dq_sums, order, turns, dbias, bytes;  // lse2 stands at 0
   };
   static Workspace workspace_of(const Problem& problem, const BackwardKernel& kernel) {
     const Sizes s = sizes_of(problem);
@@ -203,11 +203,12 @@ class BackwardPlan final : public Plan {
     if (given(problem, TESSERA_MASK)) {
       w.dq_sums += packed_backward_mask_bytes(problem.tensor[TESSERA_MASK], tile);
     }
-    w.turns =
+    w.order =
         w.dq_sums + (given(problem, TESSERA_DQ) ? slots * tile.sums_of_dq() * kBytesOfSum : 0);
-    // A counter for each slot and CTA of a cluster, and the ticket.
-    const int64_t counters = kernel.features & kDeterministic ? tile.ctas() * slots + 1 : 0;
-    w.dbias = w.turns + (counters + 3) / 4 * 16;
+    w.turns = w.order + static_cast<int64_t>(sizeof(TurnOrder));
+    // A counter for each slot and CTA of a cluster.
+    const bool in_turn = kernel.features & kDeterministic;
+    w.dbias = in_turn ? (w.turns + tile.ctas() * slots * 4 + 15) / 16 * 16 : w.order;
     w.bytes = w.dbias + dbias_workspace_bytes(problem);
     return w;
   }

@@ -559,7 +559,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   if (threadIdx.x == kWarp) {
     if constexpr (kInTurn<Row>) {
       wait_for_predecessors();
-      index = atomicAdd(a.ticket, 1);
+      index = atomicAdd(&a.order->ticket, 1);
     }
     tile = Kernel::Schedule::decode(a, index);
   }

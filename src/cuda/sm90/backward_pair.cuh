@@ -519,7 +519,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BackwardTile::kThrea
     cluster_sync();  // the other CTA has begun
     if (rank == 0 && threadIdx.x == kWarp) {
       wait_for_predecessors();
-      index = atomicAdd(a.ticket, 1);
+      index = atomicAdd(&a.order->ticket, 1);
       for (int cta = 0; cta < Kernel::kCtas; ++cta) {
         store_in_cluster(address_in(cta, shared.ticket()), index);
       }

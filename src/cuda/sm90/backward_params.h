@@ -24,6 +24,12 @@ struct alignas(16) QueryHull {
   int segment_lo, segment_hi, unused[2];
 };
 
+// Of the deterministic form: which tile is next, and whether sequences overlap, as they must not:
+// then some tiles of keys may be missing, and nobody waits for a turn.
+struct TurnOrder {
+  int ticket, overlap;
+};
+
 struct BackwardParams {
   // TMA views (tensormap.h). Ragged where rows can lie beyond a sequence: a weight of 0 does not
   // protect from a NaN there.
@@ -58,8 +64,8 @@ struct BackwardParams {
   float* dq_sums;  // [hq, slots, sums of a block] in the order of accumulators; null: no dq
 
   // Deterministic form (backward_turns.cuh).
-  int* turns;           // [CTAs of a cluster, hq, slots] tiles that have added to a block
-  int* ticket;          // of the next tile
+  int* turns;  // [CTAs of a cluster, hq, slots] tiles that have added to a block
+  TurnOrder* order;
   int upward_sections;  // sections, from the first on, that go upwards; packed: all or none
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");

@@ -47,7 +47,10 @@ __global__ void __launch_bounds__(kWarpgroup)
   const Params& p = a.problem;
   wait_for_predecessors();
   launch_dependents();
-  if (kInTurn<Row> && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *a.ticket = 0;
+  if (kInTurn<Row> && blockIdx.x == 0 && blockIdx.y == 0) {
+    const bool overlap = sequences_overlap(p);
+    if (threadIdx.x == 0) *a.order = {0, overlap};
+  }
   const BlockOfSlot at = block_of_slot(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, at.n);
   const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;

@@ -128,13 +128,14 @@ class Turns {
 
   __device__ __forceinline__ void waiter(const BackwardParams& a, const KeyTile& tile) const {
     wait_for_predecessors();  // zeros in the counters
+    const bool waits = !a.order->overlap;
     Ring<kRing> ring;
     for_each_block(a, tile, [&](int* counter, int turn) {
       mbarrier_wait(passed(ring.stage), ring.phase ^ 1);
       int count;
       do {
         count = load_acquire(counter);
-      } while ((kLeavesOut ? count >> 1 : count) != turn);
+      } while ((kLeavesOut ? count >> 1 : count) != turn && waits);
       if constexpr (kLeavesOut) store_shared_word(stored_ + 4 * ring.stage, count & 1);
       mbarrier_arrive(ready(ring.stage));
       ring.advance();
@@ -186,6 +187,7 @@ class Turns {
   // A lane a block.
   __device__ __forceinline__ void skipper(const BackwardParams& a, const KeyTile& tile) const {
     wait_for_predecessors();
+    if (a.order->overlap) return;
     const Blocks blocks(a, tile);
     const int group = a.problem.group, lane = threadIdx.x % kWarp;
     for (int member = 0; member < group; ++member) {
