@@ -31,11 +31,11 @@ __device__ inline Span span_of(int extent, int coordinate, int count) {
   return extent > 1 ? Span{coordinate, coordinate + 1} : Span{0, count};
 }
 
-template <typename T, int kD, int kWarps, int kTileN, bool kPreScale>
+template <typename T, int kD, int kWarps, int kTileN>
 __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
                                                  DbiasStorage<T, kD, kWarps, kTileN>& smem, int n,
                                                  int head, Span tiles_m, Span tiles_n,
-                                                 float (&sum)[kTileN / 2]) {
+                                                 bool of_logit, float (&sum)[kTileN / 2]) {
   constexpr int kThreads = 32 * kWarps, kTileM = 16 * kWarps;
   const Params& p = args.b.params;
   const Sequence sequence = sequence_of(p, n);
@@ -81,9 +81,9 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
       multiply_nt<T, 1, kTileN, kD, kSkipsBlocks<kD>, false, kSkipsBlocks<kD>>(s, smem.q, warp_row,
                                                                                smem.k, p.dqk);
       multiply_nt<T, 1, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
-      score_gradient<T, kTileN, Major::kQueries, true, !kPreScale>(
+      score_gradient<T, kTileN, Major::kQueries, true>(
           s[0], dp[0], p, sequence, TileRows{query0, head, 1}, warp_row, key0, false, false,
-          [&](int half) { return rows[half]; }, slope);
+          [&](int half) { return rows[half]; }, slope, NoEach{}, of_logit);
 #pragma unroll
       for (int e = 0; e < kTileN / 2; ++e) sum[e] += dp[0][e];
     }
@@ -115,11 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const bool pre_scale = (p.flags & TESSERA_BIAS_PRE_SCALE) != 0;
   for (int n = sequences.begin; n < sequences.end; ++n) {
     for (int head = heads.begin; head < heads.end; ++head) {
-      if (pre_scale) {
-        accumulate_dbias<T, kD, kWarps, kTileN, true>(args, smem, n, head, tiles_m, tiles_n, sum);
-      } else {
-        accumulate_dbias<T, kD, kWarps, kTileN, false>(args, smem, n, head, tiles_m, tiles_n, sum);
-      }
+      accumulate_dbias(args, smem, n, head, tiles_m, tiles_n, !pre_scale, sum);
     }
   }
   const float factor = pre_scale ? p.softmax_scale : 1.f;

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
         float slope[2] = {};
-        score_gradient<T, kTileM, Major::kKeys, kRich, false>(
+        score_gradient<T, kTileM, Major::kKeys, kRich>(
             s[r], dp[r], p, sequence, TileRows{query0, head, 1}, key0 + warp_row + 16 * r, 0,
             key0 >= clean.lo && key0 + kTileN <= clean.hi, shown, row, slope);
       }

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       // dS = P (dP - delta)
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      score_gradient<T, kTileN, Major::kQueries, kRich, false>(
+      score_gradient<T, kTileN, Major::kQueries, kRich>(
           s[r], dp[r], p, sequence, tile_rows, warp_row + 16 * r, key0,
           key0 >= clean.lo && key0 + kTileN <= clean.hi, shown,
           [&](int half) { return rows[r][half]; }, slope[r],

@@ -38,17 +38,17 @@ struct NoEach {
   __device__ void operator()(int, float, float) const {}
 };
 
-// s becomes P~, dp becomes dS (dX where kOfLogit). rows: head and origin of the tile, with pack
+// s becomes P~, dp becomes dS (dX where of_logit). rows: head and origin of the tile, with pack
 // = 1. statistics(i) are those of the fragment's query i: of half i for S, of column i of kN / 4
 // for S^T. slope[half], for S, collects dX times what ALiBi multiplies. clean: the band hides
 // nothing here; shown: nor do the data masks. rich only: each(e, P, dP keep dropout_scale).
-template <typename T, int kN, Major kMajor, bool kRich, bool kOfLogit, typename Statistics,
-          typename Each = NoEach>
+template <typename T, int kN, Major kMajor, bool kRich, typename Statistics, typename Each = NoEach>
 __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[kN / 2],
                                                const Params& p, const Sequence& sequence,
                                                const TileRows& rows, int major0, int minor0,
                                                bool clean, bool shown, const Statistics& statistics,
-                                               float (&slope)[2], const Each& each = {}) {
+                                               float (&slope)[2], const Each& each = {},
+                                               bool of_logit = false) {
   const auto row_of = [&](int e) {
     return statistics(kMajor == Major::kQueries ? e / 2 % 2 : e / 4 * 2 + e % 2);
   };
@@ -92,7 +92,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
       slope[0] -= tile_sum[0];
       slope[1] -= tile_sum[1];
     }
-    if (!kOfLogit && (p.flags & TESSERA_SOFTCAP)) {
+    if (!of_logit && (p.flags & TESSERA_SOFTCAP)) {
 #pragma unroll
       for (int e = 0; e < kN / 2; ++e) dp[e] *= cap_slope[e];
     }

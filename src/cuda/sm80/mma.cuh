@@ -363,7 +363,7 @@ __device__ __forceinline__ void multiply_nt(C (&c)[kRowTiles][kN / 2], const T* 
                                             const T* b, int depth) {
   constexpr bool kWide = !__is_same(Sum<T>, float), kApart = kRounds || kWide;
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
-  constexpr int kUnroll = kSkip ? 1 : kK / kBlock;
+  constexpr int kUnroll = kSkip || kWide ? 1 : kK / kBlock, kUnrollSteps = kWide ? 1 : kBlock / kStep;
   float scale_a[kRowTiles], scale_b[kN / 16];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) scale_a[r] = Mma<T>::scale_of(a, kStride, a_row + 16 * r);
@@ -384,7 +384,7 @@ __device__ __forceinline__ void multiply_nt(C (&c)[kRowTiles][kN / 2], const T* 
 #pragma unroll
       for (int i = 0; i < kRowTiles * kN / 2; ++i) of_block[i / (kN / 2)][i % (kN / 2)] = 0;
     }
-#pragma unroll
+#pragma unroll kUnrollSteps
     for (int k = block; k < block + kBlock; k += kStep) {
       typename Mma<T>::A a_step[kRowTiles];
 #pragma unroll
