@@ -363,7 +363,8 @@ __device__ __forceinline__ void multiply_nt(C (&c)[kRowTiles][kN / 2], const T* 
                                             const T* b, int depth) {
   constexpr bool kWide = !__is_same(Sum<T>, float), kApart = kRounds || kWide;
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
-  constexpr int kUnroll = kSkip || kWide ? 1 : kK / kBlock, kUnrollSteps = kWide ? 1 : kBlock / kStep;
+  constexpr int kUnroll = kSkip || kWide ? 1 : kK / kBlock;
+  constexpr int kUnrollSteps = kWide ? 1 : kBlock / kStep;
   float scale_a[kRowTiles], scale_b[kN / 16];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) scale_a[r] = Mma<T>::scale_of(a, kStride, a_row + 16 * r);
