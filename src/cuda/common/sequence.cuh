@@ -92,6 +92,7 @@ __device__ inline Sequence sequence_of(const Params& p, int n) {
   return s;
 }
 
+#ifdef __CUDACC__
 // Whether some sequence of a packed side reaches beyond the start of the next one: tables that a
 // caller must not give, with which some tiles of keys may be missing. By all threads of a CTA.
 template <typename Side>
@@ -106,6 +107,7 @@ __device__ bool side_overlaps(const Params& p) {
 __device__ inline bool sequences_overlap(const Params& p) {
   return side_overlaps<SideOfQueries>(p) || side_overlaps<SideOfKeys>(p);
 }
+#endif
 
 // ---- tiles over a side ----
 //
