@@ -542,25 +542,28 @@ void run_backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t ta
   }
 }
 
+// A level with products of bf16 differs from the one below in bf16 alone: the rest is left to that.
 template <typename S>
 void backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t task, char* scratch) {
-  switch (args.call.q.dtype) {
-    case TESSERA_FP32:
+  const int32_t dtype = args.call.q.dtype;
+  if constexpr (S::kHasBf16Dot) {
+    if (dtype != TESSERA_BF16) return S::below().backward(args, phase, task, scratch);
+    return run_backward_task<S, true, Bf16>(args, phase, task, scratch);
+  } else {
+    if (dtype == TESSERA_FP32) {
       return run_backward_task<S, false, float>(args, phase, task, scratch);
-    case TESSERA_FP16:
-      return run_backward_task<S, false, Fp16>(args, phase, task, scratch);
-    default:
-      return run_backward_task<S, S::kHasBf16Dot, Bf16>(args, phase, task, scratch);
+    }
+    if (dtype == TESSERA_FP16) return run_backward_task<S, false, Fp16>(args, phase, task, scratch);
+    return run_backward_task<S, false, Bf16>(args, phase, task, scratch);
   }
 }
 
 template <typename S>
 int64_t backward_scratch_bytes(const BackwardArgs& args) {
-  const bool pairs = S::kHasBf16Dot && args.call.q.dtype == TESSERA_BF16;
   if constexpr (S::kHasBf16Dot) {
-    if (pairs) return Scratch<S, true>(args, nullptr).bytes;
+    if (args.call.q.dtype != TESSERA_BF16) return S::below().backward_scratch_bytes(args);
   }
-  return Scratch<S, false>(args, nullptr).bytes;
+  return Scratch<S, S::kHasBf16Dot>(args, nullptr).bytes;
 }
 
 }  // namespace

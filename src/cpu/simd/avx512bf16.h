@@ -3,9 +3,13 @@
 // subnormal inputs and results whatever MXCSR says, and rounds after each product.
 #pragma once
 
+#include "cpu/kernels.h"
 #include "cpu/simd/avx512.h"
 
 namespace tessera::cpu {
+
+extern const Kernels kAvx512Kernels;
+
 namespace {
 
 struct Avx512Bf16Narrow;
@@ -14,6 +18,7 @@ struct Avx512Bf16 : Avx512 {
   using Narrow = Avx512Bf16Narrow;
   using Wide = Avx512Bf16;
   static constexpr bool kHasBf16Dot = true;
+  static const Kernels& below() { return kAvx512Kernels; }
   using Pairs = __m512i;  // a lane holds two bf16: an even index in the low half, the next above it
 
   TESSERA_INLINE Pairs load_pairs(const uint32_t* p) { return _mm512_loadu_si512(p); }
