@@ -55,6 +55,12 @@ TESSERA_HOST_DEVICE bool is_rich(const Params& p) {
          p.page_size != 0;
 }
 
+// Where scale * s - scale * max is one multiply-add, as in every fast forward kernel, each weight
+// of a row has the rounding of scale * max in it: 2^-24 of a logit, a factor out of all bounds
+// where logits are in the billions. The rich kernels of sm80 round every logit before they
+// subtract.
+inline bool is_steep(double scale) { return scale > 256; }
+
 // Every row of k and v can be copied by 16 bytes.
 TESSERA_HOST_DEVICE bool has_aligned_keys(const Params& p) {
   return p.tensor[TESSERA_K].vector_bytes == 16 && p.tensor[TESSERA_V].vector_bytes == 16;

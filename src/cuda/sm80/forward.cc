@@ -94,7 +94,8 @@ class ForwardPlan final : public Plan {
     if (p.batch == 0 || p.sq == 0) return {};
 
     const Kernels& kernels = kernels_of(problem);
-    const Kernel& kernel = *(is_rich(p) || !has_aligned_keys(p) ? kernels.rich : kernels.lean);
+    const bool rich = is_rich(p) || is_steep(p.softmax_scale) || !has_aligned_keys(p);
+    const Kernel& kernel = *(rich ? kernels.rich : kernels.lean);
     const Cut cut = cut_of(problem, kernel, device_);
     args.pack = cut.pack;
     args.splits = cut.splits;
