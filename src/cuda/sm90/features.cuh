@@ -38,11 +38,15 @@ class Features : Feature {
   using MaskWord = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
 
   __device__ __forceinline__ Features(const ForwardParams& a, const Work& work, int row, int lane)
-      : a_(a), p_(a.problem), work_(work), row_(row), quad_(lane % 4) {
-    const View& slopes = p_.tensor[TESSERA_ALIBI_SLOPES];
-    if (has_alibi(p_)) {
-      slope_ = load_float(slopes.data, offset_of(slopes, work.n, work.head), slopes.dtype);
-    }
+      : a_(a), p_(a.problem), work_(work), row_(row), quad_(lane % 4) {}
+
+  // ALiBi's slope of a tile's head: for natural logits; in the kernel of ALiBi alone for raw
+  // scores.
+  static __device__ __forceinline__ float slope_of(const Params& p, const Work& work) {
+    if (!has_alibi(p)) return 0;
+    const View& slopes = p.tensor[TESSERA_ALIBI_SLOPES];
+    const float slope = load_float(slopes.data, offset_of(slopes, work.n, work.head), slopes.dtype);
+    return kSet == kAlibi ? slope / p.softmax_scale : slope;
   }
 
   // ---- which features the problem has ----
@@ -66,13 +70,14 @@ class Features : Feature {
   // What scores are multiplied by before exp2, where that is all that is left to do.
   static __device__ __forceinline__ float exponent_scale(const Params& p) {
     if (kSet == kSoftcap) return 1;  // see LateSoftcap
+    if (kSet == kAlibi) return log2_scale(p);
     const bool shaped =
         has_softcap(p) || has_alibi(p) || (has_bias(p) && !(p.flags & TESSERA_BIAS_PRE_SCALE));
     return shaped ? kLog2e : log2_scale(p);
   }
 
   // Scores to x of docs/semantics.md without the masks: natural logits, or raw scores where nothing
-  // but a bias before the scale was to be done. See row_offset().
+  // but ALiBi, or a bias before the scale, was to be done. See row_offset().
   // visible: of a block that is `masked`; what stands elsewhere may be anything, and must not
   // decide how the rest is computed.
   __device__ __forceinline__ void shape(int block, int thread, BiasStage<kTileN>& bias, bool masked,
@@ -102,12 +107,14 @@ class Features : Feature {
         }
       }
     }
-    if (has_alibi(p_)) add_alibi(block, (biased && !pre) || capped ? 1.f : scale(), S);
+    if (has_alibi(p_)) {
+      add_alibi(block, kSet == kAlibi || (biased && !pre) || capped ? 1.f : scale(), S);
+    }
   }
 
   // What is to be taken from the logits of row r once they are all done.
   __device__ __forceinline__ float row_offset(int r) const {
-    return has_alibi(p_) ? slope_ * static_cast<float>(row_ + 8 * r - work_.m0) : 0.f;
+    return has_alibi(p_) ? work_.slope * static_cast<float>(row_ + 8 * r - work_.m0) : 0.f;
   }
 
   // ---- masks over (query, key) ----
@@ -181,13 +188,14 @@ class Features : Feature {
   // S = c S - slope |i + shift - j|, plus row_offset(): left of the diagonal that makes
   // c S + slope (j - m0 - shift), in which the rows do not differ.
   __device__ __forceinline__ void add_alibi(int block, float c, float (&S)[kTileN / 2]) const {
+    const float slope = work_.slope;
     const int column = block * kTileN + 2 * quad_ - work_.m0 - work_.shift;
     const bool left = work_.right == 0 || (block + 1) * kTileN <= work_.m0 + work_.shift + 1;
     if (left) {
-      const float first = slope_ * static_cast<float>(column);
+      const float first = slope * static_cast<float>(column);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        const float linear = fmaf(slope_, static_cast<float>(8 * (e / 2) + e % 2), first);
+        const float linear = fmaf(slope, static_cast<float>(8 * (e / 2) + e % 2), first);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& s = S[4 * (e / 2) + 2 * r + e % 2];
@@ -204,7 +212,7 @@ class Features : Feature {
       for (int e = 0; e < kElements; ++e) {
         const float distance = distance0 - static_cast<float>(8 * (e / 2) + e % 2);
         float& s = S[4 * (e / 2) + 2 * r + e % 2];
-        s = fmaf(s, c, fmaf(-slope_, fabsf(distance), offset));
+        s = fmaf(s, c, fmaf(-slope, fabsf(distance), offset));
       }
     }
   }
@@ -250,7 +258,6 @@ class Features : Feature {
   const Params& p_;
   const Work& work_;
   int row_, quad_;
-  float slope_ = 0;
 };
 
 }  // namespace tessera::cuda::sm90

@@ -25,8 +25,10 @@ constexpr int64_t kL2Bytes = 32 << 20;
 constexpr int64_t kHeadsInFlight = 32;
 constexpr int kConsumersOfLowTile = 2;
 
-// What a problem needs of a kernel; of Feature. bias: the address of its elements, or null.
-uint32_t features_of(const Problem& p, const void* bias) {
+// What a problem needs of a kernel; of Feature. bias: the address of its elements, or null. The
+// kernel of ALiBi alone divides slopes by the scale.
+uint32_t features_of(const Problem& p, const void* bias, float scale) {
+  constexpr float kLeastScale = 0x1p-60f;
   uint32_t features = 0;
   if (has(p, TESSERA_SOFTCAP)) features |= Feature::kSoftcap;
   if (has(p, TESSERA_DROPOUT)) features |= Feature::kDropout;
@@ -35,7 +37,8 @@ uint32_t features_of(const Problem& p, const void* bias) {
   for (const int index : {TESSERA_MASK, TESSERA_KEY_RANGES, TESSERA_SEGMENT_IDS_Q}) {
     if (given(p, index)) features |= Feature::kMasks;
   }
-  return features;
+  const bool divides = features == Feature::kAlibi;
+  return divides && !(scale >= kLeastScale) ? uint32_t{Feature::kEverything} : features;
 }
 
 class ForwardPlan final : public Plan {
@@ -44,7 +47,7 @@ class ForwardPlan final : public Plan {
       : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    const ForwardTile& tile = kernel_of(problem, nullptr).tile;  // any tile, but for masks
+    const ForwardTile& tile = kernel_of(problem, nullptr, 1).tile;  // any tile, but for masks
     int64_t bytes = sizeof(TileCounter);
     if (given(problem, TESSERA_MASK)) {
       bytes += packed_mask_bytes(problem.tensor[TESSERA_MASK], tile);
@@ -62,7 +65,7 @@ class ForwardPlan final : public Plan {
     ForwardParams a{};
     a.problem = params_of(problem, buffers);
     a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
-    const Kernel& tall = kernel_of(problem, buffers.data[TESSERA_BIAS]);
+    const Kernel& tall = kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
     const Kernel& kernel = is_short(a.problem, tall) ? low(tall) : tall;
     const int tile_n = kernel.tile.tile_n;
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
@@ -94,9 +97,10 @@ class ForwardPlan final : public Plan {
   }
 
  private:
-  static const Kernel& kernel_of(const Problem& problem, const void* bias) {
+  static const Kernel& kernel_of(const Problem& problem, const void* bias, float scale) {
     const Sizes s = sizes_of(problem);
-    return *find_kernel(features_of(problem, bias), problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+    return *find_kernel(features_of(problem, bias, scale), problem.tensor[TESSERA_Q].dtype, s.dqk,
+                        s.dv);
   }
 
   // Strides are rules of support; addresses are only known now.

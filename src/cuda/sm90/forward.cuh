@@ -43,6 +43,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/sm90/alibi.cuh"
 #include "cuda/sm90/blocks.cuh"
 #include "cuda/sm90/dropout.cuh"
 #include "cuda/sm90/features.cuh"
@@ -73,9 +74,9 @@ struct Forward : Feature {
   static constexpr uint32_t kFeatures = Row::kFeatures;
   static constexpr bool kListsBlocks = kFeatures & kMasks;  // not all between first and last
   // Kernels of one feature have registers to draw a block's dropout, or load its masks, before its
-  // products; that of softcap caps scores within their exponents.
+  // products; that of softcap caps scores within their exponents, that of ALiBi lets products add.
   static constexpr bool kDrawsEarly = kFeatures == kDropout, kMasksEarly = kFeatures == kMasks,
-                        kCapsLate = kFeatures == kSoftcap;
+                        kCapsLate = kFeatures == kSoftcap, kAddsByProducts = kFeatures == kAlibi;
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr int kLoaders = 3;
@@ -93,7 +94,7 @@ struct Forward : Feature {
   // At the masks of the tile after this one. Other kernels have no registers left for it.
   static constexpr bool kLooksAhead = (kFeatures == 0 || kMasksEarly) && kTile.dv < 256;
 
-  // A loop for each kind of block, cut or not. Kernels of ALiBi and bias gain nothing by it.
+  // A loop for each kind of block, cut or not. That of bias gains nothing by it.
   static constexpr bool kSplitsLoop = kFeatures == 0 || kCapsLate || kDrawsEarly;
 
   static constexpr int kWorkStages = kListsBlocks && kFeatures & kBiasTiles ? 2 : 3;  // what fits
@@ -106,9 +107,11 @@ struct Forward : Feature {
   static constexpr float kMostSum = 32768;
 
   using BlockFeatures = Features<Element, kTileN, kFeatures>;
+  using Progression = sm90::Progression<Element, kTileM, kTileN>;
   using Schedule = sm90::Schedule<kTileM, kTileN>;
+  using PlainWork = std::conditional_t<kAddsByProducts, PivotedWork, sm90::Work>;
   using Work = std::conditional_t<kMasksEarly, SpannedWork,
-                                  std::conditional_t<kListsBlocks, ListedWork, sm90::Work>>;
+                                  std::conditional_t<kListsBlocks, ListedWork, PlainWork>>;
   using VisibleBits = sm90::VisibleBits<kTileN>;
   using QTile = SmemTile<kRows, kTile.dqk>;
   using KTile = SmemTile<kTileN, kTile.dqk>;
@@ -119,6 +122,8 @@ struct Forward : Feature {
     uint8_t k[kTile.k_stages][KTile::kBytes];
     uint8_t v[kTile.v_stages][VTile::kBytes];
     uint8_t bias[kBiasBytes > 0 ? kConsumers* kBiasBytes : 8];
+    alignas(16) uint8_t indices[kAddsByProducts ? Progression::kIndexBytes : 8];
+    alignas(16) uint8_t slopes[kAddsByProducts ? kWorkStages * Progression::kSlopeBytes : 8];
     uint64_t q_barriers[kConsumers][2 * kTile.q_stages];
     uint64_t k_barriers[2 * kTile.k_stages], v_barriers[2 * kTile.v_stages];
     uint64_t bias_barriers[kConsumers][2], work_barriers[2 * kWorkStages];
@@ -150,6 +155,12 @@ struct Forward : Feature {
               {base + uint32_t(offsetof(SharedStorage, bias_barriers)) + consumer * 16},
               {}};
     }
+    __device__ __forceinline__ uint32_t indices() const {
+      return base + offsetof(SharedStorage, indices);
+    }
+    __device__ __forceinline__ uint32_t slopes(int stage) const {
+      return base + offsetof(SharedStorage, slopes) + stage * Progression::kSlopeBytes;
+    }
     __device__ __forceinline__ StageBarriers<kTile.q_stages> q_barriers(int consumer) const {
       return {base + uint32_t(offsetof(SharedStorage, q_barriers)) +
               consumer * 16 * kTile.q_stages};
@@ -166,6 +177,14 @@ struct Forward : Feature {
   };
 
   // ---- consumer ----
+
+  // A block, as far as the loops over blocks know it when compiled.
+  struct Kind {
+    bool cut = false;                    // by the band
+    bool partial = false;                // by data masks
+    bool listed = false;                 // the tile has a list of its blocks
+    bool linear = false, right = false;  // ALiBi is left to the products; right of the diagonal
+  };
 
   static __device__ __forceinline__ void consumer(const ForwardParams& a, const Work* works,
                                                   const Shared shared, const int w) {
@@ -186,6 +205,7 @@ struct Forward : Feature {
     std::conditional_t<kDrawsEarly, EarlyDropout<kTileN>, Absent> dropout(a.problem);
     std::conditional_t<kCapsLate, LateSoftcap, Absent> softcap(a.problem);
     BiasStage<kTileN> bias = shared.bias(w);
+    Ring<kWorkStages> work_ring;
     Ring<kTile.q_stages> q_ring;
     Ring<kTile.k_stages> k_ring;  // of the block whose S is in registers
     constexpr bool kOneRing = kTile.k_stages == kTile.v_stages;
@@ -215,7 +235,7 @@ struct Forward : Feature {
         q_ring.advance();
       }
     };
-    const auto issue_qk = [&](int stage, const Shared shared) {  // S = Q K^T
+    const auto issue_qk = [&](int stage, const Shared shared, Kind kind) {  // S = Q K^T
       const uint64_t k = KTile::k_major(shared.k(stage));
       const uint64_t q = QTile::k_major(shared.q(w, q_ring.stage));
       pin(S);
@@ -228,6 +248,13 @@ struct Forward : Feature {
         } else {
           Wgmma<Element, kTileN>::template ss<kMajorK, kMajorK>(
               S, q + QTile::k_major_step(step), k + KTile::k_major_step(step), step > 0);
+        }
+      }
+      if constexpr (kAddsByProducts) {
+        if (kind.linear) {
+          Wgmma<Element, kTileN>::template ss<kMajorK, kMajorK>(
+              S, Progression::slope(shared.slopes(work_ring.stage), kind.right),
+              Progression::indices(shared.indices()), 1);
         }
       }
       wgmma_commit();
@@ -297,7 +324,6 @@ struct Forward : Feature {
       if constexpr (kCapsLate) softcap.end_block();
     };
 
-    Ring<kWorkStages> work_ring;
     const auto work_barriers = shared.work_barriers();
     // What the loops need of a tile; the rest stays in shared memory.
     struct Blocks {
@@ -315,14 +341,18 @@ struct Forward : Feature {
     // What the thread's rows see of the tile: under products, like everything that can be.
     KeyInterval keys[2];
     VisibleBits first_visible;  // in the first block
-    bool first_is_partial;
+    bool first_is_partial, is_spanned = false;
     MaskData<kTileN> mask_data;
     const auto start_tile = [&] {
       const Work& work = works[work_ring.stage];
       const int row = work.m0 + w * kRows + thread_row;
       keys[0] = keys_seen(work, row);
       keys[1] = keys_seen(work, row + 8);
-      if constexpr (kFeatures == 0) first_visible = VisibleBits(keys, blocks.end - 1, lane);
+      if constexpr (kMasksEarly) is_spanned = uniform(work.spanned);
+      if (kFeatures == 0 || is_spanned) {
+        first_visible = VisibleBits(keys, blocks.end - 1, lane);
+        return;
+      }
       first_is_partial = uniform(is_partial(work, blocks.end - 1));
       if constexpr (kMasksEarly) {
         BlockFeatures(a, work, row, lane).load_masks(blocks.end - 1, first_is_partial, mask_data);
@@ -333,7 +363,7 @@ struct Forward : Feature {
     load_q();
     k_barriers.wait(k_ring);
     take_turn();
-    issue_qk(k_ring.stage, shared);
+    issue_qk(k_ring.stage, shared, {});
     give_turn();
     if (kLooksAhead) start_tile();
     wgmma_wait<0>();
@@ -374,10 +404,11 @@ struct Forward : Feature {
       if constexpr (kDrawsEarly) {
         dropout.start_tile(a.problem, work, row, lane % 4, blocks.end - 1);
       }
-      if constexpr (kFeatures) {
-        finish_scores(blocks.end - 1, is_cut(blocks.end - 1), first_is_partial);
-      } else if (is_cut(blocks.end - 1)) {
-        first_visible.set_others(-kInfinity, S);
+      if (kFeatures == 0 || is_spanned) {
+        if (is_cut(blocks.end - 1)) first_visible.set_others(-kInfinity, S);
+      } else {
+        const int first = uniform(block_at(work, blocks.end - 1));
+        finish_scores(first, is_cut(first), first_is_partial);
       }
       float alpha[2];
       row_max({true, true}, {work.exists(row), work.exists(row + 8)}, alpha);
@@ -392,22 +423,33 @@ struct Forward : Feature {
         next = uniform(block_before(work, j));
         next_is_partial = uniform(is_partial(work, max(next, blocks.begin)));
       };
+      int last_block = blocks.begin;
+      if constexpr (kAddsByProducts) last_block = uniform(work.last_block());
       int accumulate = 0;
-      const auto step = [&](int j, bool cut, bool partial) {
+      const auto step = [&](int j, Kind kind) {
         const auto here = k_ring.next();
-        if constexpr (kMasksEarly) features.load_masks(j, partial, mask_data);
+        if constexpr (kMasksEarly) features.load_masks(j, kind.partial, mask_data);
         k_barriers.wait(here);
         take_turn();
-        issue_qk(here.stage, shared);
+        issue_qk(here.stage, shared, kind);
         v_barriers.wait(v_ring());
         issue_pv(v_ring().stage, accumulate, j);
         accumulate = 1;
         give_turn();
-        if constexpr (kMasksEarly) look_ahead(j);
+        if (kind.listed) look_ahead(j);
         wgmma_wait<1>();
         pin(S);
-        if (kReleasesAfterLastQk && j == blocks.begin) release_q();
-        finish_scores(j, cut, partial);
+        if (kReleasesAfterLastQk && j == last_block) release_q();
+        if (!kind.linear) finish_scores(j, kind.cut, kind.partial);
+        [[maybe_unused]] float base[2] = {};  // of scores to which products have added
+        if constexpr (kAddsByProducts) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (kind.linear) base[r] = work.base(j * kTileN, kind.right, row + 8 * r);
+            // Of a row that has seen nothing -inf, which sends its block the second way.
+            cm[r] = (m[r] - base[r]) * c;
+          }
+        }
         float sum[2] = {}, early[kEarlyGroups][4];
 #pragma unroll
         for (int g = 0; g < kEarlyGroups; ++g) weights(g, early[g], sum);
@@ -439,6 +481,10 @@ struct Forward : Feature {
           const uint32_t quad = 0xfu << (lane & ~3);
           const bool moves[2] = {(__ballot_sync(kAllLanes, !fits(0)) & quad) != 0,
                                  (__ballot_sync(kAllLanes, !fits(1)) & quad) != 0};
+          if (kind.linear) {
+#pragma unroll
+            for (int e = 0; e < kTileN / 2; ++e) S[e] += base[e / 2 % 2];
+          }
           float alpha[2];
           row_max(moves, {moves[0] && work.exists(row), moves[1] && work.exists(row + 8)}, alpha);
           all_weights(sum);
@@ -451,31 +497,43 @@ struct Forward : Feature {
         k_ring = here;
         if (!kOneRing) v_own.advance();
       };
-      [[maybe_unused]] const auto before = [&](int j) { return uniform(block_before(work, j)); };
-      if constexpr (kMasksEarly) {
-        look_ahead(blocks.end - 1);
-#pragma unroll 1
-        while (next >= blocks.begin) {
-          const int j = next;
-          if (next_is_partial || is_cut(j)) {
-            step(j, is_cut(j), next_is_partial);
-          } else {
-            step(j, false, false);
-          }
-        }
-      } else if constexpr (!kSplitsLoop) {
-#pragma unroll 1
-        for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
-          step(j, is_cut(j), uniform(is_partial(work, j)));
-        }
-      } else {
+      // From right to left: blocks that the band cuts, others, and cut ones again.
+      [[maybe_unused]] const auto walk_band = [&] {
         int j = blocks.end - 2;
 #pragma unroll 1
-        for (; j >= blocks.clean_end; --j) step(j, true, false);
+        for (; j >= blocks.clean_end; --j) step(j, {.cut = true});
 #pragma unroll 1
-        for (; j >= blocks.clean_begin; --j) step(j, false, false);
+        for (; j >= blocks.clean_begin; --j) step(j, {});
 #pragma unroll 1
-        for (; j >= blocks.begin; --j) step(j, true, false);
+        for (; j >= blocks.begin; --j) step(j, {.cut = true});
+      };
+      if constexpr (kSplitsLoop) {
+        walk_band();
+      } else if constexpr (kAddsByProducts) {
+        Progression::walk(work, blocks, [&](int j, bool linear, bool right) {
+          step(j, {.cut = !linear && is_cut(j), .linear = linear, .right = right});
+        });
+      } else if constexpr (kMasksEarly) {
+        if (is_spanned) {
+          walk_band();
+        } else {
+          look_ahead(blocks.end - 1);
+#pragma unroll 1
+          while (next >= blocks.begin) {
+            const int j = next;
+            if (next_is_partial || is_cut(j)) {
+              step(j, {.cut = is_cut(j), .partial = next_is_partial, .listed = true});
+            } else {
+              step(j, {.listed = true});
+            }
+          }
+        }
+      } else {
+        const auto before = [&](int j) { return uniform(block_before(work, j)); };
+#pragma unroll 1
+        for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
+          step(j, {.cut = is_cut(j), .partial = uniform(is_partial(work, j)) != 0});
+        }
       }
 
       m[0] -= features.row_offset(0), m[1] -= features.row_offset(1);
@@ -494,7 +552,7 @@ struct Forward : Feature {
         // it would keep those of the first tile, in local memory.
         const Shared same{kTile.q_stages == 1 ? uint32_t(uniform(shared.base)) : shared.base};
         take_turn();
-        issue_qk(here.stage, same);
+        issue_qk(here.stage, same, {});
         v_barriers.wait(v_ring());
         issue_pv(v_ring().stage, accumulate, 0);
         give_turn();
@@ -527,47 +585,6 @@ struct Forward : Feature {
     }
   }
 };
-
-template <typename Element, typename Row>
-__global__ void __launch_bounds__(Row::kTile.threads(), 1)
-    forward(const __grid_constant__ ForwardParams p) {
-  using Kernel = Forward<Element, Row>;
-  constexpr int kConsumers = Kernel::kConsumers;
-  extern __shared__ __align__(1024) uint8_t storage[];
-  const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  if (threadIdx.x == 0) {
-    tma_prefetch(&p.q);
-    tma_prefetch(&p.k);
-    tma_prefetch(&p.v);
-    if (Kernel::kTile.o_by_tma) tma_prefetch(&p.o);
-    for (int w = 0; w < kConsumers; ++w) {
-      shared.q_barriers(w).init(kWarpgroup / kWarp);
-      shared.bias(w).barriers.init(kWarpgroup / kWarp);
-    }
-    shared.k_barriers().init(kConsumers);
-    shared.v_barriers().init(kConsumers);
-    shared.work_barriers().init(Kernel::kLoaders + kConsumers * (kWarpgroup / kWarp));
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  launch_dependents();
-  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
-  auto* works = in_shared.work;
-  if (warpgroup == 0) {
-    registers_release<Kernel::kProducerRegisters>();
-    const int warp = uniform(threadIdx.x / kWarp);
-    const bool first_lane = threadIdx.x % kWarp == 0;
-    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, shared);
-    if (warp == 1 && first_lane) carry_queries<Kernel>(p, works, shared);
-    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, shared);
-    if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
-  } else {
-    registers_claim<Kernel::kConsumerRegisters>();
-    wait_for_predecessors();
-    Kernel::consumer(p, works, shared, warpgroup - 1);
-  }
-}
 
 template <typename Element, typename Row>
 Kernel make_forward(int dtype) {

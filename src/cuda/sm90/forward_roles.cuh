@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The roles of the forward kernel beside its consumers, which are in forward.cuh: they bring what a
-// consumer is to compute with. Kernel: a Forward.
+// The forward kernel hands out its roles, and those beside its consumers, which are in forward.cuh:
+// they bring what a consumer is to compute with. Kernel: a Forward.
 #pragma once
 
+#include "cuda/sm90/alibi.cuh"
 #include "cuda/sm90/blocks.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/params.h"
@@ -50,6 +51,11 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     if (!last) {
       Kernel::Schedule::decode(a, order, index, work);
       Output<Element>::prepare(a.problem, work);
+      work.slope = Kernel::BlockFeatures::slope_of(a.problem, work);
+      if constexpr (Kernel::kAddsByProducts) {
+        work.choose_pivot(Kernel::kTileM, Kernel::kTileN);
+        Kernel::Progression::fill_slopes(shared.slopes(ring.stage), work.slope, lane);
+      }
       __syncwarp();
       if constexpr (Kernel::kListsBlocks)
         BlockList<Kernel::kTileM, Kernel::kTileN>::fill(a, work, lane);
@@ -150,7 +156,8 @@ __device__ __forceinline__ void load_keys(const ForwardParams& a,
     const int begin = work.begin, head = work.head, kv_head = head / a.problem.group;
     const int batch = work.k.batch, row = work.k.first;
 #pragma unroll 1
-    for (int j = work.end - 1; j >= begin; j = block_before(work, j)) {
+    for (int i = work.end - 1; i >= begin; i = block_before(work, i)) {
+      const int j = block_at(work, i);
       barriers.acquire(ring, Kernel::KTile::kBytes);
       Kernel::KTile::load(shared.k(ring.stage), &a.k, barriers.full(ring.stage), kv_head,
                           row + j * Kernel::kTileN, 0, batch);
@@ -182,13 +189,59 @@ __device__ __forceinline__ void load_values(const ForwardParams& a,
     const int row = a.ragged_v ? kRagged - work.k.length : work.k.first;  // see tensormap.h
     const int shift = a.ragged_v ? work.k.first + work.k.length : 0;
 #pragma unroll 1
-    for (int j = work.end - 1; j >= begin; j = block_before(work, j)) {
+    for (int i = work.end - 1; i >= begin; i = block_before(work, i)) {
+      const int j = block_at(work, i);
       barriers.acquire(ring, chunks * Kernel::VTile::kChunkBytes);
       Kernel::VTile::load(shared.v(ring.stage), &a.v, barriers.full(ring.stage), kv_head,
                           row + j * Kernel::kTileN, shift, batch, chunks);
       ring.advance();
     }
   });
+}
+
+template <typename Element, typename Row>
+struct Forward;
+
+template <typename Element, typename Row>
+__global__ void __launch_bounds__(Row::kTile.threads(), 1)
+    forward(const __grid_constant__ ForwardParams p) {
+  using Kernel = Forward<Element, Row>;
+  constexpr int kConsumers = Kernel::kConsumers;
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  if (threadIdx.x == 0) {
+    tma_prefetch(&p.q);
+    tma_prefetch(&p.k);
+    tma_prefetch(&p.v);
+    if (Kernel::kTile.o_by_tma) tma_prefetch(&p.o);
+    for (int w = 0; w < kConsumers; ++w) {
+      shared.q_barriers(w).init(kWarpgroup / kWarp);
+      shared.bias(w).barriers.init(kWarpgroup / kWarp);
+    }
+    shared.k_barriers().init(kConsumers);
+    shared.v_barriers().init(kConsumers);
+    shared.work_barriers().init(Kernel::kLoaders + kConsumers * (kWarpgroup / kWarp));
+    mbarrier_init_fence();
+  }
+  if constexpr (Kernel::kAddsByProducts) Kernel::Progression::fill_indices(shared.indices());
+  __syncthreads();
+  launch_dependents();
+  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
+  auto* works = in_shared.work;
+  if (warpgroup == 0) {
+    registers_release<Kernel::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / kWarp);
+    const bool first_lane = threadIdx.x % kWarp == 0;
+    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, shared);
+    if (warp == 1 && first_lane) carry_queries<Kernel>(p, works, shared);
+    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, shared);
+    if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
+  } else {
+    registers_claim<Kernel::kConsumerRegisters>();
+    wait_for_predecessors();
+    Kernel::consumer(p, works, shared, warpgroup - 1);
+  }
 }
 
 }  // namespace tessera::cuda::sm90

@@ -71,12 +71,15 @@ struct VisibleBits {
       }
     }
   }
-  // S = value where the others are.
+  // S = value where the others are. Row by row, so that seven bits become predicates at once.
   __device__ __forceinline__ void set_others(float value, float (&S)[kTileN / 2]) const {
 #pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) {  // element e of row i / 2 % 2
-      const int e = i / 4 * 2 + i % 2;
-      S[i] = word[i / 2 % 2][e / 32] >> (e % 32) & 1 ? S[i] : value;
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int e = 0; e < kTileN / 4; ++e) {
+        float& s = S[4 * (e / 2) + 2 * r + e % 2];
+        s = word[r][e / 32] >> (e % 32) & 1 ? s : value;
+      }
     }
   }
 };

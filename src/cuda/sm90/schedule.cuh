@@ -23,6 +23,7 @@ struct Work {
   int begin, end, clean_begin, clean_end;
   int64_t o, lse;  // elements before row m0
   float sink;      // in units of log2; -inf: none
+  float slope;     // of ALiBi, see Features::slope_of()
 
   __device__ __forceinline__ Band band() const { return {q.length, k.length, shift, left, right}; }
   __device__ __forceinline__ bool exists(int row) const { return 0 <= row && row < q.length; }

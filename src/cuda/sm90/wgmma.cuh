@@ -48,6 +48,14 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, uint32_t l
          static_cast<uint64_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The same without a swizzle, k-major: units of 16 bytes, those of eight rows one after the other.
+// leading = to the next unit of a row, stride = to the next 8 rows.
+__device__ __forceinline__ uint64_t unswizzled_descriptor(uint32_t address, uint32_t leading,
+                                                          uint32_t stride) {
+  return static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(leading >> 4) << 16 |
+         (address & 0x3ffff) >> 4;
+}
+
 // Wgmma<Element, N>::ss and ::rs. One specialisation per type and N, from one macro: PTX wants
 // every accumulator named.
 template <typename Element, int N>
