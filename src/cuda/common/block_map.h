@@ -27,6 +27,10 @@ struct BlockMap {
   int64_t ranges_head;       // slots, or 0
   const uint8_t* mask;       // [b | 1, heads | 1, tiles of queries, tiles of keys] BlockState
   int64_t mask_batch, mask_head, mask_row;  // strides; 0 where broadcast
+  const uint32_t*
+      bits;  // [b | 1, heads | 1, rows | 1, words of 128 keys] the mask, bit set = shown
+  int64_t bits_batch, bits_head;  // strides in words; 0 where broadcast
+  int bits_row;
 };
 
 }  // namespace tessera::cuda

@@ -40,28 +40,57 @@ __global__ void __launch_bounds__(kThreads) summary_kernel(const __grid_constant
 struct MaskArgs {
   View mask;
   int heads, rows, keys;  // of the mask
-  int tile_q, tile_k;     // of a state
+  int tile_q, tile_k;     // of a state; tile_k is a multiple of 16
   int tiles_q, tiles_k;
   int drop;  // true = hidden
   uint8_t* states;
+  uint32_t* bits;  // null: not asked
+  int words;       // of a row
 };
 
-// A CTA for each state: x key tiles, y query tiles, z sequences and heads.
+// Bit i: byte i is not zero.
+__device__ uint32_t bits_of_bytes(uint32_t bytes) {
+  return (__vcmpne4(bytes, 0) & 0x01010101) * 0x10204080 >> 28;
+}
+
+// Which of the 16 keys from `from` on are shown, the first in the lowest bit; `count` of them
+// exist.
+__device__ uint32_t shown_of(const MaskArgs& a, const uint8_t* from, int count) {
+  uint32_t bits = 0;
+  if (count == 16 && a.mask.stride[3] == 1 && a.mask.vector_bytes == 16) {
+    const uint4 bytes = *reinterpret_cast<const uint4*>(from);
+    bits = bits_of_bytes(bytes.x) | bits_of_bytes(bytes.y) << 4 | bits_of_bytes(bytes.z) << 8 |
+           bits_of_bytes(bytes.w) << 12;
+  } else {
+    for (int i = 0; i < count; ++i) bits |= (from[i * a.mask.stride[3]] != 0) << i;
+  }
+  return (a.drop ? ~bits : bits) & ((1u << count) - 1);
+}
+
+// A CTA for each state: x key tiles, y query tiles, z sequences and heads; a thread looks at 16
+// keys at a time.
 __global__ void __launch_bounds__(kThreads) mask_kernel(const __grid_constant__ MaskArgs a) {
+  constexpr int kKeys = 16;
+  auto* const bits = reinterpret_cast<uint16_t*>(a.bits);
   for (int tile_q = static_cast<int>(blockIdx.y); tile_q < a.tiles_q;
        tile_q += static_cast<int>(gridDim.y)) {
     const int64_t head = blockIdx.z;
-    const int key0 = static_cast<int>(blockIdx.x) * a.tile_k, keys = min(a.tile_k, a.keys - key0);
+    const int key0 = static_cast<int>(blockIdx.x) * a.tile_k;
     const int row0 = tile_q * a.tile_q, rows = min(a.tile_q, a.rows - row0);
+    const int pieces = a.tile_k / kKeys;  // of a row
     const auto* bytes = static_cast<const uint8_t*>(a.mask.data) +
                         offset_of(a.mask, head / a.heads, head % a.heads);
     bool any = false, all = true;
-    for (int i = static_cast<int>(threadIdx.x); i < rows * keys; i += kThreads) {
-      const int64_t row = row0 + i / keys, key = key0 + i % keys;
-      const bool shown =
-          (bytes[row * a.mask.stride[2] + key * a.mask.stride[3]] != 0) != (a.drop != 0);
-      any |= shown;
-      all &= shown;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * pieces; i += kThreads) {
+      const int64_t row = row0 + i / pieces;
+      const int key = key0 + i % pieces * kKeys, count = min(max(a.keys - key, 0), kKeys);
+      const uint32_t shown =
+          shown_of(a, bytes + row * a.mask.stride[2] + key * a.mask.stride[3], count);
+      any |= shown != 0;
+      all &= shown == (1u << count) - 1;
+      if (bits && key < 32 * a.words) {
+        bits[((head * a.rows + row) * a.words * 32 + key) / kKeys] = static_cast<uint16_t>(shown);
+      }
     }
     any = __syncthreads_or(any);
     all = __syncthreads_and(all);
@@ -86,10 +115,11 @@ struct Layout {
   int slots = 0, ranges_heads = 0;
   int tile_q = 0, tile_k = 0;
   int64_t tiles_q = 0, tiles_k = 0;
-  int64_t ranges = 0, mask = 0, bytes = 0;  // offsets; segments stand at 0
+  int words = 0;                                      // of a row of the mask's bits; 0: none
+  int64_t ranges = 0, mask = 0, bits = 0, bytes = 0;  // offsets; segments stand at 0
 };
 
-Layout layout_of(const Problem& problem, Walked walked, int tile, int step) {
+Layout layout_of(const Problem& problem, Walked walked, int tile, int step, bool with_bits) {
   const Sizes s = sizes_of(problem);
   const bool keys = walked == Walked::kKeys;
   const int64_t batch = s.batch > 0 ? s.batch : 1, extent = keys ? s.sk : s.sq;
@@ -113,6 +143,10 @@ Layout layout_of(const Problem& problem, Walked walked, int tile, int step) {
     l.tiles_q = up(mask.extent[2], l.tile_q);
     l.tiles_k = up(mask_keys(problem), l.tile_k);
     l.mask = place(mask.extent[0] * mask.extent[1] * l.tiles_q * l.tiles_k);
+    if (with_bits && l.tile_k % 32 == 0) {
+      l.words = static_cast<int>(4 * up(mask_keys(problem), 128));
+      l.bits = place(mask.extent[0] * mask.extent[1] * mask.extent[2] * l.words * 4);
+    }
   }
   return l;
 }
@@ -124,13 +158,13 @@ bool has_block_map(const Problem& problem) {
          given(problem, TESSERA_SEGMENT_IDS_Q);
 }
 
-int64_t block_map_bytes(const Problem& problem, Walked walked, int tile, int step) {
-  return layout_of(problem, walked, tile, step).bytes;
+int64_t block_map_bytes(const Problem& problem, Walked walked, int tile, int step, bool with_bits) {
+  return layout_of(problem, walked, tile, step, with_bits).bytes;
 }
 
 Status map_blocks(const Problem& problem, const Params& p, Walked walked, int tile, int step,
-                  void* workspace, BlockMap* map, cudaStream_t stream) {
-  const Layout l = layout_of(problem, walked, tile, step);
+                  void* workspace, BlockMap* map, cudaStream_t stream, bool with_bits) {
+  const Layout l = layout_of(problem, walked, tile, step, with_bits);
   const bool keys = walked == Walked::kKeys;
   auto* base = static_cast<char*>(workspace);
   *map = {};
@@ -166,11 +200,17 @@ Status map_blocks(const Problem& problem, const Params& p, Walked walked, int ti
              static_cast<int>(l.tiles_q),
              static_cast<int>(l.tiles_k),
              (p.flags & TESSERA_MASK_DROP) != 0,
-             reinterpret_cast<uint8_t*>(base + l.mask)};
+             reinterpret_cast<uint8_t*>(base + l.mask),
+             l.words > 0 ? reinterpret_cast<uint32_t*>(base + l.bits) : nullptr,
+             l.words};
   map->mask = m.states;
   map->mask_row = l.tiles_q > 1 ? l.tiles_k : 0;
   map->mask_head = mask.extent[1] > 1 ? states : 0;
   map->mask_batch = mask.extent[0] > 1 ? states * mask.extent[1] : 0;
+  map->bits = m.bits;
+  map->bits_row = mask.extent[2] > 1 ? l.words : 0;
+  map->bits_head = mask.extent[1] > 1 ? mask.extent[2] * l.words : 0;
+  map->bits_batch = mask.extent[0] > 1 ? mask.extent[1] * mask.extent[2] * l.words : 0;
   const dim3 grid(static_cast<unsigned>(l.tiles_k),
                   static_cast<unsigned>(l.tiles_q < 65535 ? l.tiles_q : 65535),
                   static_cast<unsigned>(heads));

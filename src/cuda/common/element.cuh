@@ -84,4 +84,14 @@ __device__ inline uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
+// And back; the first of the pair in x.
+template <typename T>
+__device__ inline float2 unpack(uint32_t packed) {
+  if constexpr (__is_same(T, __half)) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  } else {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000)};
+  }
+}
+
 }  // namespace tessera::cuda

@@ -44,17 +44,6 @@ struct Params {
 };
 static_assert(sizeof(Params) <= 2048, "kernel arguments are 4 KB, and kernels add their own");
 
-// True when something beyond scale and band shapes the scores, or keys need more than a plain copy:
-// such problems run the rich kernels.
-TESSERA_HOST_DEVICE bool is_rich(const Params& p) {
-  constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
-  return (p.flags & kFlags) != 0 || p.tensor[TESSERA_BIAS].data || p.tensor[TESSERA_MASK].data ||
-         p.num_ranges != 0 || p.tensor[TESSERA_SEGMENT_IDS_Q].data ||
-         p.tensor[TESSERA_ALIBI_SLOPES].data || p.tensor[TESSERA_K_SCALE].data ||
-         p.tensor[TESSERA_V_SCALE].data || p.tensor[TESSERA_K].dtype >= TESSERA_E4M3 ||
-         p.page_size != 0;
-}
-
 // Where scale * s - scale * max is one multiply-add, as in every fast forward kernel, each weight
 // of a row has the rounding of scale * max in it: 2^-24 of a logit, a factor out of all bounds
 // where logits are in the billions. The rich kernels of sm80 round every logit before they

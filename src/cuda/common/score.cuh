@@ -192,12 +192,12 @@ __device__ __forceinline__ void for_each_distance(const Sequence& sequence, cons
       });
 }
 
-// Hides what masks over (query, key) hide: dense mask, key ranges, segments.
-template <int kN, Major kMajor>
+// Hides what masks over (query, key) hide: dense mask (kDense), key ranges, segments.
+template <int kN, Major kMajor, bool kDense = true>
 __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Params& p,
                                                  const Sequence& sequence, const TileRows& rows,
                                                  int major0, int minor0) {
-  if (const View& mask = p.tensor[TESSERA_MASK]; mask.data) {
+  if (const View& mask = p.tensor[TESSERA_MASK]; kDense && mask.data) {
     const bool drops = (p.flags & TESSERA_MASK_DROP) != 0;
     for_each_element<uint8_t, kN, kMajor>(
         mask, sequence, rows, major0, minor0,
@@ -325,33 +325,15 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
 // each makes one call and they trade.
 //
 // Sets bit e where value e of the fragment is kept. head_index = n * hq + h; positions are
-// absolute.
-template <int kN, Major kMajor>
-__device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t head_index,
-                                             int major0, int minor0,
-                                             uint32_t (&bits)[(kN + 63) / 64]) {
+// absolute, and multiples of 16.
+template <int kN, Major kMajor, int kUnrolled>
+__device__ __forceinline__ void dropout_bits_of_patches(const Dropout& dropout, uint32_t head_index,
+                                                        int major0, int minor0,
+                                                        uint32_t (&bits)[(kN + 63) / 64]) {
 #pragma unroll
   for (int i = 0; i < (kN + 63) / 64; ++i) bits[i] = 0;
   const int lane = threadIdx.x % 32;
-
-  if ((major0 | minor0) % 16 != 0) {  // pages of odd sizes
-#pragma unroll
-    for (uint32_t& word : bits) {
-      const int first = static_cast<int>(&word - bits) * 32;
-#pragma unroll 1
-      for (int e = first; e < first + 32 && e < kN / 2; ++e) {
-        const int major = major0 + lane / 4 + 8 * (e / 2 % 2);
-        const int minor = minor0 + lane % 4 * 2 + 8 * (e / 4) + e % 2;
-        const bool keep = kMajor == Major::kQueries ? dropout.keep(head_index, major, minor)
-                                                    : dropout.keep(head_index, minor, major);
-        word |= static_cast<uint32_t>(keep) << (e - first);
-      }
-    }
-    return;
-  }
-
-  constexpr int kUnroll = kN <= 64 ? 1 : kN / 16;  // one word of bits needs no constant index
-#pragma unroll kUnroll
+#pragma unroll kUnrolled
   for (int i = 0; i < kN / 16; ++i) {  // patches of 16 x 16
     const int minor16 = minor0 / 16 + i;
     uint32_t field[4];  // two 16-bit fields each: (major + 0, minor + 0 and 1), (+0, +8 and +9),
@@ -392,6 +374,33 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
       const uint32_t keep_low = (field[w] & 0xFFFF) >= dropout.threshold;
       const uint32_t keep_high = field[w] >> 16 >= dropout.threshold;
       bits[kN <= 64 ? 0 : e / 32] |= (keep_low | keep_high << 1) << (e % 32);
+    }
+  }
+}
+
+// The same at any position.
+template <int kN, Major kMajor>
+__device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t head_index,
+                                             int major0, int minor0,
+                                             uint32_t (&bits)[(kN + 63) / 64]) {
+  if ((major0 | minor0) % 16 == 0) {
+    constexpr int kUnrolled = kN <= 64 ? 1 : kN / 16;  // one word of bits needs no constant index
+    dropout_bits_of_patches<kN, kMajor, kUnrolled>(dropout, head_index, major0, minor0, bits);
+    return;
+  }
+  // pages of odd sizes
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (uint32_t& word : bits) {
+    const int first = static_cast<int>(&word - bits) * 32;
+    word = 0;
+#pragma unroll 1
+    for (int e = first; e < first + 32 && e < kN / 2; ++e) {
+      const int major = major0 + lane / 4 + 8 * (e / 2 % 2);
+      const int minor = minor0 + lane % 4 * 2 + 8 * (e / 4) + e % 2;
+      const bool keep = kMajor == Major::kQueries ? dropout.keep(head_index, major, minor)
+                                                  : dropout.keep(head_index, minor, major);
+      word |= static_cast<uint32_t>(keep) << (e - first);
     }
   }
 }

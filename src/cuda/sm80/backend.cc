@@ -92,9 +92,10 @@ class Sm80Backend final : public Backend {
  private:
   static bool has_kernels(const Problem& p, int64_t head_dim, int arch) {
     const int dtype = p.tensor[TESSERA_Q].dtype, shared_bytes = shared_bytes_of(arch);
-    if (!is_backward(p)) return find_kernel(Pass::forward, true, dtype, head_dim, shared_bytes);
+    if (!is_backward(p))
+      return find_kernel(Pass::forward, kEveryFeature, dtype, head_dim, shared_bytes);
     for (const Pass pass : {Pass::backward_dq, Pass::backward_dkdv, Pass::backward_dbias}) {
-      if (!find_kernel(pass, true, dtype, head_dim, shared_bytes)) return false;
+      if (!find_kernel(pass, kEveryFeature, dtype, head_dim, shared_bytes)) return false;
     }
     return true;
   }
@@ -131,18 +132,56 @@ const Backend& backend() {
   return instance;
 }
 
-const Kernel* find_kernel(Pass pass, bool rich, int dtype, int64_t head_dim, int shared_bytes,
-                          bool plain) {
-  for (const bool want_rich : {rich, true}) {
-    for (const Kernel& kernel : kernels()) {
-      if (kernel.pass == pass && kernel.rich == want_rich && kernel.dtype == dtype &&
-          kernel.plain == plain && kernel.bucket >= head_dim &&
-          kernel.shared_bytes <= shared_bytes) {
-        return &kernel;
-      }
+// A kernel of one feature takes it for granted.
+static bool serves(const Kernel& kernel, unsigned features) {
+  const bool several = (kernel.features & (kernel.features - 1)) != 0;
+  return kernel.features == features || (several && (features & ~kernel.features) == 0);
+}
+
+const Kernel* find_kernel(Pass pass, unsigned features, int dtype, int64_t head_dim,
+                          int shared_bytes, bool plain) {
+  for (const Kernel& kernel : kernels()) {
+    if (kernel.pass == pass && kernel.dtype == dtype && kernel.plain == plain &&
+        serves(kernel, features) && kernel.bucket >= head_dim &&
+        kernel.shared_bytes <= shared_bytes) {
+      return &kernel;
     }
   }
   return nullptr;
+}
+
+unsigned features_of(const Problem& problem) {
+  constexpr int64_t kMostMasks = 65535;  // a grid's z; see map_blocks
+  const int dtype = problem.tensor[TESSERA_Q].dtype;
+  unsigned features = 0;
+  if (given(problem, TESSERA_BIAS)) {
+    const Tensor& bias = problem.tensor[TESSERA_BIAS];
+    const bool plain = !has(problem, TESSERA_BIAS_PRE_SCALE) && bias.dtype == dtype &&
+                       is_16bit(dtype) && bias.extent[3] > 1 && bias.stride[3] == 1;
+    features |= plain ? kBias : kOther;
+  }
+  if (has(problem, TESSERA_SOFTCAP)) features |= kSoftcap;
+  if (given(problem, TESSERA_ALIBI_SLOPES)) features |= kAlibi;
+  if (given(problem, TESSERA_MASK)) {
+    const Tensor& mask = problem.tensor[TESSERA_MASK];
+    const bool plain = mask.extent[2] > 1 && mask.extent[0] * mask.extent[1] <= kMostMasks;
+    features |= plain ? kMasks : kOther;
+  }
+  if (given(problem, TESSERA_KEY_RANGES) || given(problem, TESSERA_SEGMENT_IDS_Q)) {
+    features |= kMasks;
+  }
+  if (has(problem, TESSERA_DROPOUT)) features |= kDropout;
+  if (is_paged(problem) || given(problem, TESSERA_K_SCALE) || given(problem, TESSERA_V_SCALE) ||
+      is_fp8(problem.tensor[TESSERA_K].dtype)) {
+    features |= kOther;
+  }
+  return features;
+}
+
+unsigned features_of(const Problem& problem, const Params& p) {
+  const View& bias = p.tensor[TESSERA_BIAS];
+  const bool aligned = has_aligned_keys(p) && (!bias.data || bias.vector_bytes == 16);
+  return features_of(problem) | (aligned ? 0u : unsigned{kOther});
 }
 
 static const char* name_of(Pass pass) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products),
-// dbias, and sums over rows. Where nothing but a band shapes the scores, one kernel makes all three
-// with five products, and adds to dQ in any order or in turn.
+// dbias, and sums over rows. Where a band and at most one feature shape the scores, one kernel
+// makes all three with five products, and adds to dQ in any order; without a feature also in turn.
 //
 // Small problems in fp32 have kernels of plain multiply-adds: the 22 bits an operand that three
 // fp16 products keep are enough where errors of many terms average out, and show where a gradient
@@ -19,11 +19,11 @@ namespace {
 
 int divided_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
+// Seven products and dbias.
 struct Kernels {
   const Kernel* dq;
   const Kernel* dkdv;
   const Kernel* dbias;
-  const Kernel* fused;  // may be null
 };
 
 // In turn, larger sections leave the longest tiles of many heads to the end.
@@ -40,36 +40,33 @@ bool is_small(const Problem& problem) {
   return s.batch * s.hq <= kPlainWork / scores_of_head;
 }
 
-Kernels plain_kernels_of(int dtype, int64_t head_dim, int shared_bytes) {
+Kernels kernels_of(int dtype, int64_t head_dim, int shared_bytes, bool plain) {
   const auto find = [&](Pass pass) {
-    return find_kernel(pass, true, dtype, head_dim, shared_bytes, true);
+    return find_kernel(pass, kEveryFeature, dtype, head_dim, shared_bytes, plain);
   };
-  return {find(Pass::backward_dq), find(Pass::backward_dkdv), find(Pass::backward_dbias), nullptr};
-}
-
-Kernels kernels_of(int dtype, int64_t head_dim, bool rich, int shared_bytes) {
-  return {find_kernel(Pass::backward_dq, rich, dtype, head_dim, shared_bytes),
-          find_kernel(Pass::backward_dkdv, rich, dtype, head_dim, shared_bytes),
-          find_kernel(Pass::backward_dbias, true, dtype, head_dim, shared_bytes),
-          rich ? nullptr : find_kernel(Pass::backward_fused, false, dtype, head_dim, shared_bytes)};
+  return {find(Pass::backward_dq), find(Pass::backward_dkdv), find(Pass::backward_dbias)};
 }
 
 class BackwardPlan final : public Plan {
  public:
-  BackwardPlan(const Kernels& lean, const Kernels& rich, const Kernels& plain)
-      : lean_(lean), rich_(rich), plain_(plain) {}
+  BackwardPlan(const KernelSet& fused, const Kernels& apart, const Kernels& plain)
+      : fused_(fused), apart_(apart), plain_(plain) {}
 
   int64_t workspace_bytes(const Problem& problem, int) const override {
-    if (may_fuse(problem)) {
-      return arrays_bytes(problem) + dq_sums_bytes(problem) + dq_order_bytes(problem);
-    }
-    if (!has_block_map(problem)) return arrays_bytes(problem);
-    const auto bytes_of = [&](const Kernel& kernel, Walked walked) {
+    const auto map_bytes = [&](const Kernel& kernel, Walked walked) {
       return block_map_bytes(problem, walked, kernel.tile.rows(), kernel.tile.step);
     };
-    const Kernels& kernels = takes_plain(problem) ? plain_ : rich_;
-    return arrays_bytes(problem) + std::max(bytes_of(*kernels.dq, Walked::kKeys),
-                                            bytes_of(*kernels.dkdv, Walked::kQueries));
+    const Kernels& kernels = takes_plain(problem) ? plain_ : apart_;
+    const int64_t apart = has_block_map(problem)
+                              ? std::max(map_bytes(*kernels.dq, Walked::kKeys),
+                                         map_bytes(*kernels.dkdv, Walked::kQueries))
+                              : 0;
+    const Kernel* kernel = fused_kernel(problem, features_of(problem));
+    const int64_t fused = kernel
+                              ? dq_sums_bytes(problem, *kernel) + dq_order_bytes(problem, *kernel) +
+                                    fused_map_bytes(problem, *kernel)
+                              : 0;
+    return arrays_bytes(problem) + std::max(apart, fused);
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -87,18 +84,19 @@ class BackwardPlan final : public Plan {
       args.slope_rows = reinterpret_cast<float*>(workspace + 2 * row_bytes(problem));
     }
 
-    const bool rich = is_rich(p) || !has_aligned_keys(p) || !has_aligned_queries(p);
-    const bool plain = takes_plain(problem);
-    const Kernels& kernels = plain ? plain_ : rich ? rich_ : lean_;
-    void* maps =
-        workspace + arrays_bytes(problem);  // of one kernel, then of the next; or the sums of dQ
-    if (!rich && may_fuse(problem)) {
-      TESSERA_RETURN_IF_ERROR(run_fused(problem, args, static_cast<char*>(maps), stream));
+    void* rest = workspace + arrays_bytes(problem);  // maps, of one kernel and then of the next
+    const unsigned features =
+        features_of(problem, p) | (has_aligned_queries(p) ? 0u : unsigned{kOther});
+    if (const Kernel* kernel = fused_kernel(problem, features)) {
+      TESSERA_RETURN_IF_ERROR(run_fused(*kernel, problem, args, static_cast<char*>(rest), stream));
+      TESSERA_RETURN_IF_ERROR(run_dbias(*apart_.dbias, problem, args, stream));
       return launch_row_sums(args, stream);
     }
+    const bool plain = takes_plain(problem);
+    const Kernels& kernels = plain ? plain_ : apart_;
     TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, {}, nullptr, plain, stream));
-    TESSERA_RETURN_IF_ERROR(run_dq(*kernels.dq, problem, args, maps, stream));
-    TESSERA_RETURN_IF_ERROR(run_dkdv(*kernels.dkdv, problem, args, maps, stream));
+    TESSERA_RETURN_IF_ERROR(run_dq(*kernels.dq, problem, args, rest, stream));
+    TESSERA_RETURN_IF_ERROR(run_dkdv(*kernels.dkdv, problem, args, rest, stream));
     TESSERA_RETURN_IF_ERROR(run_dbias(*kernels.dbias, problem, args, stream));
     return launch_row_sums(args, stream);
   }
@@ -111,30 +109,34 @@ class BackwardPlan final : public Plan {
   bool takes_plain(const Problem& problem) const {
     return is_small(problem) && plain_.dq && plain_.dkdv && plain_.dbias;
   }
-  // One kernel makes all that is asked.
-  bool may_fuse(const Problem& problem) const {
-    constexpr uint32_t kFlags = TESSERA_SOFTCAP | TESSERA_DROPOUT;
-    return lean_.fused && !takes_plain(problem) && !has(problem, kFlags) &&
-           !has_block_map(problem) && !is_paged(problem) && !given(problem, TESSERA_BIAS) &&
-           !given(problem, TESSERA_ALIBI_SLOPES) &&
-           (given(problem, TESSERA_DK) || given(problem, TESSERA_DV));
+  // The kernel that makes all three gradients, or null.
+  const Kernel* fused_kernel(const Problem& problem, unsigned features) const {
+    const Kernel* kernel = fused_[features];
+    if (!kernel || takes_plain(problem) || given(problem, TESSERA_DALIBI_SLOPES)) return nullptr;
+    const bool asked =
+        given(problem, TESSERA_DQ) || given(problem, TESSERA_DK) || given(problem, TESSERA_DV);
+    const bool any_order = given(problem, TESSERA_DQ) && !has(problem, TESSERA_DETERMINISTIC);
+    return asked && (any_order || kernel->in_turn) ? kernel : nullptr;
   }
-  int dq_slots(const Problem& problem) const {
+  static int dq_slots(const Problem& problem, const Kernel& kernel) {
     const Sizes s = sizes_of(problem);
-    const int step = lean_.fused->tile.step;
     return num_tile_slots(is_thd_q(problem), static_cast<int>(s.sq),
-                          static_cast<int>(std::max<int64_t>(s.batch, 1)), step);
+                          static_cast<int>(std::max<int64_t>(s.batch, 1)), kernel.tile.step);
   }
-  int64_t dq_sums_bytes(const Problem& problem) const {
+  static int64_t dq_sums_bytes(const Problem& problem, const Kernel& kernel) {
     if (!given(problem, TESSERA_DQ)) return 0;
-    const int64_t tile = int64_t{lean_.fused->tile.step} * lean_.fused->bucket;
-    return sizes_of(problem).hq * dq_slots(problem) * tile * 4;
+    const int64_t tile = int64_t{kernel.tile.step} * kernel.bucket;
+    return sizes_of(problem).hq * dq_slots(problem, kernel) * tile * 4;
   }
   // With the turn of each tile of sums.
-  int64_t dq_order_bytes(const Problem& problem) const {
+  static int64_t dq_order_bytes(const Problem& problem, const Kernel& kernel) {
     if (!given(problem, TESSERA_DQ) || !has(problem, TESSERA_DETERMINISTIC)) return 0;
-    const int64_t turns = sizes_of(problem).hq * dq_slots(problem) * 4;
+    const int64_t turns = sizes_of(problem).hq * dq_slots(problem, kernel) * 4;
     return (static_cast<int64_t>(sizeof(DqOrder)) + turns + 255) / 256 * 256;
+  }
+  static int64_t fused_map_bytes(const Problem& problem, const Kernel& kernel) {
+    if (!has_block_map(problem)) return 0;
+    return block_map_bytes(problem, Walked::kQueries, kernel.tile.rows(), kernel.tile.step, true);
   }
 
   // Of q, do and the sums of dQ of a sequence of average length, or of k and v, that a head walks.
@@ -148,9 +150,8 @@ class BackwardPlan final : public Plan {
     return section_of(kSectionBytes, heads, head_bytes(p, heads, bucket));
   }
 
-  Status run_fused(const Problem& problem, const BackwardArgs& b, char* workspace,
-                   cudaStream_t stream) const {
-    const Kernel& kernel = *lean_.fused;
+  static Status run_fused(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
+                          char* workspace, cudaStream_t stream) {
     const Params& p = b.params;
     const int outputs =
         (p.tensor[TESSERA_DK].data ? kDk : 0) | (p.tensor[TESSERA_DV].data ? kDv : 0);
@@ -167,18 +168,23 @@ class BackwardPlan final : public Plan {
     const void* function = kernel.in_turn;  // which makes no dQ where there are no sums
     if (p.tensor[TESSERA_DQ].data && slots_q > 0) {
       args.dq_sums = reinterpret_cast<float*>(workspace);
-      cleared = {workspace, dq_sums_bytes(problem) / 16};
+      cleared = {workspace, dq_sums_bytes(problem, kernel) / 16};
       if (has(problem, TESSERA_DETERMINISTIC)) {  // the first to add stores
         args.section = section_of(kSectionInTurnBytes, p.hk, head_bytes(p, p.hk, kernel.bucket));
-        args.order = reinterpret_cast<DqOrder*>(workspace + dq_sums_bytes(problem));
+        args.order = reinterpret_cast<DqOrder*>(workspace + dq_sums_bytes(problem, kernel));
         args.turns = reinterpret_cast<int*>(args.order + 1);
         constexpr auto kKept = static_cast<int64_t>(offsetof(DqOrder, ticket));
-        cleared = {&args.order->ticket, (dq_order_bytes(problem) - kKept) / 16};
+        cleared = {&args.order->ticket, (dq_order_bytes(problem, kernel) - kKept) / 16};
       } else {
         function = kernel.function;
       }
     }
     TESSERA_RETURN_IF_ERROR(launch_row_statistics(b, cleared, args.order, false, stream));
+    if (has_block_map(problem)) {
+      char* maps = workspace + dq_sums_bytes(problem, kernel) + dq_order_bytes(problem, kernel);
+      TESSERA_RETURN_IF_ERROR(map_blocks(problem, p, Walked::kQueries, kernel.tile.rows(),
+                                         kernel.tile.step, maps, &args.blocks, stream, true));
+    }
     if (slots_k > 0) {
       const dim3 grid(static_cast<unsigned>(slots_k), static_cast<unsigned>(p.hk));
       TESSERA_RETURN_IF_ERROR(launch_kernel("backward_fused", function, grid, kernel.tile.threads(),
@@ -280,7 +286,8 @@ class BackwardPlan final : public Plan {
     return launch(kernel, grid, &args, stream);
   }
 
-  Kernels lean_, rich_, plain_;
+  KernelSet fused_;
+  Kernels apart_, plain_;
 };
 
 }  // namespace
@@ -291,21 +298,20 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  Kernels kernels[2];
-  for (const bool rich : {false, true}) {
-    kernels[rich] = kernels_of(canonical.tensor[TESSERA_Q].dtype, std::max(s.dqk, s.dv), rich,
-                               info.value().shared_memory_per_cta);
-    for (const Kernel* kernel : {kernels[rich].dq, kernels[rich].dkdv, kernels[rich].dbias}) {
-      TESSERA_RETURN_IF_ERROR(prepare(kernel));
-    }
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
+  const int64_t head_dim = std::max(s.dqk, s.dv);
+  const int shared_bytes = info.value().shared_memory_per_cta;
+  const Kernels apart = kernels_of(dtype, head_dim, shared_bytes, false);
+  for (const Kernel* kernel : {apart.dq, apart.dkdv, apart.dbias}) {
+    TESSERA_RETURN_IF_ERROR(prepare(kernel));
   }
-  if (kernels[0].fused) TESSERA_RETURN_IF_ERROR(prepare(kernels[0].fused));
-  const Kernels plain = plain_kernels_of(canonical.tensor[TESSERA_Q].dtype, std::max(s.dqk, s.dv),
-                                         info.value().shared_memory_per_cta);
+  const KernelSet fused(Pass::backward_fused, dtype, head_dim, shared_bytes);
+  TESSERA_RETURN_IF_ERROR(fused.prepare_all());
+  const Kernels plain = kernels_of(dtype, head_dim, shared_bytes, true);
   for (const Kernel* kernel : {plain.dq, plain.dkdv, plain.dbias}) {
     if (kernel) TESSERA_RETURN_IF_ERROR(prepare(kernel));
   }
-  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(kernels[0], kernels[1], plain));
+  return std::unique_ptr<Plan>(std::make_unique<BackwardPlan>(fused, apart, plain));
 }
 
 }  // namespace tessera::cuda::sm80

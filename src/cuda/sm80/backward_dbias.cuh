@@ -172,11 +172,11 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_dbias(int dtype) {
   static_assert(kRowTiles == 1);
   return {Pass::backward_dbias,
-          kRich,
+          kFeatures,
           dtype,
           kBucket,
           {kRowTiles, kWarps, kStep},

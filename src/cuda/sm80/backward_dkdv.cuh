@@ -273,17 +273,18 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_dkdv(int dtype) {
   constexpr int kOut = output_columns(kBucket);
   return {Pass::backward_dkdv,
-          kRich,
+          kFeatures,
           dtype,
           kBucket,
           {kRowTiles, kWarps, kStep},
           sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, false>),
           reinterpret_cast<const void*>(
-              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich, false>),
+              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep,
+                                    kFeatures == kEveryFeature, false>),
           nullptr,
           nullptr,
           __is_same(T, PlainFloat)};

@@ -215,17 +215,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_dq(int dtype) {
   constexpr int kOut = output_columns(kBucket);
   return {Pass::backward_dq,
-          kRich,
+          kFeatures,
           dtype,
           kBucket,
           {kRowTiles, kWarps, kStep},
           sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
-          reinterpret_cast<const void*>(
-              &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep, kRich>),
+          reinterpret_cast<const void*>(&backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps,
+                                                            kStep, kFeatures == kEveryFeature>),
           nullptr,
           nullptr,
           __is_same(T, PlainFloat)};

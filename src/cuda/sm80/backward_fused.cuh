@@ -7,21 +7,22 @@
 
 namespace tessera::cuda::sm80 {
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_fused(int dtype) {
   static_assert(kRowTiles == 1);
   return {
       Pass::backward_fused,
-      kRich,
+      kFeatures,
       dtype,
       kBucket,
       {kRowTiles, kWarps, kStep},
       sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, true>),
-      reinterpret_cast<const void*>(
-          &backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps, kStep, kRich, true>),
+      reinterpret_cast<const void*>(&backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps,
+                                                          kStep, kFeatures == kEveryFeature, true>),
       reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>),
       reinterpret_cast<const void*>(
-          &backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps, kStep, kRich, true, true>)};
+          &backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps, kStep,
+                                kFeatures == kEveryFeature, true, true>)};
 }
 
 }  // namespace tessera::cuda::sm80

@@ -6,9 +6,9 @@
 
 namespace tessera::cuda::sm80 {
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_fused_deep(int dtype) {
-  return make_backward_fused_lean<T, kBucket, kRowTiles, kWarps, kStep, kRich, 2>(dtype);
+  return make_backward_fused_lean<T, kBucket, kRowTiles, kWarps, kStep, kFeatures, 2>(dtype);
 }
 
 }  // namespace tessera::cuda::sm80

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole backward pass of 16-bit elements in one kernel, where scale and band alone shape the
-// scores: backward_dkdv.cuh with dQ (fused_dq.cuh), without pages and without a branch in the loop.
+// The whole backward pass of 16-bit elements in one kernel, where rows are aligned and there are no
+// pages: backward_dkdv.cuh with dQ (fused_dq.cuh), without a branch in the loop but those of its
+// features, a set chosen when the kernel is compiled.
 //
 // kSharing warps have the same keys: each makes S^T and dP^T for its part of the queries and dK, dV
 // for its part of the columns, and P^T and dS^T go through shared memory. Two row tiles a warp then
@@ -15,9 +16,8 @@
 
 #include <type_traits>
 
+#include "cuda/sm80/features.cuh"
 #include "cuda/sm80/fused_dq.cuh"
-#include "cuda/sm80/kernels.h"
-#include "cuda/sm80/lean.cuh"
 
 namespace tessera::cuda::sm80 {
 
@@ -25,7 +25,8 @@ namespace tessera::cuda::sm80 {
 constexpr int lean_sharing(int bucket, int row_tiles) { return bucket * row_tiles > 256 ? 4 : 2; }
 
 // kStages: buffers of dO.
-template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, int kStages>
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, int kStages,
+          unsigned kFeatures>
 struct LeanBackwardStorage {
   static constexpr int kSharing = lean_sharing(kD, kRowTiles);
   static constexpr int kTileN = 16 * kRowTiles * kWarps / kSharing;
@@ -38,7 +39,10 @@ struct LeanBackwardStorage {
   struct {
     float lse[kTileM], delta[kTileM];
   } statistics[2];
-  DqTurns turns;  // read in turn
+  T bias[kFeatures & kBias ? kTileM * kSmemStride<T, kTileN> : 8];  // queries by keys
+  uint4 bits[2][kFeatures & kMasks ? kTileM : 1];                   // of a dense mask, by queries
+  DqTurns turns;                                                    // read in turn
+  QueryBlocks blocks;                                               // read with kMasks
 };
 
 // dk or dv, by way of `staged`, a tile of kD columns that nobody reads any more. A warp has rows
@@ -88,10 +92,14 @@ __device__ __forceinline__ void write_gradient(const Params& p, int tensor, cons
   }
 }
 
-template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, int kStages, bool kInTurn>
+template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, int kStages, bool kInTurn,
+          unsigned kFeatures>
 __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     backward_fused_lean_kernel(const __grid_constant__ DkdvArgs args) {
-  using Storage = LeanBackwardStorage<T, kD, kRowTiles, kWarps, kTileM, kStages>;
+  using Storage = LeanBackwardStorage<T, kD, kRowTiles, kWarps, kTileM, kStages, kFeatures>;
+  constexpr bool kSkips = (kFeatures & kMasks) != 0;
+  constexpr bool kRaw = (kFeatures & kOfLogits) == 0;
+  static_assert(!kSkips || !kInTurn);
   constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN, kSharing = Storage::kSharing;
   constexpr int kColumns = kTileM / kSharing, kOut = kD / kSharing;  // of a warp
   static_assert(2 * kTileM <= kThreads);
@@ -118,7 +126,17 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   clear(dk);
   clear(dv);
 
-  if (steps > 0) {
+  const int total = steps * p.group;
+  if constexpr (kSkips) {
+    if (threadIdx.x < 32) smem.blocks = QueryBlocks::of(args.blocks, p, sequence, key0, kTileN);
+    __syncthreads();
+  }
+  const auto view_of = [&](int step) {
+    return smem.blocks(head0 + step / steps, query_begin / kTileM + step % steps);
+  };
+  BlockWalk<kSkips> walk(total);
+  int next = walk.next(view_of);
+  if (next < total) {
     const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, p.group);
     const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, p.group);
     const int valid = sequence.k.length - key0;
@@ -136,6 +154,25 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     // A thread has a row of lse or of delta.
     const float* from = (threadIdx.x < kTileM ? args.b.lse : args.b.delta) +
                         statistics_at(p, sequence, head0) + query_begin + threadIdx.x % kTileM;
+    const float* const statistics0 = from;
+    QueryCopies<T, kTileM, kTileN, kThreads> copy_bias(
+        bias_rows(p, sequence, head0, key0), query_begin, steps, sequence.k.length - key0);
+    const auto load_bias = [&] {
+      if (is_on<kFeatures, kBias>(p)) {
+        copy_bias.next(smem.bias);
+        commit_copies();
+      }
+    };
+    // Where steps are left out: the copies go to step `next`.
+    const auto seek = [&] {
+      if constexpr (kSkips) {
+        const int head = next / steps, step = next % steps;
+        copy_q.seek(head, step);
+        copy_grad_o.seek(head, step);
+        copy_bias.seek(head, step);
+        from = statistics0 + int64_t{head} * p.sq + step * kTileM;
+      }
+    };
     const auto load_q = [&](int buffer) {
       const int valid_rows = copy_q.valid();
       const bool ends_head = copy_q.ends_head();
@@ -145,6 +182,17 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
         copy_async<4>(smem.statistics[buffer].lse + threadIdx.x, here ? from : args.b.lse,
                       here ? 4 : 0);
       }
+      if constexpr (kSkips) {  // of 128 keys, or of the 64 that the tile has
+        if (args.blocks.bits && threadIdx.x < kTileM) {
+          constexpr int kBytes = kTileN / 8;
+          copy_async<kBytes>(
+              smem.bits[buffer] + threadIdx.x,
+              mask_row(args.blocks, sequence, head0 + next / steps,
+                       query_begin + next % steps * kTileM + static_cast<int>(threadIdx.x)) +
+                  key0 / 32,
+              kBytes);
+        }
+      }
       from += ends_head ? p.sq - (steps - 1) * kTileM : kTileM;
       commit_copies();
     };
@@ -152,23 +200,42 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       copy_grad_o.next(smem.grad_o[buffer % kStages]);
       commit_copies();
     };
+    seek();
     load_q(0);
     load_grad_o(0);
+    load_bias();
 
     const float scale = logit_scale<T>(p);
+    Dropout dropout;
+    if (is_on<kFeatures, kDropout>(p)) dropout = dropout_of(p);
     const int slot0 = slot_of_block<SideOfQueries>(p, sequence.n, sequence.q.first, kTileM, 0);
     const int end_head = head0 + p.group;
-    int head = head0, query0 = query_begin, buffer = 0;
+    int head = head0 + (kSkips ? next / steps : 0), buffer = 0;
+    int query0 = query_begin + (kSkips ? next % steps * kTileM : 0);
+    // Queries [clean_begin, clean_end) need no mask code.
+    const int left = static_cast<int>(sequence.band.left);
+    const int right = static_cast<int>(sequence.band.right);
+    const int to_key = key0 - static_cast<int>(sequence.band.shift);
+    const int clean_begin = right < 0 ? 0 : to_key + kTileN - 1 - right;
+    const int clean_end = key0 + kTileN > sequence.k.length ? 0
+                          : left < 0                        ? sequence.q.length
+                                     : min(sequence.q.length, to_key + left + 1);
+    const auto is_clean = [&] { return query0 >= clean_begin && query0 + kTileM <= clean_end; };
+
     const auto run = [&](auto masked) {
-      const bool more = query0 + kTileM < query_end || head + 1 < end_head;
+      const bool more = kSkips ? next < total : query0 + kTileM < query_end || head + 1 < end_head;
       const T *q = smem.q[buffer], *grad_o = smem.grad_o[buffer % kStages];
       wait_for_copies<0>();
       __syncthreads();  // Q(j) and dO(j) are there, and what j - 1 had of Q, P and dS has been used
       if (kInTurn && threadIdx.x == 0) smem.turns.pass_on();
       if (more) {
+        seek();
         load_q(buffer ^ 1);
         if constexpr (kStages == 2) load_grad_o(buffer ^ 1);
       }
+
+      [[maybe_unused]] float slope;
+      if (is_on<kFeatures, kAlibi>(p)) slope = slope_of(p, sequence.n, head) * kLog2e;
 
       // S^T = K Q^T, dP^T = V dO^T
       float s[kRowTiles][kColumns / 2], ds[kRowTiles][kColumns / 2];
@@ -179,27 +246,90 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
       multiply_rows<T, kRowTiles, kColumns, kD>(ds, smem.v, warp_row,
                                                 grad_o + column0 * kSmemStride<T, kD>);
 
-      // P = 2^(x - lse), dS = P (dP - delta)
-      if constexpr (decltype(masked)::value) {
+      [[maybe_unused]] uint32_t kept[kRowTiles][1];
+      if (is_on<kFeatures, kDropout>(p)) {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          apply_band<kColumns, Major::kKeys>(s[r], sequence.band, TileRows{query0, head, 1},
-                                             key0 + warp_row + 16 * r, column0);
+          dropout_bits_of_patches<kColumns, Major::kKeys, 2>(
+              dropout, static_cast<uint32_t>(sequence.n) * p.hq + head, key0 + warp_row + 16 * r,
+              query0 + column0, kept[r]);
+#pragma unroll
+          for (int e = 0; e < kColumns / 2; ++e) {
+            ds[r][e] = kept[r][0] >> e & 1 ? ds[r][e] * p.dropout_scale : 0.f;
+          }
         }
       }
-      const float* lse = smem.statistics[buffer].lse + column0 + lane_minor();
+      // dX = dP - delta, but for P
       const float* delta = smem.statistics[buffer].delta + column0 + lane_minor();
 #pragma unroll
       for (int e = 0; e < kColumns / 2; e += 4) {
-        const float2 lse2 = *reinterpret_cast<const float2*>(lse + 2 * e);
         const float2 delta2 = *reinterpret_cast<const float2*>(delta + 2 * e);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-          for (int i = e; i < e + 4; ++i) {
-            s[r][i] = exp2_approx(s[r][i] * scale - (i % 2 ? lse2.y : lse2.x));
-            ds[r][i] = s[r][i] * (ds[r][i] - (i % 2 ? delta2.y : delta2.x));
+          for (int i = e; i < e + 4; ++i) ds[r][i] -= i % 2 ? delta2.y : delta2.x;
+        }
+      }
+      // logits
+      const TileRows rows{query0, head, 1};
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        const int row0 = warp_row + 16 * r;
+        if constexpr (!kRaw) make_logits<kFeatures>(p, scale, s[r], ds[r]);
+        if (is_on<kFeatures, kBias>(p)) {
+#pragma unroll
+          for (int n = 0; n < kColumns; n += 16) {
+            add_bias<T>(s[r] + n / 2, Mma<T>::load_a_transposed(smem.bias, kSmemStride<T, kTileN>,
+                                                                column0 + n, row0));
           }
+        }
+        if (is_on<kFeatures, kAlibi>(p)) {
+          for_each_distance<kColumns, Major::kKeys>(
+              sequence, rows, key0 + row0, column0,
+              [&](int e, int, float distance) { s[r][e] -= slope * distance; });
+        }
+      }
+      if constexpr (decltype(masked)::value) {
+        if constexpr (kSkips) {
+          if (args.blocks.bits) {
+            apply_mask_bits_transposed<kRowTiles, kColumns>(s, smem.bits[buffer] + column0,
+                                                            warp_row / 32);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          if constexpr (kSkips) {
+            apply_data_masks<kColumns, Major::kKeys, false>(s[r], p, sequence, rows,
+                                                            key0 + warp_row + 16 * r, column0);
+          }
+          if (!kSkips || !is_clean()) {
+            apply_band<kColumns, Major::kKeys>(s[r], sequence.band, rows, key0 + warp_row + 16 * r,
+                                               column0);
+          }
+        }
+      }
+      // P = 2^(x - lse), dS = P dX
+      constexpr bool kHides = (kFeatures & kBias) != 0 || (kSkips && decltype(masked)::value);
+      const float* lse = smem.statistics[buffer].lse + column0 + lane_minor();
+#pragma unroll
+      for (int e = 0; e < kColumns / 2; e += 4) {
+        const float2 lse2 = *reinterpret_cast<const float2*>(lse + 2 * e);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+          for (int i = e; i < e + 4; ++i) {
+            s[r][i] = exp2_approx((kRaw ? s[r][i] * scale : s[r][i]) - (i % 2 ? lse2.y : lse2.x));
+            ds[r][i] *= s[r][i];
+            // dP of what a mask or the bias hides may be anything.
+            if (kHides && s[r][i] == 0) ds[r][i] = 0;
+          }
+        }
+      }
+      if (is_on<kFeatures, kDropout>(p)) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+          for (int e = 0; e < kColumns / 2; ++e) s[r][e] = kept[r][0] >> e & 1 ? s[r][e] : 0.f;
         }
       }
 #pragma unroll
@@ -208,7 +338,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
         store_fragment<T, kTileM, kColumns>(smem.probability + at, s[r]);
         store_fragment<T, kTileM, kColumns>(smem.ds + at, ds[r]);
       }
-      __syncthreads();  // P^T and dS^T are there
+      __syncthreads();  // P^T and dS^T are there, and the bias has been used
+      if (more) load_bias();
 
       multiply_row_tiles<T, kRowTiles, kOut, kTileM, kD>(dv, smem.probability, warp_row, grad_o,
                                                          first);
@@ -222,31 +353,40 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
                                                        smem.ds, smem.k, smem.turns);
       }
       buffer ^= 1;
-      query0 += kTileM;
-      if (query0 == query_end) {
-        query0 = query_begin;
-        ++head;
+      if constexpr (kSkips) {
+        head = head0 + next / steps;
+        query0 = query_begin + next % steps * kTileM;
+      } else {
+        query0 += kTileM;
+        if (query0 == query_end) {
+          query0 = query_begin;
+          ++head;
+        }
       }
     };
 
-    // Queries [clean_begin, clean_end) need no mask code.
-    const int left = static_cast<int>(sequence.band.left);
-    const int right = static_cast<int>(sequence.band.right);
-    const int to_key = key0 - static_cast<int>(sequence.band.shift);
-    const int clean_begin = right < 0 ? 0 : to_key + kTileN - 1 - right;
-    const int clean_end = key0 + kTileN > sequence.k.length ? 0
-                          : left < 0                        ? sequence.q.length
-                                     : min(sequence.q.length, to_key + left + 1);
-    const auto is_clean = [&] { return query0 >= clean_begin && query0 + kTileM <= clean_end; };
-    while (head < end_head) {
-      if (!is_clean()) {
-        run(std::true_type{});
-      } else {
-        do {
+    if constexpr (kSkips) {
+      int step = next;
+      while (step < total) {
+        const bool whole = walk.full(step) && is_clean();
+        next = walk.next(view_of);
+        if (whole) {
           run(std::false_type{});
-        } while (head < end_head && is_clean());
+        } else {
+          run(std::true_type{});
+        }
+        step = next;
       }
-    }
+    } else
+      while (head < end_head) {
+        if (!is_clean()) {
+          run(std::true_type{});
+        } else {
+          do {
+            run(std::false_type{});
+          } while (head < end_head && is_clean());
+        }
+      }
   }
 
   __syncthreads();  // k and v have been used
@@ -263,21 +403,26 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
   }
 }
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich,
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures,
           int kStages = 1>
 Kernel make_backward_fused_lean(int dtype) {
-  static_assert(sizeof(T) == 2 && !kRich);
-  return {Pass::backward_fused,
-          false,
-          dtype,
-          kBucket,
-          {kRowTiles, kWarps, kStep, lean_sharing(kBucket, kRowTiles)},
-          sizeof(LeanBackwardStorage<T, kBucket, kRowTiles, kWarps, kStep, kStages>),
-          reinterpret_cast<const void*>(
-              &backward_fused_lean_kernel<T, kBucket, kRowTiles, kWarps, kStep, kStages, false>),
-          reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>),
-          reinterpret_cast<const void*>(
-              &backward_fused_lean_kernel<T, kBucket, kRowTiles, kWarps, kStep, kStages, true>)};
+  static_assert(sizeof(T) == 2 && kFeatures != kEveryFeature);
+  const void* in_turn = nullptr;
+  if constexpr (kFeatures == 0) {
+    in_turn = reinterpret_cast<const void*>(
+        &backward_fused_lean_kernel<T, kBucket, kRowTiles, kWarps, kStep, kStages, true, 0>);
+  }
+  return {
+      Pass::backward_fused,
+      kFeatures,
+      dtype,
+      kBucket,
+      {kRowTiles, kWarps, kStep, lean_sharing(kBucket, kRowTiles)},
+      sizeof(LeanBackwardStorage<T, kBucket, kRowTiles, kWarps, kStep, kStages, kFeatures>),
+      reinterpret_cast<const void*>(&backward_fused_lean_kernel<T, kBucket, kRowTiles, kWarps,
+                                                                kStep, kStages, false, kFeatures>),
+      reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>),
+      in_turn};
 }
 
 }  // namespace tessera::cuda::sm80

@@ -205,16 +205,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_decode(int dtype) {
   static_assert(kRowTiles == 1 && kBucket <= 256);
   return {Pass::decode,
-          kRich,
+          kFeatures,
           dtype,
           kBucket,
           {kRowTiles, kWarps, kStep},
           sizeof(DecodeStorage<T, kBucket, kWarps, kStep>),
-          reinterpret_cast<const void*>(&decode_kernel<T, kBucket, kWarps, kStep, kRich>)};
+          reinterpret_cast<const void*>(
+              &decode_kernel<T, kBucket, kWarps, kStep, kFeatures == kEveryFeature>)};
 }
 
 }  // namespace tessera::cuda::sm80

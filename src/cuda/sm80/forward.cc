@@ -61,22 +61,18 @@ Cut cut_of(const Problem& problem, const Kernel& kernel, const DeviceInfo& devic
   return cut;
 }
 
-// Lean and rich kernels of one pass; null where the table has none.
-struct Kernels {
-  const Kernel* lean;
-  const Kernel* rich;
-};
-
 class ForwardPlan final : public Plan {
  public:
-  ForwardPlan(const Kernels& forward, const Kernels& decode, const DeviceInfo& device)
+  ForwardPlan(const KernelSet& forward, const KernelSet& decode, const DeviceInfo& device)
       : forward_(forward), decode_(decode), device_(device) {}
 
   int64_t workspace_bytes(const Problem& problem, int) const override {
-    // Lean or rich is decided by pointers too; room for the larger.
-    const Kernels& kernels = kernels_of(problem);
-    return std::max(partial_bytes(problem, *kernels.lean),
-                    partial_bytes(problem, *kernels.rich) + map_bytes(problem, *kernels.rich));
+    // Alignment may leave only the kernel of every feature.
+    const KernelSet& kernels = kernels_of(problem);
+    const auto bytes_of = [&](const Kernel& kernel) {
+      return partial_bytes(problem, kernel) + map_bytes(problem, kernel);
+    };
+    return std::max(bytes_of(*kernels[features_of(problem)]), bytes_of(*kernels[kEveryFeature]));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -93,9 +89,7 @@ class ForwardPlan final : public Plan {
     }
     if (p.batch == 0 || p.sq == 0) return {};
 
-    const Kernels& kernels = kernels_of(problem);
-    const bool rich = is_rich(p) || is_steep(p.softmax_scale) || !has_aligned_keys(p);
-    const Kernel& kernel = *(rich ? kernels.rich : kernels.lean);
+    const Kernel& kernel = kernel_of(problem, p);
     const Cut cut = cut_of(problem, kernel, device_);
     args.pack = cut.pack;
     args.splits = cut.splits;
@@ -112,7 +106,7 @@ class ForwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(
           map_blocks(problem, p, Walked::kKeys, cut.queries, kernel.tile.step,
                      static_cast<char*>(buffers.workspace) + partial_bytes(problem, kernel),
-                     &args.blocks, stream));
+                     &args.blocks, stream, reads_bits(kernel)));
     }
     const dim3 grid(static_cast<unsigned>(num_tile_slots(p.thd_q, p.sq, p.batch, cut.queries)),
                     static_cast<unsigned>(p.hq / cut.pack),
@@ -122,8 +116,17 @@ class ForwardPlan final : public Plan {
   }
 
  private:
-  const Kernels& kernels_of(const Problem& problem) const {
-    return decode_.lean && decodes(problem) ? decode_ : forward_;
+  const KernelSet& kernels_of(const Problem& problem) const {
+    return decode_[0] && decodes(problem) ? decode_ : forward_;
+  }
+  const Kernel& kernel_of(const Problem& problem, const Params& p) const {
+    const KernelSet& kernels = kernels_of(problem);
+    const unsigned features =
+        features_of(problem, p) | (is_steep(p.softmax_scale) ? unsigned{kOther} : 0u);
+    const Kernel& kernel = *kernels[features];
+    // Heads share a tile where nothing or everything is expected of the scores.
+    const bool shares = kernel.features != 0 && pack_of(problem, rows_of(kernel)) > 1;
+    return shares ? *kernels[kEveryFeature] : kernel;
   }
 
   // Of k and v, of one head and a sequence of average length.
@@ -151,7 +154,7 @@ class ForwardPlan final : public Plan {
   int64_t map_bytes(const Problem& problem, const Kernel& kernel) const {
     if (!has_map(problem, kernel)) return 0;
     return block_map_bytes(problem, Walked::kKeys, cut_of(problem, kernel, device_).queries,
-                           kernel.tile.step);
+                           kernel.tile.step, reads_bits(kernel));
   }
 
   static MergeLaunch merge_of(const ForwardArgs& args) {
@@ -176,7 +179,7 @@ class ForwardPlan final : public Plan {
     return merge;
   }
 
-  Kernels forward_, decode_;
+  KernelSet forward_, decode_;
   DeviceInfo device_;
 };
 
@@ -191,19 +194,11 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
   const int shared_bytes = info.value().shared_memory_per_cta;
-  const auto kernels_for = [&](Pass pass) {
-    return Kernels{find_kernel(pass, false, dtype, head_dim, shared_bytes),
-                   find_kernel(pass, true, dtype, head_dim, shared_bytes)};
-  };
-  const Kernels forward = kernels_for(Pass::forward);
-  Kernels decode = kernels_for(Pass::decode);
-  if (!decode.lean || !decode.rich) decode = {};
-  TESSERA_RETURN_IF_ERROR(prepare(forward.lean));
-  TESSERA_RETURN_IF_ERROR(prepare(forward.rich));
-  if (decode.lean) {
-    TESSERA_RETURN_IF_ERROR(prepare(decode.lean));
-    TESSERA_RETURN_IF_ERROR(prepare(decode.rich));
-  }
+  const KernelSet forward(Pass::forward, dtype, head_dim, shared_bytes);
+  const KernelSet decode(Pass::decode, dtype, head_dim, shared_bytes);
+  TESSERA_RETURN_IF_ERROR(prepare(forward[kEveryFeature]));
+  TESSERA_RETURN_IF_ERROR(forward.prepare_all());
+  TESSERA_RETURN_IF_ERROR(decode.prepare_all());
   return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(forward, decode, info.value()));
 }
 

@@ -166,17 +166,18 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
   write_results<T, kD, kDv, kRowTiles>(args, tile, softmax, scale, v_scale, o, warp_row, smem.q);
 }
 
-template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, bool kRich>
+template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_forward(int dtype) {
   constexpr int kDv = output_columns(kBucket);
-  return {Pass::forward,
-          kRich,
-          dtype,
-          kBucket,
-          {kRowTiles, kWarps, kStep},
-          sizeof(ForwardStorage<T, kBucket, kDv, kRowTiles, kWarps, kStep>),
-          reinterpret_cast<const void*>(
-              &forward_kernel<T, kBucket, kDv, kRowTiles, kWarps, kStep, kRich>)};
+  return {
+      Pass::forward,
+      kFeatures,
+      dtype,
+      kBucket,
+      {kRowTiles, kWarps, kStep},
+      sizeof(ForwardStorage<T, kBucket, kDv, kRowTiles, kWarps, kStep>),
+      reinterpret_cast<const void*>(
+          &forward_kernel<T, kBucket, kDv, kRowTiles, kWarps, kStep, kFeatures == kEveryFeature>)};
 }
 
 }  // namespace tessera::cuda::sm80

@@ -12,9 +12,9 @@ enum class Pass { forward, decode, backward_dq, backward_dkdv, backward_fused, b
 
 struct Kernel {
   Pass pass;
-  bool rich;   // understands every feature; lean: scale and band, aligned rows
-  int dtype;   // of q
-  int bucket;  // head dims up to this
+  unsigned features;  // enum Feature; what it applies, or of kEveryFeature what it may be asked for
+  int dtype;          // of q
+  int bucket;         // head dims up to this
   Tile tile;
   int shared_bytes;
   const void* function;

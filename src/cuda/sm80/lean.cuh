@@ -49,6 +49,8 @@ class KeyCopies : CopyLane<T, kRows, kColumns, kThreads> {
     }
     finish();
   }
+  // Leaves out as many tiles.
+  __device__ __forceinline__ void skip(int tiles) { from_ -= tiles * (back_ / 2); }
   // The tile before it.
   __device__ __forceinline__ void next(T* tile) {
 #pragma unroll
@@ -85,7 +87,15 @@ class QueryCopies : CopyLane<T, kRows, kColumns, kThreads> {
         row_bytes_(rows.row_bytes),
         to_head_(rows.head_bytes - int64_t{steps - 1} * kRows * rows.row_bytes),
         bytes_(min(max(columns - column(), 0), 8) * 2),
-        from_(rows.base + (query0 + row()) * rows.row_bytes + (bytes_ > 0 ? column() * 2 : 0)) {}
+        head_bytes_(rows.head_bytes),
+        first_(rows.base + (query0 + row()) * rows.row_bytes + (bytes_ > 0 ? column() * 2 : 0)),
+        from_(first_) {}
+
+  // Goes to tile `step` of the head-th head.
+  __device__ __forceinline__ void seek(int head, int step) {
+    step_ = step;
+    from_ = first_ + head * head_bytes_ + int64_t{step} * kRows * row_bytes_;
+  }
 
   // Rows of the next tile that exist; at least one.
   __device__ int valid() const { return length_ - step_ * kRows; }
@@ -110,7 +120,8 @@ class QueryCopies : CopyLane<T, kRows, kColumns, kThreads> {
   int length_, steps_;
   int64_t row_bytes_, to_head_;
   int bytes_;
-  const char* from_;
+  int64_t head_bytes_;  // with first_, for seek()
+  const char *first_, *from_;
 };
 
 template <int kRowTiles, int kCount>
@@ -122,16 +133,34 @@ __device__ __forceinline__ void clear(float (&c)[kRowTiles][kCount]) {
   }
 }
 
-// c += A B^T with A the rows a_row + 16 r, and B all kN rows of a tile of kK columns.
-template <typename T, int kRowTiles, int kN, int kK>
+// The first kHeld columns of a row tile, in registers.
+template <typename T, int kHeld>
+struct HeldColumns {
+  typename Mma<T>::A step[kHeld / 16];
+};
+template <typename T>
+struct HeldColumns<T, 0> {};
+
+// c += A B^T with A the rows a_row + 16 r, and B all kN rows of a tile of kK columns. held: columns
+// of the one row tile that need not be read.
+template <typename T, int kRowTiles, int kN, int kK, int kHeld = 0>
 __device__ __forceinline__ void multiply_rows(float (&c)[kRowTiles][kN / 2], const T* a, int a_row,
-                                              const T* b) {
+                                              const T* b, const HeldColumns<T, kHeld>& held = {}) {
   constexpr int kStride = kSmemStride<T, kK>;
+  static_assert(kHeld == 0 || kRowTiles == 1);
 #pragma unroll
   for (int k = 0; k < kK; k += 16) {
     typename Mma<T>::A a_step[kRowTiles];
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) a_step[r] = Mma<T>::load_a(a, kStride, a_row + 16 * r, k);
+    for (int r = 0; r < kRowTiles; ++r) {
+      if constexpr (kHeld > 0) {
+        if (k < kHeld) {
+          a_step[r] = held.step[k / 16];
+          continue;
+        }
+      }
+      a_step[r] = Mma<T>::load_a(a, kStride, a_row + 16 * r, k);
+    }
 #pragma unroll
     for (int n = 0; n < kN; n += 16) {
       const typename Mma<T>::B b_step = Mma<T>::load_b(b, kStride, n, k);

@@ -15,8 +15,8 @@ __device__ inline void copy_async(void* smem, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),
                  "l"(global), "r"(bytes));
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(smem)),
-                 "l"(global), "r"(bytes));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(smem_address(smem)),
+                 "l"(global), "r"(bytes), "n"(kBytes));
   }
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }

@@ -15,6 +15,19 @@ struct Tile {
   constexpr int threads() const { return 32 * warps; }
 };
 
+// What a problem has beside scale and band. A kernel is compiled for a set of these: for none, for
+// one, which it then takes for granted, or for those of several that it is given.
+enum Feature : unsigned {
+  kBias = 1,  // after the scale, of the type of q, rows of keys aligned to 16 bytes
+  kSoftcap = 2,
+  kAlibi = 4,
+  kMasks = 8,  // a mask of queries by keys, key ranges, segments
+  kDropout = 16,
+  kOther = 32,  // pages, fp8, any other alignment, bias or mask
+};
+inline constexpr unsigned kShapes = 31;  // all but kOther
+inline constexpr unsigned kEveryFeature = 63;
+
 // Rows of queries and packed heads of a CTA of the decode pass: one row tile, shared by all warps.
 inline constexpr int kDecodeRows = 16;
 

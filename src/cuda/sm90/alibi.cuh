@@ -101,8 +101,8 @@ struct Progression {
 #pragma unroll 1
     for (int way = -1; way <= 1; way += 2) {  // to the left of the pivot, then to the right
       const bool right = way > 0 && work.slope >= 0;
-      const int lo = right ? max(blocks.clean_begin, work.right_begin(kTileM, kTileN))
-                           : blocks.clean_begin;
+      const int lo =
+          right ? max(blocks.clean_begin, work.right_begin(kTileM, kTileN)) : blocks.clean_begin;
       const int left_end = right ? blocks.end : work.left_end(kTileN);
       const int hi = holds(work.slope) ? min(blocks.clean_end, left_end) : lo;
       const int stop = way < 0 ? blocks.begin - 1 : blocks.end;
