@@ -78,6 +78,24 @@ def sizes(full):
         yield from both(dtype=next(types), b=2, sq=sq, sk=sk, hq=6, hk=3, d=rng.choice((16, 64, 80)), poison=True)
 
 
+def wide():
+    """Head dims beyond 256, forward: every band, padded and packed, with tails of tiles and of head dims."""
+    rng = random.Random(10)
+    dims = cycle(({"d": 512}, {"dqk": 576, "dv": 512}, {"d": 320}, {"d": 384}, {"d": 264}, {"dqk": 576, "dv": 128},
+                  {"dqk": 64, "dv": 512}, {"dqk": 512, "dv": 456}))
+    bands = ({}, {"causal": True}, {"window": "70,30"}, {"window": "40,-1"}, {"causal": True, "window": "150,0"})
+    for band, align, dtype in product(bands, ("top_left", "bottom_right"), ("bf16", "fp16")):
+        extras = lambda: {"sink": rng.choice((None, "learnable", "off_by_one")), "max_logit": rng.random() < 0.3 or None,
+                          "scale": rng.choice((None, None, "1")), "poison": True, "seed": rng.randrange(1, 10000)}
+        yield line("fwd", dtype=dtype, b=2, sq=rng.choice((17, 65, 130)), sk=rng.choice((33, 129, 300)), **heads(rng),
+                   **next(dims), layout=rng.choice(("bshd", "sbhd", "bhsd")), **band, align=align, **extras())
+        yield line("fwd", dtype=dtype, b=3, sq=rng.choice((40, 129, 200)), sk=rng.choice((65, 257)), **heads(rng),
+                   **next(dims), lens_q=rng.choice((None, "random:2")), lens_k="random:3", **band, align=align, **extras())
+        yield line("fwd", dtype=dtype, b=5, sq=150, sk=rng.choice((90, 270)), **heads(rng), **next(dims), layout="thd",
+                   lens_q="random:4", lens_k="random:5", gaps=rng.choice((None, 3, "random:6")), **band, align=align,
+                   **extras())
+
+
 def empty():
     """Zero sizes and rows that see nothing."""
     for dtype in DTYPES:
@@ -386,7 +404,7 @@ def smoke():
 
 
 def ci():
-    for section in (sizes(False), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
+    for section in (sizes(False), wide(), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
                     other_dtypes(), noise(), products(500, 8, False)):
         yield from section
 

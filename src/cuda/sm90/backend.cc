@@ -62,12 +62,14 @@ class Sm90Backend final : public Backend {
                                      const Device& device) const override {
     auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
-    auto plan = is_backward(canonical) ? plan_backward : plan_forward;
+    auto plan = is_backward(canonical)         ? plan_backward
+                : is_wide(sizes_of(canonical)) ? plan_wide_forward
+                                               : plan_forward;
     return plan(canonical, device, std::move(fallback).value());
   }
 
   std::string description_json() const override {
-    return "{\"kernels\": " + std::to_string(kernels().size()) + "}";
+    return "{\"kernels\": " + std::to_string(kernels().size() + wide_kernels().size()) + "}";
   }
 
  private:
@@ -96,9 +98,18 @@ class Sm90Backend final : public Backend {
                       [&] { return text(name, dim, "must be a multiple of 8"); });
     }
     const int dtype = p.tensor[TESSERA_Q].dtype;
-    support.require(
-        find_kernel(0, dtype, s.dqk, s.dv) || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
-        [&] { return text("head_dim_qk", s.dqk, "and head_dim_v must be at most 256"); });
+    const bool wide = is_wide(s) && !is_backward(p);
+    const bool fits = wide ? find_wide_kernel(dtype, s.dqk, s.dv) != nullptr
+                           : find_kernel(0, dtype, s.dqk, s.dv) != nullptr;
+    support.require(fits || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
+      return text("head_dim_qk", s.dqk,
+                  wide ? "must be at most 576, and head_dim_v at most 512"
+                       : "and head_dim_v must be at most 256");
+    });
+    support.require(!wide || !shapes_scores(p), ReasonId::kHeadDim, Remedy::kNone, [&] {
+      return text("head_dim_qk", s.dqk,
+                  "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
+    });
     for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
       support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
                       [&] { return text(name, extent, "must be in [1, 2^24]"); });
@@ -124,10 +135,8 @@ class Sm90Backend final : public Backend {
   static void require_tiles(Support& support, const Problem& p) {
     constexpr int64_t kFewTiles = 32, kRows = 128, kManyKeys = 8192, kMostHeadDim = 128;
     const Sizes s = sizes_of(p);
-    const bool splits = !has(p, TESSERA_BATCH_INVARIANT | TESSERA_SOFTCAP | TESSERA_DROPOUT) &&
-                        std::none_of(std::begin(kScoreTensors), std::end(kScoreTensors),
-                                     [&](int index) { return given(p, index); }) &&
-                        !is_thd_k(p) && !(has(p, TESSERA_WINDOW) && p.window_left >= 0) &&
+    const bool splits = !has(p, TESSERA_BATCH_INVARIANT) && !shapes_scores(p) && !is_thd_k(p) &&
+                        !(has(p, TESSERA_WINDOW) && p.window_left >= 0) &&
                         std::max(s.dqk, s.dv) <= kMostHeadDim;
     const int64_t tiles = (most_queries(p) + kRows - 1) / kRows * s.hq * s.batch;
     support.require(
@@ -136,6 +145,12 @@ class Sm90Backend final : public Backend {
                  " where batch, heads and queries make " + std::to_string(tiles) +
                  " tiles of 128 rows; cuda_sm80 splits the keys and is faster";
         });
+  }
+
+  static bool shapes_scores(const Problem& p) {
+    return has(p, TESSERA_SOFTCAP | TESSERA_DROPOUT) ||
+           std::any_of(std::begin(kScoreTensors), std::end(kScoreTensors),
+                       [&](int index) { return given(p, index); });
   }
 
   static int64_t most_queries(const Problem& p) {

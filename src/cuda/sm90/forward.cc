@@ -57,7 +57,7 @@ class ForwardPlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!aligned(buffers)) return fallback_->run(problem, buffers, device);
+    if (!has_aligned_bases(buffers)) return fallback_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
@@ -75,7 +75,7 @@ class ForwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(
           map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, a.problem.thd_q, &a.o));
     }
-    order_tiles(kernel, buffers, a);
+    order_tiles(kernel.tile.tile_m(), multiprocessors_, buffers, a);
     if (given(problem, TESSERA_BIAS)) {
       TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));
     }
@@ -101,15 +101,6 @@ class ForwardPlan final : public Plan {
     const Sizes s = sizes_of(problem);
     return *find_kernel(features_of(problem, bias, scale), problem.tensor[TESSERA_Q].dtype, s.dqk,
                         s.dv);
-  }
-
-  // Strides are rules of support; addresses are only known now.
-  static bool aligned(const Buffers& buffers) {
-    uintptr_t bits = 0;
-    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
-      bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
-    }
-    return bits % 16 == 0;
   }
 
   static Status map_bias(const Problem& problem, const Buffers& buffers, const Kernel& kernel,
@@ -141,27 +132,6 @@ class ForwardPlan final : public Plan {
     const int keys = p.thd_k ? p.sk / p.batch : p.sk;
     const int tiles = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.tile_m()) * p.hq;
     return (p.right >= 0 && keys <= kShort) || tiles < multiprocessors_;
-  }
-
-  void order_tiles(const Kernel& kernel, const Buffers& buffers, ForwardParams& a) const {
-    const Params& p = a.problem;
-    const int tile_m = kernel.tile.tile_m();
-    const int tiles_m = (p.sq + tile_m - 1) / tile_m;
-    const int heads = p.batch * p.hq;
-    a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
-    a.longest_first = p.right >= 0;
-    const int64_t keys = kL2Bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
-    a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
-    int per_section =
-        static_cast<int>(std::min<int64_t>(std::max(keys / p.sk, kHeadsInFlight), heads));
-    while (heads % per_section != 0) --per_section;
-    a.tiles_m = Divisor::of(tiles_m);
-    a.heads = Divisor::of(p.hq);
-    a.heads_per_section = Divisor::of(per_section);
-    a.per_section = Divisor::of(per_section * tiles_m);
-    a.counter = a.tiles > multiprocessors_ ? static_cast<TileCounter*>(buffers.workspace) : nullptr;
-    static std::atomic<uint64_t> launches{0};
-    a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);
   }
 
   Status launch(const Kernel& kernel, const ForwardParams& a, cudaStream_t stream) const {
@@ -198,6 +168,34 @@ const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv,
     if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
   }
   return best;
+}
+
+bool has_aligned_bases(const Buffers& buffers) {
+  uintptr_t bits = 0;
+  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
+    bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
+  }
+  return bits % 16 == 0;
+}
+
+void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a) {
+  const Params& p = a.problem;
+  const int tiles_m = (p.sq + tile_m - 1) / tile_m;
+  const int heads = p.batch * p.hq;
+  a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
+  a.longest_first = p.right >= 0;
+  const int64_t keys = kL2Bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
+  a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
+  int per_section =
+      static_cast<int>(std::min<int64_t>(std::max(keys / p.sk, kHeadsInFlight), heads));
+  while (heads % per_section != 0) --per_section;
+  a.tiles_m = Divisor::of(tiles_m);
+  a.heads = Divisor::of(p.hq);
+  a.heads_per_section = Divisor::of(per_section);
+  a.per_section = Divisor::of(per_section * tiles_m);
+  a.counter = a.tiles > workers ? static_cast<TileCounter*>(buffers.workspace) : nullptr;
+  static std::atomic<uint64_t> launches{0};
+  a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);
 }
 
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,

@@ -2,10 +2,12 @@
 // How the sm90 room runs a problem.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "core/backend.h"
 #include "cuda/sm90/kernels.h"
+#include "cuda/sm90/wide_kernels.h"
 
 namespace tessera::cuda::sm90 {
 
@@ -14,9 +16,26 @@ namespace tessera::cuda::sm90 {
 const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv,
                           int most_consumers = 3);
 
+// Whether TMA takes q, k, v and o. Strides are rules of support; addresses are only known in run().
+bool has_aligned_bases(const Buffers& buffers);
+
+// The order in which tiles of tile_m rows are handed out to so many CTAs or clusters, by a counter
+// at the beginning of the workspace.
+void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a);
+
 // fallback: runs the same problems when a base address is not what TMA wants.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback);
+
+// Head dims beyond those of find_kernel(): a kernel of their own, without features.
+constexpr int64_t kWideBeyond = 256;
+inline bool is_wide(const Sizes& s) { return std::max(s.dqk, s.dv) > kWideBeyond; }
+
+// The kernel with the least head dims of those that hold these; null: none.
+const WideKernel* find_wide_kernel(int dtype, int64_t dqk, int64_t dv);
+
+Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
+                                                std::unique_ptr<Plan> fallback);
 
 // What the backward pass asks beyond dtypes, strides and sizes.
 void require_backward(Support& support, const Problem& problem);

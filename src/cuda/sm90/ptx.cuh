@@ -95,6 +95,18 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+// The same into all CTAs of a cluster, at the same place; completes on the barrier of each.
+template <int kCtas>
+__device__ __forceinline__ void tma_load_to_all(uint32_t shared, const CUtensorMap* map,
+                                                uint32_t barrier, int c0, int c1, int c2, int c3,
+                                                int c4) {
+  constexpr uint16_t kAll = (1 << kCtas) - 1;
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kAll)
+      : "memory");
+}
 // `bytes` contiguous bytes, a multiple of 16, from an address that is one too.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier) {
@@ -168,6 +180,12 @@ __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
 }
+// The same where the thread has written nothing that the waiting one reads: it need not wait for
+// its writes to be seen in the cluster, which takes long.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster_relaxed(uint32_t barrier) {
+  chaos();
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Waits for a barrier of this CTA on which other CTAs arrive.
 __device__ __forceinline__ void mbarrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {
   chaos();
@@ -209,6 +227,22 @@ __device__ __forceinline__ void registers_claim() {
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   chaos();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same; whether the predicate holds for any of the threads.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool predicate) {
+  chaos();
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\n"
+      "selp.b32 %0, 1, 0, any;\n"
+      "}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(int{predicate})
+      : "memory");
+  return any;
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   chaos();

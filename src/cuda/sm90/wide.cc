@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of the forward pass for wide heads.
+#include <climits>
+
+#include "cuda/common/checks.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/merge.h"
+#include "cuda/sm90/plan.h"
+#include "cuda/sm90/tensormap.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+cudaLaunchConfig_t launch_config(const WideKernel& kernel, int clusters,
+                                 cudaLaunchAttribute (&attributes)[2]) {
+  const auto ctas = static_cast<unsigned>(kernel.tile.ctas);
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {ctas, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters) * ctas);
+  config.blockDim = dim3(WideTile::kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return config;
+}
+
+class WidePlan final : public Plan {
+ public:
+  explicit WidePlan(std::unique_ptr<Plan> fallback) : fallback_(std::move(fallback)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    return fallback_->workspace_bytes(problem, num_threads);
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!has_aligned_bases(buffers)) return fallback_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    const Sizes s = sizes_of(problem);
+    const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+    ForwardParams a{};
+    a.problem = params_of(problem, buffers);
+    a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
+    TESSERA_RETURN_IF_ERROR(
+        map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
+    order_tiles(kernel.tile.tile_m(), INT_MAX, buffers, a);
+    if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
+      TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
+                                          a.problem.hq, -__builtin_huge_valf(), stream));
+    }
+    return launch(kernel, a, stream);
+  }
+
+ private:
+  static Status launch(const WideKernel& kernel, const ForwardParams& a, cudaStream_t stream) {
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = launch_config(kernel, a.tiles, attributes);
+    config.stream = stream;
+    void* arguments[] = {const_cast<ForwardParams*>(&a)};
+    return cuda_status(cudaLaunchKernelExC(&config, kernel.function, arguments),
+                       "cudaLaunchKernel (forward, wide heads)");
+  }
+
+  std::unique_ptr<Plan> fallback_;
+};
+
+}  // namespace
+
+const WideKernel* find_wide_kernel(int dtype, int64_t dqk, int64_t dv) {
+  const WideKernel* best = nullptr;
+  for (const WideKernel& kernel : wide_kernels()) {
+    const WideTile& tile = kernel.tile;
+    if (kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
+    if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
+  }
+  return best;
+}
+
+Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
+                                                std::unique_ptr<Plan> fallback) {
+  const Sizes s = sizes_of(canonical);
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  const WideKernel& kernel = *find_wide_kernel(canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  TESSERA_RETURN_IF_ERROR(
+      cuda_status(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       kernel.shared_bytes),
+                  "cudaFuncSetAttribute"));
+  return std::unique_ptr<Plan>(std::make_unique<WidePlan>(std::move(fallback)));
+}
+
+}  // namespace tessera::cuda::sm90
