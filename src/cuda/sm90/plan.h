@@ -23,7 +23,8 @@ bool has_aligned_bases(const Buffers& buffers);
 // at the beginning of the workspace.
 void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a);
 
-// fallback: runs the same problems when a base address is not what TMA wants.
+// fallback: runs the same problems where a base address is not what TMA wants or the scale is
+// steep.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback);
 
