@@ -219,6 +219,15 @@ def scores():
                    max_logit=True, poison=True)
     for dtype, d in product(DTYPES, (64, 128)):
         yield line("bwd", dtype=dtype, b=2, s=65, h=2, d=d, scale="0", softcap=3, poison=True)
+    # So small that all weights are alike, and so large that one key has all the weight.
+    for which, dtype, d, scale in product(PASSES, DTYPES, (64, 128), ("1e-30", "1e10", "1e30")):
+        yield line(which, dtype=dtype, b=1, s=65, h=2, d=d, scale=scale, causal=True, dlse=True, max_logit=True,
+                   poison=True)
+    for dtype, d in product(("bf16", "fp16"), (96, 512)):
+        yield line("fwd", dtype=dtype, b=2, sq=130, sk=200, hq=4, hk=2, d=d, scale="1e5", poison=True)
+    for dtype, layout in product(("bf16", "fp16"), ("bshd", "thd")):
+        yield line("bwd", dtype=dtype, b=2, s=200, hq=4, hk=2, d=96, layout=layout, lens="random:5", causal=True,
+                   sink="learnable", grads="dsink", dlse=True, poison=True)
     for which, dtype, cap in product(PASSES, DTYPES, ("0.5", "5", "30")):
         yield line(which, dtype=dtype, b=1, s=65, hq=2, hk=1, d=64, softcap=cap, causal=True, max_logit=True,
                    poison=True)
@@ -409,6 +418,13 @@ def ci():
         yield from section
 
 
+def long():
+    """Gradients that are sums over thousands of rows."""
+    for dtype, d in product(("bf16", "fp16"), (64, 96, 128)):
+        yield line("bwd", dtype=dtype, b=1, s=1500, h=1, d=d, causal=True, sink="learnable", grads="dsink", dlse=True,
+                   poison=True)
+
+
 def many_short():
     """On a GPU their dq is added in a fixed order, asked for or not."""
     for dtype, d in product(("bf16", "fp16"), (64, 128)):
@@ -418,7 +434,7 @@ def many_short():
 
 
 def nightly():
-    for section in (sizes(True), decode(True), many_short(), products(6000, 9, True)):
+    for section in (sizes(True), decode(True), many_short(), long(), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 
