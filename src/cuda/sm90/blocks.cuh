@@ -46,6 +46,38 @@ struct ListedWork : Work {
   }
 };
 
+// Walks over the live blocks of a tile from right to left, with the bits of 32 of them at hand.
+class BlockCursor {
+ public:
+  __device__ __forceinline__ explicit BlockCursor(const ListedWork& work)
+      : work_(work), begin_(uniform(work.begin)), base_(uniform(work.base)) {}
+
+  // The nearest live block left of b; begin - 1 if there is none.
+  __device__ __forceinline__ int before(int b) {
+    for (--b; b >= begin_;) {
+      if (b / 32 != word_) load(b / 32);
+      const uint32_t bits = live_ & ~0u >> (31 - b % 32);
+      if (bits) return b - b % 32 + 31 - __clz(bits);
+      b -= b % 32 + 1;
+    }
+    return begin_ - 1;
+  }
+  // Of a block that before() has found.
+  __device__ __forceinline__ bool is_partial(int b) const { return partial_ >> (b & 31) & 1; }
+
+ private:
+  __device__ __forceinline__ void load(int word) {
+    const bool listed = uniform(work_.listed);
+    word_ = word;
+    live_ = listed ? uniform(work_.live[word - base_ / 32]) : ~0u;
+    partial_ = listed ? uniform(work_.partial[word - base_ / 32]) : ~0u;
+  }
+
+  const ListedWork& work_;
+  int begin_, base_, word_ = -1;
+  uint32_t live_ = 0, partial_ = 0;
+};
+
 // The same where each row may see one interval of keys, for kernels that have registers to find
 // out.
 struct SpannedWork : ListedWork {

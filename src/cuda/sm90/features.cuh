@@ -26,7 +26,9 @@ namespace tessera::cuda::sm90 {
 // Of a block, by data masks.
 template <int kTileN>
 struct MaskData {
-  uint32_t words[2];                        // bits of a dense mask, for each row
+  using Word = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
+  const Word* bits[2];                      // of a dense mask: where those of a row begin
+  uint32_t words[2];                        // those of the block
   int row_ids[2], key_ids[kTileN / kWarp];  // of segments
 };
 
@@ -35,7 +37,6 @@ class Features : Feature {
  public:
   static constexpr int kElements = kTileN / 4;  // of a row that a thread holds
   using MaskData = sm90::MaskData<kTileN>;
-  using MaskWord = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
 
   __device__ __forceinline__ Features(const ForwardParams& a, const Work& work, int row, int lane)
       : a_(a), p_(a.problem), work_(work), row_(row), quad_(lane % 4) {}
@@ -119,16 +120,18 @@ class Features : Feature {
 
   // ---- masks over (query, key) ----
 
+  // What load_masks() needs to know of a tile, in the kernel of masks alone.
+  __device__ __forceinline__ void find_masks(MaskData& data) const {
+    if (a_.mask_bits) data.bits[0] = bits_of_row(0), data.bits[1] = bits_of_row(1);
+  }
+
   // What visible() needs of a block that a data mask cuts; may be asked for before its scores.
   __device__ __forceinline__ void load_masks(int block, bool partial, MaskData& data) const {
     if (!partial) return;
     if (a_.mask_bits) {
-      const int64_t head = work_.n * a_.mask_stride_batch + work_.head * a_.mask_stride_head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = min(row_ + 8 * r, a_.mask_rows - 1);
-        data.words[r] = static_cast<const MaskWord*>(
-            a_.mask_bits)[((head * a_.mask_rows + row) * a_.mask_blocks + block) * 4 + quad_];
+        data.words[r] = (kSet == kMasks ? data.bits[r] : bits_of_row(r))[4 * block];
       }
     }
     if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) load_segments(block, data);
@@ -218,6 +221,13 @@ class Features : Feature {
   }
 
   // ---- masks ----
+
+  __device__ __forceinline__ const typename MaskData::Word* bits_of_row(int r) const {
+    const int64_t head = work_.n * a_.mask_stride_batch + work_.head * a_.mask_stride_head;
+    const int row = min(row_ + 8 * r, a_.mask_rows - 1);
+    return static_cast<const typename MaskData::Word*>(a_.mask_bits) +
+           (head * a_.mask_rows + row) * a_.mask_blocks * 4 + quad_;
+  }
 
   __device__ __forceinline__ void keep_ranges(int column, uint32_t (&visible)[2]) const {
     const View& view = p_.tensor[TESSERA_KEY_RANGES];

@@ -64,7 +64,8 @@ namespace tessera::cuda::sm90 {
 
 // Stands where a kernel has no such thing.
 struct Absent {
-  __device__ explicit Absent(const Params&) {}
+  template <typename Any>
+  __device__ explicit Absent(const Any&) {}
 };
 
 // Row: one row of the table in tiles.h, as a type with the constants kTile and kFeatures.
@@ -355,7 +356,9 @@ struct Forward : Feature {
       }
       first_is_partial = uniform(is_partial(work, blocks.end - 1));
       if constexpr (kMasksEarly) {
-        BlockFeatures(a, work, row, lane).load_masks(blocks.end - 1, first_is_partial, mask_data);
+        const BlockFeatures features(a, work, row, lane);
+        features.find_masks(mask_data);
+        features.load_masks(blocks.end - 1, first_is_partial, mask_data);
       }
     };
     if (!next_tile()) return;
@@ -419,9 +422,10 @@ struct Forward : Feature {
       // products.
       [[maybe_unused]] int next;
       [[maybe_unused]] bool next_is_partial;
+      [[maybe_unused]] std::conditional_t<kMasksEarly, BlockCursor, Absent> cursor(work);
       const auto look_ahead = [&](int j) {
-        next = uniform(block_before(work, j));
-        next_is_partial = uniform(is_partial(work, max(next, blocks.begin)));
+        if constexpr (kMasksEarly) next = uniform(cursor.before(j));
+        if constexpr (kMasksEarly) next_is_partial = cursor.is_partial(next);
       };
       int last_block = blocks.begin;
       if constexpr (kAddsByProducts) last_block = uniform(work.last_block());
