@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
     const int valid = min(tile.sequence.k.length - key_of(first), kTileN);
     // A warp's rows of the bias are its own.
     T* const bias = smem.bias + warp_row * kSmemStride<T, kTileN>;
-    BiasCopies<T, 16 * kRowTiles, kTileN / 64 * 64> copy_bias;
+    BiasCopies<T, 16 * kRowTiles, kFeatures & kBias ? kTileN : 64> copy_bias;
     const void* const any_bias = p.tensor[TESSERA_BIAS].data;
     if (is_on<kFeatures, kBias>(p)) {
       copy_bias = {bias_rows(p, tile.sequence, head0, 0), tile.rows.origin + warp_row,
