@@ -166,7 +166,7 @@ struct Schedule {
 };
 
 // Hands out the tiles: CTA i starts with tile i and takes the next one that nobody has when it is
-// about to run out. By one lane.
+// about to run out. By one lane. In clusters whose CTAs have a tile together, by the first of them.
 //
 // The counter lies in the workspace, whose content is unknown at first. CTA 0 resets it and then
 // sets the mark of this launch; the last CTA to finish removes the mark, because a graph launches
@@ -174,12 +174,13 @@ struct Schedule {
 // is done.
 class Dispenser {
  public:
-  __device__ __forceinline__ explicit Dispenser(const ForwardParams& a) : a_(a) {}
+  __device__ __forceinline__ explicit Dispenser(const ForwardParams& a, int ctas_of_tile = 1)
+      : a_(a), worker_(blockIdx.x / ctas_of_tile), workers_(gridDim.x / ctas_of_tile) {}
 
   // Before the second tile, when nobody needs the counter of an earlier launch any more.
   __device__ __forceinline__ void reset() const {
-    if (!a_.counter || blockIdx.x != 0) return;
-    a_.counter->next = gridDim.x;
+    if (!a_.counter || worker_ != 0) return;
+    a_.counter->next = workers_;
     a_.counter->finished = 0;
     __threadfence();
     store_mark(a_.mark);
@@ -187,14 +188,14 @@ class Dispenser {
 
   // Index of the next of `tiles`; at or past their number when there is none, asked once.
   __device__ __forceinline__ int next(int tiles) {
-    if (first_ && static_cast<int>(blockIdx.x) < tiles) {
+    if (first_ && static_cast<int>(worker_) < tiles) {
       first_ = false;
-      return blockIdx.x;
+      return worker_;
     }
     if (!a_.counter) return tiles;
     while (load_mark() != a_.mark) __nanosleep(100);
     const int index = static_cast<int>(atomicAdd(&a_.counter->next, 1u));
-    if (index >= tiles && atomicAdd(&a_.counter->finished, 1u) == gridDim.x - 1) store_mark(0);
+    if (index >= tiles && atomicAdd(&a_.counter->finished, 1u) == workers_ - 1) store_mark(0);
     return index;
   }
 
@@ -213,6 +214,7 @@ class Dispenser {
   }
 
   const ForwardParams& a_;
+  const unsigned worker_, workers_;
   bool first_ = true;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of the forward pass for wide heads.
-#include <climits>
+#include <algorithm>
 
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
@@ -29,16 +29,15 @@ cudaLaunchConfig_t launch_config(const WideKernel& kernel, int clusters,
 
 class WidePlan final : public Plan {
  public:
-  explicit WidePlan(std::unique_ptr<Plan> fallback) : fallback_(std::move(fallback)) {}
+  WidePlan(int clusters, std::unique_ptr<Plan> fallback)
+      : clusters_(clusters), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    return fallback_->workspace_bytes(problem, num_threads);
+    return std::max<int64_t>(sizeof(TileCounter), fallback_->workspace_bytes(problem, num_threads));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!has_aligned_bases(buffers) || is_steep(softmax_scale_of(problem, buffers))) {
-      return fallback_->run(problem, buffers, device);
-    }
+    if (!has_aligned_bases(buffers)) return fallback_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
@@ -52,7 +51,7 @@ class WidePlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
     TESSERA_RETURN_IF_ERROR(
         map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
-    order_tiles(kernel.tile.tile_m(), INT_MAX, buffers, a);
+    order_tiles(kernel.tile.tile_m(), clusters_, buffers, a);
     if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
       TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
                                           a.problem.hq, -__builtin_huge_valf(), stream));
@@ -61,15 +60,16 @@ class WidePlan final : public Plan {
   }
 
  private:
-  static Status launch(const WideKernel& kernel, const ForwardParams& a, cudaStream_t stream) {
+  Status launch(const WideKernel& kernel, const ForwardParams& a, cudaStream_t stream) const {
     cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config = launch_config(kernel, a.tiles, attributes);
+    cudaLaunchConfig_t config = launch_config(kernel, std::min(a.tiles, clusters_), attributes);
     config.stream = stream;
     void* arguments[] = {const_cast<ForwardParams*>(&a)};
     return cuda_status(cudaLaunchKernelExC(&config, kernel.function, arguments),
                        "cudaLaunchKernel (forward, wide heads)");
   }
 
+  int clusters_;  // that run at a time
   std::unique_ptr<Plan> fallback_;
 };
 
@@ -95,7 +95,15 @@ Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const 
       cuda_status(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        kernel.shared_bytes),
                   "cudaFuncSetAttribute"));
-  return std::unique_ptr<Plan>(std::make_unique<WidePlan>(std::move(fallback)));
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = launch_config(kernel, 1, attributes);
+  config.numAttrs = 1;
+  int clusters = 0;
+  TESSERA_RETURN_IF_ERROR(
+      cuda_status(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config),
+                  "cudaOccupancyMaxActiveClusters"));
+  if (clusters < 1) return failed("cudaOccupancyMaxActiveClusters: no cluster fits");
+  return std::unique_ptr<Plan>(std::make_unique<WidePlan>(clusters, std::move(fallback)));
 }
 
 }  // namespace tessera::cuda::sm90

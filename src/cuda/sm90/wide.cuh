@@ -16,14 +16,24 @@
 //   K(j)  a stage for each 64 of its columns: 128 keys
 //   V(j)  a stage for each 32 of its keys and half of its columns, which one consumer reads
 //
-//   warpgroup 0  scheduler, one warp: the tile        loader, one thread: Q, K and V by TMA
-//   consumers    | QK(j)  | PV(j+1) with softmax(j) in between | P(j) | QK(j-1) | ...
+//   warpgroup 0  scheduler  one warp: the tiles
+//                loader     one thread: Q, K and V by TMA
+//   consumers    | QK(j) | PV(j+1) with softmax(j) in between | P(j) | QK(j-1) | ...
 //
-//   barrier               arrivals                           says
-//   q.full                1 + bytes                          the queries have arrived
-//   stages.full[s]        1 + bytes, of both CTAs' copies    a stage has arrived
-//   stages.empty[s]       1 of each consumer of both CTAs    a stage has been read in both
-//   kMeeting              256: both consumers                P is there; whether m must move
+// CTAs are persistent. The scheduler of a cluster's first CTA asks for a tile and tells the
+// other's.
+//
+//   barrier            arrivals                            says
+//   q.full             1 + bytes                           the queries have arrived
+//   q.empty            1 of each consumer                  they have been read
+//   stages.full[s]     1 + bytes of both CTAs' copies      a stage has arrived
+//   stages.empty[s]    1 of each consumer of both CTAs     it has been read in both
+//   work.full[s]       1                                   a tile has been found
+//   work.empty[s]      1 of the loader and of each warp    nobody looks at it any more
+//                      of the consumers
+//   ticket.full        1, of the first CTA                 the second one's next tile
+//   ticket.empty       1, of the second CTA                it has been read
+//   kMeeting           256: both consumers                 P is there; whether m must move
 #pragma once
 
 #include <cstddef>
@@ -36,11 +46,11 @@
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/sm90/ragged.h"
 #include "cuda/sm90/schedule.cuh"
 #include "cuda/sm90/smem_tile.cuh"
 #include "cuda/sm90/wgmma.cuh"
 #include "cuda/sm90/wide_kernels.h"
+#include "cuda/sm90/wide_roles.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -68,19 +78,24 @@ struct Wide {
   using VTile = SmemTile<kValues, kColumns>;
   using PTile = SmemTile<kRows, kTileN>;
   static constexpr int kStageBytes = KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
-  static constexpr int kStages = kTile.stages;
+  static constexpr int kStages = kTile.stages, kWorkStages = 2;
   static_assert(kTile.dqk % kChunkColumns == 0 && kColumns % 32 == 0);
   static_assert(kKeys == kChunkColumns, "a consumer's P is one chunk");
+  // P(j-1) is written where P(j+1) was while the other consumer may still be about to read that: no
+  // consumer comes through a block before the other one is through with the first K stage of it.
+  static_assert(kStages < 1 + kConsumers * kParts);
 
   struct alignas(1024) SharedStorage {
     uint8_t q[QTile::kBytes];
     uint8_t stages[kStages][kStageBytes];
     uint8_t p[2][PTile::kBytes];
-    uint64_t q_barrier, stage_barriers[2 * kStages];
+    uint64_t q_barriers[2], stage_barriers[2 * kStages], work_barriers[2 * kWorkStages];
+    uint64_t ticket_barriers[2];
     float maxima[kConsumers][kRows];
     int moves[kConsumers][kRows];
     float2 sums[kConsumers][kWarpgroup];
-    Work work;
+    int ticket;
+    Work work[kWorkStages];
     PackedOrder order;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -96,138 +111,41 @@ struct Wide {
     __device__ __forceinline__ uint32_t p(int buffer) const {
       return base + offsetof(SharedStorage, p) + buffer * PTile::kBytes;
     }
-    __device__ __forceinline__ uint32_t q_barrier() const {
-      return base + uint32_t(offsetof(SharedStorage, q_barrier));
+    __device__ __forceinline__ StageBarriers<1> q_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, q_barriers))};
+    }
+    __device__ __forceinline__ StageBarriers<kWorkStages> work_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, work_barriers))};
+    }
+    __device__ __forceinline__ StageBarriers<1> ticket_barriers() const {
+      return {base + uint32_t(offsetof(SharedStorage, ticket_barriers))};
+    }
+    __device__ __forceinline__ uint32_t ticket() const {
+      return base + uint32_t(offsetof(SharedStorage, ticket));
     }
     __device__ __forceinline__ StageBarriers<kStages> barriers() const {
       return {base + uint32_t(offsetof(SharedStorage, stage_barriers))};
     }
   };
 
-  static __device__ __forceinline__ int chunks_of(int columns) {
-    return (columns + kChunkColumns - 1) / kChunkColumns;
-  }
-
-  // ---- scheduler ----
-
-  // The tile of this cluster, by one warp. Tiles that see no key are finished here.
-  static __device__ __forceinline__ void schedule(const ForwardParams& a, SharedStorage& shared,
-                                                  int rank) {
-    const int lane = threadIdx.x % kWarp;
-    Work& work = shared.work;  // all lanes write the same
-    int tiles = a.tiles;
-    if (PackedOrder::covers(a.problem)) {
-      tiles = min(shared.order.template fill<kTileM>(a.problem, lane), tiles / a.problem.hq) *
-              a.problem.hq;
-    }
-    const int index = blockIdx.x / kCtas;
-    const bool last = index >= tiles;
-    work.last = last;
-    if (last) return;
-    Schedule::decode(a, shared.order, index, work);
-    Output<Element>::prepare(a.problem, work);
-    __syncwarp();
-    if (work.begin < work.end) return;
-    if (rank == 0) Output<Element>{a.problem, work}.store_nothing(kTileM, lane);
-    work.last = true;
-  }
-
-  // ---- loader ----
-
-  struct Loader {
-    const ForwardParams& a;
-    const Work& work;
-    const Shared shared;
-    const int rank, kv_head;
-    Ring<kStages> ring;
-
-    __device__ __forceinline__ void acquire(int bytes) { shared.barriers().acquire(ring, bytes); }
-    __device__ __forceinline__ void load(const CUtensorMap* map, int offset, int column, int row,
-                                         int shift) {
-      const uint32_t to = shared.stage(ring.stage) + offset;
-      const uint32_t full = shared.barriers().full(ring.stage);
-      if constexpr (kCtas == 1) {
-        tma_load(to, map, full, column, kv_head, row, shift, work.k.batch);
-      } else {
-        tma_load_to_all<kCtas>(to, map, full, column, kv_head, row, shift, work.k.batch);
-      }
-    }
-    __device__ __forceinline__ void queries() const {
-      const int chunks = chunks_of(a.problem.dqk);
-      mbarrier_arrive_expect(shared.q_barrier(), chunks * QTile::kChunkBytes);
-      QTile::load(shared.q(), &a.q, shared.q_barrier(), work.head,
-                  work.q.first + work.m0 + rank * kRows, 0, work.q.batch, chunks);
-    }
-    // A box has the keys of one consumer; with two CTAs each loads one of the two.
-    __device__ __forceinline__ void keys(int j) {
-      const int chunks = chunks_of(a.problem.dqk), row = work.k.first + j * kTileN;
-#pragma unroll 1
-      for (int chunk = 0; chunk < chunks; ++chunk, ring.advance()) {
-        acquire(KTile::kBytes);
-#pragma unroll
-        for (int half = 0; half < kConsumers; ++half) {
-          if (kCtas == 2 && half != rank) continue;
-          load(&a.k, half * kKeys * kChunkRowBytes, chunk * kChunkColumns, row + half * kKeys, 0);
-        }
-      }
-    }
-    // Columns past dv may be anything: their o is not stored. A box that lies wholly outside a
-    // ragged map faults: one behind the sequence holds its last rows instead, whose weight is 0.
-    __device__ __forceinline__ void values(int j) {
-      const int length = work.k.length;
-#pragma unroll 1
-      for (int part = 0; part < kParts; ++part) {
-        const int key = j * kTileN + part * kValues;
-        const int row = a.ragged_v ? kRagged - length + min(key, length - 1) : work.k.first + key;
-        const int shift = a.ragged_v ? work.k.first + length : 0;
-#pragma unroll
-        for (int half = 0; half < kConsumers; ++half, ring.advance()) {
-          const int columns = a.problem.dv - half * kColumns;
-          const int boxes = min(chunks_of(max(columns, 0)), VTile::kChunks);
-          acquire(boxes * VTile::kChunkBytes);
-#pragma unroll
-          for (int box = 0; box < VTile::kChunks; ++box) {
-            if (box >= boxes) break;
-            if (kCtas == 2 && (box + half) % 2 != rank) continue;
-            load(&a.v, box * VTile::kChunkBytes, half * kColumns + box * kChunkColumns, row, shift);
-          }
-        }
-      }
-    }
-    __device__ __forceinline__ void run() {
-      queries();
-      keys(work.end - 1);
-#pragma unroll 1
-      for (int j = work.end - 1; j > work.begin; --j) {
-        keys(j - 1);
-        values(j);
-      }
-      values(work.begin);
-    }
-  };
-
-  // ---- consumer ----
-
   static __device__ __forceinline__ void consumer(const ForwardParams& a, SharedStorage& storage,
                                                   const Shared shared, const int w,
                                                   const int rank) {
-    const Work& work = storage.work;
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
     const int thread_row = thread / kWarp * 16 + lane / 4;  // and thread_row + 8
     const int row_of_tile = rank * kRows + thread_row;
     const bool leader = thread == 0;
     const auto barriers = shared.barriers();
     const float c = log2_scale(a.problem);
-    const int chunks = uniform(chunks_of(a.problem.dqk));
-    const int begin = uniform(work.begin), end = uniform(work.end);
-    const int clean_begin = uniform(work.clean_begin), clean_end = uniform(work.clean_end);
+    const int chunks = uniform(wide_chunks(a.problem.dqk));
     const bool needs_maximum = a.problem.tensor[TESSERA_MAX_LOGIT].data;
-    const KeyInterval keys[2] = {keys_of_row(work.band(), work.m0 + row_of_tile),
-                                 keys_of_row(work.band(), work.m0 + row_of_tile + 8)};
 
+    // Of the tile.
+    int begin, end, clean_begin, clean_end;
+    KeyInterval keys[2];
     float O[kColumns / 2], S[kKeys / 2];
     uint32_t P[kKeys / 4];
-    float m[2] = {-kInfinity, -kInfinity}, l[2] = {}, cm[2] = {}, sum[2] = {};
+    float m[2], l[2], cm[2] = {}, sum[2] = {};
     Ring<kStages> ring;
 
     const auto release = [&](const Ring<kStages>& used) {
@@ -252,9 +170,11 @@ struct Wide {
       }
       wgmma_commit();
     };
-    const auto issue_qk = [&] {
+    const auto issue_qk = [&](bool pending, const Ring<kStages>& values_stage) {
       pin(S);
       issue_chunk(0);
+      wgmma_wait<1>();
+      if (pending) release(values_stage);
       Ring<kStages> before = ring;
       ring.advance();
 #pragma unroll 1
@@ -367,48 +287,71 @@ struct Wide {
         }
       }
       if constexpr (kSoftmax) store_p(buffer ^ 1);
-      wgmma_wait<0>();
-      pin(O);
-      release(before);
+      return before;
     };
 
-    mbarrier_wait(shared.q_barrier(), 0);
-    Ring<kStages> last = issue_qk();
-    wgmma_wait<0>();
-    pin(S);
-    release(last);
-    hide(end - 1);
+    const auto work_barriers = shared.work_barriers();
+    const auto q_barriers = shared.q_barriers();
+    Ring<1> q_ring;
+    for (Ring<kWorkStages> work_ring;; work_ring.advance()) {
+      work_barriers.wait(work_ring);
+      const Work& work = storage.work[work_ring.stage];
+      if (uniform(work.last)) return;
+      begin = uniform(work.begin), end = uniform(work.end);
+      clean_begin = uniform(work.clean_begin), clean_end = uniform(work.clean_end);
+      keys[0] = keys_of_row(work.band(), work.m0 + row_of_tile);
+      keys[1] = keys_of_row(work.band(), work.m0 + row_of_tile + 8);
+      q_barriers.wait(q_ring);
+      Ring<kStages> last = issue_qk(false, ring);
+      wgmma_wait<0>();
+      pin(S);
+      release(last);
+      hide(end - 1);
 #pragma unroll
-    for (int e = 0; e < kColumns / 2; ++e) O[e] = 0;
-    int buffer = 0;
-    move({true, true}, buffer);
-    l[0] = sum[0], l[1] = sum[1];
+      for (int e = 0; e < kColumns / 2; ++e) O[e] = 0;
+      m[0] = m[1] = -kInfinity;
+      l[0] = l[1] = 0;
+      int buffer = 0;
+      move({true, true}, buffer);
+      l[0] = sum[0], l[1] = sum[1];
 
 #pragma unroll 1
-    for (int j = end - 1; j > begin; --j) {  // P(j) is in shared memory
-      last = issue_qk();
-      pv(std::true_type{}, j, buffer, last);
-      buffer ^= 1;
-      const auto wants = [&](int r) {
-        return needs_maximum || !(sum[r] <= kMostSum) || m[r] == -kInfinity;
-      };
-      if (named_barrier_any(kMeeting, kConsumers * kWarpgroup, wants(0) || wants(1))) {
-        move({wants(0), wants(1)}, buffer);
+      for (int j = end - 1; j > begin; --j) {  // P(j) is in shared memory
+        last = issue_qk(j < end - 1, last);
+        last = pv(std::true_type{}, j, buffer, last);
+        buffer ^= 1;
+        const auto wants = [&](int r) {
+          return needs_maximum || !(sum[r] <= kMostSum) || m[r] == -kInfinity;
+        };
+        if (named_barrier_any(kMeeting, kConsumers * kWarpgroup, wants(0) || wants(1))) {
+          wgmma_wait<0>();
+          pin(O);
+          move({wants(0), wants(1)}, buffer);
+        }
+        l[0] += sum[0], l[1] += sum[1];
       }
-      l[0] += sum[0], l[1] += sum[1];
+      wgmma_wait<0>();
+      pin(O);
+      if (end - begin > 1) release(last);
+      if (leader) q_barriers.release(q_ring);
+      q_ring.advance();
+      last = pv(std::false_type{}, begin, buffer, last);
+      // Both halves of the sums, in the same order in both consumers.
+      storage.sums[w][thread] = float2{l[0], l[1]};
+      meet();
+      const float2 first = storage.sums[0][thread], second = storage.sums[1][thread];
+      l[0] = first.x + second.x, l[1] = first.y + second.y;
+      const Output<Element> output{a.problem, work};
+      auto rows = output.finish(row_of_tile, lane, c, m, l);
+      rows.o += w * kColumns;
+      rows.columns[0] -= w * kColumns, rows.columns[1] -= w * kColumns;
+      wgmma_wait<0>();
+      pin(O);
+      release(last);
+      __syncwarp();
+      if (lane == 0) work_barriers.release(work_ring);
+      output.store(rows, lane, O);
     }
-    pv(std::false_type{}, begin, buffer, last);
-
-    // Both halves of the sums, in the same order in both consumers.
-    storage.sums[w][thread] = float2{l[0], l[1]};
-    meet();
-    const float2 first = storage.sums[0][thread], second = storage.sums[1][thread];
-    l[0] = first.x + second.x, l[1] = first.y + second.y;
-    const Output<Element> output{a.problem, work};
-    auto rows = output.finish(row_of_tile, lane, c, m, l);
-    rows.o += w * kColumns;
-    rows.columns[0] -= w * kColumns, rows.columns[1] -= w * kColumns;
-    output.store(rows, lane, O);
   }
 };
 
@@ -426,31 +369,29 @@ __global__ void __launch_bounds__(WideTile::kThreads, 1)
     tma_prefetch(&p.q);
     tma_prefetch(&p.k);
     tma_prefetch(&p.v);
-    mbarrier_init(shared.q_barrier(), 1);
+    shared.q_barriers().init(Kernel::kConsumers);
+    shared.work_barriers().init(1 + Kernel::kConsumers * (kWarpgroup / kWarp));
+    shared.ticket_barriers().init(1);
     shared.barriers().init(Kernel::kConsumers * Kernel::kCtas);
     mbarrier_init_fence();
   }
-  wait_for_predecessors();
-  if (threadIdx.x < kWarp) Kernel::schedule(p, in_shared, rank);
   if constexpr (Kernel::kCtas > 1) {
     cluster_sync();  // the other CTA's barriers are there
   } else {
     __syncthreads();
   }
-  const bool last = uniform(in_shared.work.last);
-  if (!last) {
-    if (warpgroup == 0) {
-      registers_release<Kernel::kProducerRegisters>();
-      if (threadIdx.x == 0) {
-        typename Kernel::Loader{
-            p, in_shared.work, shared, rank, in_shared.work.head / p.problem.group, {}}
-            .run();
-      }
-      __syncwarp();
-    } else {
-      registers_claim<Kernel::kConsumerRegisters>();
-      Kernel::consumer(p, in_shared, shared, warpgroup - 1, rank);
+  wait_for_predecessors();
+  if (warpgroup == 0) {
+    registers_release<Kernel::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / kWarp);
+    if (warp == 0) schedule_wide<Element, Kernel>(p, in_shared, shared, rank);
+    if (warp == 1 && threadIdx.x % kWarp == 0) {
+      WideLoader<Kernel>{p, shared, rank, {}}.run(in_shared.work);
     }
+    __syncwarp();
+  } else {
+    registers_claim<Kernel::kConsumerRegisters>();
+    Kernel::consumer(p, in_shared, shared, warpgroup - 1, rank);
   }
   if constexpr (Kernel::kCtas > 1) cluster_sync();  // the other CTA may still arrive here
 }
