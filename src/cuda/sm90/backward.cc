@@ -129,6 +129,11 @@ class BackwardPlan final : public Plan {
     const int keys_of_cta = tile.tile_n() / tile.ctas();
     TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.ragged_k, &a.k));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.ragged_k, &a.v));
+    for (const auto& [index, to] : {std::pair{TESSERA_DK, &a.grad_k}, {TESSERA_DV, &a.grad_v}}) {
+      if (given(problem, index)) {
+        TESSERA_RETURN_IF_ERROR(map(index, kRowsOfWarp, false, to));
+      }
+    }
     const bool sums_bias = kernel.features & kGradientOfBias;
     if (sums_bias) {
       TESSERA_RETURN_IF_ERROR(

@@ -18,8 +18,8 @@
 // cores busy. dQ is added to fp32 sums in global memory while dV and dK run.
 //
 //   barrier        arrivals          says
-//   kv             1 + bytes         K and V have arrived
-//   q, grad_o [s]  1 + bytes         a block and its lse2 (delta) have arrived
+//   kv             1 + bytes         K and V have arrived, where that is not said with block 0
+//   q, grad_o [s]  1 + bytes         a block and its lse2 (delta) have arrived; K (V) with block 0
 //   ds.full[b]     8 (a warp each)   both owners have written their rows of dS(i), and so are done
 //                                    with block i - 1: its stage takes block i + 2
 //   ds.empty[b]    8                 both have used them
@@ -33,7 +33,6 @@
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/backward_kernels.h"
-#include "cuda/sm90/backward_producer.cuh"
 #include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/backward_turns.cuh"
@@ -57,14 +56,19 @@ struct Backward {
   static constexpr int kStages = 3, kGradOStages = kTile.grad_o_stages;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
   static constexpr int kGradientBuffers = kTile.ds_buffers;
+  // dK and dV leave no room for S beside dP: P is rounded before dP is made, and dQ follows dV.
+  static constexpr bool kWide = kTile.dqk > 128;
+  // The thread that finds the tile asks for K, V and the first block at once. In a fixed order that
+  // was slower: a ticket comes late as it is. With features registers are short for it.
+  static constexpr bool kStartsEarly = !kRich && !kInTurn<Row>;
+  // dK and dV leave by TMA, and dS is k-major for the products of dQ.
+  static constexpr bool kLean = !kRich && !kWide;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // An owner makes 64 queries x 64 or 32 columns of a block of dQ: half of its rows or half of its
   // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
   // warps add whole lines.
   static constexpr bool kSplitsRows = kTileM == 128;
-  // dK and dV leave no room for S beside dP: P is rounded before dP is made, and dQ follows dV.
-  static constexpr bool kWide = kTile.dqk > 128;
   // All heads of a group pass at one block of queries, and not one after the other: what the tiles
   // of a key head read and add to then stays in L2, large as a group is.
   static constexpr bool kHeadsInner = !kRich && !kInTurn<Row>;
@@ -78,7 +82,8 @@ struct Backward {
   using GradOTile = SmemTile<kTileM, kTile.dv>;
   using KTile = SmemTile<kTileN, kTile.dqk>;
   using VTile = SmemTile<kTileN, kTile.dv>;
-  using GradientTile = SmemTile<kTileN, kTileM>;  // dS^T
+  using GradientTile =  // dS or dS^T
+      std::conditional_t<kLean, SmemTile<kTileM, kTileN>, SmemTile<kTileN, kTileM>>;
   using Blocks = QueryBlocks<kTileM, kTileN>;
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
   static constexpr int kPieces = kTileM / kMaskPiece;                   // of a packed mask
@@ -241,7 +246,9 @@ struct Backward {
               walk_step = uniform_register(walk_of(tile).y);
     const int clean_begin = uniform_register(tile.clean_begin),
               clean_end = uniform_register(tile.clean_end);
-    const uint32_t ds_row = GradientTile::unit(0, warp_row + lane % 16, lane / 16);
+    const uint32_t ds_row =
+        kLean ? GradientTile::unit(0, lane / 16 * 8 + lane % 8, warp_row / 8 + lane / 8 % 2)
+              : GradientTile::unit(0, warp_row + lane % 16, lane / 16);
     const float c = log2_scale(p);
     const uint64_t k = KTile::k_major(shared.k() + w * 64 * kChunkRowBytes);
     const uint64_t v = VTile::k_major(shared.v() + w * 64 * kChunkRowBytes);
@@ -286,8 +293,12 @@ struct Backward {
       if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
 #pragma unroll
-      for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
-        stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
+      for (int i = 0; i < kTileM / kStepK; ++i) {
+        if constexpr (kLean) {
+          stmatrix_x4_transposed(ds + i * kStepK * kChunkRowBytes, dS + 4 * i);
+        } else {  // unit 2 i + lane / 16 of the row
+          stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
+        }
       }
       async_proxy_fence();
       __syncwarp();
@@ -437,7 +448,7 @@ struct Backward {
       advance(block, slot);
     };
 
-    if (begin < end) mbarrier_wait(shared.kv_barrier(), 0);
+    if (!kStartsEarly && begin < end) mbarrier_wait(shared.kv_barrier(), 0);
     const int first_slot =
         uniform_register(tile.kv_head) * p.group * a.slots + uniform_register(tile.first_slot);
     if constexpr (kRich) {
@@ -472,12 +483,19 @@ struct Backward {
         }
       });
     }
+    const int first_key = tile.key0 + warp_row;
+    const bool by_tma = kLean && p.tensor[TESSERA_DK].data && p.tensor[TESSERA_DV].data &&
+                        rows_by_tma(p, tile, first_key);
+    float dQ[kColumnsOfDq / 2];
+    if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+    issue_dq(shared, previous_ring.stage, w, dQ);
+    if (by_tma) {  // in place of this warp's rows of V, which no other reads
+      send_gradient<Element, VTile>(&a.grad_v, tile, first_key, 1.f,
+                                    shared.v() + warp_row * kChunkRowBytes, dV);
+    }
+    wgmma_wait<0>();
+    pin(dQ);
     if (sums && previous_slot >= 0) {
-      float dQ[kColumnsOfDq / 2];
-      ds_barriers.wait(previous_ring);
-      issue_dq(shared, previous_ring.stage, w, dQ);
-      wgmma_wait<0>();
-      pin(dQ);
       add_previous(dQ);
       if constexpr (kWide) {
         float half[kHalfColumns / 2];
@@ -488,8 +506,18 @@ struct Backward {
       }
     }
     if constexpr (kSumsBias<Row>) bias_sums.finish();
-    store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
-    store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
+    if (by_tma) {
+      // The other owner may still read K. The next stage is free: both are done with its block.
+      send_gradient<Element, SmemTile<64, kTile.dqk>>(
+          &a.grad_k, tile, first_key, p.softmax_scale,
+          (w == 0 ? shared.q(ring.stage) : shared.grad_o(ring.stage)) +
+              warp_row % 64 * kChunkRowBytes,
+          dK);
+      if (lane == 0) bulk_wait_read();
+    } else {
+      store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
+      store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
+    }
   }
 
   static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,
@@ -497,15 +525,19 @@ struct Backward {
     constexpr uint32_t kOther = kWide                ? 2 * KTile::kChunkBytes
                                 : kColumnsOfDq == 64 ? KTile::kChunkBytes
                                                      : kColumnsOfDq * 2;
-    const uint64_t ds = GradientTile::mn_major(shared.ds(buffer) +
-                                               (kSplitsRows ? w * GradientTile::kChunkBytes : 0));
+    const uint64_t ds = gradient(shared.ds(buffer), kSplitsRows ? w : 0);
     issue_columns(dQ, ds, KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * kOther)));
   }
   // Wide: this owner's half of the middle chunk.
   static __device__ __forceinline__ void issue_half_of_dq(const Shared shared, int buffer, int w,
                                                           float (&dQ)[kHalfColumns / 2]) {
-    issue_columns(dQ, GradientTile::mn_major(shared.ds(buffer)),
+    issue_columns(dQ, gradient(shared.ds(buffer), 0),
                   KTile::mn_major(shared.k() + KTile::kChunkBytes + w * kHalfColumns * 2));
+  }
+  // 64 queries of dS as the A operand of dQ.
+  static __device__ __forceinline__ uint64_t gradient(uint32_t ds, int half) {
+    if constexpr (kLean) return GradientTile::k_major(ds + half * 64 * kChunkRowBytes);
+    return GradientTile::mn_major(ds + half * GradientTile::kChunkBytes);
   }
   template <int kCount>
   static __device__ __forceinline__ void issue_columns(float (&dQ)[kCount], uint64_t ds,
@@ -514,8 +546,9 @@ struct Backward {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTileN / kStepK; ++i) {
-      Wgmma<Element, 2 * kCount>::template ss<kMajorMN, kMajorMN>(
-          dQ, ds + GradientTile::mn_major_step(i), k + KTile::mn_major_step(i), i > 0);
+      Wgmma<Element, 2 * kCount>::template ss<kLean ? kMajorK : kMajorMN, kMajorMN>(
+          dQ, ds + (kLean ? GradientTile::k_major_step(i) : GradientTile::mn_major_step(i)),
+          k + KTile::mn_major_step(i), i > 0);
     }
     wgmma_commit();
   }
@@ -542,58 +575,5 @@ struct Backward {
     }
   }
 };
-
-template <typename Element, typename Row>
-__global__ void __launch_bounds__(BackwardTile::kThreads, 1)
-    backward(const __grid_constant__ BackwardParams a) {
-  using Kernel = Backward<Element, Row>;
-  extern __shared__ __align__(1024) uint8_t storage[];
-  const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
-  const int warpgroup = uniform_register(threadIdx.x / kWarpgroup);
-  if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
-    shared.init();
-  }
-  KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
-  int index = blockIdx.x;  // known to one thread
-  if (threadIdx.x == kWarp) {
-    if constexpr (kInTurn<Row>) {
-      wait_for_predecessors();
-      index = atomicAdd(&a.order->ticket, 1);
-    }
-    tile = Kernel::Schedule::decode(a, index);
-  }
-  __syncthreads();
-  launch_dependents();
-  if (warpgroup == 0) {
-    registers_release<Kernel::kProducerRegisters>();
-#pragma unroll 1
-    for (int sequence = 0;;) {
-      if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
-        auto* spans = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->spans;
-        BackwardProducer<Kernel>::run(a, tile, shared, spans);
-      }
-      if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
-      if constexpr (!kSumsBias<Row>) break;
-      if (sequence == 0 && threadIdx.x >= kWarp) Kernel::clear_bias(a, tile, threadIdx.x - kWarp);
-      if (++sequence == a.sequences) break;
-      __syncwarp();
-      __syncthreads();
-      if (threadIdx.x == 0) shared.init_again();
-      if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index, sequence);
-      __syncwarp();
-      __syncthreads();
-    }
-  } else {
-    registers_claim<Kernel::kOwnerRegisters>();
-#pragma unroll 1
-    for (int sequence = 0;;) {
-      Kernel::owner(a, tile, shared, warpgroup - 1);
-      if (!kSumsBias<Row> || ++sequence == a.sequences) break;
-      __syncthreads();
-      __syncthreads();
-    }
-  }
-}
 
 }  // namespace tessera::cuda::sm90

@@ -10,6 +10,7 @@
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/ragged.h"
+#include "cuda/sm90/smem_tile.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -75,6 +76,40 @@ __device__ __forceinline__ void store_gradient(const Params& p, int index, const
     store_row<Element, 2 * kCount>(to, tile.owns(row), 0, columns, factor, d, r,
                                    threadIdx.x % kWarp);
   }
+}
+
+// Whether the warp's 16 rows from `key` on may leave by TMA: what is past the tensor's end it
+// leaves out, but where the rows of a packed sequence end among them, threads store one by one.
+__device__ __forceinline__ bool rows_by_tma(const Params& p, const KeyTile& tile, int key) {
+  return !p.thd_k || (key >= tile.k.owned_lo && key + kRowsOfWarp <= tile.k.owned_hi);
+}
+
+// dK or dV of a warp's 16 keys by TMA, with a third of the instructions and no shuffles. By all
+// lanes; lane 0 commits. at: rows of a Tile in shared memory, from a multiple of 16 on, that nobody
+// reads any more.
+template <typename Element, typename Tile, int kCount>
+__device__ __forceinline__ void send_gradient(const CUtensorMap* map, const KeyTile& tile, int key,
+                                              float factor, uint32_t at, const float (&d)[kCount]) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int g = 0; g < kCount / 4; g += 2) {
+    uint32_t rounded[4];  // rows 0-7 and 8-15 of group g, then of the next
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = d + 4 * g + 2 * i;
+      rounded[i] = pack<Element>(pair[0] * factor, pair[1] * factor);
+    }
+    stmatrix_x4(Tile::unit(at, lane % 16, g + lane / 16), rounded);
+  }
+  async_proxy_fence();
+  __syncwarp();
+  if (lane != 0) return;
+#pragma unroll
+  for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+    tma_store(map, at + chunk * Tile::kChunkBytes, chunk * kChunkColumns, tile.kv_head,
+              tile.k.first + key, 0, tile.k.batch);
+  }
+  bulk_commit();
 }
 
 // S = P of S^T: exp2(c S - lse2). lse2: the thread's first pair in shared memory.

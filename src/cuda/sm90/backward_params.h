@@ -30,11 +30,14 @@ struct TurnOrder {
   int ticket, overlap;
 };
 
+constexpr int kRowsOfWarp = 16;  // keys that a warp has dK and dV of
+
 struct BackwardParams {
   // TMA views (tensormap.h). Ragged where rows can lie beyond a sequence: a weight of 0 does not
   // protect from a NaN there.
   CUtensorMap q, k, v, grad_o, o;
   CUtensorMap q_half, grad_o_half;  // of a pair: half a block
+  CUtensorMap grad_k, grad_v;       // boxes of kRowsOfWarp rows
   CUtensorMap grad_bias;            // backward_dbias.cuh: boxes of 64 queries and keys
   Params problem;
   int ragged_q, ragged_k;

@@ -42,10 +42,29 @@ struct BackwardProducer {
       KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
       VTile::load(shared_.v(), &a_.v, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
     }
+    // K, V and all of the first block that no kernel before this one writes.
+    __device__ __forceinline__ void load_first(int block) const {
+      const MapRow key = map_row(a_.ragged_k, tile_.k, tile_.key0);
+      const int head = tile_.kv_head * a_.problem.group, c2 = row0_.c2 + block * kTileM,
+                batch = tile_.q.batch;
+      const uint32_t q = shared_.q_barrier(0), grad_o = shared_.grad_o_barrier(0);
+      mbarrier_arrive_expect(q, KTile::kBytes + QTile::kBytes + kTileM * 4);
+      KTile::load(shared_.k(), &a_.k, q, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+      QTile::load(shared_.q(0), &a_.q, q, head, c2, row0_.c3, batch);
+      mbarrier_arrive_expect(grad_o, VTile::kBytes + GradOTile::kBytes + kTileM * 4);
+      VTile::load(shared_.v(), &a_.v, grad_o, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+      GradOTile::load(shared_.grad_o(0), &a_.grad_o, grad_o, head, c2, row0_.c3, batch);
+    }
     __device__ __forceinline__ void load_block(int member, int block, int mask) {
       acquire();
       const int head = tile_.kv_head * a_.problem.group + member;
       const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
+      if (Kernel::kStartsEarly && asked_ == 1) {
+        if constexpr (kRich) say({member, 4 * block + mask});
+        bulk_load(shared_.lse2(0), a_.lse2 + row, kTileM * 4, shared_.q_barrier(0));
+        bulk_load(shared_.delta(0), a_.delta + row, kTileM * 4, shared_.grad_o_barrier(0));
+        return advance();
+      }
       const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(ring_.stage),
                      grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
@@ -61,8 +80,7 @@ struct BackwardProducer {
       GradOTile::load(shared_.grad_o(grad_o_ring_.stage), &a_.grad_o, grad_o, head, c2, row0_.c3,
                       batch);
       bulk_load(shared_.delta(grad_o_ring_.stage), a_.delta + row, kTileM * 4, grad_o);
-      ring_.advance();
-      grad_o_ring_.advance();
+      advance();
     }
     __device__ __forceinline__ void say_last() {
       acquire();
@@ -71,6 +89,10 @@ struct BackwardProducer {
     }
 
    private:
+    __device__ __forceinline__ void advance() {
+      ring_.advance();
+      grad_o_ring_.advance();
+    }
     __device__ __forceinline__ void load_mask(int head, int block, uint32_t barrier) const {
       const int64_t of_head = tile_.n * a_.mask_stride_batch + head * a_.mask_stride_head;
       const int row = min(tile_.key0 / Kernel::kTileN, a_.mask_tiles - 1) * Kernel::kOwnerWarps;
@@ -105,6 +127,13 @@ struct BackwardProducer {
     int asked_ = 0;
   };
 
+  // By one thread, which has just found the tile, before anybody else knows of it.
+  static __device__ __forceinline__ void start(const BackwardParams& a, const KeyTile& tile,
+                                               const Shared shared) {
+    if (tile.begin >= tile.end) return;
+    Loader(a, tile, shared).load_first(Kernel::walk_of(tile).x);
+  }
+
   // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
   // the kernel's before, which is waited for also without work: the next kernel waits for this one
   // alone.
@@ -116,7 +145,7 @@ struct BackwardProducer {
     const int group = a.problem.group;
     const int2 walk = Kernel::walk_of(tile);
     const bool leader = threadIdx.x == 0;
-    if (leader && tile.begin < tile.end) loader.load_keys();
+    if (!Kernel::kStartsEarly && leader && tile.begin < tile.end) loader.load_keys();
     wait_for_predecessors();
     if constexpr (kLeavesOut) {
       using Blocks = typename Kernel::Blocks;

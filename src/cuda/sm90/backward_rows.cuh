@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/backward_kernel.cuh"
 #include "cuda/sm90/backward_pair.cuh"
 
 namespace tessera::cuda::sm90 {

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fused backward kernel: who finds the tile, and the roles of its warpgroups (backward.cuh).
+#pragma once
+
+#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/backward_producer.cuh"
+
+namespace tessera::cuda::sm90 {
+
+template <typename Element, typename Row>
+__global__ void __launch_bounds__(BackwardTile::kThreads, 1)
+    backward(const __grid_constant__ BackwardParams a) {
+  using Kernel = Backward<Element, Row>;
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
+  const int warpgroup = uniform_register(threadIdx.x / kWarpgroup);
+  constexpr int kFinder = Kernel::kStartsEarly ? 0 : kWarp;  // of the tile
+  if (threadIdx.x == (Kernel::kStartsEarly ? kWarp : 0)) {
+    for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
+  }
+  if (threadIdx.x == 0) shared.init();
+  KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
+  int index = blockIdx.x;  // known to one thread
+  if (threadIdx.x == kFinder) {
+    if constexpr (kInTurn<Row>) {
+      wait_for_predecessors();
+      index = atomicAdd(&a.order->ticket, 1);
+    }
+    tile = Kernel::Schedule::decode(a, index);
+    if constexpr (Kernel::kStartsEarly) BackwardProducer<Kernel>::start(a, tile, shared);
+  }
+  __syncthreads();
+  launch_dependents();
+  if (warpgroup == 0) {
+    registers_release<Kernel::kProducerRegisters>();
+#pragma unroll 1
+    for (int sequence = 0;;) {
+      if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
+        auto* spans = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->spans;
+        BackwardProducer<Kernel>::run(a, tile, shared, spans);
+      }
+      if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
+      if constexpr (!kSumsBias<Row>) break;
+      if (sequence == 0 && threadIdx.x >= kWarp) Kernel::clear_bias(a, tile, threadIdx.x - kWarp);
+      if (++sequence == a.sequences) break;
+      __syncwarp();
+      __syncthreads();
+      if (threadIdx.x == 0) shared.init_again();
+      if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index, sequence);
+      __syncwarp();
+      __syncthreads();
+    }
+  } else {
+    registers_claim<Kernel::kOwnerRegisters>();
+#pragma unroll 1
+    for (int sequence = 0;;) {
+      Kernel::owner(a, tile, shared, warpgroup - 1);
+      if (!kSumsBias<Row> || ++sequence == a.sequences) break;
+      __syncthreads();
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace tessera::cuda::sm90
