@@ -68,6 +68,18 @@ class Features : Feature {
   // True when shape() has something to do.
   static constexpr bool kShapes = (kSet & ~(kMasks | kDropout)) != 0 && kSet != kSoftcap;
 
+  // Whether it has for this problem. Kernels of everything ask this and lists() once a block, not
+  // once a feature.
+  static __device__ __forceinline__ bool shapes(const Params& p) {
+    return kShapes && (has_softcap(p) || has_alibi(p) || has_bias(p));
+  }
+
+  // Whether data masks may cut blocks of this problem, or leave them out.
+  static __device__ __forceinline__ bool lists(const ForwardParams& a) {
+    return kSet == kMasks || (kSet & kMasks && (a.mask_states || a.problem.num_ranges ||
+                                                a.problem.tensor[TESSERA_SEGMENT_IDS_Q].data));
+  }
+
   // What scores are multiplied by before exp2, where that is all that is left to do.
   static __device__ __forceinline__ float exponent_scale(const Params& p) {
     if (kSet == kSoftcap) return 1;  // see LateSoftcap
@@ -96,7 +108,7 @@ class Features : Feature {
     };
     if constexpr (!(kSet & kSoftcap)) {
       if (biased) add_bias();
-    } else {
+    } else if (biased || capped) {
       // Each of the two stands here once, in either order: with copies ptxas loses its way.
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) {

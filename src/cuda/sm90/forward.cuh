@@ -201,7 +201,7 @@ struct Forward : Feature {
     uint32_t P[kTileN / 4], Q[kTile.q_in_registers ? kTile.dqk / 4 : 1];
     float m[2] = {}, l[2] = {}, cm[2];  // of the thread's two rows; cm = c m
     [[maybe_unused]] float most[2];  // what a block's weights may add up to, if less than kMostSum
-
+    const bool shapes = BlockFeatures::shapes(a.problem), lists = BlockFeatures::lists(a);
     const bool needs_maximum = a.problem.tensor[TESSERA_MAX_LOGIT].data;
     std::conditional_t<kDrawsEarly, EarlyDropout<kTileN>, Absent> dropout(a.problem);
     std::conditional_t<kCapsLate, LateSoftcap, Absent> softcap(a.problem);
@@ -391,7 +391,7 @@ struct Forward : Feature {
           if (masked) visible = VisibleBits(keys, j, lane);
         }
         if constexpr (BlockFeatures::kShapes) {
-          features.shape(j, thread, bias, masked, visible, S);
+          if (shapes) features.shape(j, thread, bias, masked, visible, S);
         }
         if (masked) visible.set_others(-kInfinity, S);
       };
@@ -533,10 +533,10 @@ struct Forward : Feature {
           }
         }
       } else {
-        const auto before = [&](int j) { return uniform(block_before(work, j)); };
+        const auto before = [&](int j) { return lists ? uniform(block_before(work, j)) : j - 1; };
 #pragma unroll 1
         for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
-          step(j, {.cut = is_cut(j), .partial = uniform(is_partial(work, j)) != 0});
+          step(j, {.cut = is_cut(j), .partial = lists && uniform(is_partial(work, j)) != 0});
         }
       }
 
