@@ -168,34 +168,38 @@ __device__ inline bool same_type(const View& view) {
 template <typename T, int kRows, int kColumns, int kThreads, bool kFp8 = false, typename RowsOf>
 __device__ __forceinline__ void load_tile(T* tile, const RowsOf& rows, int columns,
                                           const View& view, int thread = threadIdx.x) {
-  constexpr int kElements = 16 / sizeof(T), kChunks = kColumns / kElements;
+  constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kColumns / kElements;
   const int bytes = element_bytes(view.dtype);
   const int wide = same_type<T>(view) ? view.vector_bytes : 0;
   const char* anywhere = static_cast<const char*>(view.data);
+  // Lanes side by side have a row, which is found once.
+  constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
 #pragma unroll 1
-  for (int index = thread; index < kRows * kChunks; index += kThreads) {
-    const int r = index / kChunks, c = index % kChunks * kElements;
+  for (int r = thread / kLanes; r < kRows; r += kThreads / kLanes) {
     const char* row = rows(r);
-    T* to = tile + r * kSmemStride<T, kColumns> + c;
-    const int count = row ? min(max(columns - c, 0), kElements) : 0;
-    const char* from = count ? row + c * bytes : anywhere;
-    if (wide == 16) {
-      copy_async<16>(to, from, count * bytes);
-    } else if (wide >= 4) {
+#pragma unroll 1
+    for (int c = thread % kLanes * kElements; c < kColumns; c += kLanes * kElements) {
+      T* to = tile + r * kSmemStride<T, kColumns> + c;
+      const int count = row ? min(max(columns - c, 0), kElements) : 0;
+      const char* from = count ? row + c * bytes : anywhere;
+      if (wide == 16) {
+        copy_async<16>(to, from, count * bytes);
+      } else if (wide >= 4) {
 #pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const int left = min(max(count * bytes - 4 * word, 0), 4);
-        copy_async<4>(reinterpret_cast<char*>(to) + 4 * word, left ? from + 4 * word : anywhere,
-                      left);
-      }
-    } else {
-      if constexpr (kFp8) {
-        if (bytes == 1 && view.vector_bytes >= 8 && count == kElements) {
-          convert_fp8(to, from, view.dtype);
-          continue;
+        for (int word = 0; word < 4; ++word) {
+          const int left = min(max(count * bytes - 4 * word, 0), 4);
+          copy_async<4>(reinterpret_cast<char*>(to) + 4 * word, left ? from + 4 * word : anywhere,
+                        left);
         }
+      } else {
+        if constexpr (kFp8) {
+          if (bytes == 1 && view.vector_bytes >= 8 && count == kElements) {
+            convert_fp8(to, from, view.dtype);
+            continue;
+          }
+        }
+        copy_elements<T, kFp8>(to, from, count, view.dtype);
       }
-      copy_elements<T, kFp8>(to, from, count, view.dtype);
     }
   }
 }
