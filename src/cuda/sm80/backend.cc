@@ -143,7 +143,8 @@ const Kernel* find_kernel(Pass pass, unsigned features, int dtype, int64_t head_
   for (const Kernel& kernel : kernels()) {
     if (kernel.pass == pass && kernel.dtype == dtype && kernel.plain == plain &&
         serves(kernel, features) && kernel.bucket >= head_dim &&
-        kernel.shared_bytes <= shared_bytes) {
+        kernel.shared_bytes <= shared_bytes &&
+        (!kernel.large || shared_bytes >= kLargeSharedBytes)) {
       return &kernel;
     }
   }

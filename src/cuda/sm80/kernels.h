@@ -21,7 +21,11 @@ struct Kernel {
   const void* finish = nullptr;   // of backward_fused: what turns the sums of dQ into dq
   const void* in_turn = nullptr;  // of backward_fused: adds in a fixed order, or makes no dQ
   bool plain = false;             // fp32 by multiply-adds
+  bool large = false;             // has no code for GPUs with less than kLargeSharedBytes
 };
+
+// Of shared memory, a CTA: sm80 has 163 KB, sm90 and sm100 227.
+inline constexpr int kLargeSharedBytes = 200 * 1024;
 
 // In the table's order, buckets ascending.
 std::span<const Kernel> kernels();
