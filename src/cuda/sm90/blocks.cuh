@@ -94,6 +94,15 @@ __device__ __forceinline__ KeyInterval keys_seen(const SpannedWork& work, int ro
   return work.spanned ? work.spans[row - work.m0] : keys_of_row(work.band(), row);
 }
 
+// The same of row r of the tile, by two words that the scheduler has prepared, where the band alone
+// decides. A row that does not exist may see anything.
+template <bool kBandAlone, typename AnyWork>
+__device__ __forceinline__ KeyInterval keys_of_tile_row(const AnyWork& work, int r) {
+  if constexpr (!kBandAlone) return keys_seen(work, work.m0 + r);
+  const int4 sees = *reinterpret_cast<const int4*>(&work.sees_lo);
+  return {max(sees.x + r, 0), max(min(sees.y + r, sees.z), 0)};
+}
+
 // The block that comes after b, from right to left; left of begin: none.
 __device__ __forceinline__ int block_before(const Work&, int b) { return b - 1; }
 __device__ __forceinline__ int block_before(const ListedWork& work, int b) {

@@ -333,11 +333,9 @@ struct Forward : Feature {
     Blocks blocks;
     const auto next_tile = [&] {  // false past the last
       work_barriers.wait(work_ring);
-      const Work& work = works[work_ring.stage];
-      if (uniform(work.last)) return false;
-      blocks = {uniform(work.begin), uniform(work.end), uniform(max(work.clean_begin, work.begin)),
-                uniform(max(work.clean_end, work.begin))};
-      return true;
+      const int4 range = *reinterpret_cast<const int4*>(&works[work_ring.stage].begin);
+      blocks = {uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w)};
+      return blocks.begin < blocks.end;
     };
     // What the thread's rows see of the tile: under products, like everything that can be.
     KeyInterval keys[2];
@@ -346,9 +344,9 @@ struct Forward : Feature {
     MaskData<kTileN> mask_data;
     const auto start_tile = [&] {
       const Work& work = works[work_ring.stage];
-      const int row = work.m0 + w * kRows + thread_row;
-      keys[0] = keys_seen(work, row);
-      keys[1] = keys_seen(work, row + 8);
+      const int row_of_tile = w * kRows + thread_row, row = work.m0 + row_of_tile;
+      keys[0] = keys_of_tile_row<kFeatures == 0>(work, row_of_tile);
+      keys[1] = keys_of_tile_row<kFeatures == 0>(work, row_of_tile + 8);
       if constexpr (kMasksEarly) is_spanned = uniform(work.spanned);
       if (kFeatures == 0 || is_spanned) {
         first_visible = VisibleBits(keys, blocks.end - 1, lane);
@@ -372,7 +370,6 @@ struct Forward : Feature {
     wgmma_wait<0>();
     pin(S);
     if (leader) k_barriers.release(k_ring);
-
     for (bool more = true; more;) {  // a tile; S of its first block is in registers
       if (!kLooksAhead) start_tile();
       m[0] = m[1] = -kInfinity;
@@ -539,9 +536,7 @@ struct Forward : Feature {
           step(j, {.cut = is_cut(j), .partial = lists && uniform(is_partial(work, j)) != 0});
         }
       }
-
       m[0] -= features.row_offset(0), m[1] -= features.row_offset(1);
-
       if (!kTile.q_in_registers) q_ring.advance();
       const auto done = work_ring;
       work_ring.advance();
@@ -550,6 +545,7 @@ struct Forward : Feature {
       const Output<Element> output{a.problem, works[done.stage]};
       typename Output<Element>::Rows rows;
       if (more) {
+        if (kFeatures == 0 && kLooksAhead) start_tile();
         load_q();
         k_barriers.wait(here);
         // The only stage of queries always has the same descriptors. The compiler shall not see it:
@@ -561,7 +557,11 @@ struct Forward : Feature {
         issue_pv(v_ring().stage, accumulate, 0);
         give_turn();
         rows = output.finish(w * kRows + thread_row, lane, c, m, l);
-        if (kLooksAhead) start_tile();
+        if (kFeatures && kLooksAhead) start_tile();
+        // Holds the wait behind the factors, which are never negative (see step).
+        const bool done_with = __float_as_int(rows.factor[0] + rows.factor[1]) != kMinusOne;
+        __syncwarp();
+        if (kFeatures == 0 && lane == 0 && done_with) work_barriers.release(done);
         wgmma_wait<0>();
         pin(S);
         if (leader) k_barriers.release(here);
@@ -584,7 +584,7 @@ struct Forward : Feature {
         if (lane == 0) mbarrier_arrive(q_barriers.empty(stage));
       }
       __syncwarp();
-      if (lane == 0) work_barriers.release(done);
+      if (kFeatures && lane == 0) work_barriers.release(done);
       if constexpr (!kTile.o_by_tma) output.store(rows, lane, O);
     }
   }

@@ -48,6 +48,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     const int index = uniform(lane == 0 ? dispenser.next(tiles) : 0);
     const bool last = index >= tiles;
     work.last = last;
+    if (last) work.begin = work.end = 0;
     if (!last) {
       Kernel::Schedule::decode(a, order, index, work);
       Output<Element>::prepare(a.problem, work);
@@ -66,6 +67,8 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
         __syncwarp();
         continue;
       }
+      work.clean_begin = max(work.clean_begin, work.begin);
+      work.clean_end = max(work.clean_end, work.begin);
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));

@@ -10,10 +10,13 @@ namespace tessera::cuda::sm90 {
 
 // How many elements of a row stand before `column`, counted from the thread's first one.
 __device__ __forceinline__ int elements_before(int column) {
-  return column <= 0 ? 0 : column / 8 * 2 + min(column % 8, 2);
+  const unsigned columns = max(column, 0);
+  return (columns / 4 & ~1u) + min(columns % 8, 2u);
 }
 __device__ __forceinline__ uint32_t low_bits(int n) {
-  return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
+  uint32_t bits;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(max(n, 0)));
+  return bits;
 }
 // Bit e - 32 word: element e stands in columns [lo, hi).
 __device__ __forceinline__ uint32_t element_bits(int lo, int hi, int word = 0) {

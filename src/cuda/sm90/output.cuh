@@ -2,6 +2,8 @@
 // Rows of o, lse and max_logit: how a finished row reaches memory.
 #pragma once
 
+#include <cfloat>
+
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/schedule.cuh"
@@ -42,25 +44,21 @@ struct Output {
     return static_cast<Element*>(o.data) + (work.o + row_of_tile * o.stride[1]);
   }
 
-  __device__ __forceinline__ void store_lse(int row_of_tile, float value) const {
+  __device__ __forceinline__ float* row_of_lse(int row_of_tile) const {
     const View& lse = p.tensor[TESSERA_LSE];
-    if (!lse.data) return;
-    static_cast<float*>(lse.data)[work.lse + row_of_tile * lse.stride[2]] = value;
+    return static_cast<float*>(lse.data) + (work.lse + row_of_tile * lse.stride[2]);
   }
 
   // From m (log2 units) and l of a row, and the head's sink: what o is multiplied by, and the lse
-  // in place of l. A row that sees nothing, not even a sink, has o = 0 and lse = -inf.
-  __device__ __forceinline__ float finish_row(bool exists, float m, float& l) const {
-    float factor = 1;
-    const float sink = work.sink;
-    if (exists && sink != -kInfinity) {
-      const float largest = fmaxf(m, sink);
-      factor = exp2_approx(m - largest);
-      l = l * factor + exp2_approx(sink - largest);
-      m = largest;
-    }
-    const float inverse = l == 0.f ? 0.f : factor * reciprocal_approx(l);
-    l = l == 0.f ? -kInfinity : (m + log2_approx(l)) * kLn2;
+  // in place of l. A row that sees nothing, not even a sink, has o = 0 and lse = -inf; so has one
+  // that does not exist, whatever it has seen. Without branches: consumers have latency to hide.
+  __device__ __forceinline__ float finish_row(bool exists, float sink, float m, float& l) const {
+    const float largest = fmaxf(fmaxf(m, sink), -FLT_MAX);  // finite, for the differences
+    const float factor = exp2_approx(m - largest);          // 1 without a sink
+    l = l * factor + exp2_approx(sink - largest);
+    const bool sees = exists && l != 0.f;
+    const float inverse = sees ? factor * reciprocal_approx(l) : 0.f;
+    l = sees ? (largest + log2_approx(l)) * kLn2 : -kInfinity;
     return inverse * p.dropout_scale;
   }
 
@@ -75,9 +73,19 @@ struct Output {
   // quad. Stores lse.
   __device__ __forceinline__ Rows finish(int row_of_tile, int lane, float c, const float (&m)[2],
                                          const float (&l)[2]) const {
-    const int quad = lane % 4, row = work.m0 + row_of_tile;
+    const int quad = lane % 4;
     const bool odd = quad % 2;
-    const bool exists[2] = {work.exists(row), work.exists(row + 8)};
+    const int4 ranges = *reinterpret_cast<const int4*>(&work.exists_lo);
+    const float sink = work.sink;
+    bool exists[2], owned[2];
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of_tile + 8 * r;
+      exists[r] = ranges.x <= row && row < ranges.y;
+      owned[r] = ranges.z <= row && row < ranges.w;
+      sum[r] = l[r] + __shfl_xor_sync(kAllLanes, l[r], 1);
+    }
     if (p.tensor[TESSERA_MAX_LOGIT].data) {
       float largest = fmaxf(exists[0] ? m[0] : -kInfinity, exists[1] ? m[1] : -kInfinity);
       for (int bit = 1; bit < kWarp; bit *= 2) {
@@ -88,14 +96,15 @@ struct Output {
     Rows rows;
     // Even threads store 4 columns of even groups, odd threads of odd ones.
     rows.o = row_of_o(row_of_tile) + (odd ? 8 : 0) + (quad / 2) * 4;
+    const View& lse = p.tensor[TESSERA_LSE];
+    float* const lse_of_rows = row_of_lse(row_of_tile);
+    const bool stores_lse = lse.data && quad == 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = l[r] + __shfl_xor_sync(kAllLanes, l[r], 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      if (!exists[r]) sum = 0;  // it has seen keys that it should not have
-      rows.factor[r] = finish_row(exists[r], m[r] * c, sum);
-      rows.columns[r] = work.owns(row + 8 * r) ? p.dv - (odd ? 8 : 0) : 0;
-      if (quad == 0 && rows.columns[r] > 0) store_lse(row_of_tile + 8 * r, sum);
+      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
+      rows.factor[r] = finish_row(exists[r], sink, m[r] * c, sum[r]);
+      rows.columns[r] = owned[r] ? p.dv - (odd ? 8 : 0) : 0;
+      if (stores_lse && owned[r]) lse_of_rows[8 * r * lse.stride[2]] = sum[r];
     }
     return rows;
   }
@@ -157,10 +166,10 @@ struct Output {
     constexpr int kColumns = 16 / sizeof(Element);  // of one store
     for (int i = 0; i < rows; ++i) {
       if (!work.owns(work.m0 + i)) continue;
-      if (lane == 0) {
+      if (lane == 0 && p.tensor[TESSERA_LSE].data) {
         float lse = 0;
-        finish_row(work.exists(work.m0 + i), -kInfinity, lse);
-        store_lse(i, lse);
+        finish_row(work.exists(work.m0 + i), work.sink, -kInfinity, lse);
+        *row_of_lse(i) = lse;
       }
       Element* o = row_of_o(i);
       for (int column = kColumns * lane; column < p.dv; column += kColumns * kWarp) {

@@ -6,6 +6,8 @@
 // time, and tiles without work cost the tensor cores nothing.
 #pragma once
 
+#include <climits>
+
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/ptx.cuh"
@@ -18,12 +20,22 @@ struct Work {
   int m0;  // first row of the tile; the sequence's rows are below
   Rows q, k;
   int shift, left, right;  // the band, see core/mask.h
-  // Blocks of keys [begin, end) that some row of the tile sees. Every row that exists sees the
-  // whole of blocks [clean_begin, clean_end).
-  int begin, end, clean_begin, clean_end;
-  int64_t o, lse;  // elements before row m0
-  float sink;      // in units of log2; -inf: none
-  float slope;     // of ALiBi, see Features::slope_of()
+  int64_t o, lse;          // elements before row m0
+  float slope;             // of ALiBi, see Features::slope_of()
+  // What consumers read between two tiles, where all wait for it: four words at a time.
+  //
+  // Blocks of keys [begin, end) that some row of the tile sees; none where there is no tile. Every
+  // row that exists sees the whole of blocks [clean_begin, clean_end).
+  alignas(16) int begin;
+  int end, clean_begin, clean_end;
+  // Rows of the tile, counted from m0: those that exist, and those that are stored.
+  alignas(16) int exists_lo;
+  int exists_hi, owned_lo, owned_hi;
+  // Row r of the tile, if it exists, sees those of keys [sees_lo + r, sees_hi + r) that are in
+  // [0, keys).
+  alignas(16) int sees_lo;
+  int sees_hi, keys;
+  float sink;  // in units of log2; -inf: none
 
   __device__ __forceinline__ Band band() const { return {q.length, k.length, shift, left, right}; }
   __device__ __forceinline__ bool exists(int row) const { return 0 <= row && row < q.length; }
@@ -134,6 +146,7 @@ struct Schedule {
     work.shift = static_cast<int>(sequence.band.shift);
     work.left = static_cast<int>(sequence.band.left);
     work.right = static_cast<int>(sequence.band.right);
+    set_rows(work);
     set_blocks(work);
   }
 
@@ -151,6 +164,18 @@ struct Schedule {
     const int heads = min(per_section, p.hq - section * per_section), round = r / heads;
     work.head = section * per_section + r - round * heads;
     work.m0 = (tiles - PackedOrder::tiles_before<kTileM>(p, n) - 1 - round) * kTileM;
+  }
+
+  static __device__ __forceinline__ void set_rows(Work& work) {
+    constexpr int kFar = INT_MAX - kTileM;  // beyond every key, from any row of the tile
+    const int under = work.m0 + work.shift;
+    work.exists_lo = -work.m0;
+    work.exists_hi = work.q.length - work.m0;
+    work.owned_lo = work.q.owned_lo - work.m0;
+    work.owned_hi = work.q.owned_hi - work.m0;
+    work.sees_lo = work.left < 0 ? -kFar : under - work.left;
+    work.sees_hi = work.right < 0 ? kFar : under + work.right + 1;
+    work.keys = work.k.length;
   }
 
   static __device__ __forceinline__ void set_blocks(Work& work) {
