@@ -37,7 +37,9 @@ class WidePlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!has_aligned_bases(buffers)) return fallback_->run(problem, buffers, device);
+    if (!has_aligned_bases(buffers) || is_steep(softmax_scale_of(problem, buffers))) {
+      return fallback_->run(problem, buffers, device);
+    }
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
