@@ -101,6 +101,7 @@ def empty():
     for dtype in DTYPES:
         yield from both(dtype=dtype, b=0, s=8, h=2, d=16)
         yield from both(dtype=dtype, b=2, sq=0, sk=9, h=2, d=16)
+        yield from both(dtype=dtype, b=2, sq=0, sk=9, h=2, d=64, softcap=3)
         yield from both(dtype=dtype, b=2, sq=9, sk=0, hq=4, hk=2, d=16)
         yield from both(dtype=dtype, b=2, s=0, h=2, d=16)
         yield from both(dtype=dtype, b=3, s=16, h=2, d=16, lens="0,16,0", poison=True)

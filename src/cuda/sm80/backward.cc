@@ -87,7 +87,8 @@ class BackwardPlan final : public Plan {
     void* rest = workspace + arrays_bytes(problem);  // maps, of one kernel and then of the next
     const unsigned features =
         features_of(problem, p) | (has_aligned_queries(p) ? 0u : unsigned{kOther});
-    if (const Kernel* kernel = fused_kernel(problem, features)) {
+    const Kernel* kernel = fused_kernel(problem, features);
+    if (kernel && (kernel->in_turn || adds_to_dq(p, *kernel))) {
       TESSERA_RETURN_IF_ERROR(run_fused(*kernel, problem, args, static_cast<char*>(rest), stream));
       TESSERA_RETURN_IF_ERROR(run_dbias(*apart_.dbias, problem, args, stream));
       return launch_row_sums(args, stream);
@@ -117,6 +118,11 @@ class BackwardPlan final : public Plan {
         given(problem, TESSERA_DQ) || given(problem, TESSERA_DK) || given(problem, TESSERA_DV);
     const bool any_order = given(problem, TESSERA_DQ) && !has(problem, TESSERA_DETERMINISTIC);
     return asked && (any_order || kernel->in_turn) ? kernel : nullptr;
+  }
+  // Without queries there is nothing to add to.
+  static bool adds_to_dq(const Params& p, const Kernel& kernel) {
+    return p.tensor[TESSERA_DQ].data &&
+           num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.step) > 0;
   }
   static int dq_slots(const Problem& problem, const Kernel& kernel) {
     const Sizes s = sizes_of(problem);
@@ -166,7 +172,7 @@ class BackwardPlan final : public Plan {
     args.section = section_in_any_order(p, p.hk, kernel.bucket);
     Cleared cleared{};
     const void* function = kernel.in_turn;  // which makes no dQ where there are no sums
-    if (p.tensor[TESSERA_DQ].data && slots_q > 0) {
+    if (adds_to_dq(p, kernel)) {
       args.dq_sums = reinterpret_cast<float*>(workspace);
       cleared = {workspace, dq_sums_bytes(problem, kernel) / 16};
       if (has(problem, TESSERA_DETERMINISTIC)) {  // the first to add stores
