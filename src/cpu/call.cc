@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/call.h"
 
+#include <limits>
+
 #include "core/problem.h"
 #include "core/sequence.h"
 #include "cpu/kernels.h"
@@ -33,9 +35,11 @@ void fill_score(const Problem& problem, const Buffers& buffers, Call& call) {
   call.bias_pre_scale = has(problem, TESSERA_BIAS_PRE_SCALE);
   call.slopes = strided_of(problem, buffers, TESSERA_ALIBI_SLOPES);
   // Under a large scale the maximum must be rounded as the scores are: scale s - m in one rounding
-  // would leave what m lost, and exp2 overflow.
+  // would leave what m lost, and exp2 overflow. A subnormal scale is 0 to the kernels, which -inf
+  // must not meet.
   const bool plain = call.softcap == 0 && !call.bias.data && !call.slopes.data;
-  call.raw = plain && call.scale_log2 > 0 && call.scale_log2 <= 64;
+  constexpr float kLeast = std::numeric_limits<float>::min();
+  call.raw = plain && call.softmax_scale >= kLeast && call.scale_log2 <= 64;
 }
 
 void fill_visibility(const Problem& problem, const Buffers& buffers, Call& call) {
