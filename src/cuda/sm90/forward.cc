@@ -57,16 +57,12 @@ class ForwardPlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!has_aligned_bases(buffers) || is_steep(softmax_scale_of(problem, buffers))) {
-      return fallback_->run(problem, buffers, device);
-    }
+    if (!takes_call(problem, buffers)) return fallback_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    ForwardParams a{};
-    a.problem = params_of(problem, buffers);
-    a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+    ForwardParams a = forward_params(problem, buffers);
     const Kernel& tall = kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
     const Kernel& kernel = is_short(a.problem, tall) ? low(tall) : tall;
     const int tile_n = kernel.tile.tile_n;
@@ -91,10 +87,7 @@ class ForwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(find_segments(
           problem, kernel.tile, kernel.features == Feature::kMasks, workspace, a, stream));
     }
-    if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
-      TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
-                                          a.problem.hq, -__builtin_huge_valf(), stream));
-    }
+    TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
     return launch(kernel, a, stream);
   }
 
@@ -172,12 +165,26 @@ const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv,
   return best;
 }
 
-bool has_aligned_bases(const Buffers& buffers) {
+bool takes_call(const Problem& problem, const Buffers& buffers) {
   uintptr_t bits = 0;
   for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
     bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
   }
-  return bits % 16 == 0;
+  return bits % 16 == 0 && !is_steep(softmax_scale_of(problem, buffers));
+}
+
+ForwardParams forward_params(const Problem& problem, const Buffers& buffers) {
+  ForwardParams a{};
+  a.problem = params_of(problem, buffers);
+  a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+  return a;
+}
+
+Status clear_max_logit(const ForwardParams& a, cudaStream_t stream) {
+  const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT];
+  if (!max_logit.data) return {};
+  return launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0], a.problem.hq,
+                     -__builtin_huge_valf(), stream);
 }
 
 void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a) {

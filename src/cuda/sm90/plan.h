@@ -16,15 +16,21 @@ namespace tessera::cuda::sm90 {
 const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv,
                           int most_consumers = 3);
 
-// Whether TMA takes q, k, v and o. Strides are rules of support; addresses are only known in run().
-bool has_aligned_bases(const Buffers& buffers);
+// Whether the forward kernels take this call: TMA its q, k, v and o, and their exponents its scale.
+// Strides are rules of support; addresses are only known in run().
+bool takes_call(const Problem& problem, const Buffers& buffers);
+
+// All that does not depend on the kernel.
+ForwardParams forward_params(const Problem& problem, const Buffers& buffers);
+
+// Queues the start of max_logit, where it is asked for.
+Status clear_max_logit(const ForwardParams& a, cudaStream_t stream);
 
 // The order in which tiles of tile_m rows are handed out to so many CTAs or clusters, by a counter
 // at the beginning of the workspace.
 void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a);
 
-// fallback: runs the same problems where a base address is not what TMA wants or the scale is
-// steep.
+// fallback: runs the calls that takes_call() refuses.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback);
 

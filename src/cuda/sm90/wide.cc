@@ -4,7 +4,6 @@
 
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/merge.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensormap.h"
 
@@ -37,27 +36,20 @@ class WidePlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!has_aligned_bases(buffers) || is_steep(softmax_scale_of(problem, buffers))) {
-      return fallback_->run(problem, buffers, device);
-    }
+    if (!takes_call(problem, buffers)) return fallback_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     const Sizes s = sizes_of(problem);
     const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
-    ForwardParams a{};
-    a.problem = params_of(problem, buffers);
-    a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+    ForwardParams a = forward_params(problem, buffers);
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
     TESSERA_RETURN_IF_ERROR(
         map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
     order_tiles(kernel.tile.tile_m(), clusters_, buffers, a);
-    if (const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
-      TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
-                                          a.problem.hq, -__builtin_huge_valf(), stream));
-    }
+    TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
     return launch(kernel, a, stream);
   }
 
