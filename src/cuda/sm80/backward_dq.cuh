@@ -56,12 +56,12 @@ struct DqStorage {
   T v[kTileN * kSmemStride<T, kD>];
 };
 
-template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileN, bool kRich>
+template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileN>
 __global__ void __launch_bounds__(32 * kWarps)
     backward_dq_kernel(const __grid_constant__ DqArgs args) {
   using Storage = DqStorage<T, kD, kRowTiles, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
-  constexpr bool kSkip = kRich && kSkipsBlocks<kD>;
+  constexpr bool kSkip = kSkipsBlocks<kD>;
   const bool makes_delta = __is_same(T, PlainFloat) && args.pieces == 0;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
@@ -81,12 +81,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
   const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
   const auto load_k = [&](int key0, int buffer) {
-    load_keys<T, kTileN, kD, kThreads, kRich>(smem.k[buffer], k_rows, key0, p.dqk,
-                                              p.tensor[TESSERA_K]);
+    load_keys<T, kTileN, kD, kThreads, true>(smem.k[buffer], k_rows, key0, p.dqk,
+                                             p.tensor[TESSERA_K]);
     commit_copies();
   };
   const auto load_v = [&](int key0) {
-    load_keys<T, kTileN, kD, kThreads, kRich>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
+    load_keys<T, kTileN, kD, kThreads, true>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);
     commit_copies();
   };
 
@@ -114,14 +114,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int steps = max(key_end - key_begin + kTileN - 1, 0) / kTileN;
   const auto key_of = [&](int step) { return key_begin + (steps - 1 - step) * kTileN; };
   __shared__ KeyBlocks blocks;
-  if constexpr (kRich) {
-    if (threadIdx.x < 32) {
-      blocks = KeyBlocks::of(args.blocks, p, sequence, head, 1, tile.begin, kTileM);
-    }
-    __syncthreads();
+  if (threadIdx.x < 32) {
+    blocks = KeyBlocks::of(args.blocks, p, sequence, head, 1, tile.begin, kTileM);
   }
+  __syncthreads();
   const auto view_of = [&](int step) { return blocks(key_of(step) / kTileN); };
-  BlockWalk<kRich> walk(steps);
+  BlockWalk<true> walk(steps);
   int next = walk.next(view_of), buffer = 0;
   if (next < steps) {
     load_tile<T, kTileM, kD, kThreads>(
@@ -165,7 +163,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       // dS = P (dP - delta)
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      score_gradient<T, kTileN, Major::kQueries, kRich>(
+      score_gradient<T, kTileN, Major::kQueries, true>(
           s[r], dp[r], p, sequence, tile_rows, warp_row + 16 * r, key0,
           key0 >= clean.lo && key0 + kTileN <= clean.hi, shown,
           [&](int half) { return rows[r][half]; }, slope[r],
@@ -217,6 +215,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_dq(int dtype) {
+  static_assert(kFeatures == kEveryFeature);
   constexpr int kOut = output_columns(kBucket);
   return {Pass::backward_dq,
           kFeatures,
@@ -224,8 +223,8 @@ Kernel make_backward_dq(int dtype) {
           kBucket,
           {kRowTiles, kWarps, kStep},
           sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
-          reinterpret_cast<const void*>(&backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps,
-                                                            kStep, kFeatures == kEveryFeature>),
+          reinterpret_cast<const void*>(
+              &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep>),
           nullptr,
           nullptr,
           __is_same(T, PlainFloat)};
