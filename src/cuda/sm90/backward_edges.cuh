@@ -91,17 +91,7 @@ template <typename Element, typename Tile, int kCount>
 __device__ __forceinline__ void send_gradient(const CUtensorMap* map, const KeyTile& tile, int key,
                                               float factor, uint32_t at, const float (&d)[kCount]) {
   const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int g = 0; g < kCount / 4; g += 2) {
-    uint32_t rounded[4];  // rows 0-7 and 8-15 of group g, then of the next
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = d + 4 * g + 2 * i;
-      rounded[i] = pack<Element>(pair[0] * factor, pair[1] * factor);
-    }
-    stmatrix_x4(Tile::unit(at, lane % 16, g + lane / 16), rounded);
-  }
-  async_proxy_fence();
+  stage_rows<Element, Tile>(at, 0, lane, {factor, factor}, d);
   __syncwarp();
   if (lane != 0) return;
 #pragma unroll

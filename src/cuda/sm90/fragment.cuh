@@ -3,6 +3,7 @@
 // stand at columns 8 (e / 2) + e % 2 from its first one; the four threads of a quad share the rows.
 #pragma once
 
+#include "cuda/common/element.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/sm90/ptx.cuh"
 
@@ -99,6 +100,24 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int thread) {
       (upper ? x[i] : x[i | bit]) = got;
     }
   }
+}
+
+// The 16 rows of a warp's fragment, times `factor` of its two rows and rounded, into a Tile in
+// shared memory, whose rows begin with `row` there. The writes are visible to TMA.
+template <typename Element, typename Tile, int kElements>
+__device__ __forceinline__ void stage_rows(uint32_t tile, int row, int lane,
+                                           const float (&factor)[2], const float (&d)[kElements]) {
+#pragma unroll
+  for (int g = 0; g < kElements / 4; g += 2) {
+    uint32_t rounded[4];  // rows 0-7 and 8-15 of group g, then of the next
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = d + 4 * g + 2 * i;
+      rounded[i] = pack<Element>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
+    }
+    stmatrix_x4(Tile::unit(tile, row + lane % 16, g + lane / 16), rounded);
+  }
+  async_proxy_fence();
 }
 
 }  // namespace tessera::cuda::sm90

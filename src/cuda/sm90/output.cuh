@@ -5,6 +5,7 @@
 #include <cfloat>
 
 #include "cuda/common/element.cuh"
+#include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/schedule.cuh"
 
@@ -146,18 +147,7 @@ struct Output {
   static __device__ __forceinline__ void stage(uint32_t tile, const float (&factor)[2], int thread,
                                                float (&O)[kElements]) {
     clear_hidden(factor, O);
-    const int lane = thread % kWarp, row = thread / kWarp * 16 + lane % 16;
-#pragma unroll
-    for (int g = 0; g < kElements / 4; g += 2) {
-      uint32_t rounded[4];  // rows 0-7 and 8-15 of group g, then of the next
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = O + 4 * g + 2 * i;
-        rounded[i] = pack<Element>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
-      }
-      stmatrix_x4(Tile::unit(tile, row, g + lane / 16), rounded);
-    }
-    async_proxy_fence();
+    stage_rows<Element, Tile>(tile, thread / kWarp * 16, thread % kWarp, factor, O);
   }
 
   // The rows of a tile that sees no key, by one warp: zeros and the sink's lse; also the rows that
