@@ -262,7 +262,7 @@ class BackwardPlan final : public Plan {
     args.tiles_a_page = divided_up(p.page_size, rows);
     args.section = section_in_any_order(p, p.hk, kernel.bucket);
     int pieces = 1;
-    if (kernel.tile.sharing == 1 && !makes_both(kernel.bucket, kernel.tile.row_tiles)) {
+    if (kernel.tile.sharing == 1 && !makes_both(kernel.bucket)) {
       const int columns = output_columns(kernel.bucket);
       args.pieces_k = outputs & kDk ? divided_up(p.dqk, columns) : 0;
       pieces = args.pieces_k + (outputs & kDv ? divided_up(p.dv, columns) : 0);

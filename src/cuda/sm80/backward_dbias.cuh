@@ -77,15 +77,15 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
       }
       meet_and_split<T, kD, kWarps, kTileN, kTileN>(smem.k, smem.v);
 
-      float s[1][kTileN / 2] = {}, dp[1][kTileN / 2] = {}, slope[2] = {};
-      multiply_nt<T, 1, kTileN, kD, kSkipsBlocks<kD>, false, kSkipsBlocks<kD>>(s, smem.q, warp_row,
-                                                                               smem.k, p.dqk);
-      multiply_nt<T, 1, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
+      float s[kTileN / 2] = {}, dp[kTileN / 2] = {}, slope[2] = {};
+      multiply_nt<T, kTileN, kD, kSkipsBlocks<kD>, false, kSkipsBlocks<kD>>(s, smem.q, warp_row,
+                                                                            smem.k, p.dqk);
+      multiply_nt<T, kTileN, kD>(dp, smem.grad_o, warp_row, smem.v, p.dv);
       score_gradient<T, kTileN, Major::kQueries, true>(
-          s[0], dp[0], p, sequence, TileRows{query0, head, 1}, warp_row, key0, false, false,
+          s, dp, p, sequence, TileRows{query0, head, 1}, warp_row, key0, false, false,
           [&](int half) { return rows[half]; }, slope, NoEach{}, of_logit);
 #pragma unroll
-      for (int e = 0; e < kTileN / 2; ++e) sum[e] += dp[0][e];
+      for (int e = 0; e < kTileN / 2; ++e) sum[e] += dp[e];
     }
   }
 }

@@ -23,9 +23,9 @@
 
 namespace tessera::cuda::sm80 {
 
-template <typename T, int kD, int kRowTiles, int kWarps, int kTileM, bool kFused>
+template <typename T, int kD, int kWarps, int kTileM, bool kFused>
 struct DkdvStorage {
-  static constexpr int kTileN = 16 * kRowTiles * kWarps;
+  static constexpr int kTileN = 16 * kWarps;
   static constexpr int kBuffers = sizeof(T) == 4 && kD > 256 ? 1 : 2;  // 163 KB of an sm80
   T k[kTileN * kSmemStride<T, kD>];
   T v[kTileN * kSmemStride<T, kD>];
@@ -65,13 +65,13 @@ __device__ inline bool next_use(const Params& p, int pool, int page, int64_t& cu
   return false;
 }
 
-template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileM, bool kRich,
-          bool kFused, bool kInTurn = false>
+template <typename T, int kD, int kOut, int kWarps, int kTileM, bool kRich, bool kFused,
+          bool kInTurn = false>
 __global__ void __launch_bounds__(32 * kWarps)
     backward_dkdv_kernel(const __grid_constant__ DkdvArgs args) {
-  using Storage = DkdvStorage<T, kD, kRowTiles, kWarps, kTileM, kFused>;
+  using Storage = DkdvStorage<T, kD, kWarps, kTileM, kFused>;
   constexpr int kThreads = 32 * kWarps, kTileN = Storage::kTileN;
-  constexpr bool kBoth = kFused || makes_both(kD, kRowTiles), kSkip = kRich && kSkipsBlocks<kD>;
+  constexpr bool kBoth = kFused || makes_both(kD), kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.b.params;
@@ -96,17 +96,14 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (tile.begin >= rows_of<SideOfKeys>(p, tile.n).owned_hi) return;
   }
 
-  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  const int warp_row = threadIdx.x / 32 * 16;
   __shared__ QueryBlocks blocks;
-  float dk[kRowTiles][kOut / 2];  // or, unless kBoth, whichever this CTA makes
-  float dv[kRowTiles][kBoth ? kOut / 2 : 1];
+  float dk[kOut / 2];  // or, unless kBoth, whichever this CTA makes
+  float dv[kBoth ? kOut / 2 : 1];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
+  for (float& x : dk) x = 0;
 #pragma unroll
-    for (int e = 0; e < kOut / 2; ++e) dk[r][e] = 0;
-#pragma unroll
-    for (int e = 0; e < (kBoth ? kOut / 2 : 1); ++e) dv[r][e] = 0;
-  }
+  for (float& x : dv) x = 0;
 
   while (used) {
     const Sequence sequence = sequence_of(p, use.n);
@@ -174,16 +171,12 @@ __global__ void __launch_bounds__(32 * kWarps)
       if (Storage::kBuffers == 2 && more) load_q(next, buffer ^ 1);
 
       // S^T = K Q^T, dP^T = V dO^T
-      float s[kRowTiles][kTileM / 2], dp[kRowTiles][kTileM / 2];
+      float s[kTileM / 2], dp[kTileM / 2];
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-        for (int e = 0; e < kTileM / 2; ++e) s[r][e] = dp[r][e] = 0;
-      }
-      multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true, kSkip>(s, smem.k, warp_row, smem.q[buffer],
-                                                                p.dqk);
+      for (int e = 0; e < kTileM / 2; ++e) s[e] = dp[e] = 0;
+      multiply_nt<T, kTileM, kD, kSkip, true, kSkip>(s, smem.k, warp_row, smem.q[buffer], p.dqk);
       if (makes_dk) {
-        multiply_nt<T, kRowTiles, kTileM, kD, kSkip, true>(dp, smem.v, warp_row, smem.grad_o, p.dv);
+        multiply_nt<T, kTileM, kD, kSkip, true>(dp, smem.v, warp_row, smem.grad_o, p.dv);
       }
 
       // P, dS
@@ -192,23 +185,20 @@ __global__ void __launch_bounds__(32 * kWarps)
         const int i = lane_minor() + column / 2 * 8 + column % 2;
         return RowStatistics{smem.lse[buffer][i], smem.delta[buffer][i]};
       };
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        float slope[2] = {};
-        score_gradient<T, kTileM, Major::kKeys, kRich>(
-            s[r], dp[r], p, sequence, TileRows{query0, head, 1}, key0 + warp_row + 16 * r, 0,
-            key0 >= clean.lo && key0 + kTileN <= clean.hi, shown, row, slope);
-      }
+      float slope[2] = {};
+      score_gradient<T, kTileM, Major::kKeys, kRich>(
+          s, dp, p, sequence, TileRows{query0, head, 1}, key0 + warp_row, 0,
+          key0 >= clean.lo && key0 + kTileN <= clean.hi, shown, row, slope);
 
       if constexpr (kFused) {
-        store_fragment<T, kTileM, kTileM>(smem.ds + warp_row * kSmemStride<T, kTileM>, dp[0]);
+        store_fragment<T, kTileM, kTileM>(smem.ds + warp_row * kSmemStride<T, kTileM>, dp);
       }
 
       // dV += P^T dO
       if constexpr (kBoth) {
-        multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dv, s, smem.grad_o, 0, p.dv);
+        multiply_nn<T, kOut, kTileM, kD, kSkip>(dv, s, smem.grad_o, 0, p.dv);
       } else if (makes_dv) {
-        multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, s, smem.grad_o, first, p.dv);
+        multiply_nn<T, kOut, kTileM, kD, kSkip>(dk, s, smem.grad_o, first, p.dv);
       }
       __syncthreads();  // dO's buffer is free, and dS^T is there
       if (kInTurn && threadIdx.x == 0) smem.turns.pass_on();
@@ -216,7 +206,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
       // dK += dS^T Q
       if (makes_dk) {
-        multiply_nn<T, kRowTiles, kOut, kTileM, kD, kSkip>(dk, dp, smem.q[buffer], first, p.dqk);
+        multiply_nn<T, kOut, kTileM, kD, kSkip>(dk, dp, smem.q[buffer], first, p.dqk);
       }
       if constexpr (kFused) {
         if (!kInTurn || args.dq_sums) {
@@ -245,29 +235,24 @@ __global__ void __launch_bounds__(32 * kWarps)
   // ---- epilogue ----
   const Rows owner = paged ? Rows{} : rows_of<SideOfKeys>(p, use.n);
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = warp_row + 16 * r + 8 * half + lane_major();
-      const auto store = [&](int tensor, const auto& c, float factor, int width, int pages) {
-        const View& out = p.tensor[tensor];
-        const int row = paged ? page_row + i : use.key0 + i;
-        const bool mine = paged ? row < p.page_size && page < pages
-                                : row >= owner.owned_lo && row < owner.owned_hi;
-        if (!out.data || !mine) return;
-        const int64_t at = paged ? offset_of(out, page, row, kv_head, first)
-                                 : offset_of(out, owner.batch, owner.first + row, kv_head, first);
-        store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, c, half, factor,
-                           width - first);
-      };
-      if (makes_dk && args.outputs & kDk)
-        store(TESSERA_DK, dk[r], p.softmax_scale, p.dqk, p.pages_k);
-      if (makes_dv && args.outputs & kDv) {
-        if constexpr (kBoth) {
-          store(TESSERA_DV, dv[r], p.dropout_scale, p.dv, p.pages_v);
-        } else {
-          store(TESSERA_DV, dk[r], p.dropout_scale, p.dv, p.pages_v);
-        }
+  for (int half = 0; half < 2; ++half) {
+    const int i = warp_row + 8 * half + lane_major();
+    const auto store = [&](int tensor, const auto& c, float factor, int width, int pages) {
+      const View& out = p.tensor[tensor];
+      const int row = paged ? page_row + i : use.key0 + i;
+      const bool mine =
+          paged ? row < p.page_size && page < pages : row >= owner.owned_lo && row < owner.owned_hi;
+      if (!out.data || !mine) return;
+      const int64_t at = paged ? offset_of(out, page, row, kv_head, first)
+                               : offset_of(out, owner.batch, owner.first + row, kv_head, first);
+      store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, c, half, factor, width - first);
+    };
+    if (makes_dk && args.outputs & kDk) store(TESSERA_DK, dk, p.softmax_scale, p.dqk, p.pages_k);
+    if (makes_dv && args.outputs & kDv) {
+      if constexpr (kBoth) {
+        store(TESSERA_DV, dv, p.dropout_scale, p.dv, p.pages_v);
+      } else {
+        store(TESSERA_DV, dk, p.dropout_scale, p.dv, p.pages_v);
       }
     }
   }
@@ -275,16 +260,16 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_dkdv(int dtype) {
+  static_assert(kRowTiles == 1);
   constexpr int kOut = output_columns(kBucket);
   return {Pass::backward_dkdv,
           kFeatures,
           dtype,
           kBucket,
           {kRowTiles, kWarps, kStep},
-          sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, false>),
-          reinterpret_cast<const void*>(
-              &backward_dkdv_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep,
-                                    kFeatures == kEveryFeature, false>),
+          sizeof(DkdvStorage<T, kBucket, kWarps, kStep, false>),
+          reinterpret_cast<const void*>(&backward_dkdv_kernel<T, kBucket, kOut, kWarps, kStep,
+                                                              kFeatures == kEveryFeature, false>),
           nullptr,
           nullptr,
           __is_same(T, PlainFloat)};

@@ -46,9 +46,9 @@ __device__ inline void write_own_delta(const BackwardArgs& b, const Sequence& se
   b.delta[at + query] = static_cast<float>(sums.gradient / sums.weight - of_lse);
 }
 
-template <typename T, int kD, int kRowTiles, int kWarps, int kTileN>
+template <typename T, int kD, int kWarps, int kTileN>
 struct DqStorage {
-  static constexpr int kTileM = 16 * kRowTiles * kWarps;
+  static constexpr int kTileM = 16 * kWarps;
   static constexpr int kBuffers = sizeof(T) == 4 && kD > 256 ? 1 : 2;  // 163 KB of an sm80
   T q[kTileM * kSmemStride<T, kD>];
   T grad_o[kTileM * kSmemStride<T, kD>];
@@ -56,10 +56,10 @@ struct DqStorage {
   T v[kTileN * kSmemStride<T, kD>];
 };
 
-template <typename T, int kD, int kOut, int kRowTiles, int kWarps, int kTileN>
+template <typename T, int kD, int kOut, int kWarps, int kTileN>
 __global__ void __launch_bounds__(32 * kWarps)
     backward_dq_kernel(const __grid_constant__ DqArgs args) {
-  using Storage = DqStorage<T, kD, kRowTiles, kWarps, kTileN>;
+  using Storage = DqStorage<T, kD, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
   constexpr bool kSkip = kSkipsBlocks<kD>;
   const bool makes_delta = __is_same(T, PlainFloat) && args.pieces == 0;
@@ -91,23 +91,19 @@ __global__ void __launch_bounds__(32 * kWarps)
   };
 
   // ---- the rows of this thread ----
-  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  const int warp_row = threadIdx.x / 32 * 16;
   const int64_t statistics = statistics_at(p, sequence, head);
-  RowStatistics rows[kRowTiles][2];
-  float slope[kRowTiles][2];
-  RowSums sums[kRowTiles][2] = {};
-  float dq[kRowTiles][kOut / 2];
+  RowStatistics rows[2];
+  float slope[2] = {};
+  RowSums sums[2] = {};
+  float dq[kOut / 2];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = tile.begin + warp_row + 16 * r + 8 * half + lane_major();
-      rows[r][half] = statistics_of(args.b, sequence, statistics, query);
-      slope[r][half] = 0;
-    }
-#pragma unroll
-    for (int e = 0; e < kOut / 2; ++e) dq[r][e] = 0;
+  for (int half = 0; half < 2; ++half) {
+    const int query = tile.begin + warp_row + 8 * half + lane_major();
+    rows[half] = statistics_of(args.b, sequence, statistics, query);
   }
+#pragma unroll
+  for (float& x : dq) x = 0;
 
   // ---- the loop over keys ----
   const TileRows tile_rows{tile.begin, head, 1};
@@ -148,37 +144,29 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (Storage::kBuffers == 2 && more) load_k(key_of(next), buffer ^ 1);
 
     // S = Q K^T, dP = dO V^T
-    float s[kRowTiles][kTileN / 2], dp[kRowTiles][kTileN / 2];
+    float s[kTileN / 2], dp[kTileN / 2];
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-      for (int e = 0; e < kTileN / 2; ++e) s[r][e] = dp[r][e] = 0;
-    }
-    multiply_nt<T, kRowTiles, kTileN, kD, kSkip, false, kSkip>(s, smem.q, warp_row, smem.k[buffer],
-                                                               p.dqk);
-    multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(dp, smem.grad_o, warp_row, smem.v, p.dv);
+    for (int e = 0; e < kTileN / 2; ++e) s[e] = dp[e] = 0;
+    multiply_nt<T, kTileN, kD, kSkip, false, kSkip>(s, smem.q, warp_row, smem.k[buffer], p.dqk);
+    multiply_nt<T, kTileN, kD, kSkip>(dp, smem.grad_o, warp_row, smem.v, p.dv);
     __syncthreads();  // V's buffer is free
     if (more) load_v(key_of(next));
 
-      // dS = P (dP - delta)
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      score_gradient<T, kTileN, Major::kQueries, true>(
-          s[r], dp[r], p, sequence, tile_rows, warp_row + 16 * r, key0,
-          key0 >= clean.lo && key0 + kTileN <= clean.hi, shown,
-          [&](int half) { return rows[r][half]; }, slope[r],
-          [&](int e, float weight, float gradient) {
-            if constexpr (__is_same(T, PlainFloat)) {
-              RowSums& of_row = sums[r][e / 2 % 2];
-              of_row.weight += weight;
-              of_row.gradient += static_cast<double>(weight) * gradient;
-            }
-          });
-    }
+    // dS = P (dP - delta)
+    score_gradient<T, kTileN, Major::kQueries, true>(
+        s, dp, p, sequence, tile_rows, warp_row, key0,
+        key0 >= clean.lo && key0 + kTileN <= clean.hi, shown, [&](int half) { return rows[half]; },
+        slope,
+        [&](int e, float weight, float gradient) {
+          if constexpr (__is_same(T, PlainFloat)) {
+            RowSums& of_row = sums[e / 2 % 2];
+            of_row.weight += weight;
+            of_row.gradient += static_cast<double>(weight) * gradient;
+          }
+        });
 
     // dQ += dS K
-    if (!makes_delta)
-      multiply_nn<T, kRowTiles, kOut, kTileN, kD, kSkip>(dq, dp, smem.k[buffer], first, p.dqk);
+    if (!makes_delta) multiply_nn<T, kOut, kTileN, kD, kSkip>(dq, dp, smem.k[buffer], first, p.dqk);
     if constexpr (Storage::kBuffers == 2) {
       buffer ^= 1;
     } else if (more) {
@@ -190,41 +178,37 @@ __global__ void __launch_bounds__(32 * kWarps)
   // ---- epilogue ----
   const View& out = p.tensor[TESSERA_DQ];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = tile.begin + warp_row + 16 * r + 8 * half + lane_major();
-      if (makes_delta) {
-        write_own_delta(args.b, sequence, head, statistics, query, rows[r][half], sums[r][half]);
-        continue;
-      }
-      float row_slope = slope[r][half];
-      row_slope += __shfl_xor_sync(~0u, row_slope, 1);
-      row_slope += __shfl_xor_sync(~0u, row_slope, 2);
-      if (query < sequence.q.owned_lo || query >= sequence.q.owned_hi) continue;
-      if (args.b.slope_rows && blockIdx.z == 0 && threadIdx.x % 4 == 0) {
-        args.b.slope_rows[statistics + query] = row_slope;
-      }
-      if (!out.data) continue;
-      const int64_t at = offset_of(out, sequence.q.batch, sequence.q.first + query, head, first);
-      store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, dq[r], half, p.softmax_scale,
-                         p.dqk - first);
+  for (int half = 0; half < 2; ++half) {
+    const int query = tile.begin + warp_row + 8 * half + lane_major();
+    if (makes_delta) {
+      write_own_delta(args.b, sequence, head, statistics, query, rows[half], sums[half]);
+      continue;
     }
+    float row_slope = slope[half];
+    row_slope += __shfl_xor_sync(~0u, row_slope, 1);
+    row_slope += __shfl_xor_sync(~0u, row_slope, 2);
+    if (query < sequence.q.owned_lo || query >= sequence.q.owned_hi) continue;
+    if (args.b.slope_rows && blockIdx.z == 0 && threadIdx.x % 4 == 0) {
+      args.b.slope_rows[statistics + query] = row_slope;
+    }
+    if (!out.data) continue;
+    const int64_t at = offset_of(out, sequence.q.batch, sequence.q.first + query, head, first);
+    store_row<T, kOut>(out.data, at, out.dtype, out.vector_bytes, dq, half, p.softmax_scale,
+                       p.dqk - first);
   }
 }
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_backward_dq(int dtype) {
-  static_assert(kFeatures == kEveryFeature);
+  static_assert(kFeatures == kEveryFeature && kRowTiles == 1);
   constexpr int kOut = output_columns(kBucket);
   return {Pass::backward_dq,
           kFeatures,
           dtype,
           kBucket,
           {kRowTiles, kWarps, kStep},
-          sizeof(DqStorage<T, kBucket, kRowTiles, kWarps, kStep>),
-          reinterpret_cast<const void*>(
-              &backward_dq_kernel<T, kBucket, kOut, kRowTiles, kWarps, kStep>),
+          sizeof(DqStorage<T, kBucket, kWarps, kStep>),
+          reinterpret_cast<const void*>(&backward_dq_kernel<T, kBucket, kOut, kWarps, kStep>),
           nullptr,
           nullptr,
           __is_same(T, PlainFloat)};

@@ -16,13 +16,12 @@ Kernel make_backward_fused(int dtype) {
       dtype,
       kBucket,
       {kRowTiles, kWarps, kStep},
-      sizeof(DkdvStorage<T, kBucket, kRowTiles, kWarps, kStep, true>),
-      reinterpret_cast<const void*>(&backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps,
-                                                          kStep, kFeatures == kEveryFeature, true>),
+      sizeof(DkdvStorage<T, kBucket, kWarps, kStep, true>),
+      reinterpret_cast<const void*>(&backward_dkdv_kernel<T, kBucket, kBucket, kWarps, kStep,
+                                                          kFeatures == kEveryFeature, true>),
       reinterpret_cast<const void*>(&finish_dq_kernel<T, kBucket, kWarps, kStep>),
-      reinterpret_cast<const void*>(
-          &backward_dkdv_kernel<T, kBucket, kBucket, kRowTiles, kWarps, kStep,
-                                kFeatures == kEveryFeature, true, true>)};
+      reinterpret_cast<const void*>(&backward_dkdv_kernel<T, kBucket, kBucket, kWarps, kStep,
+                                                          kFeatures == kEveryFeature, true, true>)};
 }
 
 }  // namespace tessera::cuda::sm80

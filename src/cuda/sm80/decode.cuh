@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   // ---- the loop over keys ----
   SoftmaxRows softmax;
-  float o[1][kD / 2];
+  float o[kD / 2];
 #pragma unroll
-  for (int e = 0; e < kD / 2; ++e) o[0][e] = 0;
+  for (float& x : o) x = 0;
   const float scale = kRich ? kToLog2<T> : logit_scale<T>(p) * kToLog2<T>;
   int stage = 0;
   for (int block = block_begin; block < block_end; block += kWarps) {
@@ -110,17 +110,17 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
 
     // S = Q K^T
-    float s[1][kKeys / 2];
+    float s[kKeys / 2];
 #pragma unroll
-    for (int e = 0; e < kKeys / 2; ++e) s[0][e] = 0;
+    for (float& x : s) x = 0;
     if constexpr (kSplits<T>) {
-      multiply_nt<T, 1, kKeys, kD>(s, smem.q, 0, here.k, p.dqk);
+      multiply_nt<T, kKeys, kD>(s, smem.q, 0, here.k, p.dqk);
     } else {
 #pragma unroll
       for (int k = 0; k < kD / kStep; ++k) {
 #pragma unroll
         for (int n = 0; n < kKeys; n += 16) {
-          Mma<T>::multiply(s[0] + n / 2, q[k],
+          Mma<T>::multiply(s + n / 2, q[k],
                            Mma<T>::load_b(here.k, kSmemStride<T, kD>, n, k * kStep));
         }
       }
@@ -129,19 +129,19 @@ __global__ void __launch_bounds__(32 * kWarps)
     // P = 2^(x - m)
     const bool clean = key0 >= clean_keys.lo && key0 + kKeys <= clean_keys.hi;
     if constexpr (kRich) {
-      shape_scores<T, kKeys, Major::kQueries>(s[0], nullptr, p, sequence, rows, 0, key0, clean);
+      shape_scores<T, kKeys, Major::kQueries>(s, nullptr, p, sequence, rows, 0, key0, clean);
     } else if (!clean) {
-      apply_band<kKeys, Major::kQueries>(s[0], sequence.band, rows, 0, key0);
+      apply_band<kKeys, Major::kQueries>(s, sequence.band, rows, 0, key0);
     }
     float rescale[2];
-    softmax.template update<kKeys, !kRich && !kSplits<T>>(s[0], scale, rescale);
+    softmax.template update<kKeys, !kRich && !kSplits<T>>(s, scale, rescale);
     if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
-      for (int e = 0; e < kD / 2; ++e) o[0][e] *= rescale[e / 2 % 2];
+      for (int e = 0; e < kD / 2; ++e) o[e] *= rescale[e / 2 % 2];
     }
 
     // O += P V
-    multiply_nn<T, 1, kD, kKeys, kD>(o, s, here.v, 0, p.dv);
+    multiply_nn<T, kD, kKeys, kD>(o, s, here.v, 0, p.dv);
   }
 
   // ---- the warps' parts, then the rows ----
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
       float* at = &smem.parts.o[warp][row][8 * i + lane_minor()];
-      at[0] = o[0][4 * i + 2 * half];
-      at[1] = o[0][4 * i + 2 * half + 1];
+      at[0] = o[4 * i + 2 * half];
+      at[1] = o[4 * i + 2 * half + 1];
     }
   }
   __syncthreads();

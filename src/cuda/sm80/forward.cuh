@@ -11,7 +11,7 @@
 //     copies    V(j) ........... K(j+1) ..........
 //     warps     wait K | S(j) | wait V | softmax | O += P V | wait K ...
 //
-// Each warp owns 16 x row_tiles rows from S to O; warps meet only at the two waits.
+// Each warp owns 16 rows from S to O; warps meet only at the two waits.
 #pragma once
 
 #include "cuda/common/blocks.cuh"
@@ -20,9 +20,9 @@
 
 namespace tessera::cuda::sm80 {
 
-template <typename T, int kD, int kDv, int kRowTiles, int kWarps, int kTileN>
+template <typename T, int kD, int kDv, int kWarps, int kTileN>
 struct ForwardStorage {
-  static constexpr int kTileM = 16 * kRowTiles * kWarps;
+  static constexpr int kTileM = 16 * kWarps;
   T q[kTileM * kSmemStride<T, kD>];
   T k[kTileN * kSmemStride<T, kD>];
   T v[kTileN * kSmemStride<T, kDv>];
@@ -42,15 +42,15 @@ __device__ __forceinline__ void drop(float (&s)[kN / 2], const Params& p, int n,
 // CTAs of a multiprocessor that registers must leave room for: narrow warps live on their number.
 // At d128 a third one costs the features more in spills than it gives. fp32 without features is
 // worth a few spills for a second one.
-constexpr int min_ctas(int bytes, int bucket, int row_tiles, int warps, bool rich) {
-  if (bytes == 4) return !rich && bucket <= 64 && row_tiles * warps <= 8 ? 2 : 1;
-  return bucket <= 64 && row_tiles * warps <= 4 ? 3 : 1;
+constexpr int min_ctas(int bytes, int bucket, int warps, bool rich) {
+  if (bytes == 4) return !rich && bucket <= 64 && warps <= 8 ? 2 : 1;
+  return bucket <= 64 && warps <= 4 ? 3 : 1;
 }
 
-template <typename T, int kD, int kDv, int kRowTiles, int kWarps, int kTileN, bool kRich>
-__global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles, kWarps, kRich))
+template <typename T, int kD, int kDv, int kWarps, int kTileN, bool kRich>
+__global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kWarps, kRich))
     forward_kernel(const __grid_constant__ ForwardArgs args) {
-  using Storage = ForwardStorage<T, kD, kDv, kRowTiles, kWarps, kTileN>;
+  using Storage = ForwardStorage<T, kD, kDv, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
   constexpr bool kSkip = kRich && kSkipsBlocks<kD>;
   extern __shared__ __align__(16) char shared[];
@@ -80,17 +80,14 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
     commit_copies();
   };
 
-  const int warp_row = threadIdx.x / 32 * 16 * kRowTiles;
+  const int warp_row = threadIdx.x / 32 * 16;
   const KeyInterval clean_keys =
       keys_of_all_rows(sequence.band, rows.origin, rows.origin + tile.queries);
 
-  SoftmaxRows softmax[kRowTiles];
-  float o[kRowTiles][kDv / 2];
+  SoftmaxRows softmax[1];
+  float o[1][kDv / 2];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-    for (int e = 0; e < kDv / 2; ++e) o[r][e] = 0;
-  }
+  for (float& x : o[0]) x = 0;
 
   // ---- the loop over keys ----
   const float scale = kRich ? kToLog2<T> : logit_scale<T>(p) * kToLog2<T>;
@@ -124,60 +121,53 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kRowTiles
     load_v(key0);
 
     // S = Q K^T
-    float s[kRowTiles][kTileN / 2];
+    float s[kTileN / 2];
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-      for (int e = 0; e < kTileN / 2; ++e) s[r][e] = 0;
-    }
-    multiply_nt<T, kRowTiles, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k, p.dqk);
+    for (float& x : s) x = 0;
+    multiply_nt<T, kTileN, kD, kSkip>(s, smem.q, warp_row, smem.k, p.dqk);
 
     wait_for_copies<0>();
     meet_and_split<T, kDv, kWarps, kTileN>(smem.v);  // V(j) is there, and K's buffer is free
     if (next < steps) load_k(key_of(next));
 
-      // P = 2^(x - m)
+    // P = 2^(x - m)
+    const bool clean = key0 >= clean_keys.lo && key0 + kTileN <= clean_keys.hi;
+    if constexpr (kRich) {
+      shape_scores<T, kTileN, Major::kQueries>(s, nullptr, p, sequence, rows, warp_row, key0, clean,
+                                               shown);
+    } else if (!clean) {
+      apply_band<kTileN, Major::kQueries>(s, sequence.band, rows, warp_row, key0);
+    }
+    float rescale[2];
+    softmax[0].template update<kTileN, !kRich && !kSplits<T>>(s, scale, rescale);
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      const int row0 = warp_row + 16 * r;
-      const bool clean = key0 >= clean_keys.lo && key0 + kTileN <= clean_keys.hi;
-      if constexpr (kRich) {
-        shape_scores<T, kTileN, Major::kQueries>(s[r], nullptr, p, sequence, rows, row0, key0,
-                                                 clean, shown);
-      } else if (!clean) {
-        apply_band<kTileN, Major::kQueries>(s[r], sequence.band, rows, row0, key0);
-      }
-      float rescale[2];
-      softmax[r].template update<kTileN, !kRich && !kSplits<T>>(s[r], scale, rescale);
-#pragma unroll
-      for (int e = 0; e < kDv / 2; ++e) o[r][e] *= rescale[e / 2 % 2];
-      if constexpr (kRich) {
-        if (p.flags & TESSERA_DROPOUT) {
-          drop<kTileN>(s[r], p, sequence.n, head0, rows.origin + row0, key0);
-        }
+    for (int e = 0; e < kDv / 2; ++e) o[0][e] *= rescale[e / 2 % 2];
+    if constexpr (kRich) {
+      if (p.flags & TESSERA_DROPOUT) {
+        drop<kTileN>(s, p, sequence.n, head0, rows.origin + warp_row, key0);
       }
     }
 
     // O += P V
-    multiply_nn<T, kRowTiles, kDv, kTileN, kDv, kSkip>(o, s, smem.v, 0, tile.dv_here);
+    multiply_nn<T, kDv, kTileN, kDv, kSkip>(o[0], s, smem.v, 0, tile.dv_here);
   }
 
   const float v_scale = kRich ? v_scale_of(p, sequence.n, head0) : 1.f;
-  write_results<T, kD, kDv, kRowTiles>(args, tile, softmax, scale, v_scale, o, warp_row, smem.q);
+  write_results<T, kD, kDv, 1>(args, tile, softmax, scale, v_scale, o, warp_row, smem.q);
 }
 
 template <typename T, int kBucket, int kRowTiles, int kWarps, int kStep, unsigned kFeatures>
 Kernel make_forward(int dtype) {
+  static_assert(kRowTiles == 1);
   constexpr int kDv = output_columns(kBucket);
-  return {
-      Pass::forward,
-      kFeatures,
-      dtype,
-      kBucket,
-      {kRowTiles, kWarps, kStep},
-      sizeof(ForwardStorage<T, kBucket, kDv, kRowTiles, kWarps, kStep>),
-      reinterpret_cast<const void*>(
-          &forward_kernel<T, kBucket, kDv, kRowTiles, kWarps, kStep, kFeatures == kEveryFeature>)};
+  return {Pass::forward,
+          kFeatures,
+          dtype,
+          kBucket,
+          {kRowTiles, kWarps, kStep},
+          sizeof(ForwardStorage<T, kBucket, kDv, kWarps, kStep>),
+          reinterpret_cast<const void*>(
+              &forward_kernel<T, kBucket, kDv, kWarps, kStep, kFeatures == kEveryFeature>)};
 }
 
 }  // namespace tessera::cuda::sm80

@@ -353,67 +353,54 @@ __device__ __forceinline__ auto& first_if(A& a, B& b) {
   }
 }
 
-// c[r] += A rows a_row + 16 r .. + 15, times all kN rows of B; both K axes are head dims, zero
-// beyond `depth`.
-// kRounds: blocks of wide heads join C by rounding additions. The tensor core truncates as it adds,
-// always towards zero; over 576 columns that is 10^-4 of a logit.
-template <typename T, int kRowTiles, int kN, int kK, bool kSkip = kSkipsBlocks<kK>,
-          bool kTransposed = false, bool kRounds = false, typename C>
-__device__ __forceinline__ void multiply_nt(C (&c)[kRowTiles][kN / 2], const T* a, int a_row,
-                                            const T* b, int depth) {
+// c += A rows a_row .. + 15, times all kN rows of B; both K axes are head dims, zero beyond
+// `depth`. kRounds: blocks of wide heads join C by rounding additions. The tensor core truncates as
+// it adds, always towards zero; over 576 columns that is 10^-4 of a logit.
+template <typename T, int kN, int kK, bool kSkip = kSkipsBlocks<kK>, bool kTransposed = false,
+          bool kRounds = false, typename C>
+__device__ __forceinline__ void multiply_nt(C (&c)[kN / 2], const T* a, int a_row, const T* b,
+                                            int depth) {
   constexpr bool kWide = !__is_same(Sum<T>, float), kApart = kRounds || kWide;
   constexpr int kStride = kSmemStride<T, kK>, kStep = Mma<T>::kK;
   constexpr int kUnroll = kSkip || kWide ? 1 : kK / kBlock;
   constexpr int kUnrollSteps = kWide ? 1 : kBlock / kStep;
-  float scale_a[kRowTiles], scale_b[kN / 16];
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) scale_a[r] = Mma<T>::scale_of(a, kStride, a_row + 16 * r);
+  const float scale_a = Mma<T>::scale_of(a, kStride, a_row);
+  float scale_b[kN / 16];
 #pragma unroll
   for (int n = 0; n < kN; n += 16) scale_b[n / 16] = Mma<T>::scale_of(b, kStride, n);
-  Sum<T> of_all[kRowTiles][kN / 2];  // where C is not wide enough for it
+  Sum<T> of_all[kN / 2];  // where C is not wide enough for it
   if constexpr (kWide) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles * kN / 2; ++i) of_all[i / (kN / 2)][i % (kN / 2)] = 0;
+    for (Sum<T>& x : of_all) x = 0;
   }
 #pragma unroll kUnroll
   for (int block = 0; block < kK; block += kBlock) {
     if (kSkip && block >= depth) break;
-    Sum<T> of_block[kRowTiles][kN / 2];
+    Sum<T> of_block[kN / 2];
     auto& sum = first_if<kApart>(of_block, c);
     auto& joined = first_if<kWide>(of_all, c);
     if constexpr (kApart) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles * kN / 2; ++i) of_block[i / (kN / 2)][i % (kN / 2)] = 0;
+      for (Sum<T>& x : of_block) x = 0;
     }
 #pragma unroll kUnrollSteps
     for (int k = block; k < block + kBlock; k += kStep) {
-      typename Mma<T>::A a_step[kRowTiles];
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        a_step[r] = Mma<T>::load_a(a, kStride, a_row + 16 * r, k);
-      }
+      const typename Mma<T>::A a_step = Mma<T>::load_a(a, kStride, a_row, k);
 #pragma unroll
       for (int n = 0; n < kN; n += 16) {
         const typename Mma<T>::B b_step = Mma<T>::load_b(b, kStride, n, k);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          Mma<T>::template multiply<kTransposed>(sum[r] + n / 2, a_step[r], b_step,
-                                                 scale_a[r] * scale_b[n / 16]);
-        }
+        Mma<T>::template multiply<kTransposed>(sum + n / 2, a_step, b_step,
+                                               scale_a * scale_b[n / 16]);
       }
     }
     if constexpr (kApart) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles * kN / 2; ++i) {
-        joined[i / (kN / 2)][i % (kN / 2)] += of_block[i / (kN / 2)][i % (kN / 2)];
-      }
+      for (int i = 0; i < kN / 2; ++i) joined[i] += of_block[i];
     }
   }
   if constexpr (kWide) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles * kN / 2; ++i) {
-      c[i / (kN / 2)][i % (kN / 2)] += static_cast<C>(of_all[i / (kN / 2)][i % (kN / 2)]);
-    }
+    for (int i = 0; i < kN / 2; ++i) c[i] += static_cast<C>(of_all[i]);
   }
 }
 
@@ -440,24 +427,17 @@ __device__ __forceinline__ SplitScale scale_of_fragment(const float (&c)[kN / 2]
   return SplitScale(0);
 }
 
-// c[r] += a[r] (accumulators of kK columns) times the kK rows of B, columns [first, first + kN) of
-// the tile's kColumns; columns at or beyond `width` are skipped by blocks.
-template <typename T, int kRowTiles, int kN, int kK, int kColumns,
-          bool kSkip = kSkipsBlocks<kColumns>>
-__device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
-                                            const float (&a)[kRowTiles][kK / 2], const T* b,
-                                            int first, int width) {
+// c += a (accumulators of kK columns) times the kK rows of B, columns [first, first + kN) of the
+// tile's kColumns; columns at or beyond `width` are skipped by blocks.
+template <typename T, int kN, int kK, int kColumns, bool kSkip = kSkipsBlocks<kColumns>>
+__device__ __forceinline__ void multiply_nn(float (&c)[kN / 2], const float (&a)[kK / 2],
+                                            const T* b, int first, int width) {
   constexpr int kStride = kSmemStride<T, kColumns>, kStep = Mma<T>::kK;
-  typename Mma<T>::A a_steps[kRowTiles][kK / kStep];  // 16-bit: half the registers of a
-  float scale_a[kRowTiles];
+  typename Mma<T>::A a_steps[kK / kStep];  // 16-bit: half the registers of a
+  const SplitScale scale = scale_of_fragment<T, kK>(a);
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-    const SplitScale scale = scale_of_fragment<T, kK>(a[r]);
-    scale_a[r] = scale.inverse;
-#pragma unroll
-    for (int k = 0; k < kK; k += kStep) {
-      a_steps[r][k / kStep] = Mma<T>::from_accumulator(a[r] + k / 2, scale.f);
-    }
+  for (int k = 0; k < kK; k += kStep) {
+    a_steps[k / kStep] = Mma<T>::from_accumulator(a + k / 2, scale.f);
   }
 #pragma unroll
   for (int block = 0; block < kN; block += kBlock) {
@@ -468,10 +448,7 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kRowTiles][kN / 2],
 #pragma unroll
       for (int n = block; n < block + kBlock && n < kN; n += 16) {
         const typename Mma<T>::B b_step = Mma<T>::load_b_transposed(b, kStride, k, first + n);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          Mma<T>::multiply(c[r] + n / 2, a_steps[r][k / kStep], b_step, scale_a[r] * scale_b);
-        }
+        Mma<T>::multiply(c + n / 2, a_steps[k / kStep], b_step, scale.inverse * scale_b);
       }
     }
   }

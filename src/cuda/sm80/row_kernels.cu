@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.y, warp_row = threadIdx.x / 32 * 16;
   QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
   QueryRows o_rows = query_rows(p, TESSERA_O, sequence, head, tile.begin, 1, kRows);
-  Sum<T> product[1][8] = {};
+  Sum<T> product[8] = {};
   for (int c = 0; c < p.dv; c += kColumns) {
     if (c > 0) __syncthreads();
     load_tile<T, kRows, kColumns, kThreads>(grad_o, grad_o_rows, p.dv - c, p.tensor[TESSERA_DO]);
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads)
     commit_copies();
     wait_for_copies<0>();
     meet_and_split<T, kColumns, kWarps, kRows, kRows>(grad_o, o);
-    multiply_nt<T, 1, 16, kColumns>(product, grad_o, warp_row,
-                                    o + warp_row * kSmemStride<T, kColumns>, kColumns);
+    multiply_nt<T, 16, kColumns>(product, grad_o, warp_row, o + warp_row * kSmemStride<T, kColumns>,
+                                 kColumns);
     grad_o_rows.base += kColumns * sizeof(T);
     o_rows.base += kColumns * sizeof(T);
   }
@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(kThreads)
     float row_lse = 0, delta = 0;
     if (query >= 0 && query < sequence.q.length) {
       const int64_t stored = sequence.q.first + query;
-      delta =
-          static_cast<float>(lane_major() % 2 ? product[0][6 * half + 1] : product[0][6 * half]);
+      delta = static_cast<float>(lane_major() % 2 ? product[6 * half + 1] : product[6 * half]);
       if (grad_lse.data) {
         delta -= static_cast<const float*>(
             grad_lse.data)[offset_of(grad_lse, sequence.q.batch, head, stored)];
