@@ -96,6 +96,40 @@ def wide():
                    **extras())
 
 
+def low():
+    """Wide heads, no more queries a sequence than one CTA has and more tiles than clusters, forward."""
+    yield line("fwd", dtype="bf16", b=17, sq=17, sk=150, h=4, d=512, poison=True)
+    yield line("fwd", dtype="fp16", b=9, sq=64, sk=290, hq=8, hk=2, dqk=576, dv=512, causal=True,
+               align="bottom_right", sink="learnable", max_logit=True, poison=True)
+    yield line("fwd", dtype="bf16", b=18, sq=33, sk=129, hq=4, hk=1, dqk=576, dv=512, window="70,30",
+               align="bottom_right", layout="sbhd", poison=True)
+    yield line("fwd", dtype="bf16", b=35, sq=63, sk=90, h=2, d=392, causal=True, align="bottom_right", scale="1",
+               poison=True)
+    yield line("fwd", dtype="bf16", b=35, sq=64, sk=90, h=2, d=512, layout="thd", lens_q="random:4",
+               lens_k="random:5", gaps=3, causal=True, align="top_left", poison=True)
+    yield line("fwd", dtype="fp16", b=20, sq=64, sk=200, hq=4, hk=2, dqk=64, dv=512, lens_q="random:2",
+               lens_k="random:3", poison=True)
+    yield line("fwd", dtype="fp16", b=40, sq=20, sk=150, hq=8, hk=1, dqk=576, dv=512, causal=True,
+               align="bottom_right", poison=True)
+
+
+def many_tiles():
+    """More row tiles than a GPU computes at a time, forward: each CTA has several, and some kernels come only then."""
+    rng = random.Random(12)
+    many = {"b": 20, "hq": 12, "hk": 4, "causal": True, "poison": True}
+    for dtype, d in (("bf16", 64), ("fp16", 40), ("fp16", 128)):
+        yield line("fwd", dtype=dtype, s=130, d=d, **many)
+        yield line("fwd", dtype=dtype, sq=100, sk=150, d=d, align="bottom_right", lens_q="random:3", lens_k="random:4",
+                   layout=rng.choice(("bshd", "sbhd", "bhsd")), sink="learnable", max_logit=True, **many)
+        yield line("fwd", dtype=dtype, sq=150, sk=100, d=d, align="bottom_right", window="60,0", scale="1", **many)
+        yield line("fwd", dtype=dtype, s=200, d=d, layout="thd", lens="random:6", gaps="random:2", **many)
+        yield line("fwd", dtype=dtype, sq=200, sk=170, d=d, align="bottom_right", layout="thd", lens_q="random:7",
+                   lens_k="random:8", gaps=3, sink="off_by_one", int64=rng.random() < 0.5 or None, **many)
+        yield line("fwd", dtype=dtype, **{**many, "b": 150, "hq": 3, "hk": 1}, s=40, d=d, layout="thd", lens="random:9")
+        yield line("fwd", dtype=dtype, sq=150, sk=130, d=d, align="top_left", layout="thd_bshd_bshd", lens_q="random:7",
+                   lens_k="random:8", **many)
+
+
 def empty():
     """Zero sizes and rows that see nothing."""
     for dtype in DTYPES:
@@ -414,7 +448,7 @@ def smoke():
 
 
 def ci():
-    for section in (sizes(False), wide(), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
+    for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
                     other_dtypes(), noise(), products(500, 8, False)):
         yield from section
 
