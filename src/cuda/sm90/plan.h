@@ -38,8 +38,9 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
 constexpr int64_t kWideBeyond = 256;
 inline bool is_wide(const Sizes& s) { return std::max(s.dqk, s.dv) > kWideBeyond; }
 
-// The kernel with the least head dims of those that hold these; null: none.
-const WideKernel* find_wide_kernel(int dtype, int64_t dqk, int64_t dv);
+// The kernel with the least head dims of those that hold these, for clusters of so many CTAs; null:
+// none.
+const WideKernel* find_wide_kernel(int dtype, int64_t dqk, int64_t dv, int ctas = 2);
 
 Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
                                                 std::unique_ptr<Plan> fallback);

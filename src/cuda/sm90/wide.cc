@@ -26,65 +26,13 @@ cudaLaunchConfig_t launch_config(const WideKernel& kernel, int clusters,
   return config;
 }
 
-class WidePlan final : public Plan {
- public:
-  WidePlan(int clusters, std::unique_ptr<Plan> fallback)
-      : clusters_(clusters), fallback_(std::move(fallback)) {}
-
-  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    return std::max<int64_t>(sizeof(TileCounter), fallback_->workspace_bytes(problem, num_threads));
-  }
-
-  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!takes_call(problem, buffers)) return fallback_->run(problem, buffers, device);
-    const DeviceScope scope(device.ordinal);
-    TESSERA_RETURN_IF_ERROR(scope.status());
-    const auto stream = static_cast<cudaStream_t>(buffers.stream);
-    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    const Sizes s = sizes_of(problem);
-    const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
-    ForwardParams a = forward_params(problem, buffers);
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
-    TESSERA_RETURN_IF_ERROR(
-        map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
-    order_tiles(kernel.tile.tile_m(), clusters_, buffers, a);
-    TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    return launch(kernel, a, stream);
-  }
-
- private:
-  Status launch(const WideKernel& kernel, const ForwardParams& a, cudaStream_t stream) const {
-    cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config = launch_config(kernel, std::min(a.tiles, clusters_), attributes);
-    config.stream = stream;
-    void* arguments[] = {const_cast<ForwardParams*>(&a)};
-    return cuda_status(cudaLaunchKernelExC(&config, kernel.function, arguments),
-                       "cudaLaunchKernel (forward, wide heads)");
-  }
-
-  int clusters_;  // that run at a time
-  std::unique_ptr<Plan> fallback_;
+// A kernel and how many of its clusters run at a time.
+struct Choice {
+  const WideKernel* kernel;
+  int clusters;
 };
 
-}  // namespace
-
-const WideKernel* find_wide_kernel(int dtype, int64_t dqk, int64_t dv) {
-  const WideKernel* best = nullptr;
-  for (const WideKernel& kernel : wide_kernels()) {
-    const WideTile& tile = kernel.tile;
-    if (kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
-    if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
-  }
-  return best;
-}
-
-Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
-                                                std::unique_ptr<Plan> fallback) {
-  const Sizes s = sizes_of(canonical);
-  const DeviceScope scope(device.ordinal);
-  TESSERA_RETURN_IF_ERROR(scope.status());
-  const WideKernel& kernel = *find_wide_kernel(canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+Result<Choice> prepare(const WideKernel& kernel) {
   TESSERA_RETURN_IF_ERROR(
       cuda_status(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        kernel.shared_bytes),
@@ -97,7 +45,89 @@ Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const 
       cuda_status(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config),
                   "cudaOccupancyMaxActiveClusters"));
   if (clusters < 1) return failed("cudaOccupancyMaxActiveClusters: no cluster fits");
-  return std::unique_ptr<Plan>(std::make_unique<WidePlan>(clusters, std::move(fallback)));
+  return Choice{&kernel, clusters};
+}
+
+class WidePlan final : public Plan {
+ public:
+  // alone: for sequences of no more queries than a CTA has; may be `clustered`.
+  WidePlan(const Choice& clustered, const Choice& alone, std::unique_ptr<Plan> fallback)
+      : clustered_(clustered), alone_(alone), fallback_(std::move(fallback)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    return std::max<int64_t>(sizeof(TileCounter), fallback_->workspace_bytes(problem, num_threads));
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!takes_call(problem, buffers)) return fallback_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    ForwardParams a = forward_params(problem, buffers);
+    const Choice& choice = runs_alone(a.problem) ? alone_ : clustered_;
+    const WideKernel& kernel = *choice.kernel;
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
+    TESSERA_RETURN_IF_ERROR(
+        map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
+    order_tiles(kernel.tile.tile_m(), choice.clusters, buffers, a);
+    TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
+    return launch(choice, a, stream);
+  }
+
+ private:
+  // Where a sequence has no more rows than a CTA, the second one of its cluster has nothing to do
+  // but to load half of the keys: it does better with a tile of its own, if there are enough.
+  bool runs_alone(const Params& p) const {
+    const int rows = p.thd_q ? p.sq / p.batch : p.sq;
+    return rows <= WideTile::kRows && p.batch * p.hq > clustered_.clusters;
+  }
+
+  static Status launch(const Choice& choice, const ForwardParams& a, cudaStream_t stream) {
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config =
+        launch_config(*choice.kernel, std::min(a.tiles, choice.clusters), attributes);
+    config.stream = stream;
+    void* arguments[] = {const_cast<ForwardParams*>(&a)};
+    return cuda_status(cudaLaunchKernelExC(&config, choice.kernel->function, arguments),
+                       "cudaLaunchKernel (forward, wide heads)");
+  }
+
+  Choice clustered_, alone_;
+  std::unique_ptr<Plan> fallback_;
+};
+
+}  // namespace
+
+const WideKernel* find_wide_kernel(int dtype, int64_t dqk, int64_t dv, int ctas) {
+  const WideKernel* best = nullptr;
+  for (const WideKernel& kernel : wide_kernels()) {
+    const WideTile& tile = kernel.tile;
+    if (kernel.dtype != dtype || tile.ctas != ctas || tile.dqk < dqk || tile.dv < dv) continue;
+    if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
+  }
+  return best;
+}
+
+Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
+                                                std::unique_ptr<Plan> fallback) {
+  const Sizes s = sizes_of(canonical);
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
+  const WideKernel& kernel = *find_wide_kernel(dtype, s.dqk, s.dv);
+  const Result<Choice> clustered = prepare(kernel);
+  if (!clustered.ok()) return clustered.status();
+  Choice alone = clustered.value();
+  const WideKernel* const low = find_wide_kernel(dtype, s.dqk, s.dv, 1);
+  if (low && low->tile.dv == kernel.tile.dv) {
+    const Result<Choice> prepared = prepare(*low);
+    if (!prepared.ok()) return prepared.status();
+    alone = prepared.value();
+  }
+  return std::unique_ptr<Plan>(
+      std::make_unique<WidePlan>(clustered.value(), alone, std::move(fallback)));
 }
 
 }  // namespace tessera::cuda::sm90
