@@ -25,6 +25,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   const Params& p = a.problem;
   Dispenser dispenser(a);  // lane 0's
   bool may_touch_memory = false;
+  if (PackedOrder::covers(p)) PackedOrder::prefetch(p, lane);
   const auto end_of_predecessors = [&] {
     if (may_touch_memory) return;
     wait_for_predecessors();

@@ -248,6 +248,10 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   chaos();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The line of an address into the L2.
+__device__ __forceinline__ void l2_prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 // The kernel launched next in the stream may start; this one waits for the memory of those before.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

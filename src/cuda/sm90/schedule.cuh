@@ -8,6 +8,7 @@
 
 #include <climits>
 
+#include "cuda/common/score.cuh"
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/ptx.cuh"
@@ -44,6 +45,32 @@ struct Work {
   }
 };
 
+// sequence_of() where both sides are packed, by all lanes of a warp: a word of the tables each, so
+// that one load finds all of them.
+__device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int lane) {
+  const bool next = lane & 1, is_length = lane & 2, of_keys = lane & 4;
+  const int extent = of_keys ? p.sk : p.sq;
+  const int padded = of_keys ? SideOfKeys::kPadded : SideOfQueries::kPadded;
+  const int cu = of_keys ? SideOfKeys::kCuSeqlens : SideOfQueries::kCuSeqlens;
+  const View& table = p.tensor[is_length || !p.tensor[padded].data ? cu : padded];
+  int mine = static_cast<int>(integer_at(table, n + next));
+  if (!is_length) mine = n + next >= p.batch ? extent : clamped(mine, 0, extent);
+  const auto rows_of_side = [&](int first_lane, int side_extent) {
+    const int start = __shfl_sync(kAllLanes, mine, first_lane);
+    const int end = __shfl_sync(kAllLanes, mine, first_lane + 1);
+    const int length =
+        __shfl_sync(kAllLanes, mine, first_lane + 3) - __shfl_sync(kAllLanes, mine, first_lane + 2);
+    return Rows{0, start, clamped(length, 0, side_extent - start), n == 0 ? -start : 0,
+                end - start};
+  };
+  Sequence s{n, rows_of_side(0, p.sq), rows_of_side(4, p.sk), {}};
+  const int reach = s.q.length + s.k.length;  // beyond it a side hides nothing
+  s.band.shift = p.bottom_right ? s.k.length - s.q.length : 0;
+  s.band.left = min(p.left, reach);
+  s.band.right = min(p.right, reach);
+  return s;
+}
+
 // The sequences of a packed problem in the order in which their tiles are handed out: longest
 // first, so that no SM is left with a long tile at the end. In shared memory, filled by one warp.
 // Problems of more than kMost sequences keep the order of storage.
@@ -56,6 +83,20 @@ struct PackedOrder {
     return p.thd_q && p.batch <= kMost;
   }
 
+  // May come before the tables are there: what stands in their place is not looked at.
+  static __device__ __forceinline__ void prefetch(const Params& p, int lane) {
+    constexpr int kLine = 128;
+    const int tables[] = {SideOfQueries::kCuSeqlens, SideOfQueries::kPadded, SideOfKeys::kCuSeqlens,
+                          SideOfKeys::kPadded};
+#pragma unroll
+    for (const int index : tables) {
+      const View& table = p.tensor[index];
+      const int bytes = (p.batch + 1) * (table.dtype == TESSERA_INT32 ? 4 : 8);
+      if (!table.data || table.stride[0] != 1 || lane * kLine >= bytes) continue;
+      l2_prefetch(static_cast<const char*>(table.data) + lane * kLine);
+    }
+  }
+
   // How many tiles there are of a head; the host, which does not know lengths, counts some more.
   template <int kTileM>
   __device__ __forceinline__ int fill(const Params& p, int lane) {
@@ -63,10 +104,16 @@ struct PackedOrder {
     if (p.batch + lane < rounded) length[p.batch + lane] = -1, tiles[p.batch + lane] = 0;
 #pragma unroll 1
     for (int n = lane; n < p.batch; n += kWarp) {
+      // Loads first: nothing hides their latency but each other.
+      const View& padded = p.tensor[SideOfQueries::kPadded];
+      const View& starts = padded.data ? padded : p.tensor[SideOfQueries::kCuSeqlens];
+      const int64_t start = integer_at(starts, n);
+      const int64_t next = n + 1 < p.batch ? integer_at(starts, n + 1) : p.sq;
       length[n] = length_of<SideOfKeys>(p, n);
-      const int first = packed_start<SideOfQueries>(p, n);
-      const int rows = packed_start<SideOfQueries>(p, n + 1) - first;  // with the gap behind them
-      tiles[n] = tiles_before<kTileM>(p, n) + (max(rows, 0) + kTileM - 1) / kTileM;
+      const int first = clamped(start, 0, p.sq);
+      const int rows = clamped(next, 0, p.sq) - first;               // with the gap behind them
+      const int before = n > 0 ? 0 : (first + kTileM - 1) / kTileM;  // see tiles_before()
+      tiles[n] = before + (max(rows, 0) + kTileM - 1) / kTileM;
     }
     __syncwarp();
     int of_all = 0;
@@ -100,25 +147,27 @@ struct PackedOrder {
     return n > 0 ? 0 : (packed_start<SideOfQueries>(p, 0) + kTileM - 1) / kTileM;
   }
 
-  __device__ __forceinline__ int rank_of(int tile, int sequences) const {
-    int lo = 0, hi = sequences;  // begin[lo] <= tile < begin[hi]
-    while (hi - lo > 1) {
-      const int middle = (lo + hi) / 2;
-      (begin[middle] <= tile ? lo : hi) = middle;
+  // The last one that begins with the tile or before it. By all lanes of a warp.
+  __device__ __forceinline__ int rank_of(int tile, int sequences, int lane) const {
+    int rank = -1;
+    for (int i = 0; i < sequences; i += kWarp) {
+      const bool begun = i + lane < sequences && begin[i + lane] <= tile;
+      rank += __popc(__ballot_sync(kAllLanes, begun));
     }
-    return lo;
+    return rank;
   }
 };
 
 template <int kTileM, int kTileN>
 struct Schedule {
-  // The tile that stands at `index` in the order of all tiles. Causal problems have the longest
-  // tiles first; the heads of a section stand side by side.
+  // The tile that stands at `index` in the order of all tiles, by all lanes of a warp. Causal
+  // problems have the longest tiles first; the heads of a section stand side by side.
   static __device__ __forceinline__ void decode(const ForwardParams& a, const PackedOrder& order,
                                                 int index, Work& work) {
     const Params& p = a.problem;
+    const int lane = threadIdx.x % kWarp;
     if (PackedOrder::covers(p)) {
-      decode_packed(a, order, index, work);
+      decode_packed(a, order, index, lane, work);
     } else if (p.thd_q) {
       const int slot = index / p.hq;
       const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot, kTileM);
@@ -140,7 +189,8 @@ struct Schedule {
       work.n = a.heads.quotient(x);
       work.head = x - work.n * a.heads.divisor;
     }
-    const Sequence sequence = sequence_of(p, work.n);
+    const bool packed = p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
+    const Sequence sequence = packed ? packed_sequence(p, work.n, lane) : sequence_of(p, work.n);
     work.q = sequence.q;
     work.k = sequence.k;
     work.shift = static_cast<int>(sequence.band.shift);
@@ -153,16 +203,21 @@ struct Schedule {
   // Within a sequence: the last rows first, by sections of heads whose keys fit in L2 together.
   static __device__ __forceinline__ void decode_packed(const ForwardParams& a,
                                                        const PackedOrder& order, int index,
-                                                       Work& work) {
+                                                       int lane, Work& work) {
     const Params& p = a.problem;
-    const int rank = order.rank_of(a.heads.quotient(index), p.batch);
-    const int n = order.sequence[rank], tiles = order.tiles[n];
+    const int rank = order.rank_of(a.heads.quotient(index), p.batch, lane);
+    const int n = order.sequence[rank], tiles = order.tiles[n], length = max(order.length[n], 1);
     const int x = index - order.begin[rank] * p.hq;
+    int round = a.heads.quotient(x);
     work.n = n;
-    const int per_section = min(max(a.keys_per_section / max(order.length[n], 1), 1), p.hq);
-    const int section = x / (per_section * tiles), r = x - section * per_section * tiles;
-    const int heads = min(per_section, p.hq - section * per_section), round = r / heads;
-    work.head = section * per_section + r - round * heads;
+    work.head = x - round * p.hq;
+    if (int64_t{length} * p.hq > a.keys_per_section) {  // more than one section
+      const int per_section = max(a.keys_per_section / length, 1);
+      const int section = x / (per_section * tiles), r = x - section * per_section * tiles;
+      const int heads = min(per_section, p.hq - section * per_section);
+      round = r / heads;
+      work.head = section * per_section + r - round * heads;
+    }
     work.m0 = (tiles - PackedOrder::tiles_before<kTileM>(p, n) - 1 - round) * kTileM;
   }
 
@@ -181,12 +236,13 @@ struct Schedule {
   static __device__ __forceinline__ void set_blocks(Work& work) {
     const Band band = work.band();
     const int first = max(work.m0, 0), last = min(work.m0 + kTileM, work.q.length) - 1;
-    const Interval top = band.row(first), bottom = band.row(last);  // of rows that exist, or empty
+    // Of rows that exist, or empty.
+    const KeyInterval top = keys_of_row(band, first), bottom = keys_of_row(band, last);
     const bool sees = first <= last && top.lo < bottom.hi;
-    work.begin = sees ? static_cast<int>(top.lo) / kTileN : 0;
-    work.end = sees ? (static_cast<int>(bottom.hi) + kTileN - 1) / kTileN : 0;
-    work.clean_begin = (static_cast<int>(bottom.lo) + kTileN - 1) / kTileN;
-    work.clean_end = static_cast<int>(top.hi) / kTileN;
+    work.begin = sees ? top.lo / kTileN : 0;
+    work.end = sees ? (bottom.hi + kTileN - 1) / kTileN : 0;
+    work.clean_begin = (bottom.lo + kTileN - 1) / kTileN;
+    work.clean_end = top.hi / kTileN;
   }
 };
 
@@ -218,7 +274,8 @@ class Dispenser {
       return worker_;
     }
     if (!a_.counter) return tiles;
-    while (load_mark() != a_.mark) __nanosleep(100);
+    while (!marked_ && load_mark() != a_.mark) __nanosleep(100);
+    marked_ = true;
     const int index = static_cast<int>(atomicAdd(&a_.counter->next, 1u));
     if (index >= tiles && atomicAdd(&a_.counter->finished, 1u) == workers_ - 1) store_mark(0);
     return index;
@@ -240,7 +297,7 @@ class Dispenser {
 
   const ForwardParams& a_;
   const unsigned worker_, workers_;
-  bool first_ = true;
+  bool first_ = true, marked_ = false;
 };
 
 }  // namespace tessera::cuda::sm90
