@@ -23,7 +23,7 @@ constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is 
 // this much of the L2, and not fewer than kHeadsInFlight (docs/kernels/sm90_forward.md: the sweep).
 constexpr int64_t kL2Bytes = 32 << 20;
 constexpr int64_t kHeadsInFlight = 32;
-constexpr int kConsumersOfLowTile = 2;
+constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
 
 // What a problem needs of a kernel; of Feature. bias: the address of its elements, or null. The
 // kernel of ALiBi alone divides slopes by the scale.
@@ -64,7 +64,7 @@ class ForwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     ForwardParams a = forward_params(problem, buffers);
     const Kernel& tall = kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
-    const Kernel& kernel = is_short(a.problem, tall) ? low(tall) : tall;
+    const Kernel& kernel = tall.features == 0 ? with_rows(a.problem, tall) : tall;
     const int tile_n = kernel.tile.tile_n;
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
@@ -73,7 +73,8 @@ class ForwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(
           map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, a.problem.thd_q, &a.o));
     }
-    order_tiles(kernel.tile.tile_m(), multiprocessors_, buffers, a);
+    const int workers = multiprocessors_ * kernel.tile.ctas;
+    order_tiles(kernel.tile.tile_m(), workers, buffers, a);
     if (given(problem, TESSERA_BIAS)) {
       TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));
     }
@@ -88,7 +89,7 @@ class ForwardPlan final : public Plan {
           problem, kernel.tile, kernel.features == Feature::kMasks, workspace, a, stream));
     }
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    return launch(kernel, a, stream);
+    return launch(kernel, std::min(a.tiles, workers), a, stream);
   }
 
  private:
@@ -112,29 +113,40 @@ class ForwardPlan final : public Plan {
     return map_of_bias(problem, buffers, TESSERA_BIAS, kRowsOfConsumer, &a.bias);
   }
 
-  // The row of the table with the same head dims and, where there is one, fewer rows a tile.
-  static const Kernel& low(const Kernel& kernel) {
-    const ForwardTile& tile = kernel.tile;
-    return *find_kernel(kernel.features, kernel.dtype, tile.dqk, tile.dv, kConsumersOfLowTile);
-  }
-
-  // Low tiles waste less on the diagonal and at the end of a sequence, and there are more of them.
-  // At d = 64 they are 1.15-1.2 x faster under a causal mask at 512 and 1k keys and where tall ones
-  // leave SMs idle, level at 2k, slower beyond and without a mask.
-  bool is_short(const Params& p, const Kernel& kernel) const {
-    constexpr int kShort = 1024;  // keys of a sequence
-    if (kernel.features != 0) return false;
+  // The row of the table with the same head dims and as many rows a tile as suit the problem
+  // (docs/kernels/sm90_forward.md, the sixth series). Fewer waste less on the diagonal and at the
+  // end of a sequence, and there are more tiles: 128 instead of 192 where tall ones leave SMs idle,
+  // 64 for short sequences, if each of the three CTAs of an SM has a few.
+  const Kernel& with_rows(const Params& p, const Kernel& tall) const {
+    constexpr int kShort = 2048, kShortWithoutDiagonal = 512;  // keys of a sequence
+    constexpr int kLoneTiles = 4;                              // of a CTA
+    const auto row = [&](int consumers) {
+      const ForwardTile& tile = tall.tile;
+      const Kernel* kernel = find_kernel(0, tall.dtype, tile.dqk, tile.dv, consumers);
+      return kernel && kernel->tile.dqk == tile.dqk && kernel->tile.dv == tile.dv ? kernel
+                                                                                  : nullptr;
+    };
+    const auto tiles = [&](const Kernel& kernel) {
+      return num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.tile_m()) * p.hq;
+    };
+    const Kernel* const low = row(kConsumersOfLowTile);
+    const Kernel* const lone = row(kConsumersOfLoneTile);
     const int keys = p.thd_k ? p.sk / p.batch : p.sk;
-    const int tiles = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.tile_m()) * p.hq;
-    return (p.right >= 0 && keys <= kShort) || tiles < multiprocessors_;
+    const bool is_short = p.right >= 0 && keys <= kShort;
+    if (lone && (is_short || keys <= kShortWithoutDiagonal) &&
+        tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors_) {
+      return *lone;
+    }
+    return low && (is_short || tiles(tall) < multiprocessors_) ? *low : tall;
   }
 
-  Status launch(const Kernel& kernel, const ForwardParams& a, cudaStream_t stream) const {
+  static Status launch(const Kernel& kernel, int ctas, const ForwardParams& a,
+                       cudaStream_t stream) {
     cudaLaunchAttribute overlap{};  // with the end of the kernel before (wait_for_predecessors)
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(std::min(a.tiles, multiprocessors_)));
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
     config.blockDim = dim3(static_cast<unsigned>(kernel.tile.threads()));
     config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
     config.stream = stream;
@@ -222,11 +234,13 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
                                 Feature::kMasks,
                                 Feature::kBiasTiles,
                                 Feature::kEverything};
-  std::vector<const Kernel*> used = {find_kernel(0, dtype, s.dqk, s.dv, kConsumersOfLowTile)};
+  std::vector<const Kernel*> used = {find_kernel(0, dtype, s.dqk, s.dv, kConsumersOfLowTile),
+                                     find_kernel(0, dtype, s.dqk, s.dv, kConsumersOfLoneTile)};
   for (const uint32_t features : kSets) {
     used.push_back(find_kernel(features, dtype, s.dqk, s.dv));
   }
   for (const Kernel* kernel : used) {
+    if (!kernel) continue;
     TESSERA_RETURN_IF_ERROR(cuda_status(
         cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              kernel->shared_bytes),

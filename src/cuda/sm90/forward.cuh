@@ -25,7 +25,8 @@
 // right to left, so that masked blocks come first and the steady loop has no mask code. At the end
 // of a tile the first product of the next one is issued with the last of this one, so that the
 // tensor cores do not see where tiles end; o leaves from registers, or by TMA through the shared
-// memory of its own queries.
+// memory of its own queries. A CTA with one consumer shares its SM with others, and there are no
+// turns.
 //
 //   barrier               arrivals                       says
 //   q[w].full[s]          1 + bytes                      64 queries of consumer w have arrived
@@ -84,13 +85,8 @@ struct Forward : Feature {
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kGroups = kTileN / 8;
   static constexpr int kFirstTurnBarrier = 1;  // 0 is __syncthreads
-  // A CTA owns what it was launched with, and what one role claims another must have released:
-  // 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128. A sum above that hangs.
-  static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters ==
-                (1 + kConsumers) * kLaunchRegisters);
+  static constexpr int kProducerRegisters = kTile.producer_registers(),
+                       kConsumerRegisters = kTile.consumer_registers();
 
   // At the masks of the tile after this one. Other kernels have no registers left for it.
   static constexpr bool kLooksAhead = (kFeatures == 0 || kMasksEarly) && kTile.dv < 256;
@@ -219,8 +215,11 @@ struct Forward : Feature {
       }
     };
 
-    const auto take_turn = [&] { named_barrier_sync(kFirstTurnBarrier + w, 2 * kWarpgroup); };
+    const auto take_turn = [&] {
+      if (kConsumers > 1) named_barrier_sync(kFirstTurnBarrier + w, 2 * kWarpgroup);
+    };
     const auto give_turn = [&] {
+      if (kConsumers == 1) return;
       named_barrier_arrive(kFirstTurnBarrier + (w + 1) % kConsumers, 2 * kWarpgroup);
     };
     const auto release_q = [&] {

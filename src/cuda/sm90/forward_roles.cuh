@@ -207,7 +207,7 @@ template <typename Element, typename Row>
 struct Forward;
 
 template <typename Element, typename Row>
-__global__ void __launch_bounds__(Row::kTile.threads(), 1)
+__global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
     forward(const __grid_constant__ ForwardParams p) {
   using Kernel = Forward<Element, Row>;
   constexpr int kConsumers = Kernel::kConsumers;

@@ -30,9 +30,19 @@ struct ForwardTile {
   bool o_by_tma;           // through the stage of its queries, which the next tile does not need
   // Of 8 keys, whose exponentials come before the wait for O; 0: as many as ptxas likes.
   int early_groups;
+  int ctas = 1;  // of a multiprocessor
 
   constexpr int tile_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
+
+  // Registers of a thread. A CTA owns what it was launched with, and what one role claims another
+  // must have released: 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128, 32 + 128 = 2 x 80. A sum
+  // above that hangs.
+  constexpr int launch_registers() const { return 65536 / (ctas * threads()) / 8 * 8; }
+  constexpr int producer_registers() const { return consumers == 2 ? 40 : 32; }
+  constexpr int consumer_registers() const {
+    return ((consumers + 1) * launch_registers() - producer_registers()) / consumers / 8 * 8;
+  }
 };
 
 }  // namespace tessera::cuda::sm90
