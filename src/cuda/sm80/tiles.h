@@ -33,9 +33,7 @@ inline constexpr int kDecodeRows = 16;
 
 // Whether one CTA of the pass over keys makes dK and dV: the registers of 16 rows hold twice 128
 // columns.
-TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket) {
-  return bucket <= 128;
-}
+TESSERA_HOST_DEVICE constexpr bool makes_both(int bucket) { return bucket <= 128; }
 
 // Columns of an output that one CTA accumulates: wider ones are cut, each piece computing S again.
 constexpr int output_columns(int bucket) { return bucket <= 256 ? bucket : 192; }
