@@ -23,7 +23,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
                                          PackedOrder& order, const typename Kernel::Shared shared) {
   const int lane = threadIdx.x % kWarp;
   const Params& p = a.problem;
-  Dispenser dispenser(a);  // lane 0's
+  Dispenser dispenser(a.counter, a.mark);  // lane 0's
   bool may_touch_memory = false;
   if (PackedOrder::covers(p)) PackedOrder::prefetch(p, lane);
   const auto end_of_predecessors = [&] {

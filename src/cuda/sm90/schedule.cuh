@@ -255,16 +255,20 @@ struct Schedule {
 // is done.
 class Dispenser {
  public:
-  __device__ __forceinline__ explicit Dispenser(const ForwardParams& a, int ctas_of_tile = 1)
-      : a_(a), worker_(blockIdx.x / ctas_of_tile), workers_(gridDim.x / ctas_of_tile) {}
+  // counter: in the workspace; null: every CTA has one tile.
+  __device__ __forceinline__ Dispenser(TileCounter* counter, uint64_t mark, int ctas_of_tile = 1)
+      : counter_(counter),
+        mark_(mark),
+        worker_(blockIdx.x / ctas_of_tile),
+        workers_(gridDim.x / ctas_of_tile) {}
 
   // Before the second tile, when nobody needs the counter of an earlier launch any more.
   __device__ __forceinline__ void reset() const {
-    if (!a_.counter || worker_ != 0) return;
-    a_.counter->next = workers_;
-    a_.counter->finished = 0;
+    if (!counter_ || worker_ != 0) return;
+    counter_->next = workers_;
+    counter_->finished = 0;
     __threadfence();
-    store_mark(a_.mark);
+    store_mark(mark_);
   }
 
   // Index of the next of `tiles`; at or past their number when there is none, asked once.
@@ -273,29 +277,30 @@ class Dispenser {
       first_ = false;
       return worker_;
     }
-    if (!a_.counter) return tiles;
-    while (!marked_ && load_mark() != a_.mark) __nanosleep(100);
+    if (!counter_) return tiles;
+    while (!marked_ && load_mark() != mark_) __nanosleep(100);
     marked_ = true;
-    const int index = static_cast<int>(atomicAdd(&a_.counter->next, 1u));
-    if (index >= tiles && atomicAdd(&a_.counter->finished, 1u) == workers_ - 1) store_mark(0);
+    const int index = static_cast<int>(atomicAdd(&counter_->next, 1u));
+    if (index >= tiles && atomicAdd(&counter_->finished, 1u) == workers_ - 1) store_mark(0);
     return index;
   }
 
  private:
   __device__ __forceinline__ void store_mark(uint64_t mark) const {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&a_.counter->mark), "l"(mark)
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&counter_->mark), "l"(mark)
                  : "memory");
   }
   __device__ __forceinline__ uint64_t load_mark() const {
     uint64_t mark;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
                  : "=l"(mark)
-                 : "l"(&a_.counter->mark)
+                 : "l"(&counter_->mark)
                  : "memory");
     return mark;
   }
 
-  const ForwardParams& a_;
+  TileCounter* const counter_;
+  const uint64_t mark_;
   const unsigned worker_, workers_;
   bool first_ = true, marked_ = false;
 };

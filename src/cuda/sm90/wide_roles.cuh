@@ -29,7 +29,7 @@ __device__ __forceinline__ void schedule_wide(const ForwardParams& a,
                                               const typename Kernel::Shared shared, int rank) {
   constexpr int kCtas = Kernel::kCtas;
   const int lane = threadIdx.x % kWarp;
-  Dispenser dispenser(a, kCtas);  // lane 0's, of the first CTA
+  Dispenser dispenser(a.counter, a.mark, kCtas);  // lane 0's, of the first CTA
   if (rank == 0 && lane == 0) dispenser.reset();
   int tiles = a.tiles;
   if (PackedOrder::covers(a.problem)) {
