@@ -8,6 +8,7 @@
 #include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_pack_mask.h"
 #include "cuda/sm90/backward_sink.h"
+#include "cuda/sm90/backward_two_plan.h"
 #include "cuda/sm90/dbias.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensormap.h"
@@ -80,17 +81,35 @@ const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv, i
   return nullptr;
 }
 
-// Adding dq in a fixed order needs no zeros in the sums, and where a head has few tiles nobody
-// waits long for its turn: of many short causal sequences that is the faster way, asked for or not
-// (measured with 64 and 128 columns, from 512 heads of the batch on).
-bool is_faster_in_turn(const Problem& p) {
-  constexpr int64_t kFewestHeads = 512;
+// Two kernels that each own what they add up make seven products instead of five, but neither clear
+// nor convert sums: faster where sequences are short and their tiles either start at once or fill
+// the GPU several times (docs/kernels/sm90_backward_two.md: what was measured).
+bool is_faster_apart(const Problem& p, int multiprocessors) {
+  constexpr int64_t kShort = 512, kLong = 1024, kLongest = 2048, kManyHeads = 128, kTile = 128;
   const Sizes s = sizes_of(p);
-  const int64_t columns = std::max(s.dqk, s.dv);
-  const int64_t most_rows = columns <= 64 ? 1024 : columns > 96 && columns <= 128 ? 512 : 0;
+  const int64_t columns = std::max(s.dqk, s.dv), heads = s.batch * s.hk;
+  const int64_t rows = std::max(s.sq, s.sk);
+  if ((columns > 64 && columns <= 96) || is_thd_q(p) || is_thd_k(p)) return false;
+  if (heads < kManyHeads) {
+    const int64_t tiles = (rows + kTile - 1) / kTile * s.batch * s.hq;
+    return rows <= kShort && (has(p, TESSERA_DETERMINISTIC) || tiles <= multiprocessors);
+  }
   const bool causal = has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
-  return causal && features_of(p) == 0 && s.hq == s.hk && !is_thd_q(p) && !is_thd_k(p) &&
-         s.batch * s.hk >= kFewestHeads && std::max(s.sq, s.sk) <= most_rows;
+  return rows <= kLong || (rows <= kLongest && columns > 64 && causal);
+}
+
+// Null: the problem runs otherwise.
+const TwoKernels* two_kernels_of(const Problem& p, int multiprocessors) {
+  if (features_of(p) % kDeterministic != 0 || !given(p, TESSERA_DQ) || !given(p, TESSERA_DK) ||
+      !given(p, TESSERA_DV) || !is_faster_apart(p, multiprocessors)) {
+    return nullptr;
+  }
+  // dsink reads the statistics of every row, but of tiles that see no key there are none.
+  const Sizes s = sizes_of(p);
+  const bool sees = s.sq == s.sk && !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
+                    !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
+  if (given(p, TESSERA_DSINK) && !sees) return nullptr;
+  return find_two_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
 }
 
 class BackwardPlan final : public Plan {
@@ -99,8 +118,10 @@ class BackwardPlan final : public Plan {
       : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    return std::max(workspace_of(problem, kernel_of(problem)).bytes,
-                    fallback_->workspace_bytes(problem, num_threads));
+    const TwoKernels* kernels = two_kernels_of(problem, multiprocessors_);
+    const int64_t bytes = kernels ? two_workspace_bytes(*kernels, problem)
+                                  : workspace_of(problem, kernel_of(problem)).bytes;
+    return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -109,6 +130,9 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    if (const TwoKernels* kernels = two_kernels_of(problem, multiprocessors_)) {
+      return run_two(*kernels, multiprocessors_, problem, buffers);
+    }
     const BackwardKernel& kernel = kernel_of(problem);
     const BackwardTile& tile = kernel.tile;
     BackwardParams a{};
@@ -183,7 +207,7 @@ class BackwardPlan final : public Plan {
     const auto find = [&](int features) {
       return find_backward_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, features);
     };
-    const int features = features_of(problem) | (is_faster_in_turn(problem) ? kDeterministic : 0);
+    const int features = features_of(problem);
     const BackwardKernel* fused = sums_bias(problem) ? find(features | kGradientOfBias) : nullptr;
     return fused ? *fused : *find(features);
   }
@@ -329,6 +353,9 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
           cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "cudaFuncSetAttribute"));
     }
+  }
+  if (const TwoKernels* kernels = find_two_kernels(dtype, s.dqk, s.dv)) {
+    TESSERA_RETURN_IF_ERROR(prepare_two(*kernels));
   }
   TESSERA_RETURN_IF_ERROR(prepare_dbias(dtype, s.dqk, s.dv));
   const Result<DeviceInfo> info = device_info(device.ordinal);
