@@ -448,8 +448,8 @@ def smoke():
 
 
 def ci():
-    for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
-                    other_dtypes(), noise(), products(500, 8, False)):
+    for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(), scores(),
+                    decode(False), other_dtypes(), noise(), apart(), products(500, 8, False)):
         yield from section
 
 
@@ -460,8 +460,32 @@ def long():
                    poison=True)
 
 
+def apart():
+    """On Hopper gradients of short sequences come from two kernels: the ends of their tiles and blocks."""
+    rng = random.Random(11)
+    sides = (17, 64, 65, 127, 128, 129, 192, 200, 257, 320, 512)
+    dims = (64, 128, 48, 104, {"dqk": 64, "dv": 24}, {"dqk": 80, "dv": 128})
+    for i in range(48):
+        d = dims[i % len(dims)]
+        sq = rng.choice(sides)
+        sk = sq if i % 3 == 0 else rng.choice(sides)
+        band = rng.choice(({}, {"causal": True}, {"causal": True}, {"window": "64,0"}, {"window": "-1,30"},
+                           {"window": "100,64"}, {"window": "0,0"}))
+        lens = rng.choice(({}, {"lens_q": f"random:{i}", "lens_k": f"random:{i + 50}"}))
+        yield line("bwd", dtype=("bf16", "fp16")[i % 2], b=rng.choice((1, 2, 3)), sq=sq, sk=sk,
+                   hq=rng.choice((2, 4)), hk=rng.choice((1, 2)), **(d if isinstance(d, dict) else {"d": d}),
+                   layout=rng.choice(("bshd", "sbhd", "bhsd")), **band,
+                   align=rng.choice(("top_left", "bottom_right")), **lens, sink=rng.choice((None, None, "learnable")),
+                   dlse=rng.random() < 0.4, deterministic=rng.random() < 0.3, poison=True, seed=i + 1)
+    for d in (64, 128):
+        yield line("bwd", dtype="bf16", b=3, s=200, hq=4, hk=2, d=d, causal=True, sink="learnable", grads="dsink",
+                   dlse=True, poison=True)
+        # o is a row of v: dq and dk are exactly 0
+        yield line("bwd", dtype="bf16", b=2, sq=200, sk=1, h=2, d=d, poison=True)
+
+
 def many_short():
-    """On a GPU their dq is added in a fixed order, asked for or not."""
+    """On a GPU there are more tiles than multiprocessors."""
     for dtype, d in product(("bf16", "fp16"), (64, 128)):
         yield line("bwd", dtype=dtype, b=512, s=40, h=1, d=d, causal=True, poison=True)
         yield line("bwd", dtype=dtype, b=64, s=150, h=8, d=d, lens="random:4", causal=True, dlse=True, poison=True)
