@@ -447,9 +447,25 @@ def smoke():
     yield from both(dtype="fp32", b=1, s=9, h=1, d=576, poison=True)
 
 
+def tall():
+    """Rows and heads enough for the tiles of 192 rows that kernels of one feature have at d = 64."""
+    for dtype, more in product(("bf16", "fp16"), ({"alibi": True}, {"alibi": "bh", "bias_dtype": "fp32"},
+                                                  {"softcap": 20}, {"softcap": 1})):
+        yield line("fwd", dtype=dtype, b=70, s=200, h=2, d=64, **more, poison=True)
+        yield line("fwd", dtype=dtype, b=9, s=600, hq=8, hk=4, d=64, layout="thd", lens="random:5", gaps="random:3",
+                   **more, max_logit=True, poison=True)
+
+
+def tall_and_long():
+    """The same where a causal mask is too long for lower tiles."""
+    for dtype, s, more in product(("bf16", "fp16"), (1100, 2100), ({"alibi": True}, {"softcap": 20})):
+        yield line("fwd", dtype=dtype, b=1, s=s, hq=24, hk=8, d=64, causal=True, **more, poison=True)
+        yield line("fwd", dtype=dtype, b=3, s=s, h=8, d=64, window="300,-1", lens="random:5", **more, poison=True)
+
+
 def ci():
-    for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(), scores(),
-                    decode(False), other_dtypes(), noise(), apart(), products(500, 8, False)):
+    for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(),
+                    scores(), decode(False), other_dtypes(), noise(), apart(), tall(), products(500, 8, False)):
         yield from section
 
 
@@ -493,7 +509,7 @@ def many_short():
 
 
 def nightly():
-    for section in (sizes(True), decode(True), many_short(), long(), products(6000, 9, True)):
+    for section in (sizes(True), decode(True), many_short(), long(), tall_and_long(), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 

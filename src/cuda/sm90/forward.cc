@@ -64,7 +64,7 @@ class ForwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     ForwardParams a = forward_params(problem, buffers);
     const Kernel& tall = kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
-    const Kernel& kernel = tall.features == 0 ? with_rows(a.problem, tall) : tall;
+    const Kernel& kernel = with_rows(a.problem, tall);
     const int tile_n = kernel.tile.tile_n;
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
@@ -113,16 +113,18 @@ class ForwardPlan final : public Plan {
     return map_of_bias(problem, buffers, TESSERA_BIAS, kRowsOfConsumer, &a.bias);
   }
 
-  // The row of the table with the same head dims and as many rows a tile as suit the problem
-  // (docs/kernels/sm90_forward.md, the sixth series). Fewer waste less on the diagonal and at the
-  // end of a sequence, and there are more tiles: 128 instead of 192 where tall ones leave SMs idle,
-  // 64 for short sequences, if each of the three CTAs of an SM has a few.
+  // The row of the table with the same features and head dims and as many rows a tile as suit the
+  // problem (docs/kernels/sm90_forward.md, the sixth series). Fewer waste less on the diagonal and
+  // at the end of a sequence, and there are more tiles: 128 instead of 192 where tall ones leave
+  // SMs idle, 64 for short sequences, if each of the three CTAs of an SM has a few.
   const Kernel& with_rows(const Params& p, const Kernel& tall) const {
-    constexpr int kShort = 2048, kShortWithoutDiagonal = 512;  // keys of a sequence
-    constexpr int kLoneTiles = 4;                              // of a CTA
+    constexpr int kShortWithoutDiagonal = 512;  // keys of a sequence
+    const int most_short = tall.features == Feature::kAlibi ? 1024 : 2048;
+    const int most = tall.features == Feature::kSoftcap ? 4096 : most_short;
+    constexpr int kLoneTiles = 4;  // of a CTA
     const auto row = [&](int consumers) {
       const ForwardTile& tile = tall.tile;
-      const Kernel* kernel = find_kernel(0, tall.dtype, tile.dqk, tile.dv, consumers);
+      const Kernel* kernel = find_kernel(tall.features, tall.dtype, tile.dqk, tile.dv, consumers);
       return kernel && kernel->tile.dqk == tile.dqk && kernel->tile.dv == tile.dv ? kernel
                                                                                   : nullptr;
     };
@@ -132,7 +134,7 @@ class ForwardPlan final : public Plan {
     const Kernel* const low = row(kConsumersOfLowTile);
     const Kernel* const lone = row(kConsumersOfLoneTile);
     const int keys = p.thd_k ? p.sk / p.batch : p.sk;
-    const bool is_short = p.right >= 0 && keys <= kShort;
+    const bool is_short = p.right >= 0 && keys <= most;
     if (lone && (is_short || keys <= kShortWithoutDiagonal) &&
         tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors_) {
       return *lone;
@@ -234,10 +236,11 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
                                 Feature::kMasks,
                                 Feature::kBiasTiles,
                                 Feature::kEverything};
-  std::vector<const Kernel*> used = {find_kernel(0, dtype, s.dqk, s.dv, kConsumersOfLowTile),
-                                     find_kernel(0, dtype, s.dqk, s.dv, kConsumersOfLoneTile)};
+  std::vector<const Kernel*> used;
   for (const uint32_t features : kSets) {
     used.push_back(find_kernel(features, dtype, s.dqk, s.dv));
+    used.push_back(find_kernel(features, dtype, s.dqk, s.dv, kConsumersOfLowTile));
+    used.push_back(find_kernel(features, dtype, s.dqk, s.dv, kConsumersOfLoneTile));
   }
   for (const Kernel* kernel : used) {
     if (!kernel) continue;

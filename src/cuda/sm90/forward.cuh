@@ -89,7 +89,7 @@ struct Forward : Feature {
                        kConsumerRegisters = kTile.consumer_registers();
 
   // At the masks of the tile after this one. Other kernels have no registers left for it.
-  static constexpr bool kLooksAhead = (kFeatures == 0 || kMasksEarly) && kTile.dv < 256;
+  static constexpr bool kLooksAhead = !(kFeatures & ~(kMasks | kAlibi)) && kTile.dv < 256;
 
   // A loop for each kind of block, cut or not. That of bias gains nothing by it.
   static constexpr bool kSplitsLoop = kFeatures == 0 || kCapsLate || kDrawsEarly;
