@@ -463,9 +463,25 @@ def tall_and_long():
         yield line("fwd", dtype=dtype, b=3, s=s, h=8, d=64, window="300,-1", lens="random:5", **more, poison=True)
 
 
+def lists():
+    """Row tiles over several blocks of keys, which data masks hide, cut or leave alone."""
+    data = ({"keep": "random:0.5"}, {"keep": "random:0.999/bqk"}, {"keep": "blocks:0.5"}, {"drop": "random:0.3/hqk"},
+            {"keep": "random:0.9", "segments": 3}, {"segments": 9}, {"ranges": "random:3"}, {"ranges": "two:3"})
+    for dtype, d, more in product(("bf16", "fp16"), (64, 128), data):
+        yield line("fwd", dtype=dtype, b=2, s=700, hq=4, hk=2, d=d, **more, poison=True)
+        yield line("fwd", dtype=dtype, b=3, s=500, hq=2, hk=1, d=d, lens="random:5", causal=True, **more, poison=True)
+    for dtype, d in product(("bf16", "fp16"), (64, 128)):
+        yield line("fwd", dtype=dtype, b=1, sq=300, sk=17000, h=1, d=d, segments=9, poison=True)
+        yield line("fwd", dtype=dtype, b=2, s=700, hq=4, hk=2, d=d, keep="random:0.5", alibi=True, poison=True)
+        yield line("fwd", dtype=dtype, b=2, s=700, hq=4, hk=2, d=d, causal=True, alibi=True, softcap=20, dropout="0.2",
+                   poison=True)
+        yield line("fwd", dtype=dtype, b=2, s=700, hq=4, hk=2, d=d, causal=True, dropout="0.2", poison=True)
+
+
 def ci():
     for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), noise(), apart(), tall(), products(500, 8, False)):
+                    scores(), decode(False), other_dtypes(), noise(), apart(), tall(), lists(),
+                    products(500, 8, False)):
         yield from section
 
 

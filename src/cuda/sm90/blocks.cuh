@@ -6,6 +6,7 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/schedule.cuh"
@@ -49,8 +50,12 @@ struct ListedWork : Work {
 // Walks over the live blocks of a tile from right to left, with the bits of 32 of them at hand.
 class BlockCursor {
  public:
-  __device__ __forceinline__ explicit BlockCursor(const ListedWork& work)
-      : work_(work), begin_(uniform(work.begin)), base_(uniform(work.base)) {}
+  __device__ __forceinline__ explicit BlockCursor(const ListedWork& work) : work_(work) {}
+
+  __device__ __forceinline__ void start() {
+    begin_ = uniform(work_.begin);
+    base_ = uniform(work_.base);
+  }
 
   // The nearest live block left of b; begin - 1 if there is none.
   __device__ __forceinline__ int before(int b) {
@@ -74,9 +79,80 @@ class BlockCursor {
   }
 
   const ListedWork& work_;
-  int begin_, base_, word_ = -1;
+  int begin_ = 0, base_ = 0, word_ = -1;
   uint32_t live_ = 0, partial_ = 0;
 };
+
+// Walks over all of them, in a loop for each kind. Which block comes next and of what kind it is
+// gets looked up under the products of the one before: uniform registers are slow.
+class BlockWalk {
+ public:
+  __device__ __forceinline__ explicit BlockWalk(const ListedWork& work)
+      : work_(work), cursor_(work) {}
+
+  __device__ __forceinline__ void look_ahead(int b) {
+    next_ = uniform(cursor_.before(b));
+    partial_ = cursor_.is_partial(next_);
+    kind_ = next_ < begin_    ? kNone
+            : is_cut()        ? kCut
+            : !partial_       ? kClean
+            : has_dense_mask_ ? kDense
+                              : kCut;
+  }
+  __device__ __forceinline__ int next() const { return max(next_, begin_); }  // exists
+
+  // Calls step(b, cut, partial, dense) for the blocks left of b; it looks ahead. cut: by the band.
+  // dense: a dense mask hides some of the block, and nothing else does; its words have been asked
+  // for, by load(b) or by the step before. has_dense_mask: a dense mask, and no other data masks.
+  template <typename Load, typename Step>
+  __device__ __forceinline__ void walk(int b, bool has_dense_mask, const Load& load,
+                                       const Step& step) {
+    cursor_.start();
+    has_dense_mask_ = has_dense_mask;
+    begin_ = uniform(work_.begin);
+    clean_begin_ = uniform(work_.clean_begin);
+    clean_end_ = uniform(work_.clean_end);
+    look_ahead(b);
+#pragma unroll 1
+    while (kind_ != kNone) {
+      if (kind_ == kDense) {
+        load(next_);
+#pragma unroll 1
+        do {
+          step(next_, false, true, true);
+        } while (kind_ == kDense);
+      } else if (kind_ == kClean) {
+#pragma unroll 1
+        do {
+          step(next_, false, false, false);
+        } while (kind_ == kClean);
+      } else {
+        step(next_, is_cut(), partial_, false);
+      }
+    }
+  }
+
+ private:
+  enum Kind { kNone, kDense, kClean, kCut };
+
+  __device__ __forceinline__ bool is_cut() const {
+    return next_ < clean_begin_ || next_ >= clean_end_;
+  }
+
+  const ListedWork& work_;
+  BlockCursor cursor_;
+  bool has_dense_mask_ = false, partial_ = false;
+  int begin_ = 0, clean_begin_ = 0, clean_end_ = 0, next_ = 0;
+  Kind kind_ = kNone;
+};
+
+struct NoBlockWalk {
+  __device__ explicit NoBlockWalk(const Work&) {}
+  __device__ static void look_ahead(int) {}
+  __device__ static int next() { return 0; }
+};
+template <bool kHas>  // of kernels whose tiles have lists
+using BlockWalkIf = std::conditional_t<kHas, BlockWalk, NoBlockWalk>;
 
 // The same where each row may see one interval of keys, for kernels that have registers to find
 // out.

@@ -140,13 +140,28 @@ class Features : Feature {
   // What visible() needs of a block that a data mask cuts; may be asked for before its scores.
   __device__ __forceinline__ void load_masks(int block, bool partial, MaskData& data) const {
     if (!partial) return;
-    if (a_.mask_bits) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        data.words[r] = (kSet == kMasks ? data.bits[r] : bits_of_row(r))[4 * block];
-      }
-    }
+    if (a_.mask_bits) load_words(block, data);
     if (p_.tensor[TESSERA_SEGMENT_IDS_Q].data) load_segments(block, data);
+  }
+
+  // Of a dense mask, which there must be.
+  __device__ __forceinline__ void load_words(int block, MaskData& data) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      data.words[r] = (kSet == kMasks ? data.bits[r] : bits_of_row(r))[4 * block];
+    }
+  }
+  // For scores of a block that hide_others() may have made NaN; leaves the words of `next`.
+  __device__ __forceinline__ void hide_exactly(int block, int next, MaskData& data,
+                                               float (&S)[kTileN / 2]) const {
+    load_words(block, data);
+    VisibleBits<kTileN> visible;
+    visible.word[0][0] = data.words[0], visible.word[1][0] = data.words[1];
+    visible.set_others(-kInfinity, S);
+    load_words(next, data);
+  }
+  __device__ __forceinline__ bool has_dense_mask_alone() const {
+    return a_.mask_bits && !p_.num_ranges && !p_.tensor[TESSERA_SEGMENT_IDS_Q].data;
   }
 
   // What is to be seen of a block that a mask cuts: the band, where `cut`, or data masks, where

@@ -180,6 +180,7 @@ struct Forward : Feature {
     bool cut = false;                    // by the band
     bool partial = false;                // by data masks
     bool listed = false;                 // the tile has a list of its blocks
+    bool dense = false;                  // and a dense mask is all that cuts this one
     bool linear = false, right = false;  // ALiBi is left to the products; right of the diagonal
   };
 
@@ -377,7 +378,8 @@ struct Forward : Feature {
       const int row = work.m0 + w * kRows + thread_row;
       const BlockFeatures features(a, work, row, lane);
       const auto is_cut = [&](int j) { return j < blocks.clean_begin || j >= blocks.clean_end; };
-      const auto finish_scores = [&](int j, bool cut, bool partial) {
+      const auto finish_scores = [&](int j, bool cut, bool partial, bool dense = false) {
+        if (dense) return hide_others<kTileN>(mask_data.words, S);
         VisibleBits visible;
         const bool masked = cut || partial;
         if constexpr (kListsBlocks) {
@@ -414,21 +416,13 @@ struct Forward : Feature {
       all_weights(l);
       drop(blocks.end - 1);
 
-      // The block after this one, and whether a data mask hides some of it: looked up under the
-      // products.
-      [[maybe_unused]] int next;
-      [[maybe_unused]] bool next_is_partial;
-      [[maybe_unused]] std::conditional_t<kMasksEarly, BlockCursor, Absent> cursor(work);
-      const auto look_ahead = [&](int j) {
-        if constexpr (kMasksEarly) next = uniform(cursor.before(j));
-        if constexpr (kMasksEarly) next_is_partial = cursor.is_partial(next);
-      };
+      [[maybe_unused]] BlockWalkIf<kMasksEarly> list(work);
       int last_block = blocks.begin;
       if constexpr (kAddsByProducts) last_block = uniform(work.last_block());
       int accumulate = 0;
       const auto step = [&](int j, Kind kind) {
         const auto here = k_ring.next();
-        if constexpr (kMasksEarly) features.load_masks(j, kind.partial, mask_data);
+        if (kMasksEarly && !kind.dense) features.load_masks(j, kind.partial, mask_data);
         k_barriers.wait(here);
         take_turn();
         issue_qk(here.stage, shared, kind);
@@ -436,11 +430,11 @@ struct Forward : Feature {
         issue_pv(v_ring().stage, accumulate, j);
         accumulate = 1;
         give_turn();
-        if (kind.listed) look_ahead(j);
+        if (kind.listed) list.look_ahead(j);
         wgmma_wait<1>();
         pin(S);
         if (kReleasesAfterLastQk && j == last_block) release_q();
-        if (!kind.linear) finish_scores(j, kind.cut, kind.partial);
+        if (!kind.linear) finish_scores(j, kind.cut, kind.partial, kind.dense);
         [[maybe_unused]] float base[2] = {};  // of scores to which products have added
         if constexpr (kAddsByProducts) {
 #pragma unroll
@@ -462,6 +456,8 @@ struct Forward : Feature {
         wgmma_wait<0>();
         pin(O);
         if (leader) v_barriers.release(v_ring());
+        // Into the registers of words that are used up by now.
+        if (kind.dense) features.load_words(list.next(), mask_data);
 #pragma unroll
         for (int g = 0; g < kEarlyGroups; ++g) round_p(g, early[g]);
 #pragma unroll
@@ -481,6 +477,7 @@ struct Forward : Feature {
           const uint32_t quad = 0xfu << (lane & ~3);
           const bool moves[2] = {(__ballot_sync(kAllLanes, !fits(0)) & quad) != 0,
                                  (__ballot_sync(kAllLanes, !fits(1)) & quad) != 0};
+          if (kind.dense) features.hide_exactly(j, list.next(), mask_data, S);
           if (kind.linear) {
 #pragma unroll
             for (int e = 0; e < kTileN / 2; ++e) S[e] += base[e / 2 % 2];
@@ -517,16 +514,12 @@ struct Forward : Feature {
         if (is_spanned) {
           walk_band();
         } else {
-          look_ahead(blocks.end - 1);
-#pragma unroll 1
-          while (next >= blocks.begin) {
-            const int j = next;
-            if (next_is_partial || is_cut(j)) {
-              step(j, {.cut = is_cut(j), .partial = next_is_partial, .listed = true});
-            } else {
-              step(j, {.listed = true});
-            }
-          }
+          list.walk(
+              blocks.end - 1, features.has_dense_mask_alone(),
+              [&](int j) { features.load_words(j, mask_data); },
+              [&](int j, bool cut, bool partial, bool dense) {
+                step(j, {.cut = cut, .partial = partial, .listed = true, .dense = dense});
+              });
         }
       } else {
         const auto before = [&](int j) { return lists ? uniform(block_before(work, j)) : j - 1; };

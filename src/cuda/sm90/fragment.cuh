@@ -88,6 +88,25 @@ struct VisibleBits {
   }
 };
 
+// S = -inf but for the elements whose bits are set in the words of the two rows. By additions,
+// which have a faster pipe than selections; hidden scores that are NaN or infinite become NaN.
+template <int kTileN>
+__device__ __forceinline__ void hide_others(const uint32_t (&word)[2], float (&S)[kTileN / 2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int e = 0; e < kTileN / 4; ++e) {
+      asm("{\n"
+          ".reg .pred hidden;\n"
+          "setp.eq.u32 hidden, %1, 0;\n"
+          "@hidden add.f32 %0, %0, 0fff800000;\n"
+          "}"
+          : "+f"(S[4 * (e / 2) + 2 * r + e % 2])
+          : "r"(word[r] & 1u << e));
+    }
+  }
+}
+
 // x[i] of thread t of the quad becomes x[t] of thread i.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int thread) {
 #pragma unroll
