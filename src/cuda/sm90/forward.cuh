@@ -93,6 +93,8 @@ struct Forward : Feature {
 
   // A loop for each kind of block, cut or not. That of bias gains nothing by it.
   static constexpr bool kSplitsLoop = kFeatures == 0 || kCapsLate || kDrawsEarly;
+  // One loop with a body for each, where registers allow.
+  static constexpr bool kSplitsBody = kTileN == 64 && kTile.dqk == 128;
 
   static constexpr int kWorkStages = kListsBlocks && kFeatures & kBiasTiles ? 2 : 3;  // what fits
   static constexpr int kBiasBytes = kFeatures & kBiasTiles ? kRows * kTileN * 2 : 0;  // a consumer
@@ -525,7 +527,12 @@ struct Forward : Feature {
         const auto before = [&](int j) { return lists ? uniform(block_before(work, j)) : j - 1; };
 #pragma unroll 1
         for (int j = before(blocks.end - 1); j >= blocks.begin; j = before(j)) {
-          step(j, {.cut = is_cut(j), .partial = lists && uniform(is_partial(work, j)) != 0});
+          const bool cut = is_cut(j), partial = lists && uniform(is_partial(work, j)) != 0;
+          if (kSplitsBody && !cut && !partial) {
+            step(j, {});
+          } else {
+            step(j, {.cut = cut, .partial = partial});
+          }
         }
       }
       m[0] -= features.row_offset(0), m[1] -= features.row_offset(1);
