@@ -478,9 +478,20 @@ def lists():
         yield line("fwd", dtype=dtype, b=2, s=700, hq=4, hk=2, d=d, causal=True, dropout="0.2", poison=True)
 
 
+def halves():
+    """Gradients where a block of queries sees both halves of a tile of 128 keys, one of them, or a part."""
+    for dtype, d in product(("bf16", "fp16"), (64, 96, 128)):
+        for band in (dict(causal=True), dict(window="70,0"), dict(window="5,30")):
+            for align in ("top_left", "bottom_right"):
+                yield line("bwd", dtype=dtype, b=1, sq=330, sk=450, hq=4, hk=2, d=d, **band, align=align, poison=True)
+        yield line("bwd", dtype=dtype, b=1, s=330, h=2, d=d, causal=True, deterministic=True, poison=True)
+        yield line("bwd", dtype=dtype, b=2, s=333, hq=4, hk=2, d=d, layout="thd", gaps=5, lens="random:7", causal=True,
+                   sink="learnable", grads="dsink", dlse=True, poison=True)
+
+
 def ci():
     for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), noise(), apart(), tall(), lists(),
+                    scores(), decode(False), other_dtypes(), noise(), apart(), tall(), lists(), halves(),
                     products(500, 8, False)):
         yield from section
 

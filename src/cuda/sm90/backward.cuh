@@ -33,6 +33,7 @@
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/backward_kernels.h"
+#include "cuda/sm90/backward_lean.cuh"
 #include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/backward_turns.cuh"
@@ -62,7 +63,9 @@ struct Backward {
   // was slower: a ticket comes late as it is. With features registers are short for it.
   static constexpr bool kStartsEarly = !kRich && !kInTurn<Row>;
   // dK and dV leave by TMA, and dS is k-major for the products of dQ.
-  static constexpr bool kLean = !kRich && !kWide;
+  static constexpr bool kLean = kIsLean<Row>;
+  // k16 steps of K that an owner holds in registers: as many as there are.
+  static constexpr int kKeySteps = kTile.dqk == 96 ? 6 : kInTurn<Row> ? 0 : kTile.dqk == 64 ? 2 : 4;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // An owner makes 64 queries x 64 or 32 columns of a block of dQ: half of its rows or half of its
@@ -77,6 +80,7 @@ struct Backward {
   // Of three chunks of 64 columns an owner makes one, and half of the middle one.
   static constexpr int kHalfColumns = 32;
 
+  static constexpr bool kWaitsForEmpty = kGradientBuffers < 3;
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
   using GradOTile = SmemTile<kTileM, kTile.dv>;
@@ -201,38 +205,9 @@ struct Backward {
     if constexpr (kLeavesOut) return {tile.begin, 1};
     return tile.descends ? int2{tile.end - 1, -1} : int2{tile.begin, 1};
   }
-  // body(member of the group, block) for the blocks of a walk, from `begin` to before `end` in
-  // number, and every query head.
-  template <typename Body>
-  static __device__ __forceinline__ void for_each_block(int group, int begin, int end, int first,
-                                                        int step, const Body& body) {
-    if constexpr (kHeadsInner) {
-#pragma unroll 1
-      for (int i = begin, block = first; i < end; ++i, block += step) {
-#pragma unroll 1
-        for (int member = 0; member < group; ++member) body(member, block);
-      }
-    } else {
-#pragma unroll 1
-      for (int member = 0; member < group; ++member) {
-#pragma unroll 1
-        for (int i = begin, block = first; i < end; ++i, block += step) body(member, block);
-      }
-    }
-  }
-
   // ---- owner: dK and dV of 64 keys ----
 
-  // dO's ring: that of Q where it has as many stages.
-  template <int kOfQ, int kOfGradO>
-  static __device__ __forceinline__ const Ring<kOfGradO>& ring_of_grad_o(
-      const Ring<kOfQ>& of_q, const Ring<kOfGradO>& own) {
-    if constexpr (kOfQ == kOfGradO) {
-      return of_q;
-    } else {
-      return own;
-    }
-  }
+  using LeanOf = std::conditional_t<kLean, LeanOperands<Element, Backward>, Nothing>;
 
   static __device__ __forceinline__ void owner(const BackwardParams& a, const KeyTile& tile,
                                                const Shared shared, const int w) {
@@ -252,6 +227,7 @@ struct Backward {
     const float c = log2_scale(p);
     const uint64_t k = KTile::k_major(shared.k() + w * 64 * kChunkRowBytes);
     const uint64_t v = VTile::k_major(shared.v() + w * 64 * kChunkRowBytes);
+    [[maybe_unused]] LeanOf operands(shared, w);
 
     float dK[kTile.dqk / 2], dV[kTile.dv / 2];
 #pragma unroll
@@ -260,7 +236,7 @@ struct Backward {
     for (float& x : dV) x = 0;
     Ring<kStages> ring;
     Ring<kGradOStages> own_ring;
-    const auto& grad_o_ring = ring_of_grad_o(ring, own_ring);
+    const auto& grad_o_ring = own_or_shared(ring, own_ring);
     Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
     float* const sums =
         a.dq_sums ? a.dq_sums + (kWide ? 2 * w : w) * kPartOfDq + 4 * thread : nullptr;
@@ -272,7 +248,7 @@ struct Backward {
     const auto add = [&](float* part, const auto& dQ) {
       bool stores = previous_block >= first_lo && previous_block < first_hi;
       if constexpr (kLeavesOut && kInTurn<Row>) stores = turns.is_first(turn_ring);
-      add_dq(part + int64_t{previous_slot} * kBlockOfDq, w, dQ, stores);
+      add_dq<kInTurn<Row>, kTile.dqk>(part + int64_t{previous_slot} * kBlockOfDq, w, dQ, stores);
     };
     const auto finish_turn = [&] {
       if constexpr (kInTurn<Row>) {
@@ -289,8 +265,7 @@ struct Backward {
       add(sums + (1 - 2 * w) * kPartOfDq + w * kHalfColumns / 2 * kWarpgroup, dQ);
       finish_turn();
     };
-    const auto write_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
-      if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+    const auto store_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
       const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
 #pragma unroll
       for (int i = 0; i < kTileM / kStepK; ++i) {
@@ -300,9 +275,16 @@ struct Backward {
           stmatrix_x4((ds + i / 4 * GradientTile::kChunkBytes) ^ i % 4 << 5, dS + 4 * i);
         }
       }
+    };
+    const auto say_ds = [&] {
       async_proxy_fence();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
+    };
+    const auto write_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
+      if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      store_ds(dS);
+      say_ds();
     };
     // S becomes P, of the stage, without features.
     const auto weigh = [&](int block, bool masked, float(&S)[kTileM / 2]) {
@@ -332,7 +314,7 @@ struct Backward {
     };
 
     // Q of the stage has arrived. cut: the band hides some score; mask: of BlockMask.
-    const auto step = [&](int block, int slot, bool cut, [[maybe_unused]] int mask) {
+    const auto rich_step = [&](int block, int slot, bool cut, int mask) {
       float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
       uint32_t P[kTileM / 4], dS[kTileM / 4];
       const uint64_t q = QTile::k_major(shared.q(ring.stage));
@@ -343,37 +325,26 @@ struct Backward {
       const uint32_t lse2 = shared.lse2(ring.stage) + 8 * quad,
                      delta = shared.delta(grad_o_ring.stage) + 8 * quad;
       const uint32_t warp_ds = shared.ds(ds_ring.stage) + warp_row * kChunkRowBytes;
-      if constexpr (kRich) {
-        features.look(block, cut, mask, shared.mask(ring.stage) + warp_row / 16 * kWarp * 4,
-                      kMaskBytes / kPieces, shared.spans() + 8 * (warp_row + lane / 4));
-        if constexpr (!Features::kFetchesBias) {
-          mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
-          if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
-        }
-        if constexpr (kSumsBias<Row>) bias_sums.acquire();
+      features.look(block, cut, mask, shared.mask(ring.stage) + warp_row / 16 * kWarp * 4,
+                    kMaskBytes / kPieces, shared.spans() + 8 * (warp_row + lane / 4));
+      if constexpr (!Features::kFetchesBias) {
+        mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+        if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
       }
+      if constexpr (kSumsBias<Row>) bias_sums.acquire();
       wgmma_wait<1>();
       pin(S);
 
-      if constexpr (kRich) {
-        features.weigh(block, warp_ds, kPitch, lse2, S, P);
-        if constexpr (Features::kFetchesBias) fetch_bias(block, ds_ring.next());
-      } else {
-        weigh(block, cut, S);
-      }
+      features.weigh(block, warp_ds, kPitch, lse2, S, P);
+      if constexpr (Features::kFetchesBias) fetch_bias(block, ds_ring.next());
       wgmma_wait<0>();
       pin(dP);
       pin(S);  // P is not packed earlier than this: it would take registers of its own
-      if constexpr (kRich) features.differentiate(block, warp_ds, kPitch, lse2, delta, S, dP);
+      features.differentiate(block, warp_ds, kPitch, lse2, delta, S, dP);
 #pragma unroll
       for (int g = 0; g < kTileM / 8; ++g) {
         const float* s = S + 4 * g;
-        float* dp = dP + 4 * g;
-        if constexpr (!kRich) {
-          const float2 of_query = load_shared_pair(delta + 32 * g);
-          dp[0] = s[0] * (dp[0] - of_query.x), dp[1] = s[1] * (dp[1] - of_query.y);
-          dp[2] = s[2] * (dp[2] - of_query.x), dp[3] = s[3] * (dp[3] - of_query.y);
-        }
+        const float* dp = dP + 4 * g;
         if constexpr (!Features::kWeighsAll) {
           P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
         }
@@ -400,6 +371,72 @@ struct Backward {
       pin(dV);
       pin(dK);
       advance(block, slot);
+    };
+    // dQ of the block before has been made. The first time there is none, and what came out is
+    // thrown away.
+    const auto finish_previous = [&](float(&dQ)[kColumnsOfDq / 2]) {
+      pin(dQ);
+      if (previous_slot < 0) return;
+      if (kWaitsForEmpty && lane == 0) ds_barriers.release(previous_ring);
+      if (sums) add_previous(dQ);
+    };
+    // With three buffers of dS the next one is free when the other owner has written dS(i - 1): it
+    // is done with block i - 2, and so with dQ(i - 3).
+    const auto acquire_ds = [&] {
+      if (kWaitsForEmpty) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+    };
+    [[maybe_unused]] const auto lean_step = [&](int block, int slot, bool masked) {
+      if constexpr (kLean) {
+        float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
+        uint32_t P[kTileM / 4], dS[kTileM / 4];
+        Statistics<kTileM> lse2(shared.lse2(ring.stage)), delta(shared.delta(ring.stage));
+        operands.issue_s(ring.stage, S);
+        lse2.load_first();
+        mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
+        operands.issue_dp(ring.stage, dP);
+        wgmma_wait<1>();
+        pin(S);
+        lse2.load_others();
+        exponentials<kTileM>(c, lse2, S);
+        if (masked) hide<kTileM>(tile, key, block, S);
+        delta.load_first();
+        if constexpr (!kSplitsRows) pack_all<Element>(S, P);
+        if constexpr (!kWaitsForEmpty) acquire_ds();
+        wgmma_wait<0>();
+        pin(dP);
+        pin(S);
+        delta.load_others();
+        differentiate<Element, kTileM>(S, delta, dP, dS);
+        if constexpr (kSplitsRows) pack_all<Element>(S, P);
+        if constexpr (kWaitsForEmpty) acquire_ds();
+        store_ds(dS);
+        operands.issue_dq(previous_ring.stage, dQ);
+        operands.issue_dv(ring.stage, P, dV);
+        operands.issue_dk(ring.stage, dS, dK);
+        // None of these reads what was stored. The fence waits for what was last added to dq, too.
+        say_ds();
+        wgmma_wait<2>();
+        finish_previous(dQ);
+        wgmma_wait<0>();
+        pin(dV);
+        pin(dK);
+        advance(block, slot);
+      }
+    };
+    // A block that sees none of this owner's keys.
+    [[maybe_unused]] const auto hidden_step = [&](int block, int slot) {
+      if constexpr (kLean) {
+        float dQ[kColumnsOfDq / 2];
+        mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
+        acquire_ds();
+        store_ds({});
+        operands.issue_dq(previous_ring.stage, dQ);
+        say_ds();
+        wgmma_wait<0>();
+        finish_previous(dQ);
+        advance(block, slot);
+      }
     };
     // The same where registers are short: dV before dS, dQ after both.
     const auto wide_step = [&](int block, int slot, bool masked) {
@@ -468,20 +505,27 @@ struct Backward {
         const int head_of_stage = tile.kv_head * p.group + member;  // heads may be left out
         if (head != head_of_stage) features.start_head(head = head_of_stage);
         const int block = block_and_mask >> 2;
-        step(block, first_slot + member * a.slots + block,
-             block < clean_begin || block >= clean_end, block_and_mask & 3);
+        rich_step(block, first_slot + member * a.slots + block,
+                  block < clean_begin || block >= clean_end, block_and_mask & 3);
       }
     } else {
-      for_each_block(p.group, begin, end, walk_first, walk_step, [&](int member, int block) {
-        mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
-        const int slot = first_slot + member * a.slots + block;
-        const bool masked = block < clean_begin || block >= clean_end;
-        if constexpr (kWide) {
-          wide_step(block, slot, masked);
-        } else {
-          step(block, slot, masked, 0);
-        }
-      });
+      [[maybe_unused]] const OwnBlocks<kTileM> mine(tile, w);
+      if constexpr (kLean) {
+        if (kStartsEarly && begin < end) mbarrier_wait(shared.q_barrier(0), 0);
+        if (begin < end) operands.hold_keys(shared.k(), warp_row);
+      }
+      for_each_block<kHeadsInner>(
+          p.group, begin, end, walk_first, walk_step, [&](int member, int block) {
+            mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
+            const int slot = first_slot + member * a.slots + block;
+            if constexpr (!kLean) {
+              wide_step(block, slot, block < clean_begin || block >= clean_end);
+            } else if (mine.sees(block)) {
+              lean_step(block, slot, mine.cuts(block));
+            } else {
+              hidden_step(block, slot);
+            }
+          });
     }
     const int first_key = tile.key0 + warp_row;
     const bool by_tma = kLean && p.tensor[TESSERA_DK].data && p.tensor[TESSERA_DV].data &&
@@ -542,37 +586,13 @@ struct Backward {
   template <int kCount>
   static __device__ __forceinline__ void issue_columns(float (&dQ)[kCount], uint64_t ds,
                                                        uint64_t k) {
-    pin(dQ);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kTileN / kStepK; ++i) {
-      Wgmma<Element, 2 * kCount>::template ss<kLean ? kMajorK : kMajorMN, kMajorMN>(
-          dQ, ds + (kLean ? GradientTile::k_major_step(i) : GradientTile::mn_major_step(i)),
-          k + KTile::mn_major_step(i), i > 0);
-    }
-    wgmma_commit();
+    sm90::issue_columns<Element, GradientTile, KTile, kLean ? kMajorK : kMajorMN, kTileN / kStepK>(
+        dQ, ds, k);
   }
   // dbias where no query of a block sees the tile; by the warps that have nothing else to do.
   static __device__ __forceinline__ void clear_bias(const BackwardParams& a, const KeyTile& tile,
                                                     int thread) {
     if constexpr (kSumsBias<Row>) BiasSums::template clear_unseen<kTileN>(a, tile, thread);
-  }
-  // first: nothing has been added to the block, not even zeros.
-  template <int kCount>
-  static __device__ __forceinline__ void add_dq(float* part, int w, const float (&dQ)[kCount],
-                                                bool first) {
-    // Of 96 columns the second owner has 32.
-    const int groups = kTile.dqk == 96 && w == 1 ? 4 : kCount / 4;
-#pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-      if (kTile.dqk == 96 && i >= groups) break;
-      float* const to = part + 4 * kWarpgroup * i;
-      if constexpr (kInTurn<Row>) {
-        store_or_add_to_global(first, to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
-      } else {
-        add_to_global(to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
-      }
-    }
   }
 };
 

@@ -183,8 +183,9 @@ struct BackwardProducer {
       }
       if (leader) loader.say_last();
     } else {
-      Kernel::for_each_block(group, tile.begin, tile.end, walk.x, walk.y,
-                             [&](int member, int block) { loader.load_block(member, block, 0); });
+      for_each_block<Kernel::kHeadsInner>(
+          group, tile.begin, tile.end, walk.x, walk.y,
+          [&](int member, int block) { loader.load_block(member, block, 0); });
       if constexpr (kRich) loader.say_last();
     }
   }

@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(kWarpgroup)
         if (lse2 == -kInfinity) lse2 = kInfinity, delta = 0;
         lse2 -= log2f(p.dropout_scale), delta /= p.dropout_scale;
       }
-      a.lse2[slot * kTileM + i] = lse2;
-      a.delta[slot * kTileM + i] = delta;
+      const int place = kIsLean<Row> ? place_in_quads(i) : i;
+      a.lse2[slot * kTileM + place] = lse2;
+      a.delta[slot * kTileM + place] = delta;
     }
   }
 }

@@ -51,23 +51,10 @@ struct KeySchedule {
       tile.kv_head = index - slot * p.hk;
       tile.key0 = rows.begin;
     } else {
-      int x, round;  // head of the batch, tile of the head
-      if (a.longest_first) {
-        const int section = a.per_section.quotient(index);
-        const int r = index - section * a.per_section.divisor;
-        round = a.heads_per_section.quotient(r);
-        x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
-        tile.upwards = section < a.upward_sections;
-        tile.descends = a.alternates && section % 2 == 0;
-        if (tile.upwards) round = a.tiles_n.divisor - 1 - round;
-      } else {
-        x = a.tiles_n.quotient(index);
-        round = index - x * a.tiles_n.divisor;
+      n = place(a, index, tile) + turn;
+      if (!p.thd_q && !p.tensor[TESSERA_SEQLENS_Q].data && !p.tensor[TESSERA_SEQLENS_K].data) {
+        return of_equal_sequences(p, n, tile);
       }
-      tile.key0 = round * kTileN;
-      n = a.heads.quotient(x);
-      tile.kv_head = x - n * a.heads.divisor;
-      n += turn;
     }
     const Sequence sequence = sequence_of(p, n);
     tile.n = n;
@@ -82,6 +69,41 @@ struct KeySchedule {
   }
 
  private:
+  // Of a padded side: sets the tile's head, its keys and how it is walked, and finds the sequence.
+  static __device__ __forceinline__ int place(const BackwardParams& a, int index, KeyTile& tile) {
+    int x, round;  // head of the batch, tile of the head
+    if (a.longest_first) {
+      const int section = a.per_section.quotient(index);
+      const int r = index - section * a.per_section.divisor;
+      round = a.heads_per_section.quotient(r);
+      x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
+      tile.upwards = section < a.upward_sections;
+      tile.descends = a.alternates && section % 2 == 0;
+      if (tile.upwards) round = a.tiles_n.divisor - 1 - round;
+    } else {
+      x = a.tiles_n.quotient(index);
+      round = index - x * a.tiles_n.divisor;
+    }
+    const int n = a.heads.quotient(x);
+    tile.key0 = round * kTileN;
+    tile.kv_head = x - n * a.heads.divisor;
+    return n;
+  }
+  // What decode() finds where all sequences fill their tensors, without a look at any: nothing is
+  // loaded before the tile is known.
+  static __device__ __forceinline__ KeyTile of_equal_sequences(const Params& p, int n,
+                                                               KeyTile tile) {
+    const int reach = p.sq + p.sk;
+    tile.n = n;
+    tile.q = {n, 0, p.sq, 0, p.sq};
+    tile.k = {n, 0, p.sk, 0, p.sk};
+    tile.shift = p.bottom_right ? p.sk - p.sq : 0;
+    tile.left = min(p.left, reach);
+    tile.right = min(p.right, reach);
+    tile.first_slot = n * ((p.sq + kTileM - 1) / kTileM);
+    set_blocks(tile, Band{p.sq, p.sk, tile.shift, tile.left, tile.right});
+    return tile;
+  }
   static __device__ __forceinline__ void set_blocks(KeyTile& tile, const Band& band) {
     const Interval queries =
         tile.key0 < 0 ? Interval{0, 0} : band.rows(tile.key0, tile.key0 + kTileN);
@@ -96,6 +118,26 @@ struct KeySchedule {
                                                    : max(of_first.y, 0) / kTileM;
   }
 };
+
+// body(member of the group, block) for the blocks of a walk, from `begin` to before `end` in
+// number, and every query head.
+template <bool kHeadsInner, typename Body>
+__device__ __forceinline__ void for_each_block(int group, int begin, int end, int first, int step,
+                                               const Body& body) {
+  if constexpr (kHeadsInner) {
+#pragma unroll 1
+    for (int i = begin, block = first; i < end; ++i, block += step) {
+#pragma unroll 1
+      for (int member = 0; member < group; ++member) body(member, block);
+    }
+  } else {
+#pragma unroll 1
+    for (int member = 0; member < group; ++member) {
+#pragma unroll 1
+      for (int i = begin, block = first; i < end; ++i, block += step) body(member, block);
+    }
+  }
+}
 
 // The block of queries in a slot of the workspace; `begin` may lie past the sequence: nothing to
 // do.

@@ -22,7 +22,10 @@ __global__ void __launch_bounds__(kThreads)
     const Rows rows = rows_of<SideOfQueries>(p, n);
     const int64_t first =
         (int64_t{head} * a.slots + first_slot_of(p.thd_q, n, rows.first, tile_m, blocks)) * tile_m;
-    for (int i = threadIdx.x; i < rows.length; i += kThreads) {
+    // Their order is that of the main kernel, where rows past the end stand among the last 16: they
+    // are +inf and 0.
+    const int end = (rows.length + 15) / 16 * 16;
+    for (int i = threadIdx.x; i < end; i += kThreads) {
       sum -= exp2_approx(sink - a.lse2[first + i]) * a.delta[first + i];
     }
   }

@@ -29,6 +29,17 @@ struct Ring {
   }
 };
 
+// The ring of what has kOwn stages: that of others where they have as many.
+template <int kShared, int kOwn>
+__device__ __forceinline__ const Ring<kOwn>& own_or_shared(const Ring<kShared>& shared,
+                                                           const Ring<kOwn>& own) {
+  if constexpr (kShared == kOwn) {
+    return shared;
+  } else {
+    return own;
+  }
+}
+
 // Addresses of the barriers of kStages stages: full[kStages], then empty[kStages].
 template <int kStages>
 struct StageBarriers {
