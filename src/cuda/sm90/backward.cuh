@@ -65,7 +65,7 @@ struct Backward {
   // dK and dV leave by TMA, and dS is k-major for the products of dQ.
   static constexpr bool kLean = kIsLean<Row>;
   // k16 steps of K that an owner holds in registers: as many as there are.
-  static constexpr int kKeySteps = kTile.dqk == 96 ? 6 : kInTurn<Row> ? 0 : kTile.dqk == 64 ? 2 : 4;
+  static constexpr int kKeySteps = kTile.dqk == 96 ? 6 : kInTurn<Row> ? 0 : kTile.dqk == 64 ? 2 : 5;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // An owner makes 64 queries x 64 or 32 columns of a block of dQ: half of its rows or half of its
@@ -412,10 +412,9 @@ struct Backward {
         if constexpr (kWaitsForEmpty) acquire_ds();
         store_ds(dS);
         operands.issue_dq(previous_ring.stage, dQ);
+        say_ds();  // a fence takes 100 clocks and more: under dQ, which reads older ones
         operands.issue_dv(ring.stage, P, dV);
         operands.issue_dk(ring.stage, dS, dK);
-        // None of these reads what was stored. The fence waits for what was last added to dq, too.
-        say_ds();
         wgmma_wait<2>();
         finish_previous(dQ);
         wgmma_wait<0>();
@@ -515,7 +514,7 @@ struct Backward {
         if (begin < end) operands.hold_keys(shared.k(), warp_row);
       }
       for_each_block<kHeadsInner>(
-          p.group, begin, end, walk_first, walk_step, [&](int member, int block) {
+          uniform_register(p.group), begin, end, walk_first, walk_step, [&](int member, int block) {
             mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
             const int slot = first_slot + member * a.slots + block;
             if constexpr (!kLean) {
