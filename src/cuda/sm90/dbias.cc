@@ -99,9 +99,12 @@ const DbiasKernel* find_kernel(int dtype, int64_t dqk, int64_t dv, bool plain) {
   return nullptr;
 }
 
+// plain: if there is one.
 const DbiasKernel& kernel_of(const Problem& problem, bool plain) {
   const Sizes s = sizes_of(problem);
-  return *find_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, plain);
+  const int dtype = problem.tensor[TESSERA_Q].dtype;
+  const DbiasKernel* kernel = plain ? find_kernel(dtype, s.dqk, s.dv, true) : nullptr;
+  return kernel ? *kernel : *find_kernel(dtype, s.dqk, s.dv, false);
 }
 
 // Nothing shapes the scores but the bias and the band, and the bias is read by vectors.
@@ -163,12 +166,12 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   for (const auto& [gradient, of] : kGradients) {
     if (!p.tensor[gradient].data) continue;
     const Extents extents = extents_of(problem, of);
-    const bool plain = gradient == TESSERA_DBIAS && has_vectors(p) &&
-                       maps_bias(problem, buffers.data[TESSERA_BIAS]);
-    const DbiasKernel& kernel = kernel_of(problem, plain);
+    const DbiasKernel& kernel =
+        kernel_of(problem, gradient == TESSERA_DBIAS && has_vectors(p) &&
+                               maps_bias(problem, buffers.data[TESSERA_BIAS]));
     a.cut = cut(extents, kernel.tile);
     if (a.cut.items == 0) continue;
-    if (plain) {
+    if (kernel.tile.plain) {
       const View& bias = p.tensor[TESSERA_BIAS];
       a.bias_of_sequence = bias.stride[0] > 0;
       a.bias_of_head = bias.stride[1] > 0;
