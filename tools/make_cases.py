@@ -489,10 +489,42 @@ def halves():
                    sink="learnable", grads="dsink", dlse=True, poison=True)
 
 
+def wide_backward(full):
+    """The backward pass at head dims beyond 128 with everything that shapes scores: tails of tiles, bands, lengths."""
+    rng = random.Random(12)
+    dims = ({"dqk": 192, "dv": 128}, {"d": 256}, {"d": 224})
+    alone = (*dims, {"d": 160}, {"dqk": 136, "dv": 64}, {"dqk": 256, "dv": 128})  # without lengths
+    slopes, bias = {"grads": "dalibi_slopes"}, {"grads": "dbias"}
+    features = ({}, {"softcap": 5}, {"softcap": 30, "sink": "learnable", "grads": "dsink", "dlse": True}, {"softcap": "0.5"},
+                {"alibi": True, **slopes}, {"alibi": "bh", "sink": "off_by_one"}, {"dropout": "0.1"},
+                {"dropout": "0.6", "softcap": 8}, {"bias": "post/hqk", **bias}, {"bias": "pre/bhqk", **bias},
+                {"bias": "post/k", **bias}, {"bias": "post/hq", "bias_dtype": "fp32", **bias}, {"bias": "post/bqk"},
+                {"bias": "pre/qk", "softcap": 5, **bias}, {"bias": "post/hqk", "softcap": 3, **bias},
+                {"keep": "random:0.5/qk"}, {"drop": "random:0.3/bhqk"}, {"keep": "blocks:0.4/hqk"}, {"ranges": "random:3"},
+                {"ranges": "two:4", "dropout": "0.3"}, {"segments": 3}, {"segments": 2, "softcap": 10},
+                {"alibi": True, "dropout": "0.3", "keep": "random:0.7/qk", **slopes},
+                {"alibi": "bh", "softcap": 4, "bias": "post/bk", "grads": "dbias,dalibi_slopes"})
+    bands = ({}, {"causal": True}, {"window": "70,30"}, {"window": "100,0"})
+    shapes = ((130, 300), (200, 200), (257, 129), (70, 260), (150, 70))
+    orders = cycle((None, True))
+    for number, feature in enumerate(features):
+        for _ in range(12 if full else 1):
+            sq, sk = rng.choice(shapes)
+            layout = rng.choice(("bshd", "sbhd", "bhsd", "thd"))
+            lens = layout == "thd" or rng.random() < 0.3
+            yield line("bwd", dtype=rng.choice(("bf16", "fp16")), b=2, sq=sq, sk=sk, **heads(rng),
+                       **rng.choice(dims if lens else alone) if full else dims[number % len(dims)], layout=layout,
+                       lens_q=f"random:{rng.randrange(99)}" if lens else None,
+                       lens_k=f"random:{rng.randrange(99)}" if lens else None,
+                       gaps="random:4" if layout == "thd" and rng.random() < 0.5 else None, **rng.choice(bands),
+                       align=rng.choice(("top_left", "bottom_right")), **feature, deterministic=next(orders),
+                       poison=True, seed=rng.randrange(1, 10000))
+
+
 def ci():
     for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(),
                     scores(), decode(False), other_dtypes(), noise(), apart(), tall(), lists(), halves(),
-                    products(500, 8, False)):
+                    wide_backward(False), products(500, 8, False)):
         yield from section
 
 
@@ -536,7 +568,8 @@ def many_short():
 
 
 def nightly():
-    for section in (sizes(True), decode(True), many_short(), long(), tall_and_long(), products(6000, 9, True)):
+    for section in (sizes(True), wide_backward(True), decode(True), many_short(), long(), tall_and_long(),
+                    products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 

@@ -146,10 +146,6 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m, a.ragged_q, &a.q));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_O, tile.tile_m, a.ragged_q, &a.o));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m, a.ragged_q, &a.grad_o));
-    if (tile.pair) {
-      TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m / 2, a.ragged_q, &a.q_half));
-      TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m / 2, a.ragged_q, &a.grad_o_half));
-    }
     const int keys_of_cta = tile.tile_n() / tile.ctas();
     TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.ragged_k, &a.k));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.ragged_k, &a.v));
@@ -317,12 +313,10 @@ void require_backward(Support& support, const Problem& p) {
   const Sizes s = sizes_of(p);
   const int dtype = p.tensor[TESSERA_Q].dtype;
   const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features_of(p));
-  const char* limit = features_of(p) % kDeterministic
-                          ? ": and head_dim_v must be at most 128 in the backward pass with bias, "
-                            "masks, ALiBi, softcap or dropout"
-                          : ": and head_dim_v must be at most 256 in the backward pass";
-  support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone,
-                  [&] { return "head_dim_qk=" + std::to_string(s.dqk) + limit; });
+  support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
+    return "head_dim_qk=" + std::to_string(s.dqk) +
+           ": and head_dim_v must be at most 256 in the backward pass";
+  });
   // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
   const bool ragged =
       is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);

@@ -114,7 +114,7 @@ struct Backward {
     uint64_t ds_barriers[2 * kGradientBuffers];
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
     int turn_stored[Order::kRing];
-    int2 blocks[kStages];  // rich: which block a stage holds, see Stage
+    int2 blocks[kStages];  // rich: the StagedBlock of each
     alignas(16) uint8_t mask[kStages][kLeavesOut ? kMaskBytes : 16];  // packed
     KeyInterval spans[kLeavesOut ? kTileN : 1];  // of queries, of each key; see QueryBlocks::span
     KeyTile tile;

@@ -177,6 +177,41 @@ class BackwardFeatures {
     weights(block, biased() && !before ? 1.f : log2_scale(p_), lse2, S);
   }
 
+  // For a kernel whose other warpgroup makes dP: S to P as dropout leaves it, and to what dS is
+  // made of, which is P times the slope of the cap.
+  __device__ __forceinline__ void weigh_apart(int block, uint32_t shared, uint32_t pitch,
+                                              uint32_t lse2, float (&S)[kTileM / 2],
+                                              uint32_t (&P)[kTileM / 4],
+                                              uint32_t (&weights_of_ds)[kTileM / 4]) {
+    weigh(block, shared, pitch, lse2, S, P);
+    const bool slopes = !kWeighsAll && capped();
+    float slope[kTileM / 2];
+    if (slopes) {
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) slope[e] = slope_of_cap(S[e]);
+      float c = kLog2e * p_.softcap;
+      if (biased() && !pre_scale()) {
+        add_bias(block, shared, pitch, c, kLog2e, S);
+        c = 1;
+      }
+      weights(block, c, lse2, S);
+#pragma unroll
+      for (int e = 0; e < kTileM / 2; ++e) slope[e] *= S[e];
+    }
+#pragma unroll
+    for (int i = 0; i < kTileM / 4; ++i) {
+      const int e = 2 * i;
+      weights_of_ds[i] =
+          slopes ? pack<Element>(slope[e], slope[e + 1]) : pack<Element>(S[e], S[e + 1]);
+      if constexpr (!kWeighsAll) {
+        P[i] = drops() ? pack<Element>(kept(e) ? S[e] : 0.f, kept(e + 1) ? S[e + 1] : 0.f)
+                       : pack<Element>(S[e], S[e + 1]);
+      }
+    }
+  }
+  // Of a block of 64 queries: bit of each S[e] that dropout keeps.
+  __device__ __forceinline__ uint32_t kept_bits() const { return drops() ? kept_[0] : ~0u; }
+
   // S to P, if weigh() has not done it, and dP to dS; then P as dropout leaves it, without its
   // scale. delta: the thread's first pair.
   __device__ __forceinline__ void differentiate(int block, uint32_t shared, uint32_t pitch,

@@ -36,9 +36,8 @@ struct BackwardParams {
   // TMA views (tensormap.h). Ragged where rows can lie beyond a sequence: a weight of 0 does not
   // protect from a NaN there.
   CUtensorMap q, k, v, grad_o, o;
-  CUtensorMap q_half, grad_o_half;  // of a pair: half a block
-  CUtensorMap grad_k, grad_v;       // boxes of kRowsOfWarp rows
-  CUtensorMap grad_bias;            // backward_dbias.cuh: boxes of 64 queries and keys
+  CUtensorMap grad_k, grad_v;  // boxes of kRowsOfWarp rows
+  CUtensorMap grad_bias;       // backward_dbias.cuh: boxes of 64 queries and keys
   Params problem;
   int ragged_q, ragged_k;
 

@@ -4,10 +4,65 @@
 
 #include "cuda/sm90/backward_blocks.cuh"
 #include "cuda/sm90/backward_edges.cuh"
+#include "cuda/sm90/backward_features.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
+
+// What the rich producers say of a stage, as two integers: the query head of the group, or -1 when
+// there are no more blocks, and four times the block, plus bits of BlockMask.
+struct StagedBlock {
+  int member, block_and_mask;
+
+  __device__ __forceinline__ void store(uint32_t shared) const {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(member), "r"(block_and_mask)
+                 : "memory");
+  }
+  // In uniform registers.
+  static __device__ __forceinline__ StagedBlock load(uint32_t shared) {
+    const float2 stage = load_shared_pair(shared);
+    return {uniform_register(__float_as_int(stage.x)), uniform_register(__float_as_int(stage.y))};
+  }
+};
+
+// By a warp, whose first lane loads: the blocks that masks leave to the tile, of every query head.
+// Kernel: a Backward or a BackwardPair; spans: of each key of the tile, written where they are what
+// masks it.
+template <typename Kernel, typename Loader>
+__device__ __forceinline__ void load_live_blocks(const BackwardParams& a, const KeyTile& tile,
+                                                 KeyInterval* spans, Loader& loader) {
+  using Blocks = typename Kernel::Blocks;
+  const int group = a.problem.group;
+  const bool leader = threadIdx.x == 0;
+  const auto load = [&](int begin, int end, int how, const auto& bits_of) {
+#pragma unroll 1
+    for (int member = 0; member < group; ++member) {
+#pragma unroll 1
+      for (int start = begin; start < end; start += kWarp) {
+        const typename Blocks::Bits bits = bits_of(tile.kv_head * group + member, start);
+        if (!leader) continue;
+#pragma unroll 1
+        for (uint32_t live = bits.live; live; live &= live - 1) {
+          const int i = __ffs(live) - 1;
+          loader.load_block(member, start + i, how | (bits.partial >> i & 1) * kMaskCuts);
+        }
+      }
+    }
+  };
+  // In the deterministic form another warp passes on the turns of blocks that look() leaves out.
+  if constexpr (!Kernel::kPassesTurns) {
+    typename Blocks::Reach reach;
+    const bool spanned = Blocks::span(a, tile, spans, reach);
+    __syncwarp();
+    if (spanned) {
+      load(reach.begin, reach.end, kMaskIsSpans, [&](int, int start) { return reach.bits(start); });
+      return;
+    }
+  }
+  const Blocks blocks(a, tile);
+  load(tile.begin, tile.end, 0, [&](int head, int start) { return blocks.look(head, start); });
+}
 
 // Kernel: a Backward.
 template <typename Kernel>
@@ -21,12 +76,6 @@ struct BackwardProducer {
                        kGradOStages = Kernel::kGradOStages,
                        kGradientBuffers = Kernel::kGradientBuffers;
   static constexpr bool kRich = Kernel::kRich, kLeavesOut = Kernel::kLeavesOut;
-
-  // What the rich producer says of a stage, as two integers: the query head of the group, or -1
-  // when there are no more blocks, and four times the block, plus bits of BlockMask.
-  struct Stage {
-    int member, block_and_mask;
-  };
 
   // By one thread: the stages of Q, lse2, dO and delta, in turn.
   class Loader {
@@ -111,10 +160,8 @@ struct BackwardProducer {
       shared_.ds_barriers().wait(ds_ring_);
       ds_ring_.advance();
     }
-    __device__ __forceinline__ void say(Stage stage) const {
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_.block(ring_.stage)),
-                   "r"(stage.member), "r"(stage.block_and_mask)
-                   : "memory");
+    __device__ __forceinline__ void say(StagedBlock block) const {
+      block.store(shared_.block(ring_.stage));
     }
 
     const BackwardParams& a_;
@@ -137,54 +184,21 @@ struct BackwardProducer {
   // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
   // the kernel's before, which is waited for also without work: the next kernel waits for this one
   // alone.
-  // spans: of each key of the tile, written where they are what masks it.
+  // spans: see load_live_blocks().
   static __device__ __forceinline__ void run(const BackwardParams& a, const KeyTile& tile,
                                              const Shared shared,
                                              [[maybe_unused]] KeyInterval* spans) {
     Loader loader(a, tile, shared);
-    const int group = a.problem.group;
     const int2 walk = Kernel::walk_of(tile);
     const bool leader = threadIdx.x == 0;
     if (!Kernel::kStartsEarly && leader && tile.begin < tile.end) loader.load_keys();
     wait_for_predecessors();
     if constexpr (kLeavesOut) {
-      using Blocks = typename Kernel::Blocks;
-      const auto load = [&](int begin, int end, int how, const auto& bits_of) {
-#pragma unroll 1
-        for (int member = 0; member < group; ++member) {
-#pragma unroll 1
-          for (int start = begin; start < end; start += kWarp) {
-            const typename Blocks::Bits bits = bits_of(tile.kv_head * group + member, start);
-            if (!leader) continue;
-#pragma unroll 1
-            for (uint32_t live = bits.live; live; live &= live - 1) {
-              const int i = __ffs(live) - 1;
-              loader.load_block(member, start + i, how | (bits.partial >> i & 1) * kMaskCuts);
-            }
-          }
-        }
-      };
-      bool spanned = false;
-      // In the deterministic form another warp passes on the turns of blocks that look() leaves
-      // out.
-      if constexpr (!Kernel::kPassesTurns) {
-        typename Blocks::Reach reach;
-        spanned = Blocks::span(a, tile, spans, reach);
-        __syncwarp();
-        if (spanned) {
-          load(reach.begin, reach.end, kMaskIsSpans,
-               [&](int, int start) { return reach.bits(start); });
-        }
-      }
-      if (!spanned) {
-        const Blocks blocks(a, tile);
-        load(tile.begin, tile.end, 0,
-             [&](int head, int start) { return blocks.look(head, start); });
-      }
+      load_live_blocks<Kernel>(a, tile, spans, loader);
       if (leader) loader.say_last();
     } else {
       for_each_block<Kernel::kHeadsInner>(
-          group, tile.begin, tile.end, walk.x, walk.y,
+          a.problem.group, tile.begin, tile.end, walk.x, walk.y,
           [&](int member, int block) { loader.load_block(member, block, 0); });
       if constexpr (kRich) loader.say_last();
     }
