@@ -116,7 +116,7 @@ class QueryBlocks {
   __device__ __forceinline__ QueryBlocks(const BackwardParams& a, const KeyTile& tile)
       : a_(a), tile_(tile) {
     const View& ids = a.problem.tensor[TESSERA_SEGMENT_IDS_K];
-    if (!ids.data) return;
+    if (!ids.data || tile.begin >= tile.end) return;  // keys of no use may lie before the tensor
     for (int key = tile.key0 + threadIdx.x % kWarp; key < min(tile.key0 + kTileN, tile.k.length);
          key += kWarp) {
       const int id =
