@@ -283,7 +283,8 @@ def _flash_attn_4(w: Workload):
     kw = w.keywords
     for keyword in ("page_table", "sink", "bias", "alibi_slopes", "keep", "drop", "key_ranges",
                     "segment_ids", "seqlens_q", "seqlens_k", "cu_seqlens_q", "dropout_p"):
-        if kw.get(keyword) is not None and kw.get(keyword) != 0:
+        given = kw.get(keyword)
+        if given is not None and not (isinstance(given, (int, float)) and given == 0):
             raise Unsupported(f"flash-attn-4: {keyword} is not translated by this bench")
     q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in _plain(w, "flash-attn-4"))
     if kw.get("causal") and q.shape[1] != k.shape[1] and kw.get("align") != "bottom_right":
