@@ -36,6 +36,13 @@ int32_t narrow(int64_t value) {
   return static_cast<int32_t>(std::clamp<int64_t>(value, -1, int64_t{1} << 30));
 }
 
+Status launch_status(cudaError_t error, const char* operation) {
+  if (error == cudaSuccess) return {};
+  char name[64];
+  std::snprintf(name, sizeof name, "cudaLaunchKernel (%s)", operation);
+  return cuda_status(error, name);
+}
+
 }  // namespace
 
 Params params_of(const Problem& problem, const Buffers& buffers) {
@@ -104,12 +111,25 @@ Status cuda_status(cudaError_t error, const char* operation) {
 Status launch_kernel(const char* operation, const void* function, dim3 grid, int threads,
                      int shared_bytes, const void* args, cudaStream_t stream) {
   void* arguments[] = {const_cast<void*>(args)};
-  const cudaError_t error = cudaLaunchKernel(function, grid, dim3(static_cast<unsigned>(threads)),
-                                             arguments, static_cast<size_t>(shared_bytes), stream);
-  if (error == cudaSuccess) return {};
-  char name[64];
-  std::snprintf(name, sizeof name, "cudaLaunchKernel (%s)", operation);
-  return cuda_status(error, name);
+  return launch_status(cudaLaunchKernel(function, grid, dim3(static_cast<unsigned>(threads)),
+                                        arguments, static_cast<size_t>(shared_bytes), stream),
+                       operation);
+}
+
+Status launch_overlapping(const char* operation, const void* function, dim3 grid, int threads,
+                          int shared_bytes, const void* args, cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  void* arguments[] = {const_cast<void*>(args)};
+  return launch_status(cudaLaunchKernelExC(&config, function, arguments), operation);
 }
 
 DeviceScope::DeviceScope(int ordinal) {

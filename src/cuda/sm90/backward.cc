@@ -288,19 +288,7 @@ class BackwardPlan final : public Plan {
 
   static Status launch(const void* function, dim3 grid, int threads, int shared_bytes,
                        const BackwardParams& a, cudaStream_t stream) {
-    cudaLaunchAttribute overlap{};  // with the end of the kernel before (wait_for_predecessors)
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = stream;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
-    void* arguments[] = {const_cast<BackwardParams*>(&a)};
-    return cuda_status(cudaLaunchKernelExC(&config, function, arguments),
-                       "cudaLaunchKernel (backward)");
+    return launch_overlapping("backward", function, grid, threads, shared_bytes, &a, stream);
   }
 
   int multiprocessors_;

@@ -47,22 +47,10 @@ void order_key_tiles(DkdvParams& a) {
   a.per_section = Divisor::of(per_section * tiles_n);
 }
 
-template <typename AnyParams>
-Status launch(const void* function, int ctas, int shared_bytes, const AnyParams& a,
+Status launch(const void* function, int ctas, int shared_bytes, const void* args,
               cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};  // with the end of the kernel before (wait_for_predecessors)
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(kTwoThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  void* arguments[] = {const_cast<AnyParams*>(&a)};
-  return cuda_status(cudaLaunchKernelExC(&config, function, arguments),
-                     "cudaLaunchKernel (backward)");
+  return launch_overlapping("backward", function, dim3(static_cast<unsigned>(ctas)), kTwoThreads,
+                            shared_bytes, args, stream);
 }
 
 }  // namespace
@@ -137,9 +125,9 @@ Status run_two(const TwoKernels& kernels, int multiprocessors, const Problem& pr
                   ? reinterpret_cast<TileCounter*>(base + workspace.key_counter)
                   : nullptr;
   TESSERA_RETURN_IF_ERROR(
-      launch(kernels.dq, std::min(q.tiles, multiprocessors), kernels.dq_shared_bytes, q, stream));
+      launch(kernels.dq, std::min(q.tiles, multiprocessors), kernels.dq_shared_bytes, &q, stream));
   TESSERA_RETURN_IF_ERROR(launch(kernels.dkdv, std::min(k.tiles, multiprocessors),
-                                 kernels.dkdv_shared_bytes, k, stream));
+                                 kernels.dkdv_shared_bytes, &k, stream));
   return launch_dsink(k, rows_of_block(kernels.dim), stream);
 }
 

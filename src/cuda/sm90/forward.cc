@@ -89,7 +89,9 @@ class ForwardPlan final : public Plan {
           problem, kernel.tile, kernel.features == Feature::kMasks, workspace, a, stream));
     }
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    return launch(kernel, std::min(a.tiles, workers), a, stream);
+    return launch_overlapping("forward", kernel.function,
+                              dim3(static_cast<unsigned>(std::min(a.tiles, workers))),
+                              kernel.tile.threads(), kernel.shared_bytes, &a, stream);
   }
 
  private:
@@ -140,23 +142,6 @@ class ForwardPlan final : public Plan {
       return *lone;
     }
     return low && (is_short || tiles(tall) < multiprocessors_) ? *low : tall;
-  }
-
-  static Status launch(const Kernel& kernel, int ctas, const ForwardParams& a,
-                       cudaStream_t stream) {
-    cudaLaunchAttribute overlap{};  // with the end of the kernel before (wait_for_predecessors)
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(ctas));
-    config.blockDim = dim3(static_cast<unsigned>(kernel.tile.threads()));
-    config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
-    config.stream = stream;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
-    void* arguments[] = {const_cast<ForwardParams*>(&a)};
-    return cuda_status(cudaLaunchKernelExC(&config, kernel.function, arguments),
-                       "cudaLaunchKernel (forward)");
   }
 
   int multiprocessors_;
