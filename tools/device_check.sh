@@ -79,7 +79,9 @@ for stage in $stages; do
         [ $tool = racecheck ] && choice=(--backend cuda_sm80) || choice=()
         run 240 compute-sanitizer --tool $tool --error-exitcode 9 \
           "$cases" tests/cases/sanitizer.cases --cuda 0 "${choice[@]}"
-      done ;;
+      done
+      say "compute-sanitizer memcheck, every fifth case of ci"
+      run 240 compute-sanitizer --error-exitcode 9 "$cases" tests/cases/ci.cases --every 5 --cuda 0 ;;
     chaos)
       say "random sleeps before every arrival and wait (sm90): results, and repeats bit for bit"
       build build/chaos -DTESSERA_CHAOS=ON -- tessera_check_cases tessera_cuda_properties ||
