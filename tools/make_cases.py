@@ -522,9 +522,8 @@ def wide_backward(full):
 
 
 def ci():
-    for section in (sizes(False), wide(), low(), many_tiles(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), noise(), apart(), tall(), lists(), halves(),
-                    wide_backward(False), products(500, 8, False)):
+    for section in (sizes(False), wide(), low(), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
+                    other_dtypes(), noise(), apart(), halves(), wide_backward(False), products(500, 8, False)):
         yield from section
 
 
@@ -568,8 +567,8 @@ def many_short():
 
 
 def nightly():
-    for section in (sizes(True), wide_backward(True), decode(True), many_short(), long(), tall_and_long(),
-                    products(6000, 9, True)):
+    for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), tall(), lists(), long(),
+                    tall_and_long(), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 
