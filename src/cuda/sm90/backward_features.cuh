@@ -189,12 +189,7 @@ class BackwardFeatures {
     if (slopes) {
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) slope[e] = slope_of_cap(S[e]);
-      float c = kLog2e * p_.softcap;
-      if (biased() && !pre_scale()) {
-        add_bias(block, shared, pitch, c, kLog2e, S);
-        c = 1;
-      }
-      weights(block, c, lse2, S);
+      weigh_after_cap(block, shared, pitch, lse2, S);
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) slope[e] *= S[e];
     }
@@ -227,12 +222,7 @@ class BackwardFeatures {
           dP[e] = (dp - (e % 2 ? of_query.y : of_query.x)) * slope_of_cap(S[e]);
         }
       }
-      float c = kLog2e * p_.softcap;
-      if (biased() && !pre_scale()) {
-        add_bias(block, shared, pitch, c, kLog2e, S);
-        c = 1;
-      }
-      weights(block, c, lse2, S);
+      weigh_after_cap(block, shared, pitch, lse2, S);
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) dP[e] *= S[e];
       if (!drops()) return;
@@ -258,6 +248,16 @@ class BackwardFeatures {
   }
 
  private:
+  // tanh y, as cap() leaves it, to P.
+  __device__ __forceinline__ void weigh_after_cap(int block, uint32_t shared, uint32_t pitch,
+                                                  uint32_t lse2, float (&S)[kTileM / 2]) {
+    float c = kLog2e * p_.softcap;
+    if (biased() && !pre_scale()) {
+      add_bias(block, shared, pitch, c, kLog2e, S);
+      c = 1;
+    }
+    weights(block, c, lse2, S);
+  }
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
   static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
   __device__ __forceinline__ int key() const { return key0_ + lane() / 4; }
