@@ -134,7 +134,7 @@ struct Wide {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
     const int thread_row = thread / kWarp * 16 + lane / 4;  // and thread_row + 8
     const int row_of_tile = rank * kRows + thread_row;
-    const bool leader = thread == 0;
+    const bool leader = thread == 0, first_warp = uniform(thread / kWarp) == 0;
     const auto barriers = shared.barriers();
     const float c = log2_scale(a.problem);
     const int chunks = uniform(wide_chunks(a.problem.dqk));
@@ -156,6 +156,13 @@ struct Wide {
           mbarrier_arrive_in_cluster_relaxed(address_in(thread, barriers.empty(used.stage)));
         }
       }
+    };
+    // A stage that only the other consumer reads. The warp that releases it waits for it, no other:
+    // no product holds the warps together here, and one that came late might find the stage loaded
+    // once more, and wait for ever.
+    const auto pass = [&](const Ring<kStages>& unread) {
+      if (first_warp) barriers.wait(unread);
+      release(unread);
     };
     // S = Q K^T; the last of its stages is still being read.
     const auto issue_chunk = [&](int chunk) {
@@ -270,8 +277,7 @@ struct Wide {
               v + VTile::mn_major_step(step), 1);
         }
         wgmma_commit();
-        barriers.wait(others);
-        release(others);
+        pass(others);
         if (part > 0 || kSoftmax) {
           wgmma_wait<1>();
           release(before);
