@@ -130,6 +130,23 @@ def many_tiles():
                    lens_k="random:8", **many)
 
 
+def long_tiles():
+    """More row tiles than a GPU computes at a time, forward, and more blocks of keys in each than a CTA asks for ahead."""
+    many = {"b": 10, "hq": 30, "hk": 5, "sq": 24, "causal": True, "align": "bottom_right", "poison": True}
+    for dtype, d in (("bf16", {"d": 256}), ("fp16", {"dqk": 192, "dv": 128}), ("bf16", {"d": 192}), ("bf16", {"d": 96}),
+                     ("fp16", {"d": 128}), ("bf16", {"d": 64})):
+        yield line("fwd", dtype=dtype, sk=1200, **d, **many)
+    yield line("fwd", dtype="fp16", sk=1600, d=256, lens_q="random:3", lens_k="random:4", sink="learnable", **many)
+    yield line("fwd", dtype="bf16", sk=1600, d=128, layout="thd", lens_q="random:5", lens_k="random:6", gaps=2, **many)
+    yield line("fwd", dtype="bf16", sk=1100, d=128, keep="blocks:0.5/hqk", **many)
+    yield line("fwd", dtype="bf16", sk=1100, d=128, segments=9, **many)
+    yield line("fwd", dtype="fp16", sk=1100, d=128, alibi=True, **many)
+    yield line("fwd", dtype="bf16", **{**many, "causal": None}, sk=1300, d=128, window="900,20")
+    # Heads that no number of them divides, and three CTAs a multiprocessor.
+    yield line("fwd", dtype="bf16", **{**many, "b": 1, "hq": 149, "hk": 149}, sk=1100, d=64)
+    yield line("fwd", dtype="bf16", **{**many, "b": 40, "hq": 40}, sk=600, d=64)
+
+
 def empty():
     """Zero sizes and rows that see nothing."""
     for dtype in DTYPES:
@@ -567,7 +584,7 @@ def many_short():
 
 
 def nightly():
-    for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), tall(), lists(), long(),
+    for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), long_tiles(), tall(), lists(), long(),
                     tall_and_long(), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")

@@ -20,9 +20,10 @@ namespace {
 constexpr int kRowsOfConsumer = 64;
 constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
 // Heads that stand side by side in the order of tiles: as many as have their keys and values in
-// this much of the L2, and not fewer than kHeadsInFlight (docs/kernels/sm90_forward.md: the sweep).
-constexpr int64_t kL2Bytes = 32 << 20;
-constexpr int64_t kHeadsInFlight = 32;
+// this much of the L2 (docs/kernels/sm90_forward.md: the sweeps). Where CTAs ask for tiles long
+// before they need them, few heads would keep too many of the long tiles in few hands.
+constexpr int64_t kL2Bytes = 16 << 20, kL2BytesAskingEarly = 32 << 20;
+constexpr int64_t kHeadsAskingEarly = 32;
 constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
 
 // What a problem needs of a kernel; of Feature. bias: the address of its elements, or null. The
@@ -74,7 +75,7 @@ class ForwardPlan final : public Plan {
           map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, a.problem.thd_q, &a.o));
     }
     const int workers = multiprocessors_ * kernel.tile.ctas;
-    order_tiles(kernel.tile.tile_m(), workers, buffers, a);
+    order_tiles(kernel.tile.tile_m(), workers, buffers, a, true);
     if (given(problem, TESSERA_BIAS)) {
       TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));
     }
@@ -186,17 +187,24 @@ Status clear_max_logit(const ForwardParams& a, cudaStream_t stream) {
                      -__builtin_huge_valf(), stream);
 }
 
-void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a) {
+void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a,
+                 bool asks_late) {
   const Params& p = a.problem;
   const int tiles_m = (p.sq + tile_m - 1) / tile_m;
   const int heads = p.batch * p.hq;
   a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
   a.longest_first = p.right >= 0;
-  const int64_t keys = kL2Bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
+  const int64_t bytes = asks_late ? kL2Bytes : kL2BytesAskingEarly;
+  const int64_t keys = bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
   a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
-  int per_section =
-      static_cast<int>(std::min<int64_t>(std::max(keys / p.sk, kHeadsInFlight), heads));
+  const int64_t most =
+      std::min<int64_t>(std::max(keys / p.sk, asks_late ? 1 : kHeadsAskingEarly), heads);
+  int per_section = static_cast<int>(most);
   while (heads % per_section != 0) --per_section;
+  if (per_section * tiles_m < workers) {  // too few to be even
+    per_section = static_cast<int>(most);
+    while (heads % per_section != 0) ++per_section;
+  }
   a.tiles_m = Divisor::of(tiles_m);
   a.heads = Divisor::of(p.hq);
   a.heads_per_section = Divisor::of(per_section);

@@ -128,6 +128,7 @@ struct Forward : Feature {
     uint64_t bias_barriers[kConsumers][2], work_barriers[2 * kWorkStages];
     Work work[kWorkStages];
     PackedOrder order;
+    int blocks_loaded;  // of K, by load_keys()
   };
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

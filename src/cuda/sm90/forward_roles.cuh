@@ -15,12 +15,18 @@
 
 namespace tessera::cuda::sm90 {
 
+// The scheduler asks for a tile when so many blocks of those before it are not yet being loaded:
+// one that lay in hand for long would be kept from a CTA that has none. It takes some 4k clocks
+// until a tile is known and its queries are there.
+constexpr int kBlocksAhead = 4;
+
 // The scheduler, one warp. Fills the ring of tiles. Tiles that see no key are finished here. The
 // first tile of a dense problem is known from the kernel's arguments: lean kernels find it while
 // the kernels before this one end.
 template <typename Element, typename Kernel>
 __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel::Work* works,
-                                         PackedOrder& order, const typename Kernel::Shared shared) {
+                                         PackedOrder& order, const volatile int& blocks_loaded,
+                                         const typename Kernel::Shared shared) {
   const int lane = threadIdx.x % kWarp;
   const Params& p = a.problem;
   Dispenser dispenser(a.counter, a.mark);  // lane 0's
@@ -43,9 +49,11 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   }
   const auto barriers = shared.work_barriers();
   Ring<Kernel::kWorkStages> ring;
+  int blocks_given = 0;
   mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
   while (true) {
     auto& work = works[ring.stage];  // all lanes write the same
+    while (blocks_given - blocks_loaded > kBlocksAhead) __nanosleep(200);
     const int index = uniform(lane == 0 ? dispenser.next(tiles) : 0);
     const bool last = index >= tiles;
     work.last = last;
@@ -70,6 +78,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
       }
       work.clean_begin = max(work.clean_begin, work.begin);
       work.clean_end = max(work.clean_end, work.begin);
+      blocks_given += work.end - work.begin;
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));
@@ -152,9 +161,11 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
 template <typename Kernel>
 __device__ __forceinline__ void load_keys(const ForwardParams& a,
                                           const typename Kernel::Work* works,
+                                          volatile int& blocks_loaded,
                                           const typename Kernel::Shared shared) {
   const auto barriers = shared.k_barriers();
   Ring<Kernel::kTile.k_stages> ring;
+  int before = 0;  // blocks of the tiles before
   [[maybe_unused]] Ring<1> bias_ring;
   for_each_tile<Kernel>(works, shared, [&](const auto& work) {
     const int begin = work.begin, head = work.head, kv_head = head / a.problem.group;
@@ -175,7 +186,10 @@ __device__ __forceinline__ void load_keys(const ForwardParams& a,
         }
       }
       ring.advance();
+      blocks_loaded = before + work.end - i;
     }
+    before += work.end - begin;
+    blocks_loaded = before;
   });
 }
 
@@ -213,6 +227,7 @@ __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
   constexpr int kConsumers = Kernel::kConsumers;
   extern __shared__ __align__(1024) uint8_t storage[];
   const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
+  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     tma_prefetch(&p.q);
@@ -227,19 +242,20 @@ __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
     shared.v_barriers().init(kConsumers);
     shared.work_barriers().init(Kernel::kLoaders + kConsumers * (kWarpgroup / kWarp));
     mbarrier_init_fence();
+    in_shared.blocks_loaded = 0;
   }
   if constexpr (Kernel::kAddsByProducts) Kernel::Progression::fill_indices(shared.indices());
   __syncthreads();
   launch_dependents();
-  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
   auto* works = in_shared.work;
+  volatile int& loaded = in_shared.blocks_loaded;
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
     const int warp = uniform(threadIdx.x / kWarp);
     const bool first_lane = threadIdx.x % kWarp == 0;
-    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, shared);
+    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, loaded, shared);
     if (warp == 1 && first_lane) carry_queries<Kernel>(p, works, shared);
-    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, shared);
+    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, loaded, shared);
     if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
   } else {
     registers_claim<Kernel::kConsumerRegisters>();

@@ -27,8 +27,9 @@ ForwardParams forward_params(const Problem& problem, const Buffers& buffers);
 Status clear_max_logit(const ForwardParams& a, cudaStream_t stream);
 
 // The order in which tiles of tile_m rows are handed out to so many CTAs or clusters, by a counter
-// at the beginning of the workspace.
-void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a);
+// at the beginning of the workspace. asks_late: a CTA with long tiles in hand asks for no others.
+void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams& a,
+                 bool asks_late = false);
 
 // fallback: runs the calls that takes_call() refuses.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
