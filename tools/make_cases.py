@@ -506,6 +506,37 @@ def halves():
                    sink="learnable", grads="dsink", dlse=True, poison=True)
 
 
+def documents(full):
+    """Gradients under segments alone, which are intervals here, with bands, lengths and groups: in any order, and in
+    a fixed one, where the tiles of a block of dq are in line if the ids of queries and keys agree."""
+    band = {"causal": True}
+    bands = ({}, band | {"align": "top_left"}, {"window": "100,0", "align": "top_left"},
+             {"window": "70,30", "align": "bottom_right"})
+    rng = random.Random(14)
+    orders = cycle((None, True))
+    for dtype, d in product(("bf16", "fp16"), (64, 128)):
+        for case in ({"s": 700, "h": 2, "segments": 6} | band, {"s": 300, "h": 2, "segments": 60, "dlse": True} | band,
+                     {"s": 333, "hq": 4, "hk": 2, "segments": 2} | band, {"s": 400, "h": 1, "segments": 4},
+                     {"sq": 300, "sk": 430, "h": 2, "segments": 4, "align": "bottom_right"} | band,
+                     {"s": 500, "h": 2, "segments": 4, "lens": "random:3"} | band,
+                     {"s": 450, "h": 2, "layout": "thd", "lens": "random:5", "segments": 5} | band,
+                     {"s": 400, "h": 2, "segments": 4, "window": "100,0", "align": "top_left"}):
+            for deterministic in (None, True) if full else (next(orders),):
+                yield line("bwd", dtype=dtype, b=2, d=d, **case, deterministic=deterministic, poison=True)
+    for _ in range(250 if full else 0):
+        lens = rng.choice((None, None, "thd", "padded"))
+        sq = rng.choice((70, 130, 200, 257, 333, 500, 700, 1100))
+        sk = rng.choice((sq, sq, 64, 129, 300, 450, 800))
+        yield line("bwd", dtype=rng.choice(("bf16", "fp16")), b=rng.choice((1, 2, 3)), sq=sq, sk=sk, **heads(rng),
+                   d=rng.choice((64, 128, 96, 80) if lens else (64, 128, 96, 80, 40, 112)),
+                   layout="thd" if lens == "thd" else rng.choice(("bshd", "sbhd", "bhsd")),
+                   lens_q=f"random:{rng.randrange(99)}" if lens else None,
+                   lens_k=f"random:{rng.randrange(99)}" if lens else None,
+                   gaps="random:4" if lens == "thd" and rng.random() < 0.5 else None, **rng.choice(bands),
+                   segments=rng.choice((1, 2, 3, 4, 6, 9, 20, 60)), dlse=rng.random() < 0.3 or None,
+                   deterministic=next(orders), poison=True)
+
+
 def wide_backward(full):
     """The backward pass at head dims beyond 128 with everything that shapes scores: tails of tiles, bands, lengths."""
     rng = random.Random(12)
@@ -539,8 +570,9 @@ def wide_backward(full):
 
 
 def ci():
-    for section in (sizes(False), wide(), low(), empty(), layouts(), pages(), bands(), masks(), scores(), decode(False),
-                    other_dtypes(), noise(), apart(), halves(), wide_backward(False), products(500, 8, False)):
+    for section in (sizes(False), wide(), low(), empty(), layouts(), pages(), bands(), masks(), scores(),
+                    decode(False), other_dtypes(), noise(), apart(), halves(), documents(False),
+                    wide_backward(False), products(500, 8, False)):
         yield from section
 
 
@@ -585,7 +617,7 @@ def many_short():
 
 def nightly():
     for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), long_tiles(), tall(), lists(), long(),
-                    tall_and_long(), products(6000, 9, True)):
+                    tall_and_long(), documents(True), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 

@@ -51,6 +51,12 @@ int features_of(const Problem& p) {
          (has(p, TESSERA_DETERMINISTIC) ? kDeterministic : 0);
 }
 
+// A kernel of its own, where one is built for the head dims.
+bool has_segments_alone(const Problem& p) {
+  return given(p, TESSERA_SEGMENT_IDS_Q) && features_of(p) % kDeterministic == kMasks &&
+         !given(p, TESSERA_MASK) && !given(p, TESSERA_KEY_RANGES);
+}
+
 // dbias can be summed by the kernel of dq, dk and dv: few sequences share an element, nothing but
 // the band and the bias shapes a score, and that after the scale, so that dS is its gradient.
 bool sums_bias(const Problem& p) {
@@ -168,6 +174,12 @@ class BackwardPlan final : public Plan {
     a.lse2 = reinterpret_cast<float*>(base);
     a.delta = reinterpret_cast<float*>(base + workspace.delta);
     if (workspace.has_hulls) a.hulls = reinterpret_cast<QueryHull*>(base + workspace.hulls);
+    if (kernel.features & kSegments) {
+      a.spans = reinterpret_cast<int2*>(base + workspace.spans);
+      a.span_slots = num_tile_slots(p.thd_k, p.sk, p.batch, tile.tile_m);
+      const bool on_diagonal = !a.ragged_q && !a.ragged_k && p.sq == p.sk && p.right == 0;
+      if (on_diagonal) a.orders = reinterpret_cast<int*>(base + workspace.orders);
+    }
     if (given(problem, TESSERA_MASK)) {
       TESSERA_RETURN_IF_ERROR(
           pack_backward_mask(problem.tensor[TESSERA_MASK], tile, base + workspace.mask, a, stream));
@@ -204,14 +216,18 @@ class BackwardPlan final : public Plan {
       return find_backward_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, features);
     };
     const int features = features_of(problem);
-    const BackwardKernel* fused = sums_bias(problem) ? find(features | kGradientOfBias) : nullptr;
-    return fused ? *fused : *find(features);
+    const BackwardKernel* special = sums_bias(problem) ? find(features | kGradientOfBias)
+                                    : has_segments_alone(problem)
+                                        ? find((features & kDeterministic) | kSegments)
+                                        : nullptr;
+    return special ? *special : *find(features);
   }
 
   struct Workspace {
     int slots;
     bool has_hulls;
-    int64_t delta, hulls, mask, dq_sums, order, turns, dbias, bytes;  // lse2 stands at 0
+    int64_t delta, hulls, spans, orders, mask, dq_sums, order, turns, dbias,
+        bytes;  // lse2 stands at 0
   };
   static Workspace workspace_of(const Problem& problem, const BackwardKernel& kernel) {
     const Sizes s = sizes_of(problem);
@@ -223,7 +239,10 @@ class BackwardPlan final : public Plan {
     const int64_t slots = s.hq * w.slots;
     w.delta = slots * tile.tile_m * 4;
     w.hulls = 2 * w.delta;
-    w.mask = w.hulls + (w.has_hulls ? slots * static_cast<int64_t>(sizeof(QueryHull)) : 0);
+    w.spans = w.hulls + (w.has_hulls ? slots * static_cast<int64_t>(sizeof(QueryHull)) : 0);
+    const int64_t keys = s.sk * (is_thd_k(problem) ? 1 : std::max<int64_t>(s.batch, 1));
+    w.orders = w.spans + (kernel.features & kSegments ? 8 * keys : 0);
+    w.mask = (w.orders + (kernel.features & kSegments ? 4 * w.slots : 0) + 15) / 16 * 16;
     w.dq_sums = w.mask;
     if (given(problem, TESSERA_MASK)) {
       w.dq_sums += packed_backward_mask_bytes(problem.tensor[TESSERA_MASK], tile);
@@ -272,13 +291,15 @@ class BackwardPlan final : public Plan {
       per_section = std::clamp((multiprocessors_ + tiles_n / 2) / tiles_n, 1, heads);
       a.alternates = !p.thd_k;
     }
+    // Tiles of documents read little: of more heads side by side the last ones are shorter.
+    if (!in_turn && kernel.features & kSegments) per_section = std::min(4 * per_section, heads);
     while (heads % per_section != 0) --per_section;
     if (in_turn && p.right >= 0) {
       // The last section begins with its longest tiles, so that all CTAs end together. Tiles of
       // groups are long and few: all of them do. Where masks leave blocks out, none can.
-      a.upward_sections = p.thd_k || kernel.features & kMasks ? heads / per_section
-                          : p.group == 1                      ? heads / per_section - 1
-                                                              : 0;
+      a.upward_sections = p.thd_k || kernel.features & (kMasks | kSegments) ? heads / per_section
+                          : p.group == 1 ? heads / per_section - 1
+                                         : 0;
     }
     a.tiles_n = Divisor::of(tiles_n);
     a.heads = Divisor::of(p.hk);

@@ -25,8 +25,6 @@
 //   ds.empty[b]    8                 both have used them
 #pragma once
 
-#include <cstddef>
-
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_blocks.cuh"
 #include "cuda/sm90/backward_dbias.cuh"
@@ -36,6 +34,8 @@
 #include "cuda/sm90/backward_lean.cuh"
 #include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/backward_segments.cuh"
+#include "cuda/sm90/backward_shared.cuh"
 #include "cuda/sm90/backward_turns.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/output.cuh"
@@ -51,8 +51,11 @@ template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kFeatures = Row::kFeatures;
-  static constexpr bool kRich = kFeatures & kEverything, kLeavesOut = kFeatures & kMasks,
-                        kPassesTurns = kInTurn<Row>;
+  static constexpr bool kRich = kFeatures & kEverything, kOfSegments = kIsOfSegments<Row>,
+                        kLeavesOut = kOfSegments || kFeatures & kMasks, kPassesTurns = kInTurn<Row>;
+  // The producer says of each stage which block it holds, and how that is masked.
+  static constexpr bool kIsTold = kRich || kOfSegments;
+  static constexpr int kStagedBits = kOfSegments ? int{kRuleBits} : 2;
   static constexpr int kTileM = kTile.tile_m, kTileN = kTile.tile_n();
   static constexpr int kStages = 3, kGradOStages = kTile.grad_o_stages;
   static constexpr int kOwners = BackwardTile::kOwners, kOwnerWarps = 4 * kOwners;
@@ -61,38 +64,51 @@ struct Backward {
   static constexpr bool kWide = kTile.dqk > 128;
   // The thread that finds the tile asks for K, V and the first block at once. In a fixed order that
   // was slower: a ticket comes late as it is. With features registers are short for it.
-  static constexpr bool kStartsEarly = !kRich && !kInTurn<Row>;
+  static constexpr bool kStartsEarly = !kIsTold && !kInTurn<Row>;
   // dK and dV leave by TMA, and dS is k-major for the products of dQ.
   static constexpr bool kLean = kIsLean<Row>;
   // k16 steps of K that an owner holds in registers: as many as there are.
-  static constexpr int kKeySteps = kTile.dqk == 96 ? 6 : kInTurn<Row> ? 0 : kTile.dqk == 64 ? 2 : 5;
+  static constexpr int kKeySteps = kTile.dqk == 96                ? 6
+                                   : kInTurn<Row> && !kOfSegments ? 0
+                                   : kTile.dqk == 128             ? 5
+                                   : kTile.tile_m == 64           ? 4
+                                                                  : 2;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // An owner makes 64 queries x 64 or 32 columns of a block of dQ: half of its rows or half of its
   // columns. Element 4 i + j of a thread's accumulators lies at 4 (128 i + thread) + j of its part:
   // warps add whole lines.
   static constexpr bool kSplitsRows = kTileM == 128;
+  using KTile = SmemTile<kTileN, kTile.dqk>;
   // All heads of a group pass at one block of queries, and not one after the other: what the tiles
   // of a key head read and add to then stays in L2, large as a group is.
-  static constexpr bool kHeadsInner = !kRich && !kInTurn<Row>;
+  static constexpr bool kHeadsInner = !kIsTold && !kInTurn<Row>;
   static constexpr int kColumnsOfDq = kTile.columns_of_dq(), kPartsOfDq = kTile.parts_of_dq();
   static constexpr int kPartOfDq = 64 * kColumnsOfDq, kBlockOfDq = kTile.sums_of_dq();
   // Of three chunks of 64 columns an owner makes one, and half of the middle one.
   static constexpr int kHalfColumns = 32;
+  // From the columns of K that dQ of one owner is made of to those of the other, in bytes.
+  static constexpr uint32_t kOtherColumns = kWide                ? 2 * KTile::kChunkBytes
+                                            : kColumnsOfDq == 64 ? KTile::kChunkBytes
+                                                                 : kColumnsOfDq * 2;
 
   static constexpr bool kWaitsForEmpty = kGradientBuffers < 3;
   using Schedule = KeySchedule<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
   using GradOTile = SmemTile<kTileM, kTile.dv>;
-  using KTile = SmemTile<kTileN, kTile.dqk>;
   using VTile = SmemTile<kTileN, kTile.dv>;
   using GradientTile =  // dS or dS^T
       std::conditional_t<kLean, SmemTile<kTileM, kTileN>, SmemTile<kTileN, kTileM>>;
-  using Blocks = QueryBlocks<kTileM, kTileN>;
+  using Blocks = QueryBlocks<kTileM, kTileN, kOfSegments>;
+  using SegmentsOf = Segments<kTileM, kTileN>;
+  struct Spans {
+    KeyInterval spans[kLeavesOut ? kTileN : 1];  // of queries, of each key; see QueryBlocks::span
+  };
+  using MasksOfTile = std::conditional_t<kOfSegments, typename SegmentsOf::OfTile, Spans>;
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
   static constexpr int kPieces = kTileM / kMaskPiece;                   // of a packed mask
   static constexpr int kMaskBytes = kPieces * kOwnerWarps * kWarp * 4;  // of a block
-  using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut>;
+  using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut, kOfSegments>;
 
   // What a row does not do costs nothing.
   struct Nothing {
@@ -114,9 +130,9 @@ struct Backward {
     uint64_t ds_barriers[2 * kGradientBuffers];
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
     int turn_stored[Order::kRing];
-    int2 blocks[kStages];  // rich: the StagedBlock of each
-    alignas(16) uint8_t mask[kStages][kLeavesOut ? kMaskBytes : 16];  // packed
-    KeyInterval spans[kLeavesOut ? kTileN : 1];  // of queries, of each key; see QueryBlocks::span
+    int2 blocks[kStages];  // told: the StagedBlock of each
+    alignas(16) uint8_t mask[kStages][kLeavesOut && !kOfSegments ? kMaskBytes : 16];  // packed
+    MasksOfTile masks;
     KeyTile tile;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -125,79 +141,7 @@ struct Backward {
   static_assert(kGradOStages == kStages || kGradOStages == kStages - 1);
   static_assert(kTile.dqk % 32 == 0 && kTile.dv % 32 == 0);
 
-  struct Shared {
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t k() const { return base + offsetof(SharedStorage, k); }
-    __device__ __forceinline__ uint32_t v() const { return base + offsetof(SharedStorage, v); }
-    __device__ __forceinline__ uint32_t q(int stage) const {
-      return base + offsetof(SharedStorage, q) + stage * QTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t grad_o(int stage) const {
-      return base + offsetof(SharedStorage, grad_o) + stage * GradOTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t ds(int buffer) const {
-      return base + offsetof(SharedStorage, ds) + buffer * GradientTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t bias_sums(int owner) const {
-      return base + offsetof(SharedStorage, bias_sums) + owner * 64 * kTileM * 2;
-    }
-    __device__ __forceinline__ uint32_t lse2(int stage) const {
-      return base + offsetof(SharedStorage, lse2) + stage * kTileM * 4;
-    }
-    __device__ __forceinline__ uint32_t delta(int stage) const {
-      return base + offsetof(SharedStorage, delta) + stage * kTileM * 4;
-    }
-    __device__ __forceinline__ uint32_t block(int stage) const {
-      return base + offsetof(SharedStorage, blocks) + 8 * stage;
-    }
-    __device__ __forceinline__ uint32_t mask(int stage) const {
-      return base + offsetof(SharedStorage, mask) + stage * kMaskBytes;
-    }
-    __device__ __forceinline__ uint32_t spans() const {
-      return base + offsetof(SharedStorage, spans);
-    }
-    __device__ __forceinline__ uint32_t kv_barrier() const {
-      return base + offsetof(SharedStorage, kv_barrier);
-    }
-    __device__ __forceinline__ uint32_t q_barrier(int stage) const {
-      return base + offsetof(SharedStorage, q_barriers) + 8 * stage;
-    }
-    __device__ __forceinline__ uint32_t grad_o_barrier(int stage) const {
-      return base + offsetof(SharedStorage, grad_o_barriers) + 8 * stage;
-    }
-    __device__ __forceinline__ StageBarriers<kGradientBuffers> ds_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
-    }
-    __device__ __forceinline__ Order turns() const {
-      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)),
-                   base + uint32_t(offsetof(SharedStorage, turn_stored)));
-    }
-
-    // By one thread.
-    __device__ __forceinline__ void init() const {
-      mbarrier_init(kv_barrier(), 1);
-      for (int stage = 0; stage < kStages; ++stage) mbarrier_init(q_barrier(stage), 1);
-      for (int stage = 0; stage < kGradOStages; ++stage) mbarrier_init(grad_o_barrier(stage), 1);
-      for (int buffer = 0; buffer < kGradientBuffers; ++buffer) {
-        mbarrier_init(ds_barriers().full(buffer), kOwnerWarps);
-        mbarrier_init(ds_barriers().empty(buffer), kOwnerWarps);
-      }
-      if constexpr (kInTurn<Row>) turns().init();
-      mbarrier_init_fence();
-    }
-    // The same again, when nothing is under way.
-    __device__ __forceinline__ void init_again() const {
-      constexpr int kBarriers =
-          (offsetof(SharedStorage, turn_stored) - offsetof(SharedStorage, kv_barrier)) / 8;
-      for (int i = 0; i < kBarriers; ++i) {
-        if (kInTurn<Row> || i < kBarriers - Order::kBarriers) {
-          mbarrier_invalidate(kv_barrier() + 8 * i);
-        }
-      }
-      init();
-    }
-  };
+  using Shared = BackwardShared<Backward>;
 
   // The first block that a tile walks, and the step to the next.
   static __device__ __forceinline__ int2 walk_of(const KeyTile& tile) {
@@ -240,6 +184,9 @@ struct Backward {
     Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
     float* const sums =
         a.dq_sums ? a.dq_sums + (kWide ? 2 * w : w) * kPartOfDq + 4 * thread : nullptr;
+    // Asked of a pointer that differs between threads, ptxas does not know that all come to the
+    // same answer, and takes the loop of kernels that wait for turns its uniform registers.
+    const auto has_sums = [&] { return kOfSegments ? a.dq_sums != nullptr : sums != nullptr; };
     int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
     const auto turns = shared.turns();
     Ring<Order::kRing> turn_ring;
@@ -365,7 +312,7 @@ struct Backward {
       pin(dQ);
       if (previous_slot >= 0) {
         if (lane == 0) ds_barriers.release(previous_ring);
-        if (sums) add_previous(dQ);
+        if (has_sums()) add_previous(dQ);
       }
       wgmma_wait<0>();
       pin(dV);
@@ -378,7 +325,7 @@ struct Backward {
       pin(dQ);
       if (previous_slot < 0) return;
       if (kWaitsForEmpty && lane == 0) ds_barriers.release(previous_ring);
-      if (sums) add_previous(dQ);
+      if (has_sums()) add_previous(dQ);
     };
     // With three buffers of dS the next one is free when the other owner has written dS(i - 1): it
     // is done with block i - 2, and so with dQ(i - 3).
@@ -386,7 +333,8 @@ struct Backward {
       if (kWaitsForEmpty) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       if (previous_slot >= 0) ds_barriers.wait(previous_ring);
     };
-    [[maybe_unused]] const auto lean_step = [&](int block, int slot, bool masked) {
+    [[maybe_unused]] const auto lean_step = [&](int block, int slot, bool masked,
+                                                [[maybe_unused]] bool spanned = false) {
       if constexpr (kLean) {
         float S[kTileM / 2], dP[kTileM / 2], dQ[kColumnsOfDq / 2];
         uint32_t P[kTileM / 4], dS[kTileM / 4];
@@ -399,7 +347,12 @@ struct Backward {
         pin(S);
         lse2.load_others();
         exponentials<kTileM>(c, lse2, S);
-        if (masked) hide<kTileM>(tile, key, block, S);
+        if constexpr (kOfSegments) {
+          const uint32_t spans = shared.spans() + 8 * (warp_row + lane / 4);
+          if (masked) hide_segments<kTileM>(a, tile, key, block, spanned, spans, S);
+        } else {
+          if (masked) hide<kTileM>(tile, key, block, S);
+        }
         delta.load_first();
         if constexpr (!kSplitsRows) pack_all<Element>(S, P);
         if constexpr (!kWaitsForEmpty) acquire_ds();
@@ -472,19 +425,25 @@ struct Backward {
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, QTile::mn_major(shared.q(ring.stage)));
       wgmma_wait<1>();
       pin(dQ);
-      if (sums && previous_slot >= 0) add_previous(dQ);
+      if (has_sums() && previous_slot >= 0) add_previous(dQ);
       issue_half_of_dq(shared, previous_ring.stage, w, half);
       wgmma_wait<0>();
       pin(dK);
       pin(half);
       if (previous_slot >= 0) {
         if (lane == 0) ds_barriers.release(previous_ring);
-        if (sums) add_half(half);
+        if (has_sums()) add_half(half);
       }
       advance(block, slot);
     };
 
     if (!kStartsEarly && begin < end) mbarrier_wait(shared.kv_barrier(), 0);
+    [[maybe_unused]] const auto hold_keys = [&] {
+      if constexpr (kLean) {
+        if (kStartsEarly && begin < end) mbarrier_wait(shared.q_barrier(0), 0);
+        if (begin < end) operands.hold_keys(shared.k(), warp_row);
+      }
+    };
     const int first_slot =
         uniform_register(tile.kv_head) * p.group * a.slots + uniform_register(tile.first_slot);
     if constexpr (kRich) {
@@ -497,9 +456,7 @@ struct Backward {
 #pragma unroll 1
       while (true) {
         mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
-        const float2 stage = load_shared_pair(shared.block(ring.stage));
-        const int member = uniform_register(__float_as_int(stage.x)),
-                  block_and_mask = uniform_register(__float_as_int(stage.y));
+        const auto [member, block_and_mask] = StagedBlock::load(shared.block(ring.stage));
         if (member < 0) break;
         const int head_of_stage = tile.kv_head * p.group + member;  // heads may be left out
         if (head != head_of_stage) features.start_head(head = head_of_stage);
@@ -507,12 +464,23 @@ struct Backward {
         rich_step(block, first_slot + member * a.slots + block,
                   block < clean_begin || block >= clean_end, block_and_mask & 3);
       }
+    } else if constexpr (kOfSegments) {
+      hold_keys();
+#pragma unroll 1
+      while (true) {
+        mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
+        const auto [member, staged] = StagedBlock::load(shared.block(ring.stage));
+        if (member < 0) break;
+        const int block = staged >> kStagedBits, slot = first_slot + member * a.slots + block;
+        if (staged & kRuleHidden << w) {
+          hidden_step(block, slot);
+        } else {
+          lean_step(block, slot, staged & kRuleCuts << w, staged & kRuleSpans);
+        }
+      }
     } else {
       [[maybe_unused]] const OwnBlocks<kTileM> mine(tile, w);
-      if constexpr (kLean) {
-        if (kStartsEarly && begin < end) mbarrier_wait(shared.q_barrier(0), 0);
-        if (begin < end) operands.hold_keys(shared.k(), warp_row);
-      }
+      hold_keys();
       for_each_block<kHeadsInner>(
           uniform_register(p.group), begin, end, walk_first, walk_step, [&](int member, int block) {
             mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
@@ -538,7 +506,7 @@ struct Backward {
     }
     wgmma_wait<0>();
     pin(dQ);
-    if (sums && previous_slot >= 0) {
+    if (has_sums() && previous_slot >= 0) {
       add_previous(dQ);
       if constexpr (kWide) {
         float half[kHalfColumns / 2];
@@ -565,11 +533,8 @@ struct Backward {
 
   static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,
                                                   float (&dQ)[kColumnsOfDq / 2]) {
-    constexpr uint32_t kOther = kWide                ? 2 * KTile::kChunkBytes
-                                : kColumnsOfDq == 64 ? KTile::kChunkBytes
-                                                     : kColumnsOfDq * 2;
     const uint64_t ds = gradient(shared.ds(buffer), kSplitsRows ? w : 0);
-    issue_columns(dQ, ds, KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * kOther)));
+    issue_columns(dQ, ds, KTile::mn_major(shared.k() + (kSplitsRows ? 0 : w * kOtherColumns)));
   }
   // Wide: this owner's half of the middle chunk.
   static __device__ __forceinline__ void issue_half_of_dq(const Shared shared, int buffer, int w,

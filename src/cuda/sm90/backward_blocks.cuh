@@ -14,7 +14,25 @@
 
 namespace tessera::cuda::sm90 {
 
-template <int kTileM, int kTileN>
+// What the producers of kernels that leave blocks out, and all rich ones, say of a stage, as two
+// integers: the query head of the group, or -1 when there are no more blocks, and the block above
+// bits of BlockMask or SegmentRule.
+struct StagedBlock {
+  int member, block_and_mask;
+
+  __device__ __forceinline__ void store(uint32_t shared) const {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(member), "r"(block_and_mask)
+                 : "memory");
+  }
+  // In uniform registers.
+  static __device__ __forceinline__ StagedBlock load(uint32_t shared) {
+    const float2 stage = load_shared_pair(shared);
+    return {uniform_register(__float_as_int(stage.x)), uniform_register(__float_as_int(stage.y))};
+  }
+};
+
+// kSegmentsAlone: there are neither dense masks nor key ranges.
+template <int kTileM, int kTileN, bool kSegmentsAlone = false>
 class QueryBlocks {
  public:
   // The hull of the block at row0 of a sequence, by all lanes of a warp.
@@ -131,7 +149,7 @@ class QueryBlocks {
     const int block = start + static_cast<int>(threadIdx.x % kWarp);
     bool live = block < tile_.end;
     bool partial = false;
-    if (live && a_.mask_states) {
+    if (!kSegmentsAlone && live && a_.mask_states) {
       const int64_t of_head = tile_.n * a_.mask_stride_batch + head * a_.mask_stride_head;
       const int key_tile = min(tile_.key0 / kTileN, a_.mask_tiles - 1),
                 query_block = min(block, a_.mask_blocks - 1);
@@ -140,10 +158,10 @@ class QueryBlocks {
       live = state != kBlockHidden;
       partial |= state != kBlockFull;
     }
-    if (live && a_.hulls) {
+    if (live && (kSegmentsAlone || a_.hulls)) {
       const QueryHull hull = a_.hulls[int64_t{head} * a_.slots + tile_.first_slot + block];
       const int begin = tile_.key0, end = min(begin + kTileN, tile_.k.length);
-      if (p.num_ranges) {
+      if (!kSegmentsAlone && p.num_ranges) {
         bool meets = false, holds = false;
         for (int i = 0; i < 2; ++i) {
           meets |= hull.any[i].lo < end && begin < hull.any[i].hi;
@@ -152,7 +170,7 @@ class QueryBlocks {
         live = meets;
         partial |= !holds;
       }
-      if (p.tensor[TESSERA_SEGMENT_IDS_Q].data) {
+      if (kSegmentsAlone || p.tensor[TESSERA_SEGMENT_IDS_Q].data) {
         live &= segment_lo_ <= hull.segment_hi && hull.segment_lo <= segment_hi_;
         partial |= hull.segment_lo != hull.segment_hi || segment_lo_ != hull.segment_lo ||
                    segment_hi_ != hull.segment_lo;

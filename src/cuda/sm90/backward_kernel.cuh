@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
   }
   if (threadIdx.x == 0) shared.init();
-  KeyTile& tile = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->tile;
+  auto& all = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
+  KeyTile& tile = all.tile;
   int index = blockIdx.x;  // known to one thread
   if (threadIdx.x == kFinder) {
     if constexpr (kInTurn<Row>) {
@@ -36,10 +37,13 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
 #pragma unroll 1
     for (int sequence = 0;;) {
       if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
-        auto* spans = reinterpret_cast<typename Kernel::SharedStorage*>(storage)->spans;
-        BackwardProducer<Kernel>::run(a, tile, shared, spans);
+        BackwardProducer<Kernel>::run(a, tile, shared, all.masks);
       }
-      if constexpr (kInTurn<Row>) shared.turns().serve(a, tile);
+      if constexpr (kInTurn<Row> && Kernel::kOfSegments) {
+        shared.turns().serve(a, tile, all.masks.line);
+      } else if constexpr (kInTurn<Row>) {
+        shared.turns().serve(a, tile);
+      }
       if constexpr (!kSumsBias<Row>) break;
       if (sequence == 0 && threadIdx.x >= kWarp) Kernel::clear_bias(a, tile, threadIdx.x - kWarp);
       if (++sequence == a.sequences) break;

@@ -135,9 +135,8 @@ class LeanOperands {
         v_(low(VTile::k_major(shared.v() + w * 64 * kChunkRowBytes))),
         ds_(low(GradientTile::k_major(shared.ds(0) +
                                       (Kernel::kSplitsRows ? w * 64 * kChunkRowBytes : 0)))),
-        k_columns_(
-            low(KTile::mn_major(shared.k() + (Kernel::kSplitsRows ? 0 : w * KTile::kChunkBytes)))) {
-  }
+        k_columns_(low(
+            KTile::mn_major(shared.k() + (Kernel::kSplitsRows ? 0 : w * Kernel::kOtherColumns)))) {}
 
   // By all lanes, when K is there. row: the warp's first one.
   __device__ __forceinline__ void hold_keys(uint32_t k, int row) {

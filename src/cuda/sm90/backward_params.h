@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include "cuda/common/params.h"
 #include "cuda/sm90/params.h"
@@ -69,6 +70,12 @@ struct BackwardParams {
   int* turns;  // [CTAs of a cluster, hq, slots] tiles that have added to a block
   TurnOrder* order;
   int upward_sections;  // sections, from the first on, that go upwards; packed: all or none
+
+  // Kernels of kSegments: of each row of k as stored, see Segments::find_spans(). In blocks of
+  // tile_m keys.
+  int2* spans;
+  int span_slots;
+  int* orders;  // of each slot, in a fixed order on the diagonal: see Segments::note_order()
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");
 

@@ -5,26 +5,11 @@
 #include "cuda/sm90/backward_blocks.cuh"
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_features.cuh"
+#include "cuda/sm90/backward_segments.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
-
-// What the rich producers say of a stage, as two integers: the query head of the group, or -1 when
-// there are no more blocks, and four times the block, plus bits of BlockMask.
-struct StagedBlock {
-  int member, block_and_mask;
-
-  __device__ __forceinline__ void store(uint32_t shared) const {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(member), "r"(block_and_mask)
-                 : "memory");
-  }
-  // In uniform registers.
-  static __device__ __forceinline__ StagedBlock load(uint32_t shared) {
-    const float2 stage = load_shared_pair(shared);
-    return {uniform_register(__float_as_int(stage.x)), uniform_register(__float_as_int(stage.y))};
-  }
-};
 
 // By a warp, whose first lane loads: the blocks that masks leave to the tile, of every query head.
 // Kernel: a Backward or a BackwardPair; spans: of each key of the tile, written where they are what
@@ -75,7 +60,7 @@ struct BackwardProducer {
   static constexpr int kTileM = Kernel::kTileM, kStages = Kernel::kStages,
                        kGradOStages = Kernel::kGradOStages,
                        kGradientBuffers = Kernel::kGradientBuffers;
-  static constexpr bool kRich = Kernel::kRich, kLeavesOut = Kernel::kLeavesOut;
+  static constexpr bool kIsTold = Kernel::kIsTold, kLeavesOut = Kernel::kLeavesOut;
 
   // By one thread: the stages of Q, lse2, dO and delta, in turn.
   class Loader {
@@ -109,7 +94,6 @@ struct BackwardProducer {
       const int head = tile_.kv_head * a_.problem.group + member;
       const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
       if (Kernel::kStartsEarly && asked_ == 1) {
-        if constexpr (kRich) say({member, 4 * block + mask});
         bulk_load(shared_.lse2(0), a_.lse2 + row, kTileM * 4, shared_.q_barrier(0));
         bulk_load(shared_.delta(0), a_.delta + row, kTileM * 4, shared_.grad_o_barrier(0));
         return advance();
@@ -117,8 +101,8 @@ struct BackwardProducer {
       const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(ring_.stage),
                      grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
-      if constexpr (kRich) say({member, 4 * block + mask});
-      const bool has_mask = kLeavesOut && a_.mask_bits;
+      if constexpr (kIsTold) say(member, block, mask);
+      const bool has_mask = kLeavesOut && !Kernel::kOfSegments && a_.mask_bits;
       mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4 + (has_mask ? Kernel::kMaskBytes : 0));
       if (has_mask) load_mask(head, block, q);
       QTile::load(shared_.q(ring_.stage), &a_.q, q, head, c2, row0_.c3, batch);
@@ -133,7 +117,7 @@ struct BackwardProducer {
     }
     __device__ __forceinline__ void say_last() {
       acquire();
-      say({-1, 0});
+      say(-1, 0, 0);
       mbarrier_arrive(shared_.q_barrier(ring_.stage));
     }
 
@@ -160,8 +144,8 @@ struct BackwardProducer {
       shared_.ds_barriers().wait(ds_ring_);
       ds_ring_.advance();
     }
-    __device__ __forceinline__ void say(StagedBlock block) const {
-      block.store(shared_.block(ring_.stage));
+    __device__ __forceinline__ void say(int member, int block, int rules) const {
+      StagedBlock{member, block << Kernel::kStagedBits | rules}.store(shared_.block(ring_.stage));
     }
 
     const BackwardParams& a_;
@@ -184,23 +168,27 @@ struct BackwardProducer {
   // By one thread, or by one warp where blocks are left out. lse2, delta and zeros in the sums are
   // the kernel's before, which is waited for also without work: the next kernel waits for this one
   // alone.
-  // spans: see load_live_blocks().
+  // masks: of the tile, written where they are intervals, see load_live_blocks().
   static __device__ __forceinline__ void run(const BackwardParams& a, const KeyTile& tile,
                                              const Shared shared,
-                                             [[maybe_unused]] KeyInterval* spans) {
+                                             [[maybe_unused]] typename Kernel::MasksOfTile& masks) {
     Loader loader(a, tile, shared);
     const int2 walk = Kernel::walk_of(tile);
     const bool leader = threadIdx.x == 0;
     if (!Kernel::kStartsEarly && leader && tile.begin < tile.end) loader.load_keys();
     wait_for_predecessors();
     if constexpr (kLeavesOut) {
-      load_live_blocks<Kernel>(a, tile, spans, loader);
+      if constexpr (Kernel::kOfSegments) {
+        load_blocks_of_segments<Kernel>(a, tile, masks, loader);
+      } else {
+        load_live_blocks<Kernel>(a, tile, masks.spans, loader);
+      }
       if (leader) loader.say_last();
     } else {
       for_each_block<Kernel::kHeadsInner>(
           a.problem.group, tile.begin, tile.end, walk.x, walk.y,
           [&](int member, int block) { loader.load_block(member, block, 0); });
-      if constexpr (kRich) loader.say_last();
+      if constexpr (kIsTold) loader.say_last();
     }
   }
 };

@@ -51,10 +51,18 @@ __global__ void __launch_bounds__(kWarpgroup)
     const bool overlap = sequences_overlap(p);
     if (threadIdx.x == 0) *a.order = {0, overlap};
   }
+  const auto find_spans = [&] {
+    if constexpr (kIsOfSegments<Row>) {
+      const int ctas = static_cast<int>(gridDim.x * gridDim.y);
+      for (int slot = blockIdx.y * gridDim.x + blockIdx.x; slot < a.span_slots; slot += ctas) {
+        Kernel::SegmentsOf::find_spans(a, slot);
+      }
+    }
+  };
   const BlockOfSlot at = block_of_slot(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, at.n);
   const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;
-  if (at.block < 0 || row0 >= rows.length) return;
+  if (at.block < 0 || row0 >= rows.length) return find_spans();
   const int64_t slot = slot_of_head(a, head, blockIdx.x);
   if (thread == 0) {
     mbarrier_init(barrier, 1);
@@ -73,6 +81,12 @@ __global__ void __launch_bounds__(kWarpgroup)
   }
   const int warp = thread / kWarp, lane = thread % kWarp;
   if (warp == 1) Kernel::Blocks::note(a, rows, head, row0, slot);
+  if constexpr (kIsOfSegments<Row> && kInTurn<Row>) {
+    if (warp == 2 && head == 0 && a.orders) {
+      Kernel::SegmentsOf::note_order(a, rows, row0, blockIdx.x);
+    }
+  }
+  find_spans();  // while O and dO come
   __syncthreads();
   mbarrier_wait(barrier, 0);
 

@@ -17,7 +17,9 @@ enum BackwardFeature {
   kEverythingDeterministic = 63,
   // dbias is summed where dS is (backward_dbias.cuh): a kernel of its own, too.
   kGradientOfBias = 64,
-  kAllBits = 127,
+  // Of kMasks segments alone (backward_segments.cuh): a kernel of its own as well.
+  kSegments = 128,
+  kAllBits = 255,
 };
 
 // A CTA owns 128 keys: two warpgroups of 64 keys each, and one thread of a third that feeds them.

@@ -40,12 +40,19 @@ namespace tessera::cuda::sm90 {
 template <typename Row>
 inline constexpr bool kInTurn = (Row::kFeatures & kDeterministic) != 0;
 
+// Of a tile with masks: whether each block in [begin, end) is seen by tiles side by side, so that
+// their turns are those under the band alone, and nobody has to pass on those of others.
+struct TilesInLine {
+  int known, begin, end;
+};
+
 // kLeavesOut: blocks may be left out by masks; such tiles always walk from the first block on.
-template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut>
+// kLines: masks are segments alone, and tiles may be in line.
+template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut, bool kLines = false>
 class Turns {
  public:
   static constexpr int kRing = 4, kBarriers = 3 * kRing;
-  using Blocks = QueryBlocks<kTileM, kTileN>;
+  using Blocks = QueryBlocks<kTileM, kTileN, kLines>;
 
   // barriers: address of ready[kRing], added[kRing], passed[kRing]. stored: of kRing integers.
   // rank: in a pair of CTAs that add to columns of their own, by counters of their own.
@@ -98,14 +105,24 @@ class Turns {
 
   // ---- the warps of the producer's warpgroup that have nothing else to do ----
 
-  __device__ __forceinline__ void serve(const BackwardParams& a, const KeyTile& tile) const {
+  // line: of the first warp, known to others from wait_for_line() on.
+  __device__ __forceinline__ void serve(const BackwardParams& a, const KeyTile& tile,
+                                        const TilesInLine& line = {}) const {
     const int warp = threadIdx.x / kWarp;
     if (!a.dq_sums || warp == 0) return;
-    if (warp == 1) waiter(a, tile);
-    if (warp == 2) passer(a, tile, 0);
-    if (warp == 3 && !kLeavesOut) passer(a, tile, 1);
-    if (warp == 3 && kLeavesOut) skipper(a, tile);
+    if constexpr (kLines) wait_for_line();
+    const bool in_line = !kLeavesOut || (kLines && line.known);
+    if (warp == 1) waiter(a, tile, line);
+    if constexpr (kLines) {  // one copy of the code: masks make it large
+      if (warp == 2 || (warp == 3 && in_line)) passer(a, tile, line, in_line ? warp - 2 : kAlone);
+    } else {
+      if (warp == 2) passer(a, tile, line, in_line ? 0 : kAlone);
+      if (warp == 3 && in_line) passer(a, tile, line, 1);
+    }
+    if (warp == 3 && !in_line) skipper(a, tile);
   }
+  // By all warps that serve, and the first one of their warpgroup.
+  static __device__ __forceinline__ void wait_for_line() { named_barrier_sync(3, kWarpgroup); }
 
  private:
   __device__ __forceinline__ uint32_t ready(int slot) const { return barriers_ + 8 * slot; }
@@ -126,11 +143,14 @@ class Turns {
     return index - (tile.left < 0 ? 0 : max(block * kTileM + tile.shift - tile.left, 0) / kTileN);
   }
 
-  __device__ __forceinline__ void waiter(const BackwardParams& a, const KeyTile& tile) const {
+  static constexpr int kAlone = 2;  // parity of a passer of all blocks
+
+  __device__ __forceinline__ void waiter(const BackwardParams& a, const KeyTile& tile,
+                                         const TilesInLine& line) const {
     wait_for_predecessors();  // zeros in the counters
     const bool waits = !a.order->overlap;
     Ring<kRing> ring;
-    for_each_block(a, tile, [&](int* counter, int turn) {
+    for_each_block(a, tile, line, [&](int* counter, int turn) {
       mbarrier_wait(passed(ring.stage), ring.phase ^ 1);
       int count;
       do {
@@ -143,10 +163,10 @@ class Turns {
   }
   // Of every other block, so that two fences are under way: they take about as long as a block.
   __device__ __forceinline__ void passer(const BackwardParams& a, const KeyTile& tile,
-                                         int parity) const {
+                                         const TilesInLine& line, int parity) const {
     Ring<kRing> ring;
-    for_each_block(a, tile, [&](int* counter, int turn) {
-      if (kLeavesOut || ring.stage % 2 == parity) {
+    for_each_block(a, tile, line, [&](int* counter, int turn) {
+      if (parity == kAlone || ring.stage % 2 == parity) {
         mbarrier_wait(added(ring.stage), ring.phase);
         store_release(counter, kLeavesOut ? 2 * (turn + 1) + 1 : turn + 1);
         mbarrier_arrive(passed(ring.stage));
@@ -158,10 +178,17 @@ class Turns {
   // body(counter, turn) for each block that the owners add to, in their order, by one lane.
   template <typename Body>
   __device__ __forceinline__ void for_each_block(const BackwardParams& a, const KeyTile& tile,
-                                                 const Body& body) const {
+                                                 const TilesInLine& line, const Body& body) const {
     const int group = a.problem.group;
     const bool leader = threadIdx.x % kWarp == 0;
-    if constexpr (kLeavesOut) {
+    if (kLines && line.known) {
+      for (int member = 0; leader && member < group; ++member) {
+        int* const counters = counters_of(a, tile, member);
+        for (int block = line.begin; block < line.end; ++block) {
+          body(counters + block, turn_of(tile, block));
+        }
+      }
+    } else if constexpr (kLeavesOut) {
       const Blocks blocks(a, tile);
       for (int member = 0; member < group; ++member) {
         int* const counters = counters_of(a, tile, member);
