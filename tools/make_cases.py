@@ -537,6 +537,22 @@ def documents(full):
                    deterministic=next(orders), poison=True)
 
 
+def segments_again(full):
+    """Segments whose ids come again, or change with each token: no intervals."""
+    rng = random.Random(15)
+    bands = cycle(({}, {"causal": True, "align": "top_left"}, {"window": "100,30", "align": "bottom_right"}))
+    sizes = cycle(({"s": 300}, {"sq": 200, "sk": 450}, {"s": 130, "layout": "thd", "lens": "random:3", "gaps": 5},
+                   {"s": 600, "lens": "random:4"}))
+    orders, types = cycle((None, True, True)), cycle(("bf16", "fp16", "bf16", "fp16", "fp32"))
+    extra = ({}, {"softcap": 10}, {"alibi": True}, {"dropout": "0.2"}, {"bias": "post/hqk"},
+             {"keep": "random:0.9"}, {"ranges": "random:2"}, {"sink": "learnable"}) if full else ({},)
+    forms = ("again:1", "again:3", "again:40", "random:2", "random:9")
+    for which, d, ids, more in product(PASSES, (64, 96, 128, 256), forms, extra):
+        more = dict(more, grads="dsink") if "sink" in more and which == "bwd" else more
+        yield line(which, dtype=next(types), b=2, **next(sizes), **heads(rng), d=d, **next(bands), segments=ids, **more,
+                   deterministic=next(orders) if which == "bwd" else None, poison=True)
+
+
 def wide_backward(full):
     """The backward pass at head dims beyond 128 with everything that shapes scores: tails of tiles, bands, lengths."""
     rng = random.Random(12)
@@ -571,7 +587,7 @@ def wide_backward(full):
 
 def ci():
     for section in (sizes(False), wide(), low(), empty(), layouts(), pages(), bands(), masks(), scores(),
-                    decode(False), other_dtypes(), noise(), apart(), halves(), documents(False),
+                    decode(False), other_dtypes(), noise(), apart(), halves(), documents(False), segments_again(False),
                     wide_backward(False), products(500, 8, False)):
         yield from section
 
@@ -617,7 +633,7 @@ def many_short():
 
 def nightly():
     for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), long_tiles(), tall(), lists(), long(),
-                    tall_and_long(), documents(True), products(6000, 9, True)):
+                    tall_and_long(), documents(True), segments_again(True), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 

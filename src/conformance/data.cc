@@ -281,7 +281,7 @@ class Filler {
   }
 
   void segments() const {
-    if (c_.segments == 0) return;
+    if (c_.segments.ids == 0) return;
     segment_side(TESSERA_SEGMENT_IDS_Q, g_.len_q, g_.start_q);
     segment_side(TESSERA_SEGMENT_IDS_K, g_.len_k, g_.start_k);
   }
@@ -294,13 +294,18 @@ class Filler {
         [&](const At& at, int64_t) { put_integer(index, at, 0); });
     for (int64_t n = 0; n < c_.b; ++n) {
       const int64_t extent = starts.empty() ? t.extent[1] : lens[n];
-      std::vector<int64_t> cuts(c_.segments - 1);
-      for (int64_t c = 0; c < c_.segments - 1; ++c) {
-        cuts[c] = draw_integer(c_.seed, kDrawSegments, n * (c_.segments - 1) + c, extent + 1);
+      const auto [kind, ids] = c_.segments;
+      const int64_t num_cuts = (kind == CaseSegments::Kind::kAgain ? 3 * ids : ids) - 1;
+      std::vector<int64_t> cuts(num_cuts);
+      for (int64_t c = 0; c < num_cuts; ++c) {
+        cuts[c] = draw_integer(c_.seed, kDrawSegments, n * num_cuts + c, extent + 1);
       }
+      std::sort(cuts.begin(), cuts.end());
       for (int64_t i = 0; i < (c_.poison ? lens[n] : extent); ++i) {
-        const auto id =
-            std::count_if(cuts.begin(), cuts.end(), [&](int64_t cut) { return cut <= i; });
+        const int64_t id =
+            kind == CaseSegments::Kind::kRandom
+                ? draw_integer(c_.seed, kDrawSegments, (n << 32) + i, ids)
+                : (std::upper_bound(cuts.begin(), cuts.end(), i) - cuts.begin()) % ids;
         const At at = starts.empty() ? At{n, i, 0, 0} : At{0, starts[n] + i, 0, 0};
         put_integer(index, at, 1 - id);  // any values are ids, negative ones too
       }

@@ -23,8 +23,9 @@
 //               max_pages of them. Then sequence 1 takes the first page of sequence 0: they share a
 //               prefix.
 //   segments 12 sequence n of extent S (thd: true length) is cut at N - 1 points,
-//               draw(n (N - 1) + c) mod (S + 1); a token's id is the number of cuts at or before
-//               it.
+//               draw(n (N - 1) + c) mod (S + 1); a token's id is 1 less the number of cuts at or
+//               before it. again:N: 3 N - 1 cuts, and their number is taken mod N. random:N: of
+//               token i, draw(n 2^32 + i) mod N instead of cuts; both sides draw the same.
 #pragma once
 
 #include "core/case.h"

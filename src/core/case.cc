@@ -296,8 +296,15 @@ std::vector<Token> tokens() {
            return false;
          return integer(rest, 0, 0x7FFFFFFF, c.ranges.value);
        }},
-      {"segments", true, "a number of at least 1", "segments=3",
-       [](Case& c, View v) { return integer(v, 1, 0x7FFFFFFF, c.segments); }},
+      {"segments", true, "N, again:N or random:N, N in 1..2^20", "segments=3",
+       [](Case& c, View v) {
+         View rest = v;
+         if (after(v, "again:", rest))
+           c.segments.kind = CaseSegments::Kind::kAgain;
+         else if (after(v, "random:", rest))
+           c.segments.kind = CaseSegments::Kind::kRandom;
+         return integer(rest, 1, 1 << 20, c.segments.ids);
+       }},
       {"scale", true, "a finite number of at least 0", "scale=0.125",
        [](Case& c, View v) { return c.has_scale = number(v, c.scale) && c.scale >= 0; }},
       {"softcap", true, "a finite number above 0", "softcap=30",

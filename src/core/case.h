@@ -47,6 +47,14 @@ struct CaseRanges {
   bool operator==(const CaseRanges&) const = default;
 };
 
+struct CaseSegments {
+  // Each id once, in order; each three times, in the same order; every token's drawn on its own.
+  enum class Kind : uint8_t { kOnce, kAgain, kRandom };
+  Kind kind = Kind::kOnce;
+  int64_t ids = 0;  // how many; 0 = no segments
+  bool operator==(const CaseSegments&) const = default;
+};
+
 // What the layout token says: formats, and which of q, k, v share one buffer.
 struct CaseLayout {
   enum class Packing : uint8_t {
@@ -84,7 +92,7 @@ struct Case {
   int32_t align = TESSERA_ALIGN_NONE;
   CaseMask mask;
   CaseRanges ranges;
-  int64_t segments = 0;
+  CaseSegments segments;
   bool has_scale = false;
   double scale = 0;
   double softcap = 0;  // 0 = off

@@ -202,7 +202,7 @@ void Builder::place_scores() {
       place_dense(TESSERA_KEY_RANGES, TESSERA_INT32, {1, 1, rows_q_, 2}, true);
       break;
   }
-  if (c_.segments > 0) {
+  if (c_.segments.ids > 0) {
     place_dense(TESSERA_SEGMENT_IDS_Q, TESSERA_INT32, {batch_q_, rows_q_}, true, step);
     place_dense(TESSERA_SEGMENT_IDS_K, TESSERA_INT32,
                 {thd_k_ ? 1 : c_.b, thd_k_ ? rows_k_ : extent_k_}, true, step);

@@ -76,7 +76,11 @@ std::string to_text(const Case& c) {
     w.word("ranges=" + std::string(kind[static_cast<int>(c.ranges.kind)]) +
            std::to_string(c.ranges.value));
   }
-  if (c.segments > 0) w.size("segments", c.segments);
+  if (c.segments.ids > 0) {
+    const char* const kind[] = {"", "again:", "random:"};
+    w.word("segments=" + std::string(kind[static_cast<int>(c.segments.kind)]) +
+           std::to_string(c.segments.ids));
+  }
   if (c.has_scale) w.word("scale=" + number(c.scale));
   if (c.softcap > 0) w.word("softcap=" + number(c.softcap));
   if (c.bias != Case::BiasAt::kNone) {

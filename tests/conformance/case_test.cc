@@ -39,6 +39,7 @@ INSTANTIATE_TEST_SUITE_P(
         "fwd fp32 b=2 s=8 h=2 d=8 keep=random:0.25/bk", "fwd fp32 b=2 s=8 h=2 d=8 drop=keys:0.5/1",
         "fwd fp32 b=2 s=8 h=2 d=8 keep=blocks:1/bhqk",
         "fwd fp32 b=2 s=8 h=2 d=8 ranges=random:1 segments=4",
+        "fwd fp32 b=2 s=8 h=2 d=8 segments=again:4", "fwd fp32 b=2 s=8 h=2 d=8 segments=random:2",
         "fwd fp32 b=2 s=8 h=2 d=8 bias=pre/qk bias_inf=0.25 expanded",
         "fwd fp32 b=2 s=8 h=2 d=8 ranges=two:1", "fwd fp32 b=2 s=8 h=2 d=8 ranges=prefix:100",
         "fwd bf16 b=2 s=8 h=2 d=8 scale=0 bias=pre/1 bias_dtype=fp32 alibi=bh sink=off_by_one "

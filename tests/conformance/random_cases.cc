@@ -182,7 +182,10 @@ class Builder {
     } else if (which == 2) {
       word("ranges=" + pick({"random", "two", "prefix"}) + ":" + std::to_string(below(40)));
     }
-    if (chance(0.15)) size("segments", 1 + below(chance(0.3) ? 40 : 4));
+    if (chance(0.15)) {
+      const Text ids = std::to_string(1 + below(chance(0.3) ? 40 : 4));
+      word("segments=" + pick({"", "", "again:", "random:"}) + ids);
+    }
   }
 
   void scores() {

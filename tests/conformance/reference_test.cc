@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "conformance/conformance_case.h"
@@ -89,12 +91,16 @@ TEST(ReferenceMask, DataMasksAreAsGivenInEitherPolarity) {
 }
 
 TEST(ReferenceMask, SegmentsHideOtherSegments) {
-  auto c = make("fwd fp64 b=1 s=12 h=1 dqk=4 dv=12 segments=3 seed=5");
-  const auto* ids = static_cast<const int32_t*>(c->buffers().data[TESSERA_SEGMENT_IDS_Q]);
-  const Rows rows = visible("segments=3 seed=5", 12, 12);
-  for (int64_t i = 0; i < 12; ++i) {
-    for (int64_t j = 0; j < 12; ++j)
-      EXPECT_EQ(rows[i][j] == 'x', ids[i] == ids[j]) << i << ' ' << j;
+  for (const std::string text :
+       {"segments=3 seed=5", "segments=again:2 seed=5", "segments=random:3 seed=5"}) {
+    auto c = make("fwd fp64 b=1 s=12 h=1 dqk=4 dv=12 " + text);
+    const auto* ids = static_cast<const int32_t*>(c->buffers().data[TESSERA_SEGMENT_IDS_Q]);
+    const Rows rows = visible(text, 12, 12);
+    for (int64_t i = 0; i < 12; ++i) {
+      for (int64_t j = 0; j < 12; ++j)
+        EXPECT_EQ(rows[i][j] == 'x', ids[i] == ids[j]) << text << ' ' << i << ' ' << j;
+    }
+    EXPECT_EQ(std::is_sorted(ids, ids + 12, std::greater()), text.find(':') == text.npos) << text;
   }
 }
 
