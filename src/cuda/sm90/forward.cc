@@ -19,9 +19,9 @@ namespace {
 
 constexpr int kRowsOfConsumer = 64;
 constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
-// Heads that stand side by side in the order of tiles: as many as have their keys and values in
-// this much of the L2 (docs/kernels/sm90_forward.md: the sweeps). Where CTAs ask for tiles long
-// before they need them, few heads would keep too many of the long tiles in few hands.
+// Heads that stand side by side in the order of tiles: as many as have the keys and values that a
+// row sees in this much of the L2 (docs/kernels/sm90_forward.md: the sweeps). Where CTAs ask for
+// tiles long before they need them, few heads would keep too many of the long tiles in few hands.
 constexpr int64_t kL2Bytes = 16 << 20, kL2BytesAskingEarly = 32 << 20;
 constexpr int64_t kHeadsAskingEarly = 32;
 constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
@@ -197,8 +197,10 @@ void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams&
   const int64_t bytes = asks_late ? kL2Bytes : kL2BytesAskingEarly;
   const int64_t keys = bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
   a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
+  const bool is_window = asks_late && p.left >= 0 && p.right >= 0;
+  const int64_t seen = std::min<int64_t>(p.sk, is_window ? int64_t{p.left} + p.right + 1 : p.sk);
   const int64_t most =
-      std::min<int64_t>(std::max(keys / p.sk, asks_late ? 1 : kHeadsAskingEarly), heads);
+      std::min<int64_t>(std::max(keys / seen, asks_late ? 1 : kHeadsAskingEarly), heads);
   int per_section = static_cast<int>(most);
   while (heads % per_section != 0) --per_section;
   if (per_section * tiles_m < workers) {  // too few to be even
