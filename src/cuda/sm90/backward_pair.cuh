@@ -489,16 +489,18 @@ struct BackwardPair {
           dS[e / 2] = pack<Element>(w.x * (dP[e] - of_query.x), w.y * (dP[e + 1] - of_query.y));
         }
       }
-      __syncwarp();
-      if (lane == 0) {
-        weight_barriers.release(weight_ring);
-        mbarrier_arrive(grad_o_barriers.empty(grad_o_ring.stage));
-      }
       mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       const uint32_t ds = shared.ds(ds_ring.stage);
 #pragma unroll
       for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
         stmatrix_x4((ds + ds_row) ^ i << 5, dS + 4 * i);
+      }
+      // Not before dS is written: an arrival may overtake the last loads of what dS is made of, and
+      // these then read what the other role or TMA writes next.
+      __syncwarp();
+      if (lane == 0) {
+        weight_barriers.release(weight_ring);
+        mbarrier_arrive(grad_o_barriers.empty(grad_o_ring.stage));
       }
       async_proxy_fence();
       __syncwarp();
