@@ -21,7 +21,9 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 constexpr int64_t kL2Bytes =
     32 << 20;  // what q, do and the sums of the heads in flight may take of 50 MB
 
-constexpr int kMostInTurn = 8;  // heads side by side in the deterministic form
+// The deterministic form, whose tiles wait less where more heads stand side by side.
+constexpr int64_t kL2BytesInTurn = 48 << 20;
+constexpr int kMostInTurn = 8;
 
 // Rows of 16-bit elements can be copied by 16 bytes, if the first one is aligned.
 bool has_vectors(const Tensor& t) {
@@ -277,11 +279,13 @@ class BackwardPlan final : public Plan {
     a.tiles = num_tile_slots(p.thd_k, p.sk, batch, tile_n) * p.hk;
     a.longest_first = p.right >= 0 || in_turn;
     const int64_t bytes_of_head = int64_t{p.group} * p.sq * (2 * (p.dqk + p.dv) + 4 * p.dqk);
+    const int64_t bytes_in_flight = !in_turn       ? kL2Bytes
+                                    : p.right >= 0 ? kL2BytesInTurn
+                                                   : 2 * kL2Bytes;
     int per_section = static_cast<int>(
-        std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_head, 1), 1, heads));
+        std::clamp<int64_t>(bytes_in_flight / std::max<int64_t>(bytes_of_head, 1), 1, heads));
     if (in_turn) {
-      // Tiles of one head follow each other: fewer of each head, and more heads, wait less.
-      per_section = std::min({p.group > 1 ? kMostInTurn : 2 * per_section, kMostInTurn,
+      per_section = std::min({p.group > 1 ? kMostInTurn : per_section, kMostInTurn,
                               p.right >= 0 && p.group == 1 ? std::max(heads / 2, 1) : heads});
     }
     if (!in_turn && p.right >= 0 && p.group > 1) {

@@ -68,11 +68,10 @@ struct Backward {
   // dK and dV leave by TMA, and dS is k-major for the products of dQ.
   static constexpr bool kLean = kIsLean<Row>;
   // k16 steps of K that an owner holds in registers: as many as there are.
-  static constexpr int kKeySteps = kTile.dqk == 96                ? 6
-                                   : kInTurn<Row> && !kOfSegments ? 0
-                                   : kTile.dqk == 128             ? 5
-                                   : kTile.tile_m == 64           ? 4
-                                                                  : 2;
+  static constexpr int kKeySteps = kTile.dqk == 96      ? 6
+                                   : kTile.dqk == 128   ? 5
+                                   : kTile.tile_m == 64 ? 4
+                                                        : 2;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // An owner makes 64 queries x 64 or 32 columns of a block of dQ: half of its rows or half of its
@@ -82,7 +81,7 @@ struct Backward {
   using KTile = SmemTile<kTileN, kTile.dqk>;
   // All heads of a group pass at one block of queries, and not one after the other: what the tiles
   // of a key head read and add to then stays in L2, large as a group is.
-  static constexpr bool kHeadsInner = !kIsTold && !kInTurn<Row>;
+  static constexpr bool kHeadsInner = !kIsTold;
   static constexpr int kColumnsOfDq = kTile.columns_of_dq(), kPartsOfDq = kTile.parts_of_dq();
   static constexpr int kPartOfDq = 64 * kColumnsOfDq, kBlockOfDq = kTile.sums_of_dq();
   // Of three chunks of 64 columns an owner makes one, and half of the middle one.
@@ -108,7 +107,8 @@ struct Backward {
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
   static constexpr int kPieces = kTileM / kMaskPiece;                   // of a packed mask
   static constexpr int kMaskBytes = kPieces * kOwnerWarps * kWarp * 4;  // of a block
-  using Order = Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut, kOfSegments>;
+  using Order =
+      Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut, kHeadsInner, kGradientBuffers, kOfSegments>;
 
   // What a row does not do costs nothing.
   struct Nothing {
@@ -181,35 +181,31 @@ struct Backward {
     Ring<kStages> ring;
     Ring<kGradOStages> own_ring;
     const auto& grad_o_ring = own_or_shared(ring, own_ring);
-    Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 0};
+    // Before the first block comes a phase that nobody waits for.
+    Ring<kGradientBuffers> ds_ring, previous_ring{kGradientBuffers - 1, 1};
     float* const sums =
         a.dq_sums ? a.dq_sums + (kWide ? 2 * w : w) * kPartOfDq + 4 * thread : nullptr;
-    // Asked of a pointer that differs between threads, ptxas does not know that all come to the
-    // same answer, and takes the loop of kernels that wait for turns its uniform registers.
-    const auto has_sums = [&] { return kOfSegments ? a.dq_sums != nullptr : sums != nullptr; };
     int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
     const auto turns = shared.turns();
-    Ring<Order::kRing> turn_ring;
     const int2 first = kInTurn<Row> && !kLeavesOut ? Order::first_of(tile) : int2{0, 0};
     const int first_lo = uniform_register(first.x), first_hi = uniform_register(first.y);
     const auto add = [&](float* part, const auto& dQ) {
       bool stores = previous_block >= first_lo && previous_block < first_hi;
-      if constexpr (kLeavesOut && kInTurn<Row>) stores = turns.is_first(turn_ring);
+      if constexpr (kLeavesOut && kInTurn<Row>) stores = turns.is_first(previous_ring);
       add_dq<kInTurn<Row>, kTile.dqk>(part + int64_t{previous_slot} * kBlockOfDq, w, dQ, stores);
     };
     const auto finish_turn = [&] {
-      if constexpr (kInTurn<Row>) {
-        turns.done(turn_ring);
-        turn_ring.advance();
-      }
+      if constexpr (kInTurn<Row>) turns.done(previous_ring, previous_slot >= 0);
     };
     const auto add_previous = [&](const float(&dQ)[kColumnsOfDq / 2]) {
-      if constexpr (kInTurn<Row>) turns.wait(turn_ring);
-      add(sums, dQ);
+      if constexpr (kInTurn<Row>) turns.wait(previous_ring, previous_slot >= 0);
+      if (sums && previous_slot >= 0) add(sums, dQ);
       if constexpr (!kWide) finish_turn();
     };
     const auto add_half = [&](const float(&dQ)[kHalfColumns / 2]) {
-      add(sums + (1 - 2 * w) * kPartOfDq + w * kHalfColumns / 2 * kWarpgroup, dQ);
+      if (sums && previous_slot >= 0) {
+        add(sums + (1 - 2 * w) * kPartOfDq + w * kHalfColumns / 2 * kWarpgroup, dQ);
+      }
       finish_turn();
     };
     const auto store_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
@@ -301,7 +297,7 @@ struct Backward {
       if constexpr (kSumsBias<Row>) bias_sums.stage(dS);
       write_ds(dS);
       // The first time there is no block before: what comes out is thrown away.
-      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
       const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
       issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o_rows);
@@ -310,10 +306,8 @@ struct Backward {
       if constexpr (kSumsBias<Row>) bias_sums.send(head, block);
       wgmma_wait<2>();
       pin(dQ);
-      if (previous_slot >= 0) {
-        if (lane == 0) ds_barriers.release(previous_ring);
-        if (has_sums()) add_previous(dQ);
-      }
+      if (lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
+      add_previous(dQ);
       wgmma_wait<0>();
       pin(dV);
       pin(dK);
@@ -323,15 +317,14 @@ struct Backward {
     // thrown away.
     const auto finish_previous = [&](float(&dQ)[kColumnsOfDq / 2]) {
       pin(dQ);
-      if (previous_slot < 0) return;
-      if (kWaitsForEmpty && lane == 0) ds_barriers.release(previous_ring);
-      if (has_sums()) add_previous(dQ);
+      if (kWaitsForEmpty && lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
+      add_previous(dQ);
     };
     // With three buffers of dS the next one is free when the other owner has written dS(i - 1): it
     // is done with block i - 2, and so with dQ(i - 3).
     const auto acquire_ds = [&] {
       if (kWaitsForEmpty) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
-      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      ds_barriers.wait(previous_ring);
     };
     [[maybe_unused]] const auto lean_step = [&](int block, int slot, bool masked,
                                                 [[maybe_unused]] bool spanned = false) {
@@ -420,20 +413,18 @@ struct Backward {
       write_ds(dS);
       wgmma_wait<0>();
       pin(dV);
-      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, QTile::mn_major(shared.q(ring.stage)));
       wgmma_wait<1>();
       pin(dQ);
-      if (has_sums() && previous_slot >= 0) add_previous(dQ);
+      add_previous(dQ);
       issue_half_of_dq(shared, previous_ring.stage, w, half);
       wgmma_wait<0>();
       pin(dK);
       pin(half);
-      if (previous_slot >= 0) {
-        if (lane == 0) ds_barriers.release(previous_ring);
-        if (has_sums()) add_half(half);
-      }
+      if (lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
+      add_half(half);
       advance(block, slot);
     };
 
@@ -498,7 +489,7 @@ struct Backward {
     const bool by_tma = kLean && p.tensor[TESSERA_DK].data && p.tensor[TESSERA_DV].data &&
                         rows_by_tma(p, tile, first_key);
     float dQ[kColumnsOfDq / 2];
-    if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+    ds_barriers.wait(previous_ring);
     issue_dq(shared, previous_ring.stage, w, dQ);
     if (by_tma) {  // in place of this warp's rows of V, which no other reads
       send_gradient<Element, VTile>(&a.grad_v, tile, first_key, 1.f,
@@ -506,15 +497,13 @@ struct Backward {
     }
     wgmma_wait<0>();
     pin(dQ);
-    if (has_sums() && previous_slot >= 0) {
-      add_previous(dQ);
-      if constexpr (kWide) {
-        float half[kHalfColumns / 2];
-        issue_half_of_dq(shared, previous_ring.stage, w, half);
-        wgmma_wait<0>();
-        pin(half);
-        add_half(half);
-      }
+    add_previous(dQ);
+    if constexpr (kWide) {
+      float half[kHalfColumns / 2];
+      issue_half_of_dq(shared, previous_ring.stage, w, half);
+      wgmma_wait<0>();
+      pin(half);
+      add_half(half);
     }
     if constexpr (kSumsBias<Row>) bias_sums.finish();
     if (by_tma) {

@@ -58,6 +58,8 @@ struct BackwardPair {
   static constexpr int kTileM = 64, kTileN = 128, kKeys = 64;  // of a pair; of a CTA
   static constexpr int kQStages = kTile.grad_o_stages == 1 ? 2 : 3;
   static constexpr int kGradOStages = kTile.grad_o_stages, kBuffers = 2;
+  // The ring of dS before the first block: nobody waits for that phase.
+  static constexpr Ring<kBuffers> kBeforeFirst{kBuffers - 1, 1};
   static constexpr int kWarps = 4, kCtas = 2;
   // dV of 256 columns takes half of 240; where masks leave blocks out the producer needs more
   // than 24.
@@ -76,7 +78,7 @@ struct BackwardPair {
   static_assert((kPartsOfDq == 4 || kSharesChunk) && kTile.dqk == kPartsOfDq * kChunkColumns &&
                 kTile.dv % kChunkColumns == 0);
 
-  using Order = Turns<kTileM, kTileN, 2 * kWarps, kLeavesOut>;
+  using Order = Turns<kTileM, kTileN, 2 * kWarps, kLeavesOut, false, kBuffers>;
   using Schedule = KeySchedule<kTileM, kTileN>;
   using Blocks = QueryBlocks<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;
@@ -220,7 +222,6 @@ struct BackwardPair {
     float* const sums;  // of this thread; null: no dq
     const Order turns;
     int first_lo = 0, first_hi = 0;  // blocks that this tile is the first to add to
-    Ring<Order::kRing> ring;
 
     __device__ __forceinline__ PartOfDq(const BackwardParams& a, const KeyTile& tile,
                                         const Shared shared, int rank)
@@ -263,10 +264,16 @@ struct BackwardPair {
       }
       wgmma_commit();
     }
-    // Of block after block.
-    __device__ __forceinline__ void add(int slot, int block, const float (&dQ)[kColumns / 2]) {
-      if (!sums) return;
-      if constexpr (kInTurn<Row>) turns.wait(ring);
+    // Of block after block; slot < 0: before the first. ring: of the block's dS.
+    __device__ __forceinline__ void add(const Ring<kBuffers>& ring, int slot, int block,
+                                        const float (&dQ)[kColumns / 2]) const {
+      if constexpr (kInTurn<Row>) turns.wait(ring, slot >= 0);
+      if (sums && slot >= 0) add_in_turn(ring, slot, block, dQ);
+      if constexpr (kInTurn<Row>) turns.done(ring, slot >= 0);
+    }
+    // The same when it is the tile's turn.
+    __device__ __forceinline__ void add_in_turn(const Ring<kBuffers>& ring, int slot, int block,
+                                                const float (&dQ)[kColumns / 2]) const {
       bool stores = block >= first_lo && block < first_hi;
       if constexpr (kInTurn<Row> && kLeavesOut) stores = turns.is_first(ring);
       float* part = sums + int64_t{slot} * kBlockOfDq;
@@ -280,21 +287,16 @@ struct BackwardPair {
           add_to_global(to, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
         }
       }
-      if constexpr (kInTurn<Row>) {
-        turns.done(ring);
-        ring.advance();
-      }
     }
     // Of the last block.
     __device__ __forceinline__ void finish(const Shared shared, const Ring<kBuffers>& ds_ring,
-                                           int slot, int block) {
-      if (slot < 0) return;
+                                           int slot, int block) const {
       float dQ[kColumns / 2];
       shared.ds_barriers().wait(ds_ring);
       issue(shared, ds_ring.stage, dQ);
       wgmma_wait<0>();
       pin(dQ);
-      add(slot, block, dQ);
+      add(ds_ring, slot, block, dQ);
     }
   };
 
@@ -366,8 +368,8 @@ struct BackwardPair {
     Ring<kQStages> q_ring;
     Ring<kGradOStages> grad_o_ring;
     Ring<1> weight_ring;
-    Ring<kBuffers> ds_ring;
-    int previous_slot = -1, previous_block = 0;  // of the block whose dQ is next
+    Ring<kBuffers> ds_ring = kBeforeFirst;  // of the block whose dQ is next
+    int previous_slot = -1, previous_block = 0;
     Features features(a, tile, tile.key0 + warp_row);
     int head = -1;
     if (tile.begin < tile.end) mbarrier_wait(shared.kv_barrier(), 0);
@@ -414,18 +416,16 @@ struct BackwardPair {
       const uint64_t grad_o = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
       issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o);
       // The first time there is no block before: what comes out is thrown away.
-      if (previous_slot >= 0) ds_barriers.wait(ds_ring);
+      ds_barriers.wait(ds_ring);
       part.issue(shared, ds_ring.stage, dQ);
       wgmma_wait<1>();
       pin(dV);
       if (lane == 0) mbarrier_arrive(grad_o_barriers.empty(grad_o_ring.stage));
       wgmma_wait<0>();
       pin(dQ);
-      if (previous_slot >= 0) {
-        if (lane == 0) release(ds_barriers, ds_ring.stage);
-        part.add(previous_slot, previous_block, dQ);
-        ds_ring.advance();
-      }
+      if (lane == 0 && previous_slot >= 0) release(ds_barriers, ds_ring.stage);
+      part.add(ds_ring, previous_slot, previous_block, dQ);
+      ds_ring.advance();
       previous_slot = at.slot;
       previous_block = at.block;
       grad_o_ring.advance();
@@ -456,7 +456,7 @@ struct BackwardPair {
     Ring<kQStages> q_ring;
     Ring<kGradOStages> grad_o_ring;
     Ring<1> weight_ring;
-    Ring<kBuffers> ds_ring, previous_ring;
+    Ring<kBuffers> ds_ring, previous_ring = kBeforeFirst;
     int previous_slot = -1, previous_block = 0;
     if (tile.begin < tile.end) mbarrier_wait(shared.kv_barrier(), 0);
 
@@ -510,18 +510,16 @@ struct BackwardPair {
       }
       const uint64_t q = QTile::mn_major(shared.q(q_ring.stage));
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, q);
-      if (previous_slot >= 0) ds_barriers.wait(previous_ring);
+      ds_barriers.wait(previous_ring);
       part.issue(shared, previous_ring.stage, dQ);
       wgmma_wait<1>();
       pin(dK);
       if (lane == 0) mbarrier_arrive(q_barriers.empty(q_ring.stage));
       wgmma_wait<0>();
       pin(dQ);
-      if (previous_slot >= 0) {
-        if (lane == 0) release(ds_barriers, previous_ring.stage);
-        part.add(previous_slot, previous_block, dQ);
-        previous_ring.advance();
-      }
+      if (lane == 0 && previous_slot >= 0) release(ds_barriers, previous_ring.stage);
+      part.add(previous_ring, previous_slot, previous_block, dQ);
+      previous_ring.advance();
       previous_slot = at.slot;
       previous_block = at.block;
       grad_o_ring.advance();

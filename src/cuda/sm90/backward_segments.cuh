@@ -290,7 +290,7 @@ __device__ __forceinline__ void load_blocks_of_segments(const BackwardParams& a,
                   max(own.of_owner[0].end, own.of_owner[1].end)};
     }
     __syncwarp();
-    if (a.dq_sums) Kernel::Order::wait_for_line();
+    Kernel::Order::wait_for_line();
   }
   if (is_empty) return;
   __syncwarp();

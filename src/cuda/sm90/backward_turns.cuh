@@ -9,9 +9,8 @@
 // The owners are to notice nothing of that. Warps that the CTA has anyway wait and tell for them:
 //
 //   waiter   counter = turn        -> ready[s]    the owners may add block i
-//   passer   added[s] (all owners) -> counter + 1, after a fence for what they have added
-//                                  -> passed[s]   slot s of the barriers is free for block i +
-//                                  kRing
+//   passer   added[s] (all owners) -> passed[s]   slot s is free for block i + kRing
+//                                  -> counter + 1, after a fence for what they have added
 //   skipper  counter = turn        -> counter + 1  of blocks that masks leave out
 //
 // The first to add to a block stores, which needs no zeros. Without masks a tile computes where it
@@ -47,11 +46,13 @@ struct TilesInLine {
 };
 
 // kLeavesOut: blocks may be left out by masks; such tiles always walk from the first block on.
-// kLines: masks are segments alone, and tiles may be in line.
-template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut, bool kLines = false>
+// kHeadsInner: as in for_each_block(). kSlots: of the ring of barriers. kLines: masks are segments
+// alone, and tiles may be in line.
+template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut, bool kHeadsInner, int kSlots,
+          bool kLines = false>
 class Turns {
  public:
-  static constexpr int kRing = 4, kBarriers = 3 * kRing;
+  static constexpr int kRing = kSlots, kBarriers = 3 * kRing;
   using Blocks = QueryBlocks<kTileM, kTileN, kLines>;
 
   // barriers: address of ready[kRing], added[kRing], passed[kRing]. stored: of kRing integers.
@@ -91,16 +92,19 @@ class Turns {
 
   // ---- owners, by all lanes of a warp ----
 
-  __device__ __forceinline__ void wait(const Ring<kRing>& ring) const {
-    mbarrier_wait(ready(ring.stage), ring.phase);
+  // any: there is a turn to wait for. Not a branch around the wait: ptxas takes it that threads go
+  // their own ways there, and keeps descriptors in vector registers, of which owners have none
+  // left.
+  __device__ __forceinline__ void wait(const Ring<kRing>& ring, bool any) const {
+    mbarrier_wait_if(any, ready(ring.stage), ring.phase);
   }
   // With masks: nobody has added to the block that has been waited for.
   __device__ __forceinline__ bool is_first(const Ring<kRing>& ring) const {
     return load_shared_word(stored_ + 4 * ring.stage) == 0;
   }
-  __device__ __forceinline__ void done(const Ring<kRing>& ring) const {
+  __device__ __forceinline__ void done(const Ring<kRing>& ring, bool any) const {
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) mbarrier_arrive(added(ring.stage));
+    if (threadIdx.x % kWarp == 0 && any) mbarrier_arrive(added(ring.stage));
   }
 
   // ---- the warps of the producer's warpgroup that have nothing else to do ----
@@ -109,7 +113,7 @@ class Turns {
   __device__ __forceinline__ void serve(const BackwardParams& a, const KeyTile& tile,
                                         const TilesInLine& line = {}) const {
     const int warp = threadIdx.x / kWarp;
-    if (!a.dq_sums || warp == 0) return;
+    if (warp == 0) return;
     if constexpr (kLines) wait_for_line();
     const bool in_line = !kLeavesOut || (kLines && line.known);
     if (warp == 1) waiter(a, tile, line);
@@ -119,7 +123,7 @@ class Turns {
       if (warp == 2) passer(a, tile, line, in_line ? 0 : kAlone);
       if (warp == 3 && in_line) passer(a, tile, line, 1);
     }
-    if (warp == 3 && !in_line) skipper(a, tile);
+    if (warp == 3 && !in_line && a.dq_sums) skipper(a, tile);
   }
   // By all warps that serve, and the first one of their warpgroup.
   static __device__ __forceinline__ void wait_for_line() { named_barrier_sync(3, kWarpgroup); }
@@ -148,7 +152,7 @@ class Turns {
   __device__ __forceinline__ void waiter(const BackwardParams& a, const KeyTile& tile,
                                          const TilesInLine& line) const {
     wait_for_predecessors();  // zeros in the counters
-    const bool waits = !a.order->overlap;
+    const bool waits = a.dq_sums && !a.order->overlap;
     Ring<kRing> ring;
     for_each_block(a, tile, line, [&](int* counter, int turn) {
       mbarrier_wait(passed(ring.stage), ring.phase ^ 1);
@@ -165,13 +169,15 @@ class Turns {
   __device__ __forceinline__ void passer(const BackwardParams& a, const KeyTile& tile,
                                          const TilesInLine& line, int parity) const {
     Ring<kRing> ring;
+    bool mine = parity != 1;
     for_each_block(a, tile, line, [&](int* counter, int turn) {
-      if (parity == kAlone || ring.stage % 2 == parity) {
+      if (mine) {
         mbarrier_wait(added(ring.stage), ring.phase);
-        store_release(counter, kLeavesOut ? 2 * (turn + 1) + 1 : turn + 1);
         mbarrier_arrive(passed(ring.stage));
+        if (a.dq_sums) store_release(counter, kLeavesOut ? 2 * (turn + 1) + 1 : turn + 1);
       }
       ring.advance();
+      mine = parity == kAlone || !mine;
     });
   }
 
@@ -203,12 +209,10 @@ class Turns {
       }
     } else if (leader) {
       const int2 walk = walk_of(tile);
-      for (int member = 0; member < group; ++member) {
-        int* const counters = counters_of(a, tile, member);
-        for (int i = tile.begin, block = walk.x; i < tile.end; ++i, block += walk.y) {
-          body(counters + block, turn_of(tile, block));
-        }
-      }
+      sm90::for_each_block<kHeadsInner>(
+          group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
+            body(counters_of(a, tile, member) + block, turn_of(tile, block));
+          });
     }
   }
   // A lane a block.

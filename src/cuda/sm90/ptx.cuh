@@ -82,6 +82,24 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 }
+// The same where `waits`; without a branch around it.
+__device__ __forceinline__ void mbarrier_wait_if(bool waits, uint32_t barrier, uint32_t parity) {
+#ifdef TESSERA_BOUNDED_WAITS
+  if (waits) mbarrier_wait(barrier, parity);
+#else
+  chaos();
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "setp.eq.b32 done, %2, 0;\n"
+      "again:\n"
+      "@!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity), "r"(int{waits})
+      : "memory");
+#endif
+}
 
 // ---- TMA ----
 
