@@ -327,7 +327,10 @@ __global__ void __launch_bounds__(kTwoThreads, 1) backward_dq(const __grid_const
     registers_release<Kernel::kProducerRegisters>();
     const int warp = uniform(threadIdx.x / kWarp);
     const bool first_lane = threadIdx.x % kWarp == 0;
-    if (warp == 0) schedule<Element, Kernel>(a, in_shared.work, in_shared.extra, shared);
+    if (warp == 0) {
+      const volatile int blocks_loaded = INT_MAX;  // it asks for tiles as early as it can
+      schedule<Element, Kernel>(a, in_shared.work, in_shared.extra, blocks_loaded, shared);
+    }
     if (warp == 1 && first_lane) {
       // The next kernel writes dk and dv, and reads all inputs, before it waits for this one: what
       // is before this one is done then.
