@@ -55,10 +55,14 @@ struct BackwardDkdv : DkdvShape<kDim> {
       Work& work = works[ring.stage];
       const int index = uniform(lane == 0 ? dispenser.next(a.tiles) : 0);
       const bool last = index >= a.tiles;
+      if (!last && is_packed(a.problem)) {
+        static_cast<KeyTile&>(work) = decode_packed(a, index, lane);  // all lanes write the same
+      } else if (!last && lane == 0) {
+        static_cast<KeyTile&>(work) = Schedule::decode(a, last_first(a, index));
+      }
       if (lane == 0) {
         work.last = last;
         if (last) work.begin = work.end = 0;
-        if (!last) static_cast<KeyTile&>(work) = Schedule::decode(a, index);
       }
       __syncwarp();
       if (!last && work.begin >= work.end) {
@@ -72,18 +76,57 @@ struct BackwardDkdv : DkdvShape<kDim> {
       ring.advance();
     }
   }
+  // Of a padded side, the sections of heads from the last to the first: what the kernel before has
+  // read last is still in L2.
+  static __device__ __forceinline__ int last_first(const DkdvParams& a, int index) {
+    if (a.problem.thd_k) return index;
+    const int tiles = a.per_section.divisor, section = a.per_section.quotient(index);
+    return index + a.tiles - (2 * section + 1) * tiles;
+  }
+  static __device__ __forceinline__ bool is_packed(const Params& p) {
+    return p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
+  }
+  // What Schedule::decode() finds, by all lanes of a warp: tile_of_slot() asks memory once for each
+  // factor of 2 in the number of sequences, here for each factor of 32.
+  static __device__ __forceinline__ KeyTile decode_packed(const DkdvParams& a, int index,
+                                                          int lane) {
+    const Params& p = a.problem;
+    KeyTile tile;
+    tile.upwards = tile.descends = 0;
+    const int round = index / p.hk, slot = a.tiles / p.hk - 1 - round;
+    tile.kv_head = index - round * p.hk;
+    const auto first_slot = [](int n, int start) { return n == 0 ? 0 : start / kKeys + n + 1; };
+    int lo = 0, hi = p.batch;  // the first slot of lo <= slot < that of hi
+    while (hi - lo > 1) {
+      const int step = (hi - lo + kWarp - 1) / kWarp, n = lo + lane * step;
+      const bool begun = n < hi && first_slot(n, packed_start<SideOfKeys>(p, n)) <= slot;
+      lo += (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;
+      hi = min(lo + step, hi);
+    }
+    Sequence sequence = packed_sequence(p, lo, lane);
+    sequence.band.len_q = sequence.q.length;
+    sequence.band.len_k = sequence.k.length;
+    const int start = sequence.k.first, next = start + sequence.k.owned_hi;
+    const int end =
+        lo + 1 < p.batch ? first_slot(lo + 1, next) : num_tile_slots(true, p.sk, p.batch, kKeys);
+    const int tiles_before = lo == 0 ? (start + kKeys - 1) / kKeys : 0;
+    tile.key0 = (end - 1 - slot - tiles_before) * kKeys;
+    Schedule::set_sequence(p, sequence, tile);
+    return tile;
+  }
+  // By one warp, whose lanes have 16 bytes each of a few rows.
   static __device__ __forceinline__ void store_zeros(const DkdvParams& a, int index,
                                                      const KeyTile& tile, int columns) {
-    constexpr int kColumns = 16 / sizeof(Element);  // of one store
+    constexpr int kColumns = 16 / sizeof(Element), kLanes = kDim / kColumns, kRows = kWarp / kLanes;
     const View& view = a.problem.tensor[index];
-    for (int key = tile.key0; key < tile.key0 + kKeys; ++key) {
-      if (!tile.owns(key)) continue;
-      Element* const row = static_cast<Element*>(view.data) +
-                           offset_of(view, tile.k.batch, tile.k.first + key, tile.kv_head);
-      for (int column = kColumns * (threadIdx.x % kWarp); column < columns;
-           column += kColumns * kWarp) {
-        *reinterpret_cast<uint4*>(row + column) = uint4{0, 0, 0, 0};
-      }
+    const int lane = threadIdx.x % kWarp, column = lane % kLanes * kColumns;
+    const int end = min(tile.key0 + kKeys, tile.k.owned_hi);
+    int key = max(tile.key0, tile.k.owned_lo) + lane / kLanes;
+    if (key >= end || column >= columns) return;
+    Element* to = static_cast<Element*>(view.data) + column +
+                  offset_of(view, tile.k.batch, tile.k.first + key, tile.kv_head);
+    for (; key < end; key += kRows, to += kRows * view.stride[1]) {
+      *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
     }
   }
 

@@ -57,15 +57,20 @@ struct KeySchedule {
       }
     }
     const Sequence sequence = sequence_of(p, n);
-    tile.n = n;
+    set_sequence(p, sequence, tile);
+    return tile;
+  }
+  static __device__ __forceinline__ void set_sequence(const Params& p, const Sequence& sequence,
+                                                      KeyTile& tile) {
+    tile.n = sequence.n;
     tile.q = sequence.q;
     tile.k = sequence.k;
     tile.shift = static_cast<int>(sequence.band.shift);
     tile.left = static_cast<int>(sequence.band.left);
     tile.right = static_cast<int>(sequence.band.right);
-    tile.first_slot = first_slot_of(p.thd_q, n, tile.q.first, kTileM, (p.sq + kTileM - 1) / kTileM);
+    tile.first_slot =
+        first_slot_of(p.thd_q, tile.n, tile.q.first, kTileM, (p.sq + kTileM - 1) / kTileM);
     set_blocks(tile, sequence.band);
-    return tile;
   }
 
  private:
