@@ -629,6 +629,15 @@ def many_short():
         yield line("bwd", dtype=dtype, b=512, s=40, h=1, d=d, causal=True, poison=True)
         yield line("bwd", dtype=dtype, b=64, s=150, h=8, d=d, lens="random:4", causal=True, dlse=True, poison=True)
         yield line("bwd", dtype=dtype, b=256, s=200, h=2, d=d, causal=True, sink="learnable", grads="dsink", poison=True)
+        # packed, and few tokens: the longest sequence is known to be short
+        yield line("bwd", dtype=dtype, b=7, sq=270, sk=260, hq=60, hk=12, d=d, layout="thd", causal=True,
+                   align="bottom_right", lens_q="270,129,65,30,0,1,128", lens_k="260,257,64,50,9,0,128", dlse=True,
+                   poison=True)
+        yield line("bwd", dtype=dtype, b=8, s=200, hq=48, hk=24, d=d, layout="thd", lens="200,0,128,190,5,64,130,17",
+                   gaps=3, causal=True, deterministic=True, poison=True)
+        yield line("bwd", dtype=dtype, b=40, sq=20, sk=30, hq=16, hk=2, d=d, layout="thd", window="10,3",
+                   align="top_left", lens_q="random:5", lens_k="random:6", gaps="random:3", int64=True,
+                   sink="learnable", poison=True)
 
 
 def nightly():

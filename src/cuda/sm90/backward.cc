@@ -89,6 +89,24 @@ const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv, i
   return nullptr;
 }
 
+bool is_causal(const Problem& p) {
+  return has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
+}
+
+// Of packed sequences lengths are not known here; what is: the longest, if the caller says it or
+// all tokens are few, and about how many tiles there are.
+bool is_faster_apart_packed(const Problem& p, int multiprocessors) {
+  constexpr int64_t kLong = 1024, kLongest = 2048, kRounds = 4, kTile = 128;
+  if (!is_thd_q(p) || !is_thd_k(p)) return false;
+  const Sizes s = sizes_of(p);
+  const int64_t rows =
+      std::max(has(p, TESSERA_MAX_SEQLEN_Q) ? std::min(p.max_seqlen_q, s.sq) : s.sq,
+               has(p, TESSERA_MAX_SEQLEN_K) ? std::min(p.max_seqlen_k, s.sk) : s.sk);
+  const int64_t tiles = (std::min(s.sq, s.sk) / kTile + s.batch) * s.hq;
+  const bool longer = is_causal(p) && std::max(s.dqk, s.dv) <= 64;
+  return rows <= (longer ? kLongest : kLong) && tiles >= kRounds * multiprocessors;
+}
+
 // Two kernels that each own what they add up make seven products instead of five, but neither clear
 // nor convert sums: faster where sequences are short and their tiles either start at once or fill
 // the GPU several times (docs/kernels/sm90_backward_two.md: what was measured).
@@ -97,13 +115,15 @@ bool is_faster_apart(const Problem& p, int multiprocessors) {
   const Sizes s = sizes_of(p);
   const int64_t columns = std::max(s.dqk, s.dv), heads = s.batch * s.hk;
   const int64_t rows = std::max(s.sq, s.sk);
-  if ((columns > 64 && columns <= 96) || is_thd_q(p) || is_thd_k(p)) return false;
+  if (columns > 64 && columns <= 96) return false;
+  if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, multiprocessors);
   if (heads < kManyHeads) {
     const int64_t tiles = (rows + kTile - 1) / kTile * s.batch * s.hq;
     return rows <= kShort && (has(p, TESSERA_DETERMINISTIC) || tiles <= multiprocessors);
   }
-  const bool causal = has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
-  return rows <= kLong || (rows <= kLongest && columns > 64 && causal);
+  // Of tiles without work a warp stores the zeros, one after the other.
+  if (given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K)) return false;
+  return rows <= kLong || (rows <= kLongest && columns > 64 && is_causal(p));
 }
 
 // Null: the problem runs otherwise.
@@ -114,8 +134,8 @@ const TwoKernels* two_kernels_of(const Problem& p, int multiprocessors) {
   }
   // dsink reads the statistics of every row, but of tiles that see no key there are none.
   const Sizes s = sizes_of(p);
-  const bool sees = s.sq == s.sk && !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
-                    !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
+  const bool sees = s.sq == s.sk && !is_thd_q(p) && !given(p, TESSERA_SEQLENS_Q) &&
+                    !given(p, TESSERA_SEQLENS_K) && !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
   if (given(p, TESSERA_DSINK) && !sees) return nullptr;
   return find_two_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
 }
