@@ -114,19 +114,18 @@ struct BackwardDkdv : DkdvShape<kDim> {
     Schedule::set_sequence(p, sequence, tile);
     return tile;
   }
-  // By one warp, whose lanes have 16 bytes each of a few rows.
   static __device__ __forceinline__ void store_zeros(const DkdvParams& a, int index,
                                                      const KeyTile& tile, int columns) {
-    constexpr int kColumns = 16 / sizeof(Element), kLanes = kDim / kColumns, kRows = kWarp / kLanes;
+    constexpr int kColumns = 16 / sizeof(Element);  // of one store
     const View& view = a.problem.tensor[index];
-    const int lane = threadIdx.x % kWarp, column = lane % kLanes * kColumns;
     const int end = min(tile.key0 + kKeys, tile.k.owned_hi);
-    int key = max(tile.key0, tile.k.owned_lo) + lane / kLanes;
-    if (key >= end || column >= columns) return;
-    Element* to = static_cast<Element*>(view.data) + column +
-                  offset_of(view, tile.k.batch, tile.k.first + key, tile.kv_head);
-    for (; key < end; key += kRows, to += kRows * view.stride[1]) {
-      *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
+    for (int key = max(tile.key0, tile.k.owned_lo); key < end; ++key) {
+      Element* const row = static_cast<Element*>(view.data) +
+                           offset_of(view, tile.k.batch, tile.k.first + key, tile.kv_head);
+      for (int column = kColumns * (threadIdx.x % kWarp); column < columns;
+           column += kColumns * kWarp) {
+        *reinterpret_cast<uint4*>(row + column) = uint4{0, 0, 0, 0};
+      }
     }
   }
 
