@@ -495,6 +495,28 @@ def lists():
         yield line("fwd", dtype=dtype, b=2, s=700, hq=4, hk=2, d=d, causal=True, dropout="0.2", poison=True)
 
 
+def mixtures():
+    """Two features and more, in kernels that know all of them."""
+    bias = {"bias": "post/hqk"}
+    features = ({"alibi": True, "dropout": "0.2"}, {"softcap": 20, "alibi": "bh"}, {"softcap": 1, "dropout": "0.5"},
+                {"softcap": 20, "segments": 3}, {"alibi": True, "segments": 5}, {"dropout": "0.1", "segments": 2},
+                {"alibi": True, "ranges": "two:3"}, {"softcap": 8, "keep": "random:0.5"},
+                {"dropout": "0.3", "keep": "blocks:0.5"}, {**bias, "keep": "random:0.5/bqk"}, {**bias, "dropout": "0.2"},
+                {"bias": "pre/bhqk", "softcap": 20}, {**bias, "softcap": 5, "dropout": "0.1"}, {**bias, "segments": 3},
+                {**bias, "alibi": True}, {"bias": "post/qk", "bias_dtype": "fp32", "alibi": True},
+                {"bias": "pre/k", "softcap": 20, "segments": 2},
+                {**bias, "alibi": True, "softcap": 20, "dropout": "0.1", "ranges": "random:7"})
+    bands = cycle(({"causal": True}, {}, {"window": "150,0"}, {"window": "100,70"}, {"causal": True}))
+    layouts = cycle(("bshd", "thd", "sbhd"))
+    for dtype, d, feature in product(("bf16", "fp16"), (64, 128), features):
+        layout = next(layouts)
+        yield line("fwd", dtype=dtype, b=2, s=416, hq=4, hk=2, d=d, layout=layout,
+                   lens="random:5" if layout == "thd" else None, **next(bands), **feature, poison=True)
+    for d, sink in product((40, 104), ("learnable", None)):
+        yield line("fwd", dtype="bf16", b=1, sq=200, sk=520, h=2, d=d, causal=True, align="bottom_right", alibi=True,
+                   softcap=20, segments=2, sink=sink, max_logit=True, poison=True)
+
+
 def halves():
     """Gradients where a block of queries sees both halves of a tile of 128 keys, one of them, or a part."""
     for dtype, d in product(("bf16", "fp16"), (64, 96, 128)):
@@ -641,7 +663,7 @@ def many_short():
 
 
 def nightly():
-    for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), long_tiles(), tall(), lists(), long(),
+    for section in (sizes(True), wide_backward(True), decode(True), many_short(), many_tiles(), long_tiles(), tall(), lists(), mixtures(), long(),
                     tall_and_long(), documents(True), segments_again(True), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")

@@ -59,7 +59,7 @@ class Features : Feature {
     return kSet == kAlibi || (kSet & kAlibi && p.tensor[TESSERA_ALIBI_SLOPES].data);
   }
   static __device__ __forceinline__ bool has_bias(const Params& p) {
-    return kSet == kBiasTiles || (kSet & kBias && p.tensor[TESSERA_BIAS].data);
+    return kSet == kBiasTiles || (kSet & (kBias | kBiasTiles) && p.tensor[TESSERA_BIAS].data);
   }
   static __device__ __forceinline__ bool has_bias_tiles(const ForwardParams& a) {
     return kSet == kBiasTiles || (kSet & kBiasTiles && a.bias_in_tiles);
@@ -100,7 +100,7 @@ class Features : Feature {
                capped = has_softcap(p_);
     const auto add_bias = [&] {
       const float c = pre || capped ? 1.f : scale();
-      if (has_bias_tiles(a_)) {
+      if (!(kSet & kBias) || has_bias_tiles(a_)) {
         bias.template add<Element>(thread, c, S);
       } else {
         PlainBias<Element, kTileN>{p_, work_, row_, quad_}.add(block, c, S);

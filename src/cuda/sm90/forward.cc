@@ -48,13 +48,12 @@ class ForwardPlan final : public Plan {
       : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    const ForwardTile& tile = kernel_of(problem, nullptr, 1).tile;  // any tile, but for masks
-    int64_t bytes = sizeof(TileCounter);
-    if (given(problem, TESSERA_MASK)) {
-      bytes += packed_mask_bytes(problem.tensor[TESSERA_MASK], tile);
-    }
-    if (given(problem, TESSERA_SEGMENT_IDS_Q)) bytes += segment_bytes(problem, tile);
-    return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
+    // Whether TMA can read a bias is known with its address.
+    const void* const misaligned = reinterpret_cast<const void*>(1);
+    const int64_t bytes = std::max(masks_bytes(problem, kernel_of(problem, nullptr, 1).tile),
+                                   masks_bytes(problem, kernel_of(problem, misaligned, 1).tile));
+    return std::max<int64_t>(sizeof(TileCounter) + bytes,
+                             fallback_->workspace_bytes(problem, num_threads));
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -100,6 +99,15 @@ class ForwardPlan final : public Plan {
     const Sizes s = sizes_of(problem);
     return *find_kernel(features_of(problem, bias, scale), problem.tensor[TESSERA_Q].dtype, s.dqk,
                         s.dv);
+  }
+
+  static int64_t masks_bytes(const Problem& problem, const ForwardTile& tile) {
+    int64_t bytes = 0;
+    if (given(problem, TESSERA_MASK)) {
+      bytes += packed_mask_bytes(problem.tensor[TESSERA_MASK], tile);
+    }
+    if (given(problem, TESSERA_SEGMENT_IDS_Q)) bytes += segment_bytes(problem, tile);
+    return bytes;
   }
 
   static Status map_bias(const Problem& problem, const Buffers& buffers, const Kernel& kernel,
@@ -230,6 +238,7 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
                                 Feature::kDropout,
                                 Feature::kMasks,
                                 Feature::kBiasTiles,
+                                Feature::kEverything - Feature::kBias + Feature::kBiasTiles,
                                 Feature::kEverything};
   std::vector<const Kernel*> used;
   for (const uint32_t features : kSets) {

@@ -93,8 +93,9 @@ struct Forward : Feature {
 
   // A loop for each kind of block, cut or not. That of bias gains nothing by it.
   static constexpr bool kSplitsLoop = kFeatures == 0 || kCapsLate || kDrawsEarly;
-  // One loop with a body for each, where registers allow.
-  static constexpr bool kSplitsBody = kTileN == 64 && kTile.dqk == 128;
+  // One loop with a body for each, where registers allow and mixtures gain by it.
+  static constexpr bool kSplitsBody =
+      kListsBlocks && (kFeatures & kBias ? kTile.dqk == 128 : kTile.dqk == 64);
 
   static constexpr int kWorkStages = kListsBlocks && kFeatures & kBiasTiles ? 2 : 3;  // what fits
   static constexpr int kBiasBytes = kFeatures & kBiasTiles ? kRows * kTileN * 2 : 0;  // a consumer

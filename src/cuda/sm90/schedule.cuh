@@ -77,7 +77,8 @@ __device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int 
 struct PackedOrder {
   static constexpr int kMost = 128;
   alignas(16) int length[kMost], tiles[kMost];  // of each sequence: keys, row tiles
-  int begin[kMost], sequence[kMost];            // by rank: tiles of those before it; whose they are
+  int begin[kMost];                             // by rank: tiles of those before it
+  uint8_t sequence[kMost];                      // and whose they are
 
   static __device__ __forceinline__ bool covers(const Params& p) {
     return p.thd_q && p.batch <= kMost;
