@@ -609,7 +609,8 @@ def wide_backward(full):
 
 def ci():
     for section in (sizes(False), wide(), low(), empty(), layouts(), pages(), bands(), masks(), scores(),
-                    decode(False), other_dtypes(), noise(), apart(), halves(), documents(False), segments_again(False),
+                    decode(False), other_dtypes(), noise(), apart(), halves(), shaped(), documents(False),
+                    segments_again(False),
                     wide_backward(False), products(500, 8, False)):
         yield from section
 
@@ -645,6 +646,30 @@ def apart():
         yield line("bwd", dtype="bf16", b=2, sq=200, sk=1, h=2, d=d, poison=True)
 
 
+def shaped():
+    """On Hopper: ALiBi in the step of no features, and dbias that two sequences add to side by side."""
+    rng = random.Random(13)
+    bands = ({"causal": True}, {"causal": True}, {}, {"window": "100,0"}, {"window": "70,30"})
+    dims = (64, 128, 40, 120)
+    orders = cycle((None, True))
+    for i in range(20):
+        sq, sk = rng.choice(((130, 130), (300, 300), (200, 330), (330, 200), (65, 257)))
+        thd = rng.random() < 0.3
+        d = rng.choice((64, 128) if thd else dims)
+        yield line("bwd", dtype=("bf16", "fp16")[i % 2], b=2, sq=sq, sk=sk, **heads(rng), d=d,
+                   layout="thd" if thd else rng.choice(("bshd", "sbhd", "bhsd")),
+                   lens_q=f"random:{i}" if thd else None, lens_k=f"random:{i + 50}" if thd else None,
+                   **rng.choice(bands), align=rng.choice(("top_left", "bottom_right")),
+                   alibi=rng.choice((True, "bh")), grads=rng.choice(("dalibi_slopes", None)),
+                   sink=rng.choice((None, None, "learnable")), deterministic=next(orders), poison=True, seed=i + 1)
+    for i in range(20):
+        sq, sk = rng.choice(((136, 136), (304, 304), (200, 328), (328, 200), (64, 256)))
+        yield line("bwd", dtype=("bf16", "fp16")[i % 2], b=(2, 2, 1, 3)[i % 4], sq=sq, sk=sk, **heads(rng), d=rng.choice(dims),
+                   **rng.choice(bands), align=rng.choice(("top_left", "bottom_right")),
+                   bias="post/bhqk" if i % 4 == 3 else "post/hqk", grads="dbias", deterministic=next(orders), poison=True,
+                   seed=i + 1)
+
+
 def many_short():
     """On a GPU there are more tiles than multiprocessors."""
     for dtype, d in product(("bf16", "fp16"), (64, 128)):
@@ -660,6 +685,8 @@ def many_short():
         yield line("bwd", dtype=dtype, b=40, sq=20, sk=30, hq=16, hk=2, d=d, layout="thd", window="10,3",
                    align="top_left", lens_q="random:5", lens_k="random:6", gaps="random:3", int64=True,
                    sink="learnable", poison=True)
+        for window in ("100,0", "60,30"):  # a band that is short although the sequence is not
+            yield line("bwd", dtype=dtype, b=8, s=1100, hq=8, hk=4, d=d, window=window, align="top_left", poison=True)
 
 
 def nightly():

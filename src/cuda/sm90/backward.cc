@@ -193,6 +193,7 @@ class BackwardPlan final : public Plan {
     const Workspace workspace = workspace_of(problem, kernel);
     auto* base = static_cast<char*>(buffers.workspace);
     a.slots = workspace.slots;
+    a.in_quads = kernel.in_quads;
     a.lse2 = reinterpret_cast<float*>(base);
     a.delta = reinterpret_cast<float*>(base + workspace.delta);
     if (workspace.has_hulls) a.hulls = reinterpret_cast<QueryHull*>(base + workspace.hulls);
@@ -209,12 +210,13 @@ class BackwardPlan final : public Plan {
     if (p.tensor[TESSERA_DQ].data) a.dq_sums = reinterpret_cast<float*>(base + workspace.dq_sums);
     a.turns = reinterpret_cast<int*>(base + workspace.turns);
     a.order = reinterpret_cast<TurnOrder*>(base + workspace.order);
+    a.bias_marks = reinterpret_cast<int*>(base + workspace.bias_marks);
 
     const auto heads = static_cast<unsigned>(p.hq);
     TESSERA_RETURN_IF_ERROR(launch(kernel.rows, dim3(static_cast<unsigned>(a.slots), heads),
                                    kRowThreads, kernel.rows_shared_bytes, a, stream));
     TESSERA_RETURN_IF_ERROR(launch(kernel.gradients,
-                                   dim3(static_cast<unsigned>(a.tiles * tile.ctas())),
+                                   dim3(static_cast<unsigned>(a.tiles * a.sequences * tile.ctas())),
                                    BackwardTile::kThreads, kernel.shared_bytes, a, stream));
     if (a.dq_sums) {
       const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, tile.tile_m);
@@ -248,7 +250,7 @@ class BackwardPlan final : public Plan {
   struct Workspace {
     int slots;
     bool has_hulls;
-    int64_t delta, hulls, spans, orders, mask, dq_sums, order, turns, dbias,
+    int64_t delta, hulls, spans, orders, mask, dq_sums, order, turns, bias_marks, dbias,
         bytes;  // lse2 stands at 0
   };
   static Workspace workspace_of(const Problem& problem, const BackwardKernel& kernel) {
@@ -274,7 +276,13 @@ class BackwardPlan final : public Plan {
     w.turns = w.order + static_cast<int64_t>(sizeof(TurnOrder));
     // A counter for each slot and CTA of a cluster.
     const bool in_turn = kernel.features & kDeterministic;
-    w.dbias = in_turn ? (w.turns + tile.ctas() * slots * 4 + 15) / 16 * 16 : w.order;
+    w.bias_marks = in_turn ? (w.turns + tile.ctas() * slots * 4 + 15) / 16 * 16 : w.order;
+    w.dbias = w.bias_marks;
+    if (kernel.features & kGradientOfBias) {
+      const int64_t blocks = s.hq * ((s.sq + tile.tile_m - 1) / tile.tile_m);
+      const int64_t tiles = (s.sk + tile.tile_n() - 1) / tile.tile_n();
+      w.dbias += (blocks * tiles * BackwardTile::kOwners * 4 + 15) / 16 * 16;
+    }
     w.bytes = w.dbias + dbias_workspace_bytes(problem);
     return w;
   }

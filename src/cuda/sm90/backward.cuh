@@ -51,7 +51,10 @@ template <typename Element, typename Row>
 struct Backward {
   static constexpr BackwardTile kTile = Row::kTile;
   static constexpr int kFeatures = Row::kFeatures;
-  static constexpr bool kRich = kFeatures & kEverything, kOfSegments = kIsOfSegments<Row>,
+  // dK and dV leave by TMA, and dS is k-major for the products of dQ.
+  static constexpr bool kLean = kIsLean<Row>;
+  static constexpr bool kShapes = kFeatures & kEverything, kRich = kShapes && !kLean,
+                        kOfSegments = kIsOfSegments<Row>,
                         kLeavesOut = kOfSegments || kFeatures & kMasks, kPassesTurns = kInTurn<Row>;
   // The producer says of each stage which block it holds, and how that is masked.
   static constexpr bool kIsTold = kRich || kOfSegments;
@@ -62,13 +65,14 @@ struct Backward {
   static constexpr int kGradientBuffers = kTile.ds_buffers;
   // dK and dV leave no room for S beside dP: P is rounded before dP is made, and dQ follows dV.
   static constexpr bool kWide = kTile.dqk > 128;
+  // The fence for dS behind the issue of dQ, as in the lean step: others are slower with it.
+  static constexpr bool kFencesLate = (kFeatures & kEverything) == kDropout;
   // The thread that finds the tile asks for K, V and the first block at once. In a fixed order that
   // was slower: a ticket comes late as it is. With features registers are short for it.
   static constexpr bool kStartsEarly = !kIsTold && !kInTurn<Row>;
-  // dK and dV leave by TMA, and dS is k-major for the products of dQ.
-  static constexpr bool kLean = kIsLean<Row>;
   // k16 steps of K that an owner holds in registers: as many as there are.
-  static constexpr int kKeySteps = kTile.dqk == 96      ? 6
+  static constexpr int kKeySteps = kShapes              ? 0
+                                   : kTile.dqk == 96    ? 6
                                    : kTile.dqk == 128   ? 5
                                    : kTile.tile_m == 64 ? 4
                                                         : 2;
@@ -81,7 +85,7 @@ struct Backward {
   using KTile = SmemTile<kTileN, kTile.dqk>;
   // All heads of a group pass at one block of queries, and not one after the other: what the tiles
   // of a key head read and add to then stays in L2, large as a group is.
-  static constexpr bool kHeadsInner = !kIsTold;
+  static constexpr bool kHeadsInner = !kIsTold && !kShapes;
   static constexpr int kColumnsOfDq = kTile.columns_of_dq(), kPartsOfDq = kTile.parts_of_dq();
   static constexpr int kPartOfDq = 64 * kColumnsOfDq, kBlockOfDq = kTile.sums_of_dq();
   // Of three chunks of 64 columns an owner makes one, and half of the middle one.
@@ -115,6 +119,7 @@ struct Backward {
     template <typename... Args>
     __device__ __forceinline__ explicit Nothing(const Args&...) {}
   };
+  static constexpr bool kSendsBias = kSumsBias<Row>;
   using BiasSums = std::conditional_t<kSumsBias<Row>, BiasGradient<Element>, Nothing>;
   static_assert(!Features::kFetchesBias || kGradientBuffers == 3);
   static_assert(!kSumsBias<Row> || kTileM == 64);
@@ -128,6 +133,7 @@ struct Backward {
     float lse2[kStages][kTileM], delta[kGradOStages][kTileM];
     uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kGradOStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
+    uint64_t bias_barriers[kOwners][2];        // full and empty, see backward_dbias.cuh
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
     int turn_stored[Order::kRing];
     int2 blocks[kStages];  // told: the StagedBlock of each
@@ -208,6 +214,7 @@ struct Backward {
       }
       finish_turn();
     };
+    [[maybe_unused]] BiasSums bias_sums(shared.bias_staging().of(w));
     const auto store_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
       const uint32_t ds = shared.ds(ds_ring.stage) + ds_row;
 #pragma unroll
@@ -222,10 +229,13 @@ struct Backward {
     const auto say_ds = [&] {
       async_proxy_fence();
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(ds_barriers.full(ds_ring.stage));
+      if (lane == 0) {
+        mbarrier_arrive(ds_barriers.full(ds_ring.stage));
+        if constexpr (kSumsBias<Row>) bias_sums.say_staged();
+      }
     };
     const auto write_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
-      if constexpr (!kRich) mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
+      mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       store_ds(dS);
       say_ds();
     };
@@ -243,7 +253,6 @@ struct Backward {
       if constexpr (kGradOStages != kStages) own_ring.advance();
     };
     Features features(a, tile, tile.key0 + warp_row);
-    const BiasSums bias_sums(a, tile, w, shared.bias_sums(w));
     constexpr uint32_t kPitch = GradientTile::kChunkBytes;  // between pieces of a staged bias
 
     int head = tile.kv_head * p.group;
@@ -274,7 +283,6 @@ struct Backward {
         mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
         if (features.stages_bias()) features.stage_bias(block, warp_ds, kPitch);
       }
-      if constexpr (kSumsBias<Row>) bias_sums.acquire();
       wgmma_wait<1>();
       pin(S);
 
@@ -295,15 +303,16 @@ struct Backward {
       }
 
       if constexpr (kSumsBias<Row>) bias_sums.stage(dS);
-      write_ds(dS);
+      store_ds(dS);
+      if constexpr (!kFencesLate) say_ds();
       // The first time there is no block before: what comes out is thrown away.
       ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
+      if constexpr (kFencesLate) say_ds();
       const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
       issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o_rows);
       const uint64_t q_rows = QTile::mn_major(shared.q(ring.stage));
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, q_rows);
-      if constexpr (kSumsBias<Row>) bias_sums.send(head, block);
       wgmma_wait<2>();
       pin(dQ);
       if (lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
@@ -336,14 +345,19 @@ struct Backward {
         lse2.load_first();
         mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
         operands.issue_dp(ring.stage, dP);
+        if constexpr (kShapes) features.look(block, masked, 0, 0, 0, 0);
         wgmma_wait<1>();
         pin(S);
         lse2.load_others();
-        exponentials<kTileM>(c, lse2, S);
+        if constexpr (kShapes) {
+          features.weigh_distances(block, lse2, S);
+        } else {
+          exponentials<kTileM>(c, lse2, S);
+        }
         if constexpr (kOfSegments) {
           const uint32_t spans = shared.spans() + 8 * (warp_row + lane / 4);
           if (masked) hide_segments<kTileM>(a, tile, key, block, spanned, spans, S);
-        } else {
+        } else if constexpr (!kShapes) {
           if (masked) hide<kTileM>(tile, key, block, S);
         }
         delta.load_first();
@@ -471,11 +485,14 @@ struct Backward {
       }
     } else {
       [[maybe_unused]] const OwnBlocks<kTileM> mine(tile, w);
+      if constexpr (kShapes) features.start_head(head);
       hold_keys();
       for_each_block<kHeadsInner>(
           uniform_register(p.group), begin, end, walk_first, walk_step, [&](int member, int block) {
             mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
             const int slot = first_slot + member * a.slots + block;
+            const int next = tile.kv_head * p.group + member;
+            if (kShapes && head != next) features.start_head(head = next);
             if constexpr (!kLean) {
               wide_step(block, slot, block < clean_begin || block >= clean_end);
             } else if (mine.sees(block)) {
@@ -505,7 +522,6 @@ struct Backward {
       pin(half);
       add_half(half);
     }
-    if constexpr (kSumsBias<Row>) bias_sums.finish();
     if (by_tma) {
       // The other owner may still read K. The next stage is free: both are done with its block.
       send_gradient<Element, SmemTile<64, kTile.dqk>>(
@@ -541,11 +557,6 @@ struct Backward {
                                                        uint64_t k) {
     sm90::issue_columns<Element, GradientTile, KTile, kLean ? kMajorK : kMajorMN, kTileN / kStepK>(
         dQ, ds, k);
-  }
-  // dbias where no query of a block sees the tile; by the warps that have nothing else to do.
-  static __device__ __forceinline__ void clear_bias(const BackwardParams& a, const KeyTile& tile,
-                                                    int thread) {
-    if constexpr (kSumsBias<Row>) BiasSums::template clear_unseen<kTileN>(a, tile, thread);
   }
 };
 

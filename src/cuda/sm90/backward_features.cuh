@@ -34,6 +34,13 @@ enum BlockMask {
   kMaskIsSpans = 2,  // each key is seen by an interval of queries, which is in shared memory
 };
 
+// lse2 of the queries of a thread, by pairs from shared memory.
+struct PairsOfQueries {
+  uint32_t address;  // of the thread's first pair
+
+  __device__ __forceinline__ float2 of(int g) const { return load_shared_pair(address + 32 * g); }
+};
+
 // kFeatures: of enum BackwardFeature; what is not among them costs nothing.
 template <typename Element, int kTileM, int kFeatures>
 class BackwardFeatures {
@@ -174,7 +181,13 @@ class BackwardFeatures {
       return;
     }
     if (biased() && !before) add_bias(block, shared, pitch, log2_scale(p_), kLog2e, S);
-    weights(block, biased() && !before ? 1.f : log2_scale(p_), lse2, S);
+    weights(block, biased() && !before ? 1.f : log2_scale(p_), PairsOfQueries{lse2}, S);
+  }
+  // S to P in a kernel that knows ALiBi alone. lse2: of the thread's queries, of(group).
+  template <typename Queries>
+  __device__ __forceinline__ void weigh_distances(int block, const Queries& lse2,
+                                                  float (&S)[kTileM / 2]) const {
+    weights(block, log2_scale(p_), lse2, S);
   }
 
   // For a kernel whose other warpgroup makes dP: S to P as dropout leaves it, and to what dS is
@@ -256,7 +269,7 @@ class BackwardFeatures {
       add_bias(block, shared, pitch, c, kLog2e, S);
       c = 1;
     }
-    weights(block, c, lse2, S);
+    weights(block, c, PairsOfQueries{lse2}, S);
   }
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
   static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
@@ -515,7 +528,8 @@ class BackwardFeatures {
   }
 
   // S = P: exp2(c S - slope |i + shift - j| - lse2), 0 where hidden.
-  __device__ __forceinline__ void weights(int block, float c, uint32_t lse2,
+  template <typename Queries>
+  __device__ __forceinline__ void weights(int block, float c, const Queries& lse2,
                                           float (&S)[kTileM / 2]) const {
     if (alibi()) {
       const int first = block * kTileM + 2 * quad() + tile_.shift - key();
@@ -525,7 +539,7 @@ class BackwardFeatures {
         const float at_first = -slope_ * distance0;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-          const float2 of_query = load_shared_pair(lse2 + 32 * g);
+          const float2 of_query = lse2.of(g);
           const float less[2] = {fmaf(-slope_, 8 * g, at_first - of_query.x),
                                  fmaf(-slope_, 8 * g + 1, at_first - of_query.y)};
           float* s = S + 4 * g;
@@ -546,7 +560,11 @@ class BackwardFeatures {
       }
       c = 1;
     }
-    exponentials<kTileM>(c, lse2, S);
+#pragma unroll
+    for (int e = 0; e < kTileM / 2; ++e) {
+      const float2 of_query = lse2.of(e / 4);
+      S[e] = exp2_approx(fmaf(S[e], c, -(e % 2 ? of_query.y : of_query.x)));
+    }
     hide(S);
   }
   // Key by key, so that seven bits become predicates at once.

@@ -27,42 +27,33 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
       wait_for_predecessors();
       index = atomicAdd(&a.order->ticket, 1);
     }
-    tile = Kernel::Schedule::decode(a, index);
+    if constexpr (kSumsBias<Row>) {  // sequences side by side
+      const int tile_of_all = index / a.sequences;
+      tile = Kernel::Schedule::decode(a, tile_of_all, index - tile_of_all * a.sequences);
+    } else {
+      tile = Kernel::Schedule::decode(a, index);
+    }
     if constexpr (Kernel::kStartsEarly) BackwardProducer<Kernel>::start(a, tile, shared);
   }
   __syncthreads();
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-#pragma unroll 1
-    for (int sequence = 0;;) {
-      if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
-        BackwardProducer<Kernel>::run(a, tile, shared, all.masks);
-      }
-      if constexpr (kInTurn<Row> && Kernel::kOfSegments) {
-        shared.turns().serve(a, tile, all.masks.line);
-      } else if constexpr (kInTurn<Row>) {
-        shared.turns().serve(a, tile);
-      }
-      if constexpr (!kSumsBias<Row>) break;
-      if (sequence == 0 && threadIdx.x >= kWarp) Kernel::clear_bias(a, tile, threadIdx.x - kWarp);
-      if (++sequence == a.sequences) break;
-      __syncwarp();
-      __syncthreads();
-      if (threadIdx.x == 0) shared.init_again();
-      if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index, sequence);
-      __syncwarp();
-      __syncthreads();
+    if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
+      BackwardProducer<Kernel>::run(a, tile, shared, all.masks);
+    }
+    if constexpr (kSumsBias<Row>) {
+      BiasGradient<Element>::template serve<kInTurn<Row>>(a, tile, shared.bias_staging(),
+                                                          Kernel::walk_of(tile));
+    }
+    if constexpr (kInTurn<Row> && Kernel::kOfSegments) {
+      shared.turns().serve(a, tile, all.masks.line);
+    } else if constexpr (kInTurn<Row>) {
+      shared.turns().template serve<kSumsBias<Row>>(a, tile);
     }
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
-#pragma unroll 1
-    for (int sequence = 0;;) {
-      Kernel::owner(a, tile, shared, warpgroup - 1);
-      if (!kSumsBias<Row> || ++sequence == a.sequences) break;
-      __syncthreads();
-      __syncthreads();
-    }
+    Kernel::owner(a, tile, shared, warpgroup - 1);
   }
 }
 

@@ -15,6 +15,7 @@ struct BackwardKernel {
   int features;  // of enum BackwardFeature
   BackwardTile tile;
   int shared_bytes, rows_shared_bytes;
+  bool in_quads;          // the order of statistics, see place_in_quads()
   const void* rows;       // lse2, delta, zeros in dq_sums; grid (slot, query head), 128 threads
   const void* gradients;  // dk, dv, and dq_sums; grid (tiles), BackwardTile::kThreads
   const void* convert;    // dq from dq_sums; grid (slot of dq rows, query head), 128 threads

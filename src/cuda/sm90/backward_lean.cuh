@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an owner multiplies and looks up where scores have no features (backward.cuh).
+// What an owner multiplies and looks up where scores have no features, or ALiBi alone
+// (backward.cuh).
 //
 // Shared memory is as busy as the tensor cores: S, dP and dQ read 128 bytes a clock, all that it
 // gives, for as long as they run. So some of K stays in registers, and statistics come by 16 bytes,
@@ -17,10 +18,13 @@
 
 namespace tessera::cuda::sm90 {
 
-// Of a row of backward_tiles.def: no features, and neither dQ nor a tile is cut in three.
+// Of a row of backward_tiles.def: no feature, or ALiBi in any order at d128, and neither dQ nor a
+// tile is cut in three. Others have no registers for it.
 template <typename Row>
-inline constexpr bool kIsLean =
-    !(Row::kFeatures & kEverything) && !Row::kTile.pair && Row::kTile.dqk <= 128;
+inline constexpr bool kIsLean = (Row::kFeatures & kEverything
+                                     ? Row::kFeatures == kAlibi && Row::kTile.dqk == 128
+                                     : Row::kTile.dqk <= 128) &&
+                                !Row::kTile.pair;
 
 // Where the statistics of query i of a block stand: in each 16 queries, the four of a thread side
 // by side.

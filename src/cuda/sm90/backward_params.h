@@ -46,13 +46,14 @@ struct BackwardParams {
   int tiles;
   Divisor tiles_n, heads, heads_per_section, per_section;
   int longest_first;
-  int sequences;   // that a CTA walks its tile for, one after the other (backward_dbias.cuh)
+  int sequences;   // that add to one dbias in this kernel: 1 or 2 (backward_dbias.cuh)
   int alternates;  // sections of tiles walk downwards and upwards in turn, see order_tiles()
 
   int slots;     // of one head
   float* lse2;   // [hq, slots, tile_m] lse in units of log2; +inf where a row does not exist or is
                  // empty. Less by log2 of dropout's scale, so that P comes with it
   float* delta;  // [hq, slots, tile_m] rowsum(do o) - dlse, over dropout's scale; 0 there
+  int in_quads;  // the order of both in a block, see place_in_quads()
   // Of each [hq, slots]; null where neither key ranges nor segments are given.
   QueryHull* hulls;
 
@@ -65,6 +66,10 @@ struct BackwardParams {
   int mask_stride_batch, mask_stride_head;
 
   float* dq_sums;  // [hq, slots, sums of a block] in the order of accumulators; null: no dq
+
+  // [hq, blocks of a sequence, tiles of keys, 2 owners] who has stored what dbias has of it; with
+  // two sequences.
+  int* bias_marks;
 
   // Deterministic form (backward_turns.cuh).
   int* turns;  // [CTAs of a cluster, hq, slots] tiles that have added to a block

@@ -79,6 +79,11 @@ __global__ void __launch_bounds__(kWarpgroup)
     auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
     for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
   }
+  if (kSumsBias<Row> && a.sequences > 1 && at.n == 0) {
+    const int marks = 2 * a.tiles_n.divisor, blocks = (p.sq + kTileM - 1) / kTileM;
+    int* const to = a.bias_marks + (int64_t{head} * blocks + at.block) * marks;
+    for (int i = thread; i < marks; i += kWarpgroup) to[i] = 0;
+  }
   const int warp = thread / kWarp, lane = thread % kWarp;
   if (warp == 1) Kernel::Blocks::note(a, rows, head, row0, slot);
   if constexpr (kIsOfSegments<Row> && kInTurn<Row>) {
@@ -189,6 +194,7 @@ BackwardKernel make_backward(int dtype) {
           Row::kTile,
           static_cast<int>(sizeof(typename Kernel::SharedStorage)),
           static_cast<int>(sizeof(typename BackwardRows<Element, Row>::SharedStorage)),
+          kIsLean<Row>,
           reinterpret_cast<const void*>(&backward_rows<Element, Row>),
           gradients,
           reinterpret_cast<const void*>(&backward_convert<Element, Row>)};

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "cuda/sm90/backward_dbias.cuh"
 #include "cuda/sm90/backward_turns.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
@@ -29,8 +30,9 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t ds(int buffer) const {
     return base + offsetof(Storage, ds) + buffer * Kernel::GradientTile::kBytes;
   }
-  __device__ __forceinline__ uint32_t bias_sums(int owner) const {
-    return base + offsetof(Storage, bias_sums) + owner * 64 * Kernel::kTileM * 2;
+  __device__ __forceinline__ BiasStaging bias_staging() const {
+    return {base + uint32_t(offsetof(Storage, bias_sums)),
+            base + uint32_t(offsetof(Storage, bias_barriers))};
   }
   __device__ __forceinline__ uint32_t lse2(int stage) const {
     return base + offsetof(Storage, lse2) + stage * Kernel::kTileM * 4;
@@ -72,18 +74,11 @@ struct BackwardShared {
       mbarrier_init(ds_barriers().full(buffer), Kernel::kOwnerWarps);
       mbarrier_init(ds_barriers().empty(buffer), Kernel::kOwnerWarps);
     }
+    if constexpr (Kernel::kSendsBias) {
+      for (int owner = 0; owner < Kernel::kOwners; ++owner) bias_staging().of(owner).init();
+    }
     if constexpr (Kernel::kPassesTurns) turns().init();
     mbarrier_init_fence();
-  }
-  // The same again, when nothing is under way.
-  __device__ __forceinline__ void init_again() const {
-    constexpr int kBarriers = (offsetof(Storage, turn_stored) - offsetof(Storage, kv_barrier)) / 8;
-    for (int i = 0; i < kBarriers; ++i) {
-      if (Kernel::kPassesTurns || i < kBarriers - Order::kBarriers) {
-        mbarrier_invalidate(kv_barrier() + 8 * i);
-      }
-    }
-    init();
   }
 };
 

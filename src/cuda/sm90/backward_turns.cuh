@@ -110,6 +110,8 @@ class Turns {
   // ---- the warps of the producer's warpgroup that have nothing else to do ----
 
   // line: of the first warp, known to others from wait_for_line() on.
+  // kOnePasser: the last warp is busy otherwise.
+  template <bool kOnePasser = false>
   __device__ __forceinline__ void serve(const BackwardParams& a, const KeyTile& tile,
                                         const TilesInLine& line = {}) const {
     const int warp = threadIdx.x / kWarp;
@@ -120,8 +122,8 @@ class Turns {
     if constexpr (kLines) {  // one copy of the code: masks make it large
       if (warp == 2 || (warp == 3 && in_line)) passer(a, tile, line, in_line ? warp - 2 : kAlone);
     } else {
-      if (warp == 2) passer(a, tile, line, in_line ? 0 : kAlone);
-      if (warp == 3 && in_line) passer(a, tile, line, 1);
+      if (warp == 2) passer(a, tile, line, in_line && !kOnePasser ? 0 : kAlone);
+      if (warp == 3 && in_line && !kOnePasser) passer(a, tile, line, 1);
     }
     if (warp == 3 && !in_line && a.dq_sums) skipper(a, tile);
   }

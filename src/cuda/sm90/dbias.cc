@@ -152,6 +152,7 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   a.ragged_k = rows.ragged_k;
   a.lse2 = rows.lse2;
   a.delta = rows.delta;
+  a.in_quads = rows.in_quads;
   a.slots = rows.slots;
   a.tile_m = tile_m;
   a.vectors = has_vectors(p);

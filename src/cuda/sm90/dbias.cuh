@@ -37,6 +37,7 @@
 #include <cstddef>
 
 #include "cuda/common/score.cuh"
+#include "cuda/sm90/backward_lean.cuh"
 #include "cuda/sm90/bias.cuh"
 #include "cuda/sm90/dbias_kernels.h"
 #include "cuda/sm90/dbias_walk.cuh"
@@ -211,10 +212,12 @@ struct Dbias {
       wgmma_commit();
 
       const int row = thread / kWarp * 16;  // of the warp, in the block
-      const uint32_t lse2_row = shared.lse2(stage) + (row + lane / 4) * 4,
-                     delta_row = shared.delta(stage) + (row + lane / 4) * 4;
-      const float lse2[2] = {load_shared(lse2_row), load_shared(lse2_row + 32)};
-      const float delta[2] = {load_shared(delta_row), load_shared(delta_row + 32)};
+      const int first = 4 * (row + (a.in_quads ? place_in_quads(lane / 4) : lane / 4)),
+                second = first + (a.in_quads ? 8 : 32);
+      const float lse2[2] = {load_shared(shared.lse2(stage) + first),
+                             load_shared(shared.lse2(stage) + second)};
+      const float delta[2] = {load_shared(shared.delta(stage) + first),
+                              load_shared(shared.delta(stage) + second)};
       const int query = at.block * kTileM + row + lane / 4;  // and + 8
       if constexpr (kPlain) {
         uint32_t bias[kElements / 2];

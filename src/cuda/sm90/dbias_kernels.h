@@ -52,6 +52,7 @@ struct DbiasParams {
   // Statistics of rows, as backward_rows leaves them: [hq, slots, tile_m].
   const float* lse2;
   const float* delta;
+  int in_quads;  // their order, see place_in_quads()
   int slots, tile_m;
 
   float* partial;  // one query or key for all: [terms, bias rows, queries or keys]

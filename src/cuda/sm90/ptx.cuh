@@ -32,10 +32,6 @@ __device__ __forceinline__ void chaos() {
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-// Before it is initialised again.
-__device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -311,6 +307,10 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, const u
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// What others have written to memory, as this thread knows, is there for its copies by TMA.
+__device__ __forceinline__ void global_proxy_fence() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 __device__ __forceinline__ float load_shared(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -385,6 +385,10 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 __device__ __forceinline__ void store_release(int* to, int x) {
   chaos();
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ void add_release(int* to, int x) {
+  chaos();
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
 // A value that is the same in all lanes, in a way that the compiler can see: it then uses uniform
