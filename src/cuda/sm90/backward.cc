@@ -107,9 +107,19 @@ bool is_faster_apart_packed(const Problem& p, int multiprocessors) {
   return rows <= (longer ? kLongest : kLong) && tiles >= kRounds * multiprocessors;
 }
 
+// Whether what a tile walks is short although the sequence is not: the band, when tiles are many.
+bool is_narrow(const Problem& p, int64_t rows, int64_t tiles) {
+  constexpr int64_t kBand = 640, kBandOfGroups = 1088, kManyTiles = 512;
+  if (!has(p, TESSERA_WINDOW) || p.window_left < 0 || p.window_right < 0) return false;
+  const int64_t band = std::min(p.window_left, rows) + std::min(p.window_right, rows) + 1;
+  const Sizes s = sizes_of(p);
+  const bool in_group = s.hq > s.hk && rows >= 3 * kBandOfGroups;
+  return tiles >= kManyTiles && band <= (in_group ? kBandOfGroups : kBand);
+}
+
 // Two kernels that each own what they add up make seven products instead of five, but neither clear
-// nor convert sums: faster where sequences are short and their tiles either start at once or fill
-// the GPU several times (docs/kernels/sm90_backward_two.md: what was measured).
+// nor convert sums: faster where sequences or bands are short and their tiles either start at once
+// or fill the GPU several times (docs/kernels/sm90_backward_two.md: what was measured).
 bool is_faster_apart(const Problem& p, int multiprocessors) {
   constexpr int64_t kShort = 512, kLong = 1024, kLongest = 2048, kManyHeads = 128, kTile = 128;
   const Sizes s = sizes_of(p);
@@ -117,12 +127,14 @@ bool is_faster_apart(const Problem& p, int multiprocessors) {
   const int64_t rows = std::max(s.sq, s.sk);
   if (columns > 64 && columns <= 96) return false;
   if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, multiprocessors);
+  // Of tiles without work a warp stores the zeros, one after the other.
+  const bool many_empty = given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
+  const int64_t tiles = (rows + kTile - 1) / kTile * s.batch * s.hq;
+  if (!many_empty && is_narrow(p, rows, tiles)) return true;
   if (heads < kManyHeads) {
-    const int64_t tiles = (rows + kTile - 1) / kTile * s.batch * s.hq;
     return rows <= kShort && (has(p, TESSERA_DETERMINISTIC) || tiles <= multiprocessors);
   }
-  // Of tiles without work a warp stores the zeros, one after the other.
-  if (given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K)) return false;
+  if (many_empty) return false;
   return rows <= kLong || (rows <= kLongest && columns > 64 && is_causal(p));
 }
 
