@@ -24,6 +24,20 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
   }
 }
 
+// Zeros in the fragment of S^T or P^T where the bits of a thread's two keys are clear: bit e is of
+// the e-th of its queries. Key by key, so that seven bits become predicates at once.
+template <int kElements>
+__device__ __forceinline__ void zero_unseen(const uint32_t (&visible)[2], float (&S)[kElements]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int e = 0; e < kElements / 2; ++e) {
+      float& s = S[4 * (e / 2) + 2 * r + e % 2];
+      s = visible[r] >> e & 1 ? s : 0.f;
+    }
+  }
+}
+
 // Where row `row` of a side is for a tensor map.
 struct MapRow {
   int c2, c3;

@@ -567,17 +567,8 @@ class BackwardFeatures {
     }
     hide(S);
   }
-  // Key by key, so that seven bits become predicates at once.
   __device__ __forceinline__ void hide(float (&S)[kTileM / 2]) const {
-    if (!masked_) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int e = 0; e < kTileM / 4; ++e) {
-        float& s = S[4 * (e / 2) + 2 * r + e % 2];
-        s = visible_[r] >> e & 1 ? s : 0.f;
-      }
-    }
+    if (masked_) zero_unseen(visible_, S);
   }
 
   const BackwardParams& a_;

@@ -8,6 +8,7 @@
 #include <climits>
 
 #include "cuda/sm90/backward_blocks.cuh"
+#include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/backward_tiles.h"
 #include "cuda/sm90/backward_turns.cuh"
@@ -259,14 +260,7 @@ __device__ __forceinline__ void hide_segments(const BackwardParams& a, const Key
     find_same_ids(ids_k, ids_q, kTileM, same);
     visible[0] &= same[0], visible[1] &= same[1];
   }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int e = 0; e < kTileM / 4; ++e) {
-      float& s = S[4 * (e / 2) + 2 * r + e % 2];
-      s = visible[r] >> e & 1 ? s : 0.f;
-    }
-  }
+  zero_unseen(visible, S);
 }
 
 // By a warp, whose first lane loads: the blocks that segments leave to the tile, of every query
