@@ -176,8 +176,9 @@ def segments_again(full):
     """Segments whose ids come again, or change with each token: no intervals."""
     rng = random.Random(15)
     bands = cycle(({}, {"causal": True, "align": "top_left"}, {"window": "100,30", "align": "bottom_right"}))
-    sizes = cycle(({"s": 300}, {"sq": 200, "sk": 450}, {"s": 130, "layout": "thd", "lens": "random:3", "gaps": 5},
-                   {"s": 600, "lens": "random:4"}))
+    packed = {"s": 130, "layout": "thd", "lens": "random:3", "gaps": 5}
+    sizes = cycle(({"s": 300}, {"sq": 200, "sk": 450}, packed, {"s": 600, "lens": "random:4"}) if full else
+                  ({"s": 200}, {"sq": 140, "sk": 270}, packed, {"s": 260, "lens": "random:4"}))
     orders, types = cycle((None, True, True)), cycle(("bf16", "fp16", "bf16", "fp16", "fp32"))
     extra = ({}, {"softcap": 10}, {"alibi": True}, {"dropout": "0.2"}, {"bias": "post/hqk"},
              {"keep": "random:0.9"}, {"ranges": "random:2"}, {"sink": "learnable"}) if full else ({},)
