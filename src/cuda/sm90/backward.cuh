@@ -241,7 +241,7 @@ struct Backward {
     };
     // S becomes P, of the stage, without features.
     const auto weigh = [&](int block, bool masked, float(&S)[kTileM / 2]) {
-      exponentials<kTileM>(c, shared.lse2(ring.stage) + 8 * quad, S);
+      exponentials<kTileM>(c, PairsOfQueries{shared.lse2(ring.stage) + 8 * quad}, S);
       if (masked) hide<kTileM>(tile, key, block, S);
     };
     const auto advance = [&](int block, int slot) {

@@ -258,7 +258,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
     const auto weigh = [&](int block) {
       wgmma_wait<1>();
       pin(S);
-      exponentials<kQueries>(c, statistics(shared, 0, ring.stage) + 8 * quad, S);
+      exponentials<kQueries>(c, PairsOfQueries{statistics(shared, 0, ring.stage) + 8 * quad}, S);
       if (block < clean_begin || block >= clean_end) {
         hide<kQueries>(works[work_ring.stage], key, block, S);
       }

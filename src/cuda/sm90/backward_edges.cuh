@@ -116,12 +116,19 @@ __device__ __forceinline__ void send_gradient(const CUtensorMap* map, const KeyT
   bulk_commit();
 }
 
-// S = P of S^T: exp2(c S - lse2). lse2: the thread's first pair in shared memory.
-template <int kTileM>
-__device__ __forceinline__ void exponentials(float c, uint32_t lse2, float (&S)[kTileM / 2]) {
+// lse2 of the queries of a thread, by pairs from shared memory.
+struct PairsOfQueries {
+  uint32_t address;  // of the thread's first pair
+
+  __device__ __forceinline__ float2 of(int g) const { return load_shared_pair(address + 32 * g); }
+};
+
+// S = P of S^T: exp2(c S - lse2). lse2: of(group) of a thread's queries, asked for once a group.
+template <int kTileM, typename Queries>
+__device__ __forceinline__ void exponentials(float c, const Queries& lse2, float (&S)[kTileM / 2]) {
 #pragma unroll
   for (int g = 0; g < kTileM / 8; ++g) {
-    const float2 of_query = load_shared_pair(lse2 + 32 * g);
+    const float2 of_query = lse2.of(g);
     float* s = S + 4 * g;
     s[0] = exp2_approx(fmaf(s[0], c, -of_query.x)), s[1] = exp2_approx(fmaf(s[1], c, -of_query.y));
     s[2] = exp2_approx(fmaf(s[2], c, -of_query.x)), s[3] = exp2_approx(fmaf(s[3], c, -of_query.y));

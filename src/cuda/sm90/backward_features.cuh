@@ -34,13 +34,6 @@ enum BlockMask {
   kMaskIsSpans = 2,  // each key is seen by an interval of queries, which is in shared memory
 };
 
-// lse2 of the queries of a thread, by pairs from shared memory.
-struct PairsOfQueries {
-  uint32_t address;  // of the thread's first pair
-
-  __device__ __forceinline__ float2 of(int g) const { return load_shared_pair(address + 32 * g); }
-};
-
 // kFeatures: of enum BackwardFeature; what is not among them costs nothing.
 template <typename Element, int kTileM, int kFeatures>
 class BackwardFeatures {
@@ -560,11 +553,7 @@ class BackwardFeatures {
       }
       c = 1;
     }
-#pragma unroll
-    for (int e = 0; e < kTileM / 2; ++e) {
-      const float2 of_query = lse2.of(e / 4);
-      S[e] = exp2_approx(fmaf(S[e], c, -(e % 2 ? of_query.y : of_query.x)));
-    }
+    exponentials<kTileM>(c, lse2, S);
     hide(S);
   }
   __device__ __forceinline__ void hide(float (&S)[kTileM / 2]) const {

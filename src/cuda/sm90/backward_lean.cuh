@@ -62,16 +62,6 @@ class Statistics {
   float4 four_[kTileM / 16];
 };
 
-// S = P of S^T: exp2(c S - lse2).
-template <int kTileM>
-__device__ __forceinline__ void exponentials(float c, const Statistics<kTileM>& lse2,
-                                             float (&S)[kTileM / 2]) {
-#pragma unroll
-  for (int e = 0; e < kTileM / 2; ++e) {
-    const float2 of_query = lse2.of(e / 4);
-    S[e] = exp2_approx(fmaf(S[e], c, -(e % 2 ? of_query.y : of_query.x)));
-  }
-}
 template <typename Element, int kCount>
 __device__ __forceinline__ void pack_all(const float (&S)[kCount], uint32_t (&P)[kCount / 2]) {
 #pragma unroll

@@ -396,7 +396,7 @@ struct BackwardPair {
           store_shared_word(shared.kept(thread), features.kept_bits());
         }
       } else {
-        exponentials<kTileM>(c, lse2, S);
+        exponentials<kTileM>(c, PairsOfQueries{lse2}, S);
         if (at.cut) hide<kTileM>(tile, key, at.block, S);
 #pragma unroll
         for (int i = 0; i < kTileM / 4; ++i) W[i] = P[i] = pack<Element>(S[2 * i], S[2 * i + 1]);
