@@ -77,6 +77,19 @@ def long_tiles():
     yield line("fwd", dtype="bf16", **{**many, "b": 40, "hq": 40}, sk=600, d=64)
 
 
+def sections():
+    """Heads enough for sections, backward: tiles clear the sums of dq of one to come and convert those of one before."""
+    for dtype, d, sq in (("bf16", {"d": 128}, 600), ("fp16", {"dqk": 104, "dv": 72}, 610), ("fp16", {"d": 96}, 800),
+                         ("bf16", {"d": 64}, 1200)):
+        many = {"b": 28, "h": 4, "sq": sq, **d, "poison": True}
+        yield line("bwd", dtype=dtype, sk=70, **many)
+        yield line("bwd", dtype=dtype, sk=150, causal=True, align="bottom_right", lens_q="random:3", lens_k="random:4",
+                   sink="learnable", grads="dsink", dlse=True, **many)
+        many = {"hq": 8, "hk": 4, **d, "causal": True, "poison": True}
+        yield line("bwd", dtype=dtype, b=4, sq=64, sk=2000, align="bottom_right", **many)
+        yield line("bwd", dtype=dtype, b=8, sq=300, sk=1100, align="top_left", window="800,0", layout="sbhd", **many)
+
+
 def tall():
     """Rows and heads enough for the tiles of 192 rows that kernels of one feature have at d = 64."""
     for dtype, more in product(("bf16", "fp16"), ({"alibi": True}, {"alibi": "bh", "bias_dtype": "fp32"},

@@ -223,6 +223,8 @@ class BackwardPlan final : public Plan {
     a.turns = reinterpret_cast<int*>(base + workspace.turns);
     a.order = reinterpret_cast<TurnOrder*>(base + workspace.order);
     a.bias_marks = reinterpret_cast<int*>(base + workspace.bias_marks);
+    a.counts = a.turns;
+    if (runs_in_sections(kernel, a)) a.ahead = a.heads_per_section.divisor;
 
     const auto heads = static_cast<unsigned>(p.hq);
     TESSERA_RETURN_IF_ERROR(launch(kernel.rows, dim3(static_cast<unsigned>(a.slots), heads),
@@ -231,8 +233,10 @@ class BackwardPlan final : public Plan {
                                    dim3(static_cast<unsigned>(a.tiles * a.sequences * tile.ctas())),
                                    BackwardTile::kThreads, kernel.shared_bytes, a, stream));
     if (a.dq_sums) {
-      const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, tile.tile_m);
-      TESSERA_RETURN_IF_ERROR(launch(kernel.convert, dim3(static_cast<unsigned>(slots), heads),
+      const bool by_tiles = a.ahead > 0 && tiles_convert(tile);  // all but the last section
+      const int slots = num_tile_slots(p.thd_q, p.sq, by_tiles ? 1 : p.batch, tile.tile_m);
+      const auto converted = by_tiles ? static_cast<unsigned>(a.ahead * p.group) : heads;
+      TESSERA_RETURN_IF_ERROR(launch(kernel.convert, dim3(static_cast<unsigned>(slots), converted),
                                      kRowThreads, 0, a, stream));
     }
     if (!sums_bias) {
@@ -286,9 +290,10 @@ class BackwardPlan final : public Plan {
     w.order =
         w.dq_sums + (given(problem, TESSERA_DQ) ? slots * tile.sums_of_dq() * kBytesOfSum : 0);
     w.turns = w.order + static_cast<int64_t>(sizeof(TurnOrder));
-    // A counter for each slot and CTA of a cluster.
-    const bool in_turn = kernel.features & kDeterministic;
-    w.bias_marks = in_turn ? (w.turns + tile.ctas() * slots * 4 + 15) / 16 * 16 : w.order;
+    // A counter for each slot and CTA of a cluster, or two for each key head of the batch.
+    const int64_t counters =
+        kernel.features & kDeterministic ? tile.ctas() * slots : 2 * s.batch * s.hk;
+    w.bias_marks = (w.turns + counters * 4 + 15) / 16 * 16;
     w.dbias = w.bias_marks;
     if (kernel.features & kGradientOfBias) {
       const int64_t blocks = s.hq * ((s.sq + tile.tile_m - 1) / tile.tile_m);
@@ -349,6 +354,14 @@ class BackwardPlan final : public Plan {
     a.heads = Divisor::of(p.hk);
     a.heads_per_section = Divisor::of(per_section);
     a.per_section = Divisor::of(per_section * tiles_n);
+  }
+
+  // Sums are cleared and converted by tiles of other sections (backward_sections.cuh).
+  static bool runs_in_sections(const BackwardKernel& kernel, const BackwardParams& a) {
+    const Params& p = a.problem;
+    return is_plain(kernel.tile, kernel.features) && a.dq_sums && p.tensor[TESSERA_DK].data &&
+           p.tensor[TESSERA_DV].data && !p.thd_q && !p.thd_k && a.slots > 0 && a.tiles > 0 &&
+           p.batch * p.hk >= 2 * a.heads_per_section.divisor;
   }
 
   static Status launch(const void* function, dim3 grid, int threads, int shared_bytes,

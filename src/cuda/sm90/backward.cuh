@@ -34,6 +34,7 @@
 #include "cuda/sm90/backward_lean.cuh"
 #include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/backward_schedule.cuh"
+#include "cuda/sm90/backward_sections.cuh"
 #include "cuda/sm90/backward_segments.cuh"
 #include "cuda/sm90/backward_shared.cuh"
 #include "cuda/sm90/backward_turns.cuh"
@@ -70,6 +71,9 @@ struct Backward {
   // The thread that finds the tile asks for K, V and the first block at once. In a fixed order that
   // was slower: a ticket comes late as it is. With features registers are short for it.
   static constexpr bool kStartsEarly = !kIsTold && !kInTurn<Row>;
+  // Sums are cleared and converted by tiles (backward_sections.cuh).
+  static constexpr bool kInSections = is_plain(kTile, kFeatures),
+                        kConverts = kInSections && tiles_convert(kTile);
   // k16 steps of K that an owner holds in registers: as many as there are.
   static constexpr int kKeySteps = kShapes              ? 0
                                    : kTile.dqk == 96    ? 6
@@ -133,6 +137,8 @@ struct Backward {
     float lse2[kStages][kTileM], delta[kGradOStages][kTileM];
     uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kGradOStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
+    uint64_t added_barrier;  // both owners have added all of dQ
+    uint64_t sums_barrier;   // of the head that this tile converts a part of are complete
     uint64_t bias_barriers[kOwners][2];        // full and empty, see backward_dbias.cuh
     uint64_t turn_barriers[Order::kBarriers];  // deterministic: see backward_turns.cuh
     int turn_stored[Order::kRing];
@@ -158,7 +164,6 @@ struct Backward {
   // ---- owner: dK and dV of 64 keys ----
 
   using LeanOf = std::conditional_t<kLean, LeanOperands<Element, Backward>, Nothing>;
-
   static __device__ __forceinline__ void owner(const BackwardParams& a, const KeyTile& tile,
                                                const Shared shared, const int w) {
     const Params& p = a.problem;
@@ -512,6 +517,8 @@ struct Backward {
       send_gradient<Element, VTile>(&a.grad_v, tile, first_key, 1.f,
                                     shared.v() + warp_row * kChunkRowBytes, dV);
     }
+    SumsOfOthers<Element, Backward> others;  // in place of dV
+    others.load(a, tile, w, shared.sums_barrier());
     wgmma_wait<0>();
     pin(dQ);
     add_previous(dQ);
@@ -522,6 +529,7 @@ struct Backward {
       pin(half);
       add_half(half);
     }
+    others.say_added(shared.added_barrier());
     if (by_tma) {
       // The other owner may still read K. The next stage is free: both are done with its block.
       send_gradient<Element, SmemTile<64, kTile.dqk>>(
@@ -529,11 +537,12 @@ struct Backward {
           (w == 0 ? shared.q(ring.stage) : shared.grad_o(ring.stage)) +
               warp_row % 64 * kChunkRowBytes,
           dK);
-      if (lane == 0) bulk_wait_read();
     } else {
       store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
       store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
     }
+    others.convert(a, tile, w);
+    if (by_tma && lane == 0) bulk_wait_read();
   }
 
   static __device__ __forceinline__ void issue_dq(const Shared shared, int buffer, int w,

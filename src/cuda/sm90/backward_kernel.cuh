@@ -42,6 +42,9 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     if (threadIdx.x < (Kernel::kLeavesOut ? kWarp : 1)) {
       BackwardProducer<Kernel>::run(a, tile, shared, all.masks);
     }
+    if constexpr (Kernel::kInSections) {
+      if (a.ahead > 0) BackwardProducer<Kernel>::serve_sections(a, tile, shared);
+    }
     if constexpr (kSumsBias<Row>) {
       BiasGradient<Element>::template serve<kInTurn<Row>>(a, tile, shared.bias_staging(),
                                                           Kernel::walk_of(tile));

@@ -81,6 +81,11 @@ struct BackwardParams {
   int2* spans;
   int span_slots;
   int* orders;  // of each slot, in a fixed order on the diagonal: see Segments::note_order()
+
+  // Key heads of a section whose sums the section before clears and the section after converts
+  // (backward_sections.cuh); 0: the small kernels do that for all.
+  int ahead;
+  int* counts;  // [2, batch, hk]
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");
 

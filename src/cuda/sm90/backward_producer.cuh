@@ -115,6 +115,7 @@ struct BackwardProducer {
       bulk_load(shared_.delta(grad_o_ring_.stage), a_.delta + row, kTileM * 4, grad_o);
       advance();
     }
+    __device__ __forceinline__ int asked() const { return asked_; }
     __device__ __forceinline__ void say_last() {
       acquire();
       say(-1, 0, 0);
@@ -186,9 +187,41 @@ struct BackwardProducer {
       if (leader) loader.say_last();
     } else {
       for_each_block<Kernel::kHeadsInner>(
-          a.problem.group, tile.begin, tile.end, walk.x, walk.y,
-          [&](int member, int block) { loader.load_block(member, block, 0); });
+          a.problem.group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
+            if constexpr (Kernel::kInSections) {
+              // Owners add to the first block's sums in the second one's step, if there is one.
+              const int blocks = (tile.end - tile.begin) * a.problem.group;
+              if (a.ahead > 0 && loader.asked() == min(blocks - 1, 1)) {
+                const Section section(a, tile, kTileM, Kernel::kTileN);
+                if (section.adds_to_cleared()) section.wait_for_zeros();
+              }
+            }
+            loader.load_block(member, block, 0);
+          });
       if constexpr (kIsTold) loader.say_last();
+    }
+  }
+
+  // By the whole warpgroup: what the tile does for the sections beside its own.
+  static __device__ __forceinline__ void serve_sections(const BackwardParams& a,
+                                                        const KeyTile& tile, const Shared shared) {
+    constexpr int kBarrier = 1;
+    const Section section(a, tile, kTileM, Kernel::kTileN);
+    if (threadIdx.x == 0) {
+      if constexpr (Kernel::kConverts) {
+        mbarrier_wait(shared.added_barrier(), 0);
+        section.say_added();
+      }
+    } else if (threadIdx.x >= kWarp) {
+      wait_for_predecessors();  // zeros in the counters, and nobody reads the sums any more
+      const int thread = threadIdx.x - kWarp;
+      if (section.clears()) {
+        section.template clear<Kernel>(thread, kWarpgroup - kWarp, kBarrier);
+      }
+      if (Kernel::kConverts && thread == 0 && section.converts()) {
+        section.wait_for_sums();
+        mbarrier_arrive(shared.sums_barrier());
+      }
     }
   }
 };

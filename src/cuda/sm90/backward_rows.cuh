@@ -6,13 +6,9 @@
 
 #include "cuda/sm90/backward_kernel.cuh"
 #include "cuda/sm90/backward_pair.cuh"
+#include "cuda/sm90/backward_sections.cuh"
 
 namespace tessera::cuda::sm90 {
-
-// Where the statistics of block 0 of a slot begin, and its dQ sums.
-__device__ __forceinline__ int64_t slot_of_head(const BackwardParams& a, int head, int slot) {
-  return int64_t{head} * a.slots + slot;
-}
 
 // The kernel between the two.
 template <typename Element, typename Row>
@@ -59,6 +55,9 @@ __global__ void __launch_bounds__(kWarpgroup)
       }
     }
   };
+  if (a.ahead > 0 && blockIdx.x == 0 && blockIdx.y == 0) {
+    for (int i = threadIdx.x; i < 2 * p.batch * p.hk; i += kWarpgroup) a.counts[i] = 0;
+  }
   const BlockOfSlot at = block_of_slot(p, blockIdx.x, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, at.n);
   const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;
@@ -75,9 +74,9 @@ __global__ void __launch_bounds__(kWarpgroup)
   if (kInTurn<Row> && a.dq_sums && thread < BackwardRows<Element, Row>::kCtas) {
     a.turns[int64_t{thread} * p.hq * a.slots + slot] = 0;
   }
-  if (a.dq_sums && !kInTurn<Row>) {
-    auto* sums = reinterpret_cast<float4*>(a.dq_sums + slot * Kernel::kBlockOfDq);
-    for (int i = thread; i < Kernel::kBlockOfDq / 4; i += kWarpgroup) sums[i] = float4{};
+  const int key_head = at.n * p.hk + head / p.group;
+  if (a.dq_sums && !kInTurn<Row> && (a.ahead == 0 || key_head < a.ahead)) {
+    clear_sums<Kernel>(a, slot, thread, kWarpgroup);
   }
   if (kSumsBias<Row> && a.sequences > 1 && at.n == 0) {
     const int marks = 2 * a.tiles_n.divisor, blocks = (p.sq + kTileM - 1) / kTileM;
@@ -136,47 +135,36 @@ __global__ void __launch_bounds__(kWarpgroup)
   }
 }
 
+template <typename Row>
+inline constexpr bool kTilesConvert = tiles_convert(Row::kTile);
+
 // dq = softmax_scale * sums; zeros in rows that are stored but belong to no sequence.
 template <typename Element, typename Row>
 __global__ void __launch_bounds__(kWarpgroup)
     backward_convert(const __grid_constant__ BackwardParams a) {
   using Kernel = MainKernel<Element, Row>;
-  constexpr int kTileM = Kernel::kTileM, kColumns = Kernel::kColumnsOfDq;
+  constexpr int kTileM = Kernel::kTileM;
   const Params& p = a.problem;
-  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, blockIdx.x, kTileM);
+  int slot_of_rows = blockIdx.x, head = blockIdx.y;
+  if (kTilesConvert<Row> && a.ahead > 0) {  // the last section, by heads of the batch
+    const int x = p.batch * p.hq - a.ahead * p.group + head, n = x / p.hq;
+    head = x - n * p.hq;
+    slot_of_rows += n * ((p.sq + kTileM - 1) / kTileM);
+  }
+  const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot_of_rows, kTileM);
   const Rows rows = rows_of<SideOfQueries>(p, tile.n);
   if (tile.begin >= rows.owned_hi) return;
-  const int head = blockIdx.y, thread = threadIdx.x, lane = thread % kWarp;
   bool summed = tile.begin >= 0 && tile.begin < rows.length;
   const int first_slot =
       first_slot_of(p.thd_q, tile.n, rows.first, kTileM, (p.sq + kTileM - 1) / kTileM);
   const int64_t slot = slot_of_head(a, head, first_slot + tile.begin / kTileM);
-  const float* sums = a.dq_sums + (summed ? slot : 0) * Kernel::kBlockOfDq + thread * 4;
-  const View& view = p.tensor[TESSERA_DQ];
   wait_for_predecessors();
   if constexpr (kInTurn<Row>) summed = summed && Kernel::Order::has_sums(a.turns[slot]);
 #pragma unroll 1
   for (int part = 0; part < Kernel::kPartsOfDq; ++part) {
-    float dQ[kColumns / 2];
-#pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) {
-      float4 x{};
-      if (summed) {
-        x = *reinterpret_cast<const float4*>(sums + part * Kernel::kPartOfDq + 4 * kWarpgroup * i);
-      }
-      dQ[4 * i] = x.x, dQ[4 * i + 1] = x.y, dQ[4 * i + 2] = x.z, dQ[4 * i + 3] = x.w;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = tile.begin + (Kernel::kSplitsRows ? part * 64 : 0) + thread / kWarp * 16 +
-                      lane / 4 + 8 * r;
-      const bool stored = row >= rows.owned_lo && row < rows.owned_hi;
-      const float factor = row >= 0 && row < rows.length ? p.softmax_scale : 0.f;
-      Element* to =
-          static_cast<Element*>(view.data) + offset_of(view, rows.batch, rows.first + row, head);
-      store_row<Element, kColumns>(to, stored, Kernel::kSplitsRows ? 0 : part * kColumns, p.dqk,
-                                   factor, dQ, r, lane);
-    }
+    float dQ[Kernel::kColumnsOfDq / 2];
+    load_sums<Kernel>(a, slot, part, summed, dQ);
+    store_dq<Element, Kernel>(a, rows, head, tile.begin, part, dQ);
   }
 }
 

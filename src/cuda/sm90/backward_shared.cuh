@@ -59,6 +59,12 @@ struct BackwardShared {
   __device__ __forceinline__ StageBarriers<Kernel::kGradientBuffers> ds_barriers() const {
     return {base + uint32_t(offsetof(Storage, ds_barriers))};
   }
+  __device__ __forceinline__ uint32_t added_barrier() const {
+    return base + offsetof(Storage, added_barrier);
+  }
+  __device__ __forceinline__ uint32_t sums_barrier() const {
+    return base + offsetof(Storage, sums_barrier);
+  }
   __device__ __forceinline__ Order turns() const {
     return Order(base + uint32_t(offsetof(Storage, turn_barriers)),
                  base + uint32_t(offsetof(Storage, turn_stored)));
@@ -67,6 +73,8 @@ struct BackwardShared {
   // By one thread.
   __device__ __forceinline__ void init() const {
     mbarrier_init(kv_barrier(), 1);
+    mbarrier_init(added_barrier(), Kernel::kOwnerWarps);
+    mbarrier_init(sums_barrier(), 1);
     for (int stage = 0; stage < Kernel::kStages; ++stage) mbarrier_init(q_barrier(stage), 1);
     for (int stage = 0; stage < Kernel::kGradOStages; ++stage)
       mbarrier_init(grad_o_barrier(stage), 1);

@@ -40,4 +40,13 @@ struct BackwardTile {
   constexpr int sums_of_dq() const { return parts_of_dq() * 64 * columns_of_dq(); }  // of a block
 };
 
+// The lean kernel in any order: nothing but the band, lengths and sinks, and dQ is not cut in
+// three.
+constexpr bool is_plain(const BackwardTile& tile, int features) {
+  return features == 0 && !tile.pair && tile.dqk <= 128;
+}
+// Where sections of heads follow one another (backward_sections.cuh), tiles convert, too. At 64
+// columns they are short, and it takes longer than by a kernel.
+constexpr bool tiles_convert(const BackwardTile& tile) { return tile.dqk > 64; }
+
 }  // namespace tessera::cuda::sm90
