@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/backward_owner.cuh"
 #include "cuda/sm90/backward_producer.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     }
   } else {
     registers_claim<Kernel::kOwnerRegisters>();
-    Kernel::owner(a, tile, shared, warpgroup - 1);
+    BackwardOwner<Element, Row>::run(a, tile, shared, warpgroup - 1);
   }
 }
 

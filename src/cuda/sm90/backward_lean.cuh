@@ -166,8 +166,8 @@ class LeanOperands {
   }
   __device__ __forceinline__ void issue_dq(int buffer,
                                            float (&dQ)[Kernel::kColumnsOfDq / 2]) const {
-    Kernel::issue_columns(dQ, descriptor(ds_ + buffer * (GradientTile::kBytes >> 4)),
-                          descriptor(k_columns_));
+    issue_columns<Element, GradientTile, KTile, kMajorK, Kernel::kTileN / kStepK>(
+        dQ, descriptor(ds_ + buffer * (GradientTile::kBytes >> 4)), descriptor(k_columns_));
   }
   __device__ __forceinline__ void issue_dv(int stage, const uint32_t (&P)[kTileM / 4],
                                            float (&dV)[Kernel::kTile.dv / 2]) const {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/backward_kernel.cuh"
+#include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_pair.cuh"
 #include "cuda/sm90/backward_sections.cuh"
 
