@@ -2,6 +2,8 @@
 // How the sm90 room runs a problem.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <memory>
 

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm90/backward_choice.h"
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/sm90/plan.h"
+#include "cuda/sm90/tensormap.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+// Rows of 16-bit elements can be copied by 16 bytes, if the first one is aligned.
+bool has_vectors(const Tensor& t) {
+  for (int axis = 0; axis < 3; ++axis) {
+    if (t.extent[axis] > 1 && t.stride[axis] % 8 != 0) return false;
+  }
+  return t.extent[3] > 1 && t.stride[3] == 1;
+}
+
+// Of enum BackwardFeature.
+int features_of(const Problem& p) {
+  const bool masks =
+      given(p, TESSERA_MASK) || given(p, TESSERA_KEY_RANGES) || given(p, TESSERA_SEGMENT_IDS_Q);
+  return (given(p, TESSERA_ALIBI_SLOPES) ? kAlibi : 0) | (has(p, TESSERA_SOFTCAP) ? kSoftcap : 0) |
+         (has(p, TESSERA_DROPOUT) ? kDropout : 0) | (masks ? kMasks : 0) |
+         (!given(p, TESSERA_BIAS) ? 0
+          : copies_bias(p)        ? kBias
+                                  : kEverything) |
+         (has(p, TESSERA_DETERMINISTIC) ? kDeterministic : 0);
+}
+
+// A kernel of its own, where one is built for the head dims.
+bool has_segments_alone(const Problem& p) {
+  return given(p, TESSERA_SEGMENT_IDS_Q) && features_of(p) % kDeterministic == kMasks &&
+         !given(p, TESSERA_MASK) && !given(p, TESSERA_KEY_RANGES);
+}
+
+bool is_causal(const Problem& p) {
+  return has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
+}
+
+// Of packed sequences lengths are not known here; what is: the longest, if the caller says it or
+// all tokens are few, and about how many tiles there are.
+bool is_faster_apart_packed(const Problem& p, int multiprocessors) {
+  constexpr int64_t kLong = 1024, kLongest = 2048, kRounds = 4, kTile = 128;
+  if (!is_thd_q(p) || !is_thd_k(p)) return false;
+  const Sizes s = sizes_of(p);
+  const int64_t rows =
+      std::max(has(p, TESSERA_MAX_SEQLEN_Q) ? std::min(p.max_seqlen_q, s.sq) : s.sq,
+               has(p, TESSERA_MAX_SEQLEN_K) ? std::min(p.max_seqlen_k, s.sk) : s.sk);
+  const int64_t tiles = (std::min(s.sq, s.sk) / kTile + s.batch) * s.hq;
+  const bool longer = is_causal(p) && std::max(s.dqk, s.dv) <= 64;
+  return rows <= (longer ? kLongest : kLong) && tiles >= kRounds * multiprocessors;
+}
+
+// Whether what a tile walks is short although the sequence is not: the band, when tiles are many.
+bool is_narrow(const Problem& p, int64_t rows, int64_t tiles) {
+  constexpr int64_t kBand = 640, kBandOfGroups = 1088, kManyTiles = 512;
+  if (!has(p, TESSERA_WINDOW) || p.window_left < 0 || p.window_right < 0) return false;
+  const int64_t band = std::min(p.window_left, rows) + std::min(p.window_right, rows) + 1;
+  const Sizes s = sizes_of(p);
+  const bool in_group = s.hq > s.hk && rows >= 3 * kBandOfGroups;
+  return tiles >= kManyTiles && band <= (in_group ? kBandOfGroups : kBand);
+}
+
+// Two kernels that each own what they add up make seven products instead of five, but neither clear
+// nor convert sums: faster where sequences or bands are short and their tiles either start at once
+// or fill the GPU several times (docs/kernels/sm90_backward_two.md: what was measured).
+bool is_faster_apart(const Problem& p, int multiprocessors) {
+  constexpr int64_t kShort = 512, kLong = 1024, kLongest = 2048, kManyHeads = 128, kTile = 128;
+  const Sizes s = sizes_of(p);
+  const int64_t columns = std::max(s.dqk, s.dv), heads = s.batch * s.hk;
+  const int64_t rows = std::max(s.sq, s.sk);
+  if (columns > 64 && columns <= 96) return false;
+  if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, multiprocessors);
+  // Of tiles without work a warp stores the zeros, one after the other.
+  const bool many_empty = given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
+  const int64_t tiles = (rows + kTile - 1) / kTile * s.batch * s.hq;
+  if (!many_empty && is_narrow(p, rows, tiles)) return true;
+  if (heads < kManyHeads) {
+    return rows <= kShort && (has(p, TESSERA_DETERMINISTIC) || tiles <= multiprocessors);
+  }
+  if (many_empty) return false;
+  return rows <= kLong || (rows <= kLongest && columns > 64 && is_causal(p));
+}
+
+}  // namespace
+
+bool copies_bias(const Problem& p) {
+  const Tensor& bias = p.tensor[TESSERA_BIAS];
+  return given(p, TESSERA_BIAS) && bias.dtype == p.tensor[TESSERA_Q].dtype && has_vectors(bias) &&
+         bias.extent[2] > 1 && bias.stride[2] != 0;
+}
+
+bool sums_bias(const Problem& p) {
+  constexpr int kMostSequences = 2;  // sums grow in the dtype of dbias
+  if (!given(p, TESSERA_DBIAS) || features_of(p) % kDeterministic != kBias ||
+      has(p, TESSERA_BIAS_PRE_SCALE)) {
+    return false;
+  }
+  const Sizes s = sizes_of(p);
+  const Tensor& t = p.tensor[TESSERA_DBIAS];
+  for (int axis = 0; axis < 3; ++axis) {
+    if (t.extent[axis] > 1 && (t.stride[axis] <= 0 || t.stride[axis] >= kMostStride)) return false;
+  }
+  return t.dtype == p.tensor[TESSERA_Q].dtype && has_vectors(t) && !given(p, TESSERA_SEQLENS_Q) &&
+         !given(p, TESSERA_SEQLENS_K) && !is_thd_q(p) && !is_thd_k(p) && t.extent[1] == s.hq &&
+         t.extent[2] == s.sq && t.extent[3] == s.sk &&
+         (t.extent[0] == s.batch || s.batch <= kMostSequences);
+}
+
+const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv, int features) {
+  for (const BackwardKernel& kernel : backward_kernels()) {
+    if (kernel.dtype == dtype && kernel.tile.dqk >= dqk && kernel.tile.dv >= dv &&
+        (kernel.features & features) == features) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+const BackwardKernel& choose_backward_kernel(const Problem& p) {
+  const Sizes s = sizes_of(p);
+  const auto find = [&](int features) {
+    return find_backward_kernel(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv, features);
+  };
+  const int features = features_of(p);
+  const BackwardKernel* special = sums_bias(p) ? find(features | kGradientOfBias)
+                                  : has_segments_alone(p)
+                                      ? find((features & kDeterministic) | kSegments)
+                                      : nullptr;
+  return special ? *special : *find(features);
+}
+
+const TwoKernels* choose_two_kernels(const Problem& p, int multiprocessors) {
+  if (features_of(p) % kDeterministic != 0 || !given(p, TESSERA_DQ) || !given(p, TESSERA_DK) ||
+      !given(p, TESSERA_DV) || !is_faster_apart(p, multiprocessors)) {
+    return nullptr;
+  }
+  // dsink reads the statistics of every row, but of tiles that see no key there are none.
+  const Sizes s = sizes_of(p);
+  const bool sees = s.sq == s.sk && !is_thd_q(p) && !given(p, TESSERA_SEQLENS_Q) &&
+                    !given(p, TESSERA_SEQLENS_K) && !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
+  if (given(p, TESSERA_DSINK) && !sees) return nullptr;
+  return find_two_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+}
+
+void require_backward(Support& support, const Problem& p) {
+  const Sizes s = sizes_of(p);
+  const int dtype = p.tensor[TESSERA_Q].dtype;
+  const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features_of(p));
+  support.require(kernel || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
+    return "head_dim_qk=" + std::to_string(s.dqk) +
+           ": and head_dim_v must be at most 256 in the backward pass";
+  });
+  // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
+  const bool ragged =
+      is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
+  const auto in_last_chunk = [](int64_t dim, int tile) { return dim > (tile - 1) / 64 * 64; };
+  support.require(
+      !ragged || !kernel ||
+          (in_last_chunk(s.dqk, kernel->tile.dqk) && in_last_chunk(s.dv, kernel->tile.dv)),
+      ReasonId::kHeadDim, Remedy::kNone, [&] {
+        return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
+               ": with lengths, must end in the last 64 columns of the backward tile (" +
+               std::to_string(kernel->tile.dqk) + ", " + std::to_string(kernel->tile.dv) + ")";
+      });
+}
+
+}  // namespace tessera::cuda::sm90
