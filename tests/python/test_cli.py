@@ -2,6 +2,7 @@
 """The command line, as people run it: a process, its output, its exit code."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +214,21 @@ def test_bench_usage():
     assert run("bench").returncode == 2
     done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--against", "nobody")
     assert done.returncode == 2 and "torch" in done.stderr
+
+
+def test_bench_against_another_build(tmp_path):
+    pytest.importorskip("torch")
+    from tessera import _lib
+    other = shutil.copy(_lib.lib._name, tmp_path / "other.so")
+    done = run("bench", "fwd bf16 b=1 s=40 h=2 d=32 causal", "fwd fp32 b=2 s=33 h=2 d=16 layout=thd lens=random:1",
+               "bwd fp32 b=1 s=32 hq=4 hk=2 d=32 bias=post grads=dbias dlse", "--quick", "--against",
+               f"build:{other}", "--json", "-")
+    for result in json.loads(done.stdout):
+        assert result["peers"][f"build:{other}"].get("times", 0) > 0, result
+    nothing = tmp_path / "nothing.so"
+    done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--quick", "--against", f"build:{nothing}", "--json", "-")
+    result, = json.loads(done.stdout)
+    assert result["ms"] > 0 and "nothing.so" in result["peers"][f"build:{nothing}"]["refused"]
 
 
 @pytest.mark.parametrize("suite", ["cpu", "te", "features", "scaling"])

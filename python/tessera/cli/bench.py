@@ -31,7 +31,8 @@ does), both measured between the samples.
 On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
 peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
 products and softmax: oneDNN's in bf16), numpy (unfused); on a GPU
-also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed)."""
+also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed);
+build:PATH, where PATH is the libtessera.so of another build: what a change gains, by turns."""
 
 
 def add_parser(commands):
@@ -77,9 +78,9 @@ def main(args) -> int:
         raise case_lines.UsageError("bench: give a case, --suite or --cases; see bench --help")
     against = [name for name in args.against.split(",") if name]
     for name in against:
-        if name not in peers.PEERS:
+        if name not in peers.PEERS and not name.startswith(peers.BUILD):
             raise case_lines.UsageError(f"--against {name}: must be one of "
-                                        f"{', '.join(peers.PEERS)}")
+                                        f"{', '.join(peers.PEERS)}, or {peers.BUILD}PATH")
     if args.plot:
         plot.require_matplotlib()
     if args.threads is not None:
@@ -192,7 +193,8 @@ def measure(case: str, opened, against, device, args) -> dict:
             arguments = opened.arguments()
             o, do, ours = device.problem(dict(arguments, backend=args.backend), tokens, backward)
             q, k, v = (arguments.pop(name) for name in "qkv")
-            workload = peers.Workload(q, k, v, do, arguments, args.threads, device.name)
+            workload = peers.Workload(q, k, v, do, arguments, args.threads, device.name, args.backend,
+                                      bench_devices.gradients(tokens), "dlse" in tokens)
             return _timed(dict(result, backend=args.backend or why.backend), workload, o, ours, against,
                           device, args)
     except (ValueError, tessera.Refused, MemoryError) as error:

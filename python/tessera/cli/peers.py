@@ -15,6 +15,9 @@ import numpy as np
 from . import work
 
 
+BUILD = "build:"
+
+
 class Unsupported(Exception):
     pass
 
@@ -28,6 +31,9 @@ class Workload:
     keywords: dict
     threads: int | None
     device: str = "cpu"
+    backend: str | None = None  # asked for by name
+    gradients: tuple[str, ...] = ()
+    dlse: bool = False  # a gradient of lse comes in, beside do
 
     @property
     def backward(self) -> bool:
@@ -35,6 +41,10 @@ class Workload:
 
 
 def prepare(name: str, workload: Workload) -> Callable[[], object]:
+    """name: of PEERS, or build:PATH, another build of libtessera."""
+    if name.startswith(BUILD):
+        from .other_build import Build
+        return Build(name[len(BUILD):]).peer(workload)
     if name not in PEERS:
         raise Unsupported(f"no peer of this name; there are {', '.join(PEERS)}")
     return PEERS[name](workload)
@@ -97,7 +107,8 @@ def _bias(w: Workload, sq, sk) -> np.ndarray | None:
 
 # ---- PyTorch ----
 
-def _import_torch(w: Workload):
+def import_torch(w: Workload):
+    """torch, with the workload's threads."""
     if importlib.util.find_spec("torch") is None:
         raise Unsupported("torch is not installed")
     import torch
@@ -125,7 +136,7 @@ def _gradient_function(torch, forward, inputs, do):
 
 def _torch_sdpa(w: Workload, kernel: str | None = None):
     """kernel: a member of SDPBackend, which then runs or refuses; None: the one that PyTorch picks."""
-    torch = _import_torch(w)
+    torch = import_torch(w)
     kw = w.keywords
     if kw.get("softcap"):
         raise Unsupported("scaled_dot_product_attention has no softcap")
@@ -195,7 +206,7 @@ def _at(x, *indices):
 
 
 def _torch_flex(w: Workload):
-    torch = _import_torch(w)
+    torch = import_torch(w)
     kw = w.keywords
     for keyword in ("key_ranges", "seqlens_q", "seqlens_k"):
         if kw.get(keyword) is not None:
@@ -279,7 +290,7 @@ def _flash_attn_4(w: Workload):
         from flash_attn.cute import flash_attn_func
     except ImportError as error:
         raise Unsupported(f"flash-attn-4 is not installed: {first_line(error)}") from error
-    torch = _import_torch(w)
+    torch = import_torch(w)
     kw = w.keywords
     for keyword in ("page_table", "sink", "bias", "alibi_slopes", "keep", "drop", "key_ranges",
                     "segment_ids", "seqlens_q", "seqlens_k", "cu_seqlens_q", "dropout_p"):
@@ -312,7 +323,7 @@ def _flash_attn_4(w: Workload):
 
 
 def _torch_matmul(w: Workload):
-    torch = _import_torch(w)
+    torch = import_torch(w)
     kw = w.keywords
     if kw.get("softcap") or kw.get("dropout_p"):
         raise Unsupported("the unfused computation has no softcap and no dropout here")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench --against build:PATH: the same calls by another build of libtessera, through its C ABI.
+
+Both builds compute on the same PyTorch tensors in one process, by turns, which is what a change of a
+few percent needs to be seen."""
+
+from __future__ import annotations
+
+import ctypes
+
+from . import peers
+
+
+class Build:
+    """A libtessera.so beside the one that the package has loaded."""
+
+    def __init__(self, path: str):
+        from .. import _lib
+        try:
+            library = ctypes.CDLL(path)
+            self.prepare, self.run = (_like(getattr(_lib, name), getattr(library, f"tessera_{name}"))
+                                      for name in ("prepare", "run"))
+        except (OSError, AttributeError) as error:
+            raise peers.Unsupported(f"build:{path} is no libtessera: {error}") from error
+
+    def peer(self, w: peers.Workload):
+        """A function of one call of the workload."""
+        peers.import_torch(w)
+        from ..torch import _describe
+        from ..torch.conformance import Placer
+        place = Placer(w.device)
+        given = {name: place(value) for name, value in
+                 {"q": w.q, "k": w.k, "v": w.v, **w.keywords, "backend": w.backend}.items()}
+        call, o = self._caller(_describe.Call("attention", given), w)
+        if not w.backward:
+            return call
+        call()
+        dlse = o["lse"].new_ones(o["lse"].shape) if w.dlse else None
+        backward = {"do": place(w.do), "o": o["o"], "lse": o["lse"], "dlse": dlse}
+        backward = {name: tensor for name, tensor in backward.items() if tensor is not None}
+        call, _ = self._caller(_describe.Call("attention_backward", given, backward, w.gradients), w)
+        return call
+
+    def _caller(self, call, w: peers.Workload):
+        """A function that runs the call, and its outputs by name."""
+        import torch
+
+        from .. import _lib
+        from ..torch import _tensors
+        target, error = _tensors.device(call.given["q"]), _lib.error_of_thread()
+        information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
+        problem, device, said = map(ctypes.addressof, (call.arguments.problem, target, error))
+        threads = torch.get_num_threads()
+
+        def check(code: int):
+            _lib.check(code, error, call.arguments.operation, call.arguments.spelling)
+
+        check(self.prepare(problem, device, threads, ctypes.addressof(information), said))
+        outputs = {name: torch.empty(shape, dtype=dtype, device=w.device)
+                   for name, (shape, dtype) in call.outputs.items()}
+        workspace = torch.empty(information.workspace_bytes, dtype=torch.uint8, device=w.device)
+        buffers = call.buffers(threads)
+        buffers.workspace, buffers.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        for name, tensor in outputs.items():
+            buffers.data[_lib.INDEX[name]] = tensor.data_ptr()
+
+        def run():
+            if w.device == "cuda":  # a graph is captured on a stream of its own
+                buffers.stream = torch.cuda.current_stream().cuda_stream
+            check(self.run(problem, device, ctypes.addressof(buffers), said))
+        run.kept = call, target, outputs, workspace  # what the addresses are of
+        return run, outputs
+
+
+def _like(own, other):
+    other.restype, other.argtypes = own.restype, own.argtypes
+    return other
