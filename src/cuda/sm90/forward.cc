@@ -20,7 +20,7 @@ namespace {
 constexpr int kRowsOfConsumer = 64;
 constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
 // Heads that stand side by side in the order of tiles: as many as have the keys and values that a
-// row sees in this much of the L2 (docs/kernels/sm90_forward.md: the sweeps). Where CTAs ask for
+// row sees in this much of the L2 (docs/kernels/sm90_forward_tried.md). Where CTAs ask for
 // tiles long before they need them, few heads would keep too many of the long tiles in few hands.
 constexpr int64_t kL2Bytes = 16 << 20, kL2BytesAskingEarly = 32 << 20;
 constexpr int64_t kHeadsAskingEarly = 32;
@@ -125,7 +125,7 @@ class ForwardPlan final : public Plan {
   }
 
   // The row of the table with the same features and head dims and as many rows a tile as suit the
-  // problem (docs/kernels/sm90_forward.md, the sixth series). Fewer waste less on the diagonal and
+  // problem (docs/kernels/sm90_forward_tried.md, d64). Fewer waste less on the diagonal and
   // at the end of a sequence, and there are more tiles: 128 instead of 192 where tall ones leave
   // SMs idle, 64 for short sequences, if each of the three CTAs of an SM has a few.
   const Kernel& with_rows(const Params& p, const Kernel& tall) const {
