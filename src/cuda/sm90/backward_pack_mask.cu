@@ -135,8 +135,8 @@ Status pack_backward_mask(const Tensor& mask, const BackwardTile& tile, void* wo
   a.mask_stride_batch = mask.extent[0] > 1 ? p.heads : 0;
   const dim3 grid(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.blocks),
                   static_cast<unsigned>(mask.extent[0] * mask.extent[1]));
-  pack<<<grid, kThreads, 0, stream>>>(p);
-  return cuda_status(cudaGetLastError(), "cudaLaunchKernel (pack_backward_mask)");
+  return launch_kernel("pack_backward_mask", reinterpret_cast<const void*>(&pack), grid, kThreads,
+                       0, &p, stream);
 }
 
 }  // namespace tessera::cuda::sm90

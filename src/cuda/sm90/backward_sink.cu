@@ -46,8 +46,12 @@ __global__ void __launch_bounds__(kThreads)
 Status launch_dsink(const BackwardParams& params, int tile_m, cudaStream_t stream) {
   const Params& p = params.problem;
   if (!p.tensor[TESSERA_DSINK].data) return {};
-  dsink_kernel<<<static_cast<unsigned>(p.hq), kThreads, 0, stream>>>(params, tile_m);
-  return cuda_status(cudaGetLastError(), "dsink kernel");
+  // Not by <<<>>> and cudaGetLastError(), which also answers errors that the caller left behind.
+  void* arguments[] = {const_cast<BackwardParams*>(&params), &tile_m};
+  return cuda_status(
+      cudaLaunchKernel(reinterpret_cast<const void*>(&dsink_kernel),
+                       dim3(static_cast<unsigned>(p.hq)), dim3(kThreads), arguments, 0, stream),
+      "cudaLaunchKernel (dsink)");
 }
 
 }  // namespace tessera::cuda::sm90

@@ -26,12 +26,16 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_dbias_sum(const float* partial, int64_t terms, const int (&extent)[4],
                         const View& out, cudaStream_t stream) {
-  const int64_t elements = int64_t{extent[0]} * extent[1] * extent[2] * extent[3];
+  int64_t elements = int64_t{extent[0]} * extent[1] * extent[2] * extent[3];
   if (elements == 0) return {};
   const auto grid = static_cast<unsigned>((elements + kThreads - 1) / kThreads);
-  dbias_sum<<<grid, kThreads, 0, stream>>>(partial, terms, elements, extent[1], extent[2],
-                                           extent[3], out);
-  return cuda_status(cudaGetLastError(), "dbias_sum kernel");
+  // Not by <<<>>> and cudaGetLastError(), which also answers errors that the caller left behind.
+  int heads = extent[1], queries = extent[2], keys = extent[3];
+  View to = out;
+  void* arguments[] = {&partial, &terms, &elements, &heads, &queries, &keys, &to};
+  return cuda_status(cudaLaunchKernel(reinterpret_cast<const void*>(&dbias_sum), dim3(grid),
+                                      dim3(kThreads), arguments, 0, stream),
+                     "cudaLaunchKernel (dbias_sum)");
 }
 
 }  // namespace tessera::cuda::sm90
