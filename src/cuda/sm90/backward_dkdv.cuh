@@ -4,9 +4,9 @@
 //   S^T = K Q^T    dP^T = V dO^T    P^T = exp2(c S^T - lse2)    dS^T = P^T (dP^T - delta)
 //   dV += P^T dO   dK += dS^T Q
 //
-// A tile keeps K and V; blocks of 64 queries, Q with lse2 and dO with delta, stream past, all heads
-// of the group at one block and then the next. A consumer issues dV and dK of a block with S and dP
-// of the next, be it of the next tile.
+// A tile keeps K and V; blocks of 64 queries (128 at d64), Q with lse2 and dO with delta, stream
+// past, all heads of the group at one block and then the next. A consumer issues dV and dK of a
+// block with S and dP of the next, be it of the next tile.
 #pragma once
 
 #include "cuda/sm90/backward_two.cuh"
@@ -205,6 +205,23 @@ struct BackwardDkdv : DkdvShape<kDim> {
     wait_for_predecessors();  // also without work: the next kernel waits for this one alone
   }
 
+  // P from its fp32 values S, and dS = P (dP - delta), as operands of dV and dK. delta: that of the
+  // thread's first two queries.
+  static __device__ __forceinline__ void differentiate(uint32_t delta,
+                                                       const float (&S)[kQueries / 2],
+                                                       const float (&dP)[kQueries / 2],
+                                                       uint32_t (&P)[kQueries / 4],
+                                                       uint32_t (&dS)[kQueries / 4]) {
+#pragma unroll
+    for (int g = 0; g < kQueries / 8; ++g) {
+      const float2 of_query = load_shared_pair(delta + 32 * g);
+      const float *s = S + 4 * g, *dp = dP + 4 * g;
+      P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
+      dS[2 * g] = pack<Element>(s[0] * (dp[0] - of_query.x), s[1] * (dp[1] - of_query.y));
+      dS[2 * g + 1] = pack<Element>(s[2] * (dp[2] - of_query.x), s[3] * (dp[3] - of_query.y));
+    }
+  }
+
   static __device__ __forceinline__ void consumer(const DkdvParams& a, const Work* works,
                                                   const Shared shared, const int w) {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp, quad = lane % 4;
@@ -242,6 +259,8 @@ struct BackwardDkdv : DkdvShape<kDim> {
                                                Tile::k_major(shared.kept(w, kept_ring.stage, 1)),
                                                Block::k_major(shared.stream(1, at.stage)));
     };
+    // One thread speaks for all: products end for the warpgroup, and whoever has read statistics
+    // has then met the others in take_turn().
     const auto release_block = [&](const Ring<Shape::kStages>& at) {
       if (leader) q_barriers.release(at);
       if (leader) grad_o_barriers.release(at);
@@ -266,17 +285,9 @@ struct BackwardDkdv : DkdvShape<kDim> {
       pin(dP);
       pin(S);
     };
-    // To dK and dV; issues S and dP of the next block, if there is one.
+    // The block to dK and dV; issues S and dP of the next one, if there is one. It has arrived.
     const auto add = [&](bool more) {
-      const uint32_t delta = statistics(shared, 1, ring.stage) + 8 * quad;
-#pragma unroll
-      for (int g = 0; g < kQueries / 8; ++g) {
-        const float2 of_query = load_shared_pair(delta + 32 * g);
-        const float *s = S + 4 * g, *dp = dP + 4 * g;
-        P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
-        dS[2 * g] = pack<Element>(s[0] * (dp[0] - of_query.x), s[1] * (dp[1] - of_query.y));
-        dS[2 * g + 1] = pack<Element>(s[2] * (dp[2] - of_query.x), s[3] * (dp[3] - of_query.y));
-      }
+      differentiate(statistics(shared, 1, ring.stage) + 8 * quad, S, dP, P, dS);
       take_turn(w);
       issue_sum<Element, Block, kQueries / kStepK>(dV, P,
                                                    Block::mn_major(shared.stream(1, ring.stage)));
@@ -298,7 +309,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
     };
 
     if (!next_tile()) return;
-    if (w == Shape::kConsumers - 1) give_turn(w);
+    if (w == Shape::kConsumers - 1) give_turn(w);  // consumer 0 is the first
     kept_barriers.wait(kept_ring);
     wait_for_block(ring);
     take_turn(w);
@@ -325,6 +336,8 @@ struct BackwardDkdv : DkdvShape<kDim> {
       work_ring.advance();
       kept_ring.advance();
       more = next_tile();
+      // dK and dV of the finished tile go where its K and V were; the carrier stores them from
+      // there.
       const auto stage = [&] {
         __syncwarp();
         if (lane == 0) work_barriers.release(done);

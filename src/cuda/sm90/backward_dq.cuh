@@ -11,6 +11,8 @@
 // of the next tile.
 #pragma once
 
+#include <climits>
+
 #include "cuda/sm90/backward_two.cuh"
 #include "cuda/sm90/blocks.cuh"
 #include "cuda/sm90/features.cuh"
@@ -91,8 +93,60 @@ struct BackwardDq : DqShape<kDim> {
     });
   }
 
+  // ---- consumer: 64 rows of each tile, of which a thread has two, eight apart ----
+
+  // lse and dlse of the thread's rows; of rows that do not exist what an empty row has.
+  static __device__ __forceinline__ void load_rows(const DqParams& a, const Work& work, int w,
+                                                   int thread_row, float (&lse)[2],
+                                                   float (&grad_lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work.m0 + w * kRowsOfBox + thread_row + 8 * r;
+      const bool exists = work.exists(row);
+      lse[r] = -kInfinity, grad_lse[r] = 0;
+      if (exists) {
+        lse[r] = static_cast<const float*>(
+            a.lse.data)[offset_of(a.lse, work.q.batch, work.head, work.q.first + row)];
+      }
+      if (exists && a.grad_lse.data) {
+        grad_lse[r] = static_cast<const float*>(
+            a.grad_lse.data)[offset_of(a.grad_lse, work.q.batch, work.head, work.q.first + row)];
+      }
+    }
+  }
+  // Row r's element of the diagonal of dO O^T. Both rows of a thread meet the diagonal in the 16
+  // columns of their own warp, where one thread of the quad has the element.
+  static __device__ __forceinline__ float diagonal_of(const float (&product)[kTileN / 2], int r,
+                                                      int warp, int lane) {
+    float diagonal = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = product + 4 * (2 * i + r) + 2 * r;
+      if (i == warp) diagonal = lane / 4 % 2 ? pair[1] : pair[0];
+    }
+    return __shfl_sync(kAllLanes, diagonal, (lane & ~3) | lane / 8);
+  }
+  // lse2 and delta for the kernel of dk and dv, which loads whole blocks: rows that do not exist
+  // get +inf and 0, if their block has one that does.
+  static __device__ __forceinline__ void store_rows(const DqParams& a, const Work& work, int w,
+                                                    int thread_row, int lane,
+                                                    const float (&lse2)[2],
+                                                    const float (&delta)[2]) {
+    constexpr int kRows = kRowsOfStatistics;
+    const int row = work.m0 + w * kRowsOfBox + thread_row;
+    if (lane % 4 != 0 || row / kRows * kRows >= work.q.length) return;
+    const int first_slot = first_slot_of(a.problem.thd_q, work.n, work.q.first, kRows,
+                                         (a.problem.sq + kRows - 1) / kRows);
+    const int64_t to = (int64_t{work.head} * a.slots + first_slot) * kRows + row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) a.lse2[to + 8 * r] = lse2[r], a.delta[to + 8 * r] = delta[r];
+  }
+
+  // S and dP of a block are issued with dQ of the one before. Between two tiles the same holds: the
+  // last dQ is issued with dO O^T of the next tile, and staged under its first S and dP.
   static __device__ __forceinline__ void consumer(const DqParams& a, const Work* works,
                                                   const Shared shared, const int w) {
+    using BlockRing = Ring<Shape::kStages>;
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
     const int warp = thread / kWarp, thread_row = warp * 16 + lane / 4;  // and thread_row + 8
     const bool leader = thread == 0;
@@ -105,9 +159,16 @@ struct BackwardDq : DqShape<kDim> {
     uint32_t dS[kTileN / 4];
     Ring<Shape::kWorkStages> work_ring;
     Ring<Shape::kKept> kept_ring;
-    Ring<Shape::kStages> ring;  // of the block whose S and dP are in registers
-
+    BlockRing ring;  // of the block whose S and dP are in registers
+    // Of the tile: blocks of keys, and those of them that every row sees whole.
     int begin, end, clean_begin, clean_end;
+    // Of the thread's rows: as loaded, for the next tile; as used, in this one. factor: of dQ.
+    float lse[2], grad_lse[2];
+    float lse2[2], delta[2], factor[2];
+    KeyInterval keys[2];
+
+    // ---- tiles ----
+
     const auto next_tile = [&] {  // false past the last
       work_barriers.wait(work_ring);
       const int4 range = *reinterpret_cast<const int4*>(&works[work_ring.stage].begin);
@@ -115,86 +176,57 @@ struct BackwardDq : DqShape<kDim> {
       clean_begin = uniform(range.z), clean_end = uniform(range.w);
       return begin < end;
     };
-    // Of the thread's rows in the next tile, loaded ahead.
-    float lse[2], grad_lse[2];
-    const auto load_rows = [&] {
-      const Work& work = works[work_ring.stage];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = work.m0 + w * kRowsOfBox + thread_row + 8 * r;
-        const bool exists = work.exists(row);
-        lse[r] = -kInfinity, grad_lse[r] = 0;
-        if (exists) {
-          lse[r] = static_cast<const float*>(
-              a.lse.data)[offset_of(a.lse, work.q.batch, work.head, work.q.first + row)];
-        }
-        if (exists && a.grad_lse.data) {
-          grad_lse[r] = static_cast<const float*>(
-              a.grad_lse.data)[offset_of(a.grad_lse, work.q.batch, work.head, work.q.first + row)];
-        }
-      }
+    const auto load_next_rows = [&] {
+      load_rows(a, works[work_ring.stage], w, thread_row, lse, grad_lse);
     };
-    const auto wait_for_block = [&](const Ring<Shape::kStages>& at) {
-      k_barriers.wait(at);
-      v_barriers.wait(at);
-    };
-    const auto issue_s = [&](const Ring<Shape::kStages>& at) {
-      issue_scores<Element, Tile, Tile, kDim>(S, Tile::k_major(shared.kept(w, kept_ring.stage, 0)),
-                                              Tile::k_major(shared.stream(0, at.stage)));
-    };
-    const auto issue_dp = [&](const Ring<Shape::kStages>& at) {
-      issue_scores<Element, Tile, Tile, kDim>(dP, Tile::k_major(shared.kept(w, kept_ring.stage, 1)),
-                                              Tile::k_major(shared.stream(1, at.stage)));
-    };
-    // dO O^T goes to S: registers are short. of_o: where O stands.
-    const auto issue_delta = [&](const Ring<Shape::kStages>& of_o) {
-      issue_scores<Element, Tile, Tile, kDim>(S, Tile::k_major(shared.kept(w, kept_ring.stage, 1)),
-                                              Tile::k_major(shared.stream(w, of_o.stage)));
-    };
-    const auto release_block = [&](const Ring<Shape::kStages>& at) {
-      if (leader) k_barriers.release(at);
-      if (leader) v_barriers.release(at);
-    };
-    const auto wait_for_products = [&] {
-      wgmma_wait<0>();
-      pin(S);
-      pin(dP);
-    };
-
-    // What a row needs of the tile's beginning.
-    float lse2[2], delta[2], factor[2];
-    KeyInterval keys[2];
     const auto start_tile = [&] {  // dO O^T is in S
       const Work& work = works[work_ring.stage];
       const int row_of_tile = w * kRowsOfBox + thread_row;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         keys[r] = keys_of_tile_row<true>(work, row_of_tile + 8 * r);
-        // Of a warp's 16 columns rows lane / 4 and + 8 are one thread's of the quad.
-        float diagonal = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = S + 4 * (2 * i + r) + 2 * r;
-          if (i == warp) diagonal = lane / 4 % 2 ? pair[1] : pair[0];
-        }
-        diagonal = __shfl_sync(kAllLanes, diagonal, (lane & ~3) | lane / 8);
+        const float diagonal = diagonal_of(S, r, warp, lane);
         const bool empty = lse[r] == -kInfinity;  // so are rows that do not exist
         lse2[r] = empty ? kInfinity : lse[r] * kLog2e;
         delta[r] = empty ? 0.f : diagonal - grad_lse[r];
         factor[r] = work.exists(work.m0 + row_of_tile + 8 * r) ? a.problem.softmax_scale : 0.f;
       }
     };
-    // Of all rows of a block that has some: the next kernel reads whole ones.
-    const auto store_rows = [&] {
-      constexpr int kRows = kRowsOfStatistics;
-      const Work& work = works[work_ring.stage];
-      const int row = work.m0 + w * kRowsOfBox + thread_row;
-      if (lane % 4 != 0 || row / kRows * kRows >= work.q.length) return;
-      const int first_slot = first_slot_of(a.problem.thd_q, work.n, work.q.first, kRows,
-                                           (a.problem.sq + kRows - 1) / kRows);
-      const int64_t to = (int64_t{work.head} * a.slots + first_slot) * kRows + row;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) a.lse2[to + 8 * r] = lse2[r], a.delta[to + 8 * r] = delta[r];
+    const auto store_statistics = [&] {
+      store_rows(a, works[work_ring.stage], w, thread_row, lane, lse2, delta);
+    };
+
+    // ---- blocks, and what is made of them ----
+
+    const auto wait_for_block = [&](const BlockRing& at) {
+      k_barriers.wait(at);
+      v_barriers.wait(at);
+    };
+    const auto release_block = [&](const BlockRing& at) {
+      if (leader) k_barriers.release(at);
+      if (leader) v_barriers.release(at);
+    };
+    const auto issue_s = [&](const BlockRing& at) {
+      issue_scores<Element, Tile, Tile, kDim>(S, Tile::k_major(shared.kept(w, kept_ring.stage, 0)),
+                                              Tile::k_major(shared.stream(0, at.stage)));
+    };
+    const auto issue_dp = [&](const BlockRing& at) {
+      issue_scores<Element, Tile, Tile, kDim>(dP, Tile::k_major(shared.kept(w, kept_ring.stage, 1)),
+                                              Tile::k_major(shared.stream(1, at.stage)));
+    };
+    // dO O^T goes to S: registers are short. of_o: where O stands, this consumer's half of it in
+    // stream w.
+    const auto issue_delta = [&](const BlockRing& of_o) {
+      issue_scores<Element, Tile, Tile, kDim>(S, Tile::k_major(shared.kept(w, kept_ring.stage, 1)),
+                                              Tile::k_major(shared.stream(w, of_o.stage)));
+    };
+    const auto issue_dq = [&](const BlockRing& at) {
+      issue_sum<Element, Tile, kTileN / kStepK>(dQ, dS, Tile::mn_major(shared.stream(0, at.stage)));
+    };
+    const auto wait_for_products = [&] {
+      wgmma_wait<0>();
+      pin(S);
+      pin(dP);
     };
     // The first block of a tile, whose delta is known.
     const auto issue_first = [&] {
@@ -204,13 +236,45 @@ struct BackwardDq : DqShape<kDim> {
       issue_dp(ring);
       give_turn(w);
     };
+    // S and dP of block j to dS. cut: the band hides some of it from some row.
+    const auto differentiate = [&](int j, bool cut) {
+#pragma unroll
+      for (int e = 0; e < kTileN / 2; ++e) {
+        S[e] = exp2_approx(fmaf(S[e], c, -lse2[e / 2 % 2]));
+      }
+      if (cut) VisibleBits(keys, j, lane).set_others(0.f, S);
+#pragma unroll
+      for (int i = 0; i < kTileN / 4; ++i) {
+        const float of_row = delta[i % 2];
+        dS[i] =
+            pack<Element>(S[2 * i] * (dP[2 * i] - of_row), S[2 * i + 1] * (dP[2 * i + 1] - of_row));
+      }
+    };
+    // Block j, which is not the tile's last.
+    const auto step = [&](int j, bool cut) {
+      const auto next = ring.next();
+      differentiate(j, cut);
+      wait_for_block(next);
+      take_turn(w);
+      issue_dq(ring);
+      issue_s(next);
+      issue_dp(next);
+      give_turn(w);
+      wait_for_products();
+      pin(dQ);
+      release_block(ring);
+      ring = next;
+    };
+    const auto is_cut = [&](int j) { return j < clean_begin || j >= clean_end; };
+
+    // ---- the walk ----
 
     if (!next_tile()) return;
-    if (w == Shape::kConsumers - 1) give_turn(w);
+    if (w == Shape::kConsumers - 1) give_turn(w);  // consumer 0 is the first
     wait_for_predecessors();
-    load_rows();
+    load_next_rows();
     kept_barriers.wait(kept_ring);
-    wait_for_block(ring);
+    wait_for_block(ring);  // O
     take_turn(w);
     issue_delta(ring);
     give_turn(w);
@@ -220,44 +284,11 @@ struct BackwardDq : DqShape<kDim> {
     ring.advance();
     start_tile();
     issue_first();
-    store_rows();
+    store_statistics();
     wait_for_products();
     for (bool more = true; more;) {  // a tile; S and dP of its first block are in registers
 #pragma unroll
       for (float& x : dQ) x = 0;
-
-      const auto differentiate = [&](int j, bool cut) {
-#pragma unroll
-        for (int e = 0; e < kTileN / 2; ++e) {
-          S[e] = exp2_approx(fmaf(S[e], c, -lse2[e / 2 % 2]));
-        }
-        if (cut) VisibleBits(keys, j, lane).set_others(0.f, S);
-#pragma unroll
-        for (int i = 0; i < kTileN / 4; ++i) {
-          const float of_row = delta[i % 2];
-          dS[i] = pack<Element>(S[2 * i] * (dP[2 * i] - of_row),
-                                S[2 * i + 1] * (dP[2 * i + 1] - of_row));
-        }
-      };
-      const auto issue_sum_of = [&](const Ring<Shape::kStages>& at) {
-        issue_sum<Element, Tile, kTileN / kStepK>(dQ, dS,
-                                                  Tile::mn_major(shared.stream(0, at.stage)));
-      };
-      const auto step = [&](int j, bool cut) {
-        const auto next = ring.next();
-        differentiate(j, cut);
-        wait_for_block(next);
-        take_turn(w);
-        issue_sum_of(ring);
-        issue_s(next);
-        issue_dp(next);
-        give_turn(w);
-        wait_for_products();
-        pin(dQ);
-        release_block(ring);
-        ring = next;
-      };
-      const auto is_cut = [&](int j) { return j < clean_begin || j >= clean_end; };
       int j = end - 1;
 #pragma unroll 1
       for (; j > begin; --j) step(j, is_cut(j));
@@ -270,6 +301,7 @@ struct BackwardDq : DqShape<kDim> {
       work_ring.advance();
       kept_ring.advance();
       more = next_tile();
+      // dQ of the finished tile goes where its Q was; the carrier stores it from there.
       const auto stage = [&] {
         pin(dQ);
         __syncwarp();
@@ -280,17 +312,17 @@ struct BackwardDq : DqShape<kDim> {
       };
       if (!more) {
         take_turn(w);
-        issue_sum_of(last);
+        issue_dq(last);
         give_turn(w);
         wgmma_wait<0>();
         stage();
         break;
       }
-      load_rows();
+      load_next_rows();
       kept_barriers.wait(kept_ring);
-      wait_for_block(ring);
+      wait_for_block(ring);  // O
       take_turn(w);
-      issue_sum_of(last);
+      issue_dq(last);
       issue_delta(ring);
       give_turn(w);
       wgmma_wait<0>();
@@ -301,7 +333,7 @@ struct BackwardDq : DqShape<kDim> {
       ring.advance();
       start_tile();
       issue_first();
-      store_rows();
+      store_statistics();
       stage();
       wait_for_products();
     }
@@ -328,7 +360,9 @@ __global__ void __launch_bounds__(kTwoThreads, 1) backward_dq(const __grid_const
     const int warp = uniform(threadIdx.x / kWarp);
     const bool first_lane = threadIdx.x % kWarp == 0;
     if (warp == 0) {
-      const volatile int blocks_loaded = INT_MAX;  // it asks for tiles as early as it can
+      // The scheduler of the forward pass holds a tile back while blocks of those before it wait
+      // to be loaded. Tiles are short here: it hears that none ever does.
+      const volatile int blocks_loaded = INT_MAX;
       schedule<Element, Kernel>(a, in_shared.work, in_shared.extra, blocks_loaded, shared);
     }
     if (warp == 1 && first_lane) {

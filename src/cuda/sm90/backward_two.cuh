@@ -1,11 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the two kernels of backward_two.h have in common. Both are persistent: a tile keeps 128 rows
-// of two tensors, 64 for each consumer, and blocks of 64 rows of two others stream past.
+// of two tensors, 64 for each consumer, and blocks of two others stream past, of 64 rows (of 128
+// queries where dk and dv are made at d64).
 //
-//   warp 0       scheduler  the tiles
-//   warp 1       carrier    what a tile keeps, by TMA, and its results, from the same place
-//   warp 2, 3    streams    a thread each
-//   warpgroup 1, 2          consumers, in turns on the tensor cores (forward.cuh)
+//   warp 0          scheduler  a warp: finds the tiles, finishes those that see nothing
+//   warp 1          carrier    a thread: what a tile keeps, by TMA, and its results, from the same
+//                              place
+//   warp 2, 3       streams    a thread each: the blocks of one tensor
+//   warpgroup 1, 2  consumers  64 rows each; in turns on the tensor cores (forward.cuh), but for dq
+//                              at d64
+//
+//   barrier             arrivals                  says
+//   work.full[s]        1                         the scheduler has described a tile
+//   work.empty[s]       3 + 8 (loaders, warps)    nobody looks at it any more
+//   kept[w].full[s]     1 + bytes                 what consumer w keeps of a tile has arrived
+//   kept[w].empty[s]    4 (a warp each)           its results stand in that place, for TMA to read
+//   stream[i].full[s]   1 + bytes                 a block has arrived, for dk and dv with its
+//                                                 statistics
+//   stream[i].empty[s]  2 (a thread a consumer)   both consumers have used it
 #pragma once
 
 #include <cstddef>
@@ -23,8 +35,8 @@ namespace tessera::cuda::sm90 {
 constexpr int stages_of_stream(int dim, int rows) { return dim == 128 ? 3 : 4 * 128 / rows; }
 
 // The shape of either kernel, of head dims up to kDim, and where its things are in shared memory.
-// AnyWork: a tile as the scheduler describes it. kRows: of a block that streams past. kTurns: the
-// consumers take turns on the tensor cores.
+// AnyWork: a tile as the scheduler describes it. kRows: of a block that streams past. Extra: what
+// only one of the kernels has there. kTurns: the consumers take turns on the tensor cores.
 template <int kDim, int kRows, typename AnyWork, typename Extra, bool kTurns>
 struct TwoShape {
   static constexpr int kConsumers = 2, kLoaders = 3, kWorkStages = 3;
@@ -33,7 +45,7 @@ struct TwoShape {
   static constexpr int kStages = stages_of_stream(kDim, kRows);
   static constexpr int kConsumerRegisters = 232,
                        kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
-  static constexpr int kFirstTurnBarrier = 1;  // 0 is __syncthreads
+  static constexpr int kFirstTurnBarrier = 1;  // named barriers, one a consumer; 0 is __syncthreads
   using Work = AnyWork;
   using Tile = SmemTile<kRowsOfBox, kDim>;  // of what is kept
   using Block = SmemTile<kTileN, kDim>;
@@ -81,7 +93,8 @@ struct TwoShape {
     }
   };
 
-  // A block of a stream, from row `row` of a sequence on.
+  // A block of a stream, from row `row` of a sequence on. Of several boxes only where a tile is one
+  // chunk of columns wide: then their rows follow each other in shared memory.
   static __device__ __forceinline__ void load_block(uint32_t at, const CUtensorMap* map,
                                                     uint32_t barrier, bool ragged, const Rows& rows,
                                                     int head, int row) {
