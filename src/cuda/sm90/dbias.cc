@@ -55,17 +55,22 @@ DbiasCut cut(const Extents& e, const DbiasTile& tile) {
   c.groups = c.pair_step = 1;
   const int items = c.bias_rows * (keys ? c.tiles_n : 1);
   if (rows && keys) {
-    // Groups of blocks where the last round of items would leave many multiprocessors idle.
+    // Groups of blocks where the last round of items would leave many multiprocessors idle. Each of
+    // them reads K and V again: twice as many must use the machine better by a tenth. No more than
+    // give each what a plain kernel sums at a time.
+    constexpr int kBlocksAtOnce = 2, kMostGroups = 32;
+    constexpr double kWorthwhile = 0.1;
     double most_used = 0;
-    // Not smaller than what a plain kernel sums at a time.
-    for (int groups = 1; groups <= std::min((c.tiles_m + 1) / 2, 32); groups *= 2) {
+    for (int groups = 1; groups <= std::min(divided_up(c.tiles_m, kBlocksAtOnce), kMostGroups);
+         groups *= 2) {
       const int n = items * groups, rounds = divided_up(n, kMultiprocessors);
       const double used = double(n) / (double(rounds) * kMultiprocessors);
-      if (used > most_used + 0.1) most_used = used, c.groups = groups;
+      if (used > most_used + kWorthwhile) most_used = used, c.groups = groups;
     }
   } else if (rows) {
     c.groups = c.tiles_m;
   } else {
+    // About two items a multiprocessor.
     const int shares = std::max(1, 2 * kMultiprocessors / std::max(items, 1));
     c.pair_step = std::min(shares, pairs);
     c.groups = std::clamp(shares / c.pair_step, 1, std::max(c.tiles_m, 1));

@@ -38,6 +38,7 @@
 
 #include "cuda/common/score.cuh"
 #include "cuda/sm90/backward_lean.cuh"
+#include "cuda/sm90/backward_products.cuh"
 #include "cuda/sm90/bias.cuh"
 #include "cuda/sm90/dbias_kernels.h"
 #include "cuda/sm90/dbias_walk.cuh"
@@ -55,6 +56,7 @@ struct Dbias {
   static constexpr DbiasTile kTile = Row::kTile;
   static constexpr int kTileM = DbiasTile::kTileM, kTileN = DbiasTile::kTileN, kKeys = 64;
   static constexpr int kConsumers = DbiasTile::kConsumers, kWarps = 4 * kConsumers;
+  // The walk needs more than the 24 that other producers have; 3 x 168 in all.
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kElements = kKeys / 2;  // of a thread
   static constexpr bool kPlain = kTile.plain;
@@ -142,33 +144,32 @@ struct Dbias {
 #pragma unroll 1
       while (true) {
         shared.command_barriers().wait(command_ring);
-        const uint32_t at = shared.command(command_ring.stage);
-        const uint4 x = load_shared_words(at), y = load_shared_words(at + 16);
-        const uint2 z = load_shared_two_words(at + 32);
+        const Command command = Command::load(shared.command(command_ring.stage));
         __syncwarp();
         if (lane == 0) shared.command_barriers().release(command_ring);
         command_ring.advance();
-        const int what = uniform_register(x.x), first = uniform_register(x.y),
-                  blocks = uniform_register(x.z), key0 = uniform_register(x.w), n = y.x, head = y.y,
-                  slot_and_phase = uniform_register(y.z);
+        const int what = uniform_register(command.what), first = uniform_register(command.block),
+                  sum_or_blocks = uniform_register(command.sum),
+                  key0 = uniform_register(command.key0), n = command.n, head = command.head,
+                  slot_and_phase = uniform_register(command.slot_and_phase);
         if (what == Command::kStop) break;
         if (what == Command::kAdd) {
           const int slot = slot_and_phase >> 1;
-          const Block block{visits[slot], first, key0 + w * kKeys, uniform_register(y.w) != 0, n,
-                            head};
+          const Block block{
+              visits[slot], first, key0 + w * kKeys, uniform_register(command.clean) != 0, n, head};
           mbarrier_wait(shared.kv_barriers().full(slot), slot_and_phase & 1);
-          if (kBlocks == 1 || blocks == 0) add(block, slot, sums[0]);
+          if (kBlocks == 1 || sum_or_blocks == 0) add(block, slot, sums[0]);
           if constexpr (kBlocks > 1) {
-            if (blocks == 1) add(block, slot, sums[1]);
+            if (sum_or_blocks == 1) add(block, slot, sums[1]);
           }
         } else {
 #pragma unroll
           for (int i = 0; i < kBlocks; ++i) {
-            if (i < blocks) finish(first + i, key0, n, head, z.y, sums[i]);
+            if (i < sum_or_blocks) finish(first + i, key0, n, head, command.term, sums[i]);
             clear(sums[i]);
           }
         }
-        if (const int released = uniform_register(z.x)) {
+        if (const int released = uniform_register(command.released)) {
           __syncwarp();
 #pragma unroll
           for (int slot = 0; slot < kTile.kv_slots; ++slot) {
@@ -185,6 +186,7 @@ struct Dbias {
       for (float& x : sum) x = 0;
     }
 
+    // The next stage of Q and dO beside the K and V of `slot`, to a sum.
     __device__ __forceinline__ void add(const Block& at, int slot, float (&sum)[kElements]) {
       float S[kElements], dP[kElements];
       const int stage = q_ring.stage;
@@ -194,26 +196,12 @@ struct Dbias {
       shared.q_barriers().wait(q_ring);
       const uint64_t q = QTile::k_major(shared.q(stage)),
                      grad_o = GradOTile::k_major(shared.grad_o(stage));
-      pin(S);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTile.dqk / kStepK; ++i) {
-        Wgmma<Element, kKeys>::template ss<kMajorK, kMajorK>(S, q + QTile::k_major_step(i),
-                                                             k + KTile::k_major_step(i), i > 0);
-      }
-      wgmma_commit();
-      pin(dP);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kTile.dv / kStepK; ++i) {
-        Wgmma<Element, kKeys>::template ss<kMajorK, kMajorK>(
-            dP, grad_o + GradOTile::k_major_step(i), v + VTile::k_major_step(i), i > 0);
-      }
-      wgmma_commit();
+      issue_scores<Element, QTile, KTile, kTile.dqk>(S, q, k);
+      issue_scores<Element, GradOTile, VTile, kTile.dv>(dP, grad_o, v);
 
       const int row = thread / kWarp * 16;  // of the warp, in the block
       const int first = 4 * (row + (a.in_quads ? place_in_quads(lane / 4) : lane / 4)),
-                second = first + (a.in_quads ? 8 : 32);
+                second = first + (a.in_quads ? 8 : 32);  // bytes: row lane / 4, and + 8
       const float lse2[2] = {load_shared(shared.lse2(stage) + first),
                              load_shared(shared.lse2(stage) + second)};
       const float delta[2] = {load_shared(shared.delta(stage) + first),
@@ -221,29 +209,13 @@ struct Dbias {
       const int query = at.block * kTileM + row + lane / 4;  // and + 8
       if constexpr (kPlain) {
         uint32_t bias[kElements / 2];
-        const uint32_t tile = shared.bias(stage) + w * BiasTile::kChunkBytes;
-#pragma unroll
-        for (int i = 0; i < kKeys / kStepK; ++i) {
-          uint32_t x[4];  // of rows 0 and 1 of group 2 i, then of the next one
-          ldmatrix_x4(x, BiasTile::unit(tile, row + lane % 16, 2 * i + lane / 16));
-#pragma unroll
-          for (int j = 0; j < 4; ++j) bias[4 * i + j] = x[j];
-        }
+        load_bias_tile(stage, row, bias);
         wgmma_wait<1>();
         pin(S);
-        const float c = logit_scale<Element>(a.problem);
-        const float factor = a.problem.flags & TESSERA_BIAS_PRE_SCALE ? c : kLog2e;
-#pragma unroll
-        for (int i = 0; i < kElements / 2; ++i) {
-          const float base = -lse2[i % 2];
-          float* s = S + 2 * i;
-          s[0] = exp2_approx(fmaf(s[0], c, fmaf(low_element<Element>(bias[i]), factor, base)));
-          s[1] = exp2_approx(fmaf(s[1], c, fmaf(high_element<Element>(bias[i]), factor, base)));
-        }
+        weigh_plain(bias, lse2, S);
         wgmma_wait<0>();
         pin(dP);
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) S[e] *= dP[e] - delta[e / 2 % 2];
+        differentiate(dP, delta, S);
       } else {
         const bool by_vectors = a.vectors && at.key0 + kKeys <= a.cut.extent[3];
         uint32_t bias[kElements];
@@ -256,8 +228,7 @@ struct Dbias {
           for (float& s : S) s = exp2_approx(s);
           wgmma_wait<0>();
           pin(dP);
-#pragma unroll
-          for (int e = 0; e < kElements; ++e) S[e] *= dP[e] - delta[e / 2 % 2];
+          differentiate(dP, delta, S);
         } else {
           wgmma_wait<0>();
           pin(dP);
@@ -268,9 +239,45 @@ struct Dbias {
       if (lane == 0) shared.q_barriers().release(q_ring);
       q_ring.advance();
       if (!at.clean) hide(at, query, S);
-      if (!kPlain && a.of_slopes) weigh(at, query, S);
+      if (!kPlain && a.of_slopes) weigh_by_distance(at, query, S);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) sum[e] += S[e];
+    }
+
+    // S = P becomes P (dP - delta).
+    static __device__ __forceinline__ void differentiate(const float (&dP)[kElements],
+                                                         const float (&delta)[2],
+                                                         float (&S)[kElements]) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) S[e] *= dP[e] - delta[e / 2 % 2];
+    }
+
+    // Of the tile of bias that came with the stage, the pairs that the thread has scores of, in
+    // their order. row: the warp's first.
+    __device__ __forceinline__ void load_bias_tile(int stage, int row,
+                                                   uint32_t (&bias)[kElements / 2]) const {
+      const uint32_t tile = shared.bias(stage) + w * BiasTile::kChunkBytes;
+#pragma unroll
+      for (int i = 0; i < kKeys / kStepK; ++i) {
+        uint32_t x[4];  // of rows 0 and 1 of group 2 i, then of the next one
+        ldmatrix_x4(x, BiasTile::unit(tile, row + lane % 16, 2 * i + lane / 16));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bias[4 * i + j] = x[j];
+      }
+    }
+    // Raw scores to P.
+    __device__ __forceinline__ void weigh_plain(const uint32_t (&bias)[kElements / 2],
+                                                const float (&lse2)[2],
+                                                float (&S)[kElements]) const {
+      const float c = logit_scale<Element>(a.problem);
+      const float factor = a.problem.flags & TESSERA_BIAS_PRE_SCALE ? c : kLog2e;
+#pragma unroll
+      for (int i = 0; i < kElements / 2; ++i) {
+        const float base = -lse2[i % 2];
+        float* s = S + 2 * i;
+        s[0] = exp2_approx(fmaf(s[0], c, fmaf(low_element<Element>(bias[i]), factor, base)));
+        s[1] = exp2_approx(fmaf(s[1], c, fmaf(high_element<Element>(bias[i]), factor, base)));
+      }
     }
 
     // The bias of a whole block, from rows of 16-bit elements by 16 bytes, which the four threads
@@ -375,7 +382,8 @@ struct Dbias {
     }
 
     // What a slope multiplies: minus the distance from the diagonal.
-    __device__ __forceinline__ void weigh(const Block& at, int query, float (&S)[kElements]) const {
+    __device__ __forceinline__ void weigh_by_distance(const Block& at, int query,
+                                                      float (&S)[kElements]) const {
       const int under = query + static_cast<int>(at.visit.sequence.band.shift);
       const float distance0 = static_cast<float>(under - (at.key0 + 2 * (lane % 4)));
 #pragma unroll

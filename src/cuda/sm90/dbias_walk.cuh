@@ -21,20 +21,39 @@ struct Visit {
 };
 
 // What the warpgroups are told to do next.
-struct Command {
+//   kAdd     a stage of Q and dO, beside the K and V of a visit, to one of the sums
+//   kFinish  the sums of some blocks are complete: store them, and begin again with zeros
+struct alignas(16) Command {
   enum What { kStop, kAdd, kFinish };
   int what;
-  // kAdd: a stage of Q and dO to the sum of `block`. kFinish: the sums of `blocks` blocks from
-  // `block` on are complete; after the last one, sums are zeros.
-  int block;
-  int blocks;          // kAdd: which of the sums, or -1: none
+  int block;  // kAdd: of queries; kFinish: the first of them
+  union {
+    int sum;     // kAdd: which one
+    int blocks;  // kFinish: how many
+  };
   int key0, n, head;   // kAdd: of the visit; kFinish: of the bias
-  int slot_and_phase;  // kAdd: 2 slot + phase of its full barrier, which says that K and V are
-                       // there
+  int slot_and_phase;  // kAdd: 2 slot + phase of its full barrier: where K and V are, or will be
   int clean;           // kAdd: every query of the block sees every key of the tile
   int released;        // a bit for each slot that is not needed any more
   int term;            // kFinish: of the sums that dbias_sum adds
   int unused[2];
+
+  // From shared memory, by all lanes.
+  static __device__ __forceinline__ Command load(uint32_t address) {
+    const uint4 x = load_shared_words(address), y = load_shared_words(address + 16);
+    const uint2 z = load_shared_two_words(address + 32);
+    const auto integer = [](uint32_t word) { return static_cast<int>(word); };
+    return {.what = integer(x.x),
+            .block = integer(x.y),
+            .sum = integer(x.z),
+            .key0 = integer(x.w),
+            .n = integer(y.x),
+            .head = integer(y.y),
+            .slot_and_phase = integer(y.z),
+            .clean = integer(y.w),
+            .released = integer(z.x),
+            .term = integer(z.y)};
+  }
 };
 static_assert(sizeof(Command) == 48);
 
@@ -47,6 +66,8 @@ struct DbiasItem {
   int term;              // of the sums that dbias_sum adds
 };
 
+// Items are counted by sections of bias rows; in a section the rows vary fastest, then the tiles of
+// keys, then the share of pairs, then the group of blocks.
 __device__ __forceinline__ DbiasItem item_of(const DbiasCut& cut, int index) {
   const int per_section = cut.items / cut.sections, in_section = cut.bias_rows / cut.sections;
   const int section = index / per_section;
@@ -93,17 +114,19 @@ class DbiasProducer {
       const int index = first + static_cast<int>(round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
       if (index < cut.items) walk(item_of(cut, index));
     }
-    say({Command::kStop});
+    say({.what = Command::kStop});
   }
 
  private:
-  static constexpr uint32_t kNothing = 8;
+  static constexpr uint32_t kNothing = 8;  // in place of 2 slot + phase: nothing is seen
+  static_assert(2 * kSlots <= kNothing && 4 * kSlots <= 32);
 
   __device__ __forceinline__ void walk(const DbiasItem& item) {
     const DbiasCut& cut = a_.cut;
     const bool by_block = cut.extent[2] > 1 && cut.extent[3] > 1;
     const int pairs = cut.sequences * cut.heads;
-    uint32_t resident = 0, opened = 0;  // of each pair: 2 slot + phase; a bit for each slot
+    uint32_t resident = 0;  // four bits for each pair: 2 slot + phase, or kNothing
+    uint32_t opened = 0;    // a bit for each slot
     if (cut.resident) {
       for (int pair = 0; pair < pairs; ++pair) {
         resident |= (2 * ring_.stage + ring_.phase) << 4 * pair;
@@ -140,8 +163,14 @@ class DbiasProducer {
         }
       }
       const bool last = begin == item.block;
-      say({Command::kFinish, begin, by_block ? end - begin : 1, item.tile * kTileN, item.bias_n,
-           item.bias_head, 0, 0, last ? static_cast<int>(opened) : 0, item.term});
+      say({.what = Command::kFinish,
+           .block = begin,
+           .blocks = by_block ? end - begin : 1,
+           .key0 = item.tile * kTileN,
+           .n = item.bias_n,
+           .head = item.bias_head,
+           .released = last ? static_cast<int>(opened) : 0,
+           .term = item.term});
       end = begin;
     } while (by_block && end > item.block);
   }
@@ -205,8 +234,15 @@ class DbiasProducer {
     }
     q_ring_.advance();
     const KeyInterval of_all = keys_of_all_rows(visit.sequence.band, query0, query0 + kTileM);
-    say({Command::kAdd, block, sum, visit.key0, visit.sequence.n, visit.head, slot_and_phase,
-         of_all.lo <= visit.key0 && visit.key0 + kTileN <= of_all.hi, released});
+    say({.what = Command::kAdd,
+         .block = block,
+         .sum = sum,
+         .key0 = visit.key0,
+         .n = visit.sequence.n,
+         .head = visit.head,
+         .slot_and_phase = slot_and_phase,
+         .clean = of_all.lo <= visit.key0 && visit.key0 + kTileN <= of_all.hi,
+         .released = released});
   }
 
   __device__ __forceinline__ void say(const Command& command) {
