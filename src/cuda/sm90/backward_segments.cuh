@@ -25,9 +25,11 @@ inline constexpr bool kIsOfSegments = (Row::kFeatures & kSegments) != 0;
 // What the producer says of a block, bits.
 enum SegmentRule {
   kRuleSpans = 1,   // each key is seen by an interval of queries, which is in shared memory
-  kRuleCuts = 2,    // some key of owner 0 is hidden from some query; 4: of owner 1
-  kRuleHidden = 8,  // all of them are from all; 16: of owner 1
-  kRuleBits = 5,
+  kRuleCuts = 2,    // some key of owner 0 is hidden from some query; << 1: of owner 1
+  kRuleHidden = 8,  // all keys of owner 0 are hidden from all queries; << 1: of owner 1
+  kRuleCutsBoth = 3 * kRuleCuts,
+  kRuleHidesBoth = 3 * kRuleHidden,
+  kRuleBits = 5,  // how many there are: the block stands above them
 };
 
 // Blocks of queries [begin, end) that see some of a few keys; in [clean_begin, clean_end) every row
@@ -43,6 +45,10 @@ struct SegmentsOfTile {
   BlocksOfKeys of_owner[2];
   TilesInLine line;  // in a fixed order
 
+  // Blocks [x, y) that see some key of either owner, and those between them; none: y = 0.
+  __device__ __forceinline__ int2 hull() const {
+    return {min(of_owner[0].begin, of_owner[1].begin), max(of_owner[0].end, of_owner[1].end)};
+  }
   __device__ __forceinline__ int rules(int block) const {
     int rules = kRuleSpans;
 #pragma unroll
@@ -65,15 +71,21 @@ class Segments {
  public:
   using OfTile = SegmentsOfTile<kTileN>;
 
-  // For a block of kTileM keys which queries have the segment of each: the interval of them within
-  // what the band leaves; (-1, -1) where others stand between them, and for the ids above, which
-  // no tile asks for then. By all threads of a warpgroup, which count those of each id in turn;
-  // slot: of tile_of_slot().
+  // Which queries have the segment of each key of a block of kTileM: the interval of them within
+  // what the band leaves the block, or (-1, -1). By all threads of a warpgroup; slot: of
+  // tile_of_slot().
+  //
+  // A round looks at all queries for those of one id; they are an interval if there are as many as
+  // between the first and the last. The ids of the keys come in rising order; which is the least is
+  // found by a round that looks at no query. The first id that is no interval ends it: its keys and
+  // those of the ids above get (-1, -1). A tile with one such key compares ids, so that nobody asks
+  // for the others.
   static __device__ __forceinline__ void find_spans(const BackwardParams& a, int slot) {
     struct Found {
-      int count, lo, hi, next, more;
+      int count, lo, hi;  // queries with the id of the round: how many, the first, the last
+      int next, more;     // least id of the keys above that one, and whether there is one
     };
-    constexpr int kAtOnce = 16;  // loads in flight
+    constexpr int kAtOnce = 16;  // loads in flight, of a thread
     __shared__ Found found[kWarpgroup / kWarp];
     const Params& p = a.problem;
     const int thread = threadIdx.x;
@@ -90,7 +102,7 @@ class Segments {
     int2* const to = a.spans + int64_t{sequence.k.batch} * p.sk + sequence.k.first + key;
     int id = 0;
 #pragma unroll 1
-    for (bool known = false;; known = true) {
+    for (bool known = false;; known = true) {  // whether there is an id to look for
       const bool later = !known || mine > id;
       Found of{0, INT_MAX, -1, later ? mine : INT_MAX, later};
 #pragma unroll 1
@@ -164,9 +176,9 @@ class Segments {
     return (bits & 2) || ((bits & 1) && bits >> 2 <= 1);
   }
 
-  // Which queries see each key of the tile, the band included, if these are intervals, and which
-  // blocks those are for the keys of each owner; else, or without `tries`, the ids of the keys, and
-  // false. By all lanes of a warp.
+  // If each key of the tile is seen by an interval of queries: notes these, the band included, and
+  // the blocks that each owner's keys need. Else, or without `tries`: notes the ids of the keys,
+  // and false. By all lanes of a warp.
   static __device__ __forceinline__ bool find(const BackwardParams& a, const KeyTile& tile,
                                               bool tries, OfTile& of_tile) {
     constexpr int kRows = kTileN / kWarp, kOwners = BackwardTile::kOwners;
@@ -263,48 +275,31 @@ __device__ __forceinline__ void hide_segments(const BackwardParams& a, const Key
   zero_unseen(visible, S);
 }
 
-// By a warp, whose first lane loads: the blocks that segments leave to the tile, of every query
-// head. Kernel: a Backward.
+// By one lane: the blocks of a tile whose keys are seen by intervals, of every query head.
 template <typename Kernel, typename Loader>
-__device__ __forceinline__ void load_blocks_of_segments(const BackwardParams& a,
-                                                        const KeyTile& tile,
-                                                        typename Kernel::SegmentsOf::OfTile& own,
-                                                        Loader& loader) {
-  using Segments = typename Kernel::SegmentsOf;
-  constexpr int kCutsAll = 3 * kRuleCuts;
-  const int group = a.problem.group;
-  const bool leader = threadIdx.x == 0, is_empty = tile.begin >= tile.end;
-  // In a fixed order the other warps must come to the same blocks: they do where segments are
-  // documents, and are told so.
-  const bool tries = !Kernel::kPassesTurns || Segments::is_of_documents(a, tile);
-  const bool spanned = !is_empty && Segments::find(a, tile, tries, own);
-  if constexpr (Kernel::kPassesTurns) {
-    if (leader) {
-      own.line = {spanned, min(own.of_owner[0].begin, own.of_owner[1].begin),
-                  max(own.of_owner[0].end, own.of_owner[1].end)};
-    }
-    __syncwarp();
-    Kernel::Order::wait_for_line();
-  }
-  if (is_empty) return;
-  __syncwarp();
-  if (spanned) {
-    if (!leader) return;
-    const int begin = min(own.of_owner[0].begin, own.of_owner[1].begin),
-              end = max(own.of_owner[0].end, own.of_owner[1].end);
+__device__ __forceinline__ void load_spanned_blocks(int group,
+                                                    const typename Kernel::SegmentsOf::OfTile& own,
+                                                    Loader& loader) {
+  const int2 hull = own.hull();
 #pragma unroll 1
-    for (int member = 0; member < group; ++member) {
+  for (int member = 0; member < group; ++member) {
 #pragma unroll 1
-      for (int block = begin; block < end; ++block) {
-        const int rules = own.rules(block);
-        // Between the blocks of one owner and those of the other there may be some of nobody.
-        if (Kernel::kPassesTurns || (rules & 3 * kRuleHidden) != 3 * kRuleHidden) {
-          loader.load_block(member, block, rules);
-        }
+    for (int block = hull.x; block < hull.y; ++block) {
+      const int rules = own.rules(block);
+      // Between the blocks of one owner and those of the other there may be some of nobody. In a
+      // fixed order the other warps count them too.
+      if (Kernel::kPassesTurns || (rules & kRuleHidesBoth) != kRuleHidesBoth) {
+        loader.load_block(member, block, rules);
       }
     }
-    return;
   }
+}
+
+// By a warp, whose first lane loads: the blocks that hulls of ids leave to the tile, of every query
+// head. Owners compare ids in those that are cut.
+template <typename Kernel, typename Loader>
+__device__ __forceinline__ void load_compared_blocks(const BackwardParams& a, const KeyTile& tile,
+                                                     int group, bool leader, Loader& loader) {
   const typename Kernel::Blocks blocks(a, tile);
 #pragma unroll 1
   for (int member = 0; member < group; ++member) {
@@ -317,9 +312,40 @@ __device__ __forceinline__ void load_blocks_of_segments(const BackwardParams& a,
         const int i = __ffs(live) - 1, block = start + i;
         const bool cut =
             bits.partial >> i & 1 || block < tile.clean_begin || block >= tile.clean_end;
-        loader.load_block(member, block, cut ? kCutsAll : 0);
+        loader.load_block(member, block, cut ? kRuleCutsBoth : 0);
       }
     }
+  }
+}
+
+// By a warp, whose first lane loads: the blocks that segments leave to the tile, of every query
+// head. Kernel: a Backward.
+template <typename Kernel, typename Loader>
+__device__ __forceinline__ void load_blocks_of_segments(const BackwardParams& a,
+                                                        const KeyTile& tile,
+                                                        typename Kernel::SegmentsOf::OfTile& own,
+                                                        Loader& loader) {
+  using Segments = typename Kernel::SegmentsOf;
+  const int group = a.problem.group;
+  const bool leader = threadIdx.x == 0, is_empty = tile.begin >= tile.end;
+  // In a fixed order the other warps must come to the same blocks: they do where segments are
+  // documents, and are told so.
+  const bool tries = !Kernel::kPassesTurns || Segments::is_of_documents(a, tile);
+  const bool spanned = !is_empty && Segments::find(a, tile, tries, own);
+  if constexpr (Kernel::kPassesTurns) {
+    if (leader) {
+      const int2 hull = own.hull();
+      own.line = {spanned, hull.x, hull.y};
+    }
+    __syncwarp();
+    Kernel::Order::wait_for_line();
+  }
+  if (is_empty) return;
+  __syncwarp();
+  if (spanned) {
+    if (leader) load_spanned_blocks<Kernel>(group, own, loader);
+  } else {
+    load_compared_blocks<Kernel>(a, tile, group, leader, loader);
   }
 }
 
