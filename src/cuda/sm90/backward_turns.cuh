@@ -6,23 +6,30 @@
 // in the opposite one, so that a tile knows which count is its turn. CTAs take their tiles by
 // ticket: one waits only for tickets that others have taken before it, and those are running.
 //
-// The owners are to notice nothing of that. Warps that the CTA has anyway wait and tell for them:
+// The owners are to notice nothing of that. Warps that the CTA has anyway wait and tell for them,
+// through a ring of slots, block i in slot s = i % kRing:
 //
-//   waiter   counter = turn        -> ready[s]    the owners may add block i
-//   passer   added[s] (all owners) -> passed[s]   slot s is free for block i + kRing
-//                                  -> counter + 1, after a fence for what they have added
-//   skipper  counter = turn        -> counter + 1  of blocks that masks leave out
+//   barrier    arrivals     says
+//   ready[s]   1 (waiter)   the owners may add block i; with masks stored[s] says if anybody has
+//   added[s]   a warp each  all warps of the owners have issued their additions
+//   passed[s]  1 (passer)   slot s is free for block i + kRing
 //
-// The first to add to a block stores, which needs no zeros. Without masks a tile computes where it
-// is the first; with them, a counter is twice the turn, plus 1 where somebody has stored.
+//   warp     waits for                  then
+//   waiter   passed[s], counter = turn  ready[s]
+//   passer   added[s]                   passed[s]; counter + 1, as a release: whoever reads it sees
+//                                       what the owners have added
+//   skipper  counter = turn             counter + 1, of blocks that masks leave out
+//
+// Where nothing is left out there are two passers, of every other block. The first to add to a
+// block stores, which needs no zeros. Without masks a tile computes where it is the first; with
+// them, a counter is twice the turn, plus 1 where somebody has stored.
 //
 // Which order is a matter of speed. Under a causal mask tile j begins at the block of its own keys:
 //
-//   upwards    tickets from the last tile to the first, walks from the first block to the last.
-//   Tiles
-//              that start together stand two blocks apart, each behind the one that it follows, and
-//              nobody ever waits. But the longest tiles come last.
-//   downwards  tickets from the first tile to the last, walks from the last block to the first: the
+//   upwards    Tickets from the last tile to the first, walks from the first block to the last.
+//              Tiles that start together stand two blocks apart, each behind the one that it
+//              follows, and nobody ever waits. But the longest tiles come last.
+//   downwards  Tickets from the first tile to the last, walks from the last block to the first: the
 //              longest tiles come first, for the last section, and for problems without a diagonal.
 #pragma once
 
@@ -109,8 +116,9 @@ class Turns {
 
   // ---- the warps of the producer's warpgroup that have nothing else to do ----
 
-  // line: of the first warp, known to others from wait_for_line() on.
-  // kOnePasser: the last warp is busy otherwise.
+  // Warp 1 waits, warp 2 passes; warp 3 passes too where the tile's blocks are known without
+  // skipping any, and skips where masks leave some out. line: written by the first warp, which
+  // others may read after wait_for_line(). kOnePasser: the last warp is busy otherwise.
   template <bool kOnePasser = false>
   __device__ __forceinline__ void serve(const BackwardParams& a, const KeyTile& tile,
                                         const TilesInLine& line = {}) const {
@@ -149,7 +157,7 @@ class Turns {
     return index - (tile.left < 0 ? 0 : max(block * kTileM + tile.shift - tile.left, 0) / kTileN);
   }
 
-  static constexpr int kAlone = 2;  // parity of a passer of all blocks
+  static constexpr int kAlone = 2;  // in place of the parity of blocks: of a passer of all
 
   __device__ __forceinline__ void waiter(const BackwardParams& a, const KeyTile& tile,
                                          const TilesInLine& line) const {
