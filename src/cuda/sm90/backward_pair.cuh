@@ -23,25 +23,27 @@
 // (backward_turns.cuh); both take the same ticket. Both find the same blocks where masks leave some
 // out.
 //
-//   barrier          arrivals                  says
-//   kv               1 + bytes                 K, V and the other's half of K have arrived
-//   q.full[s]        1 + bytes                 a block and its lse2 have arrived; so grad_o, delta
-//   q.empty[s]       8 (warps)                 the block has been used
-//   weights.full     4                         weights of the block are in shared memory
-//   weights.empty    4                         and have been read
-//   ds.full[b]       4 + bytes                 dS of both CTAs is there
-//   ds.empty[b]      16                        both CTAs have used it
+//   barrier        arrivals                     says
+//   kv             1 + bytes                    K, V and the other's columns of K have arrived
+//   q.full[s]      1 + bytes                    Q and lse2 of a block have arrived; with features
+//                                               which block it is, and its bits of a packed mask
+//   q.empty[s]     8 (warps of both roles)      it has been used
+//   grad_o.full[s], empty[s]                    the same of dO and delta
+//   weights.full   4 (warps of scores)          weights of the block are in shared memory
+//   weights.empty  4 (warps of gradients)       and have been read
+//   ds.full[b]     4 (of gradients) + bytes     dS of both CTAs is there: this one's, and a copy of
+//                                               the other's
+//   ds.empty[b]    16 (both roles, both CTAs)   both CTAs have used it
 #pragma once
-
-#include <cstddef>
 
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_blocks.cuh"
 #include "cuda/sm90/backward_edges.cuh"
 #include "cuda/sm90/backward_features.cuh"
-#include "cuda/sm90/backward_kernels.h"
 #include "cuda/sm90/backward_pair_producer.cuh"
+#include "cuda/sm90/backward_pair_shared.cuh"
 #include "cuda/sm90/backward_products.cuh"
+#include "cuda/sm90/backward_tiles.h"
 #include "cuda/sm90/backward_turns.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -58,11 +60,11 @@ struct BackwardPair {
   static constexpr int kTileM = 64, kTileN = 128, kKeys = 64;  // of a pair; of a CTA
   static constexpr int kQStages = kTile.grad_o_stages == 1 ? 2 : 3;
   static constexpr int kGradOStages = kTile.grad_o_stages, kBuffers = 2;
-  // The ring of dS before the first block: nobody waits for that phase.
+  // The ring of dS at the block before the first: a wait for that phase falls through.
   static constexpr Ring<kBuffers> kBeforeFirst{kBuffers - 1, 1};
   static constexpr int kWarps = 4, kCtas = 2;
-  // dV of 256 columns takes half of 240; where masks leave blocks out the producer needs more
-  // than 24.
+  // 3 x 168 in all. dV of 256 columns takes half of 240; where masks leave blocks out the producer
+  // needs more than 24.
   static constexpr int kProducerRegisters = kLeavesOut && kTile.dv <= 128 ? 56 : 24,
                        kOwnerRegisters = 252 - kProducerRegisters / 2;
   static constexpr int kMaskBytes = kWarps * kWarp * 4;  // of a block's packed mask
@@ -111,88 +113,10 @@ struct BackwardPair {
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
-  struct Shared {
-    uint32_t base;
+  using Shared = PairShared<BackwardPair>;
 
-    __device__ __forceinline__ uint32_t k() const { return base + offsetof(SharedStorage, k); }
-    __device__ __forceinline__ uint32_t v() const { return base + offsetof(SharedStorage, v); }
-    __device__ __forceinline__ uint32_t k_other() const {
-      return base + offsetof(SharedStorage, k_other);
-    }
-    __device__ __forceinline__ uint32_t q(int stage) const {
-      return base + offsetof(SharedStorage, q) + stage * QTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t grad_o(int stage) const {
-      return base + offsetof(SharedStorage, grad_o) + stage * GradOTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t ds(int buffer) const {
-      return base + offsetof(SharedStorage, ds) + buffer * GradientTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t weights(int warp) const {
-      return base + offsetof(SharedStorage, weights) + warp * Features::kPieceBytes;
-    }
-    __device__ __forceinline__ uint32_t kept(int thread) const {
-      return base + offsetof(SharedStorage, kept) + 4 * thread;
-    }
-    __device__ __forceinline__ uint32_t block(int stage) const {
-      return base + offsetof(SharedStorage, blocks) + 8 * stage;
-    }
-    __device__ __forceinline__ uint32_t mask(int stage) const {
-      return base + offsetof(SharedStorage, mask) + stage * kMaskBytes;
-    }
-    // Of a key of the pair's tile.
-    __device__ __forceinline__ uint32_t span(int key) const {
-      return base + offsetof(SharedStorage, spans) + 8 * key;
-    }
-    __device__ __forceinline__ uint32_t lse2(int stage) const {
-      return base + offsetof(SharedStorage, lse2) + stage * kTileM * 4;
-    }
-    __device__ __forceinline__ uint32_t delta(int stage) const {
-      return base + offsetof(SharedStorage, delta) + stage * kTileM * 4;
-    }
-    __device__ __forceinline__ uint32_t kv_barrier() const {
-      return base + offsetof(SharedStorage, kv_barrier);
-    }
-    __device__ __forceinline__ StageBarriers<kQStages> q_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, q_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<kGradOStages> grad_o_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, grad_o_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<1> weight_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, weight_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<kBuffers> ds_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, ds_barriers))};
-    }
-
-    __device__ __forceinline__ Order turns(int rank) const {
-      return Order(base + uint32_t(offsetof(SharedStorage, turn_barriers)),
-                   base + uint32_t(offsetof(SharedStorage, turn_stored)), rank);
-    }
-    __device__ __forceinline__ uint32_t ticket() const {
-      return base + offsetof(SharedStorage, ticket);
-    }
-
-    __device__ __forceinline__ void init() const {
-      if constexpr (kInTurn<Row>) turns(0).init();
-      mbarrier_init(kv_barrier(), 1);
-      const auto init_stages = [](const auto& barriers, int stages, int full, int empty) {
-        for (int stage = 0; stage < stages; ++stage) {
-          mbarrier_init(barriers.full(stage), full);
-          mbarrier_init(barriers.empty(stage), empty);
-        }
-      };
-      init_stages(q_barriers(), kQStages, 1, 2 * kWarps);
-      init_stages(grad_o_barriers(), kGradOStages, 1, 2 * kWarps);
-      init_stages(weight_barriers(), 1, kWarps, kWarps);
-      init_stages(ds_barriers(), kBuffers, kWarps, 2 * kCtas * kWarps);
-      mbarrier_init_fence();
-    }
-  };
-
-  // This warp has used the stage: says so to both CTAs. By one lane. Nothing is handed over, so
-  // that nobody need wait for what this thread has written, which would be its additions to dQ.
+  // This warp has used the stage: says so to both CTAs. By one lane. Relaxed, because nothing is
+  // handed over: a release would first wait for what the thread has written, its additions to dQ.
   template <int kStages>
   static __device__ __forceinline__ void release(const StageBarriers<kStages>& barriers,
                                                  int stage) {
@@ -495,8 +419,8 @@ struct BackwardPair {
       for (int i = 0; i < kTileM / kStepK; ++i) {  // unit 2 i + lane / 16 of the row
         stmatrix_x4((ds + ds_row) ^ i << 5, dS + 4 * i);
       }
-      // Not before dS is written: an arrival may overtake the last loads of what dS is made of, and
-      // these then read what the other role or TMA writes next.
+      // Behind the stores of dS, which need all that has been loaded: an arrival may overtake loads
+      // in flight, which would then read what the other role or TMA writes next.
       __syncwarp();
       if (lane == 0) {
         weight_barriers.release(weight_ring);
@@ -530,8 +454,8 @@ struct BackwardPair {
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
   }
 
-  // A warp's rows of dS are there: says so here, and copies them to the other CTA. By one lane; one
-  // warp also says what comes from there.
+  // A warp's rows of dS are there: says so here, and copies them to the other CTA. By one lane.
+  // expects: it also announces the bytes that come from there, for all warps.
   static __device__ __forceinline__ void send(const Shared shared, uint32_t barrier, uint32_t rows,
                                               bool expects, int other) {
     constexpr int kBytesOfWarp = 16 * kChunkRowBytes;
