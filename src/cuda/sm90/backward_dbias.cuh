@@ -13,7 +13,6 @@
 //   empty                 1          what was sent has been read; first: the tile is free
 #pragma once
 
-#include "cuda/common/element.cuh"
 #include "cuda/sm90/backward_params.h"
 #include "cuda/sm90/backward_schedule.cuh"
 #include "cuda/sm90/backward_tiles.h"

@@ -45,7 +45,6 @@
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/ptx.cuh"
-#include "cuda/sm90/ragged.h"
 #include "cuda/sm90/smem_tile.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
