@@ -7,7 +7,15 @@
 // queries 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of key r.
 //
 // A step calls, in this order: look() and stage_bias() while the products run, weigh() when S is
-// there, differentiate() when dP is there too.
+// there, differentiate() when dP is there too. How S becomes P depends on the kernel:
+//
+//   weigh()            S = P. With a softcap only S = tanh or u (see cap()), from which
+//                      differentiate() makes both P and the cap's slope: no second array is held
+//   weigh_capped()     kernels of softcap alone: P, and S = P times the slope
+//   weigh_apart()      pairs of CTAs, where another warpgroup makes dP: P, and what dS is made of
+//   weigh_distances()  kernels of ALiBi alone: S = P
+//
+// All but weigh_capped() end in finish_weights(): distances, exponentials, and zeros where hidden.
 //
 // A packed mask comes with a block, by way of shared memory: a word a thread and 64 queries.
 #pragma once
@@ -174,13 +182,13 @@ class BackwardFeatures {
       return;
     }
     if (biased() && !before) add_bias(block, shared, pitch, log2_scale(p_), kLog2e, S);
-    weights(block, biased() && !before ? 1.f : log2_scale(p_), PairsOfQueries{lse2}, S);
+    finish_weights(block, biased() && !before ? 1.f : log2_scale(p_), PairsOfQueries{lse2}, S);
   }
   // S to P in a kernel that knows ALiBi alone. lse2: of the thread's queries, of(group).
   template <typename Queries>
   __device__ __forceinline__ void weigh_distances(int block, const Queries& lse2,
                                                   float (&S)[kTileM / 2]) const {
-    weights(block, log2_scale(p_), lse2, S);
+    finish_weights(block, log2_scale(p_), lse2, S);
   }
 
   // For a kernel whose other warpgroup makes dP: S to P as dropout leaves it, and to what dS is
@@ -262,7 +270,7 @@ class BackwardFeatures {
       add_bias(block, shared, pitch, c, kLog2e, S);
       c = 1;
     }
-    weights(block, c, PairsOfQueries{lse2}, S);
+    finish_weights(block, c, PairsOfQueries{lse2}, S);
   }
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
   static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
@@ -522,8 +530,8 @@ class BackwardFeatures {
 
   // S = P: exp2(c S - slope |i + shift - j| - lse2), 0 where hidden.
   template <typename Queries>
-  __device__ __forceinline__ void weights(int block, float c, const Queries& lse2,
-                                          float (&S)[kTileM / 2]) const {
+  __device__ __forceinline__ void finish_weights(int block, float c, const Queries& lse2,
+                                                 float (&S)[kTileM / 2]) const {
     if (alibi()) {
       const int first = block * kTileM + 2 * quad() + tile_.shift - key();
       const float distance0 = static_cast<float>(first);

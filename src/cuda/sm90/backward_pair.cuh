@@ -132,7 +132,9 @@ struct BackwardPair {
 
   // ---- dQ: both roles, a chunk of its columns each ----
 
-  // Of the columns for which a CTA has the other's K.
+  // Four chunks of columns: CTA r has 2 r and 2 r + 1, one a role. Three: its first role has 2 r,
+  // and the second roles half of chunk 1 each. first_chunk_of_dq(): of the two whose columns of the
+  // other's K it loads.
   static __device__ __forceinline__ int first_chunk_of_dq(int rank) {
     return kSharesChunk ? rank : 2 * rank;
   }
@@ -271,6 +273,12 @@ struct BackwardPair {
     }
   }
 
+  // Where a thread of one role leaves four words of weights, of two groups of accumulators, for the
+  // same thread of the other. weights: of the warp.
+  static __device__ __forceinline__ uint32_t weights_of(uint32_t weights, int i) {
+    return weights + (i * kWarp + threadIdx.x % kWarp) * 16;
+  }
+
   static __device__ __forceinline__ void scores(const BackwardParams& a, const KeyTile& tile,
                                                 const Shared shared, int rank) {
     const Params& p = a.problem;
@@ -328,7 +336,7 @@ struct BackwardPair {
       }
 #pragma unroll
       for (int i = 0; i < kTileM / 16; ++i) {
-        store_shared(weights + (i * kWarp + lane) * 16,
+        store_shared(weights_of(weights, i),
                      uint4{W[4 * i], W[4 * i + 1], W[4 * i + 2], W[4 * i + 3]});
       }
       __syncwarp();
@@ -357,6 +365,30 @@ struct BackwardPair {
     });
     part.finish(shared, ds_ring, previous_slot, previous_block);
     store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
+  }
+
+  // dS = weight (keep dP - delta). weights: of the warp; kept: bit e of dP[e]; delta: that of the
+  // thread's first two queries.
+  static __device__ __forceinline__ void differentiate(uint32_t weights,
+                                                       [[maybe_unused]] uint32_t kept,
+                                                       uint32_t delta, float (&dP)[kTileM / 2],
+                                                       uint32_t (&dS)[kTileM / 4]) {
+#pragma unroll
+    for (int i = 0; i < kTileM / 16; ++i) {
+      const uint4 of_pair = load_shared_words(weights_of(weights, i));
+      const uint32_t W[4] = {of_pair.x, of_pair.y, of_pair.z, of_pair.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 of_query = load_shared_pair(delta + 32 * (2 * i + j / 2));
+        const float2 w = unpack<Element>(W[j]);
+        const int e = 8 * i + 2 * j;
+        if constexpr (kFeatures & kDropout) {
+          dP[e] = kept >> e & 1 ? dP[e] : 0.f;
+          dP[e + 1] = kept >> (e + 1) & 1 ? dP[e + 1] : 0.f;
+        }
+        dS[e / 2] = pack<Element>(w.x * (dP[e] - of_query.x), w.y * (dP[e + 1] - of_query.y));
+      }
+    }
   }
 
   static __device__ __forceinline__ void gradients(const BackwardParams& a, const KeyTile& tile,
@@ -395,24 +427,9 @@ struct BackwardPair {
 
       weight_barriers.wait(weight_ring);
       const uint32_t delta = shared.delta(grad_o_ring.stage) + 8 * quad;
-      [[maybe_unused]] uint32_t kept = ~0u;
+      uint32_t kept = ~0u;
       if constexpr (kFeatures & kDropout) kept = load_shared_word(shared.kept(thread));
-#pragma unroll
-      for (int i = 0; i < kTileM / 16; ++i) {
-        const uint4 of_pair = load_shared_words(weights + (i * kWarp + lane) * 16);
-        const uint32_t W[4] = {of_pair.x, of_pair.y, of_pair.z, of_pair.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 of_query = load_shared_pair(delta + 32 * (2 * i + j / 2));
-          const float2 w = unpack<Element>(W[j]);
-          const int e = 8 * i + 2 * j;
-          if constexpr (kFeatures & kDropout) {
-            dP[e] = kept >> e & 1 ? dP[e] : 0.f;
-            dP[e + 1] = kept >> (e + 1) & 1 ? dP[e + 1] : 0.f;
-          }
-          dS[e / 2] = pack<Element>(w.x * (dP[e] - of_query.x), w.y * (dP[e + 1] - of_query.y));
-        }
-      }
+      differentiate(weights, kept, delta, dP, dS);
       mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       const uint32_t ds = shared.ds(ds_ring.stage);
 #pragma unroll
