@@ -8,9 +8,14 @@
 // is in the L2 when the other comes. Whichever has a block first stores it, says so, and the other
 // adds to it. A sum of two does not depend on which.
 //
-//   barrier of an owner   arrivals   says
-//   full                  4 warps    dS is staged
-//   empty                 1          what was sent has been read; first: the tile is free
+//   barrier of an owner   arrivals          says
+//   full                  4 (a warp each)   dS is staged
+//   empty                 1                 what was sent has been read, at first the zeros: the
+//                                           tile is free
+//
+//   mark of a block       0                 nobody has come
+//                         1, 2              one or both have claimed it: the first is to store it
+//                         5, 6              and has stored it
 #pragma once
 
 #include "cuda/sm90/backward_params.h"
@@ -118,7 +123,7 @@ class BiasGradient {
           const int found = mark >= 0 ? atomicAdd(a.bias_marks + mark, kClaimed) : 0;
           mbarrier_wait(staging.of(w).full(), phase);
           say_stored(a, unsaid[w]);
-          if (found != 0) {
+          if (found != 0) {  // the other tile has claimed the block: until it has stored it
             if (found < kStored) {
               // Who waits has nothing that others may be waiting for.
 #pragma unroll
@@ -126,7 +131,7 @@ class BiasGradient {
             }
             while (load_acquire(a.bias_marks + mark) < kStored) {
             }
-            global_proxy_fence();
+            global_proxy_fence();  // before an addition by TMA to what TMA has stored
           }
           sender.send(staging.of(w).tile, member, block, first + w, found != 0);
           if (found == 0) unsaid[w] = mark;
@@ -141,9 +146,11 @@ class BiasGradient {
     bulk_wait();
   }
 
-  // What is added to a mark; two claims are less than what says that the block has been stored.
+  // What is added to a mark.
   static constexpr int kClaimed = 1, kStored = 4;
+  static_assert(2 * kClaimed < kStored);
 
+  // Whoever reads the mark may add to what it stands for. Negative: there is nothing to say.
   static __device__ __forceinline__ void say_stored(const BackwardParams& a, int& mark) {
     if (mark < 0) return;
     bulk_wait();
