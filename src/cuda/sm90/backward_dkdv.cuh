@@ -239,13 +239,26 @@ struct BackwardDkdv : DkdvShape<kDim> {
     Ring<Shape::kKept> kept_ring;
     Ring<Shape::kStages> ring;  // of the block whose S and dP are in registers
 
-    int begin, end;
+    // ---- tiles ----
+
+    int begin, end;               // blocks of queries
     const auto next_tile = [&] {  // false past the last
       work_barriers.wait(work_ring);
       begin = uniform_register(works[work_ring.stage].begin);
       end = uniform_register(works[work_ring.stage].end);
       return begin < end;
     };
+    // What a thread needs to know of the tile whose S is in registers.
+    int key, clean_begin, clean_end;  // and key + 8
+    const auto start_tile = [&] {
+      const Work& work = works[work_ring.stage];
+      key = work.key0 + w * kRowsOfBox + warp_row + lane / 4;
+      clean_begin = uniform_register(work.clean_begin);
+      clean_end = uniform_register(work.clean_end);
+    };
+
+    // ---- blocks, and what is made of them ----
+
     const auto wait_for_block = [&](const Ring<Shape::kStages>& at) {
       q_barriers.wait(at);
       grad_o_barriers.wait(at);
@@ -264,14 +277,6 @@ struct BackwardDkdv : DkdvShape<kDim> {
     const auto release_block = [&](const Ring<Shape::kStages>& at) {
       if (leader) q_barriers.release(at);
       if (leader) grad_o_barriers.release(at);
-    };
-    // What a thread needs to know of the tile whose S is in registers.
-    int key, clean_begin, clean_end;  // and key + 8
-    const auto start_tile = [&] {
-      const Work& work = works[work_ring.stage];
-      key = work.key0 + w * kRowsOfBox + warp_row + lane / 4;
-      clean_begin = uniform_register(work.clean_begin);
-      clean_end = uniform_register(work.clean_end);
     };
     // S becomes P while dP is being made.
     const auto weigh = [&](int block) {
@@ -307,6 +312,8 @@ struct BackwardDkdv : DkdvShape<kDim> {
       if (more) issue_dp(next);
       give_turn(w);
     };
+
+    // ---- the walk ----
 
     if (!next_tile()) return;
     if (w == Shape::kConsumers - 1) give_turn(w);  // consumer 0 is the first

@@ -3,9 +3,10 @@
 //
 //   S = Q K^T    dP = dO V^T    P = exp2(c S - lse2)    dS = P (dP - delta)    dQ += dS K
 //
-// A tile keeps Q and dO; its O comes first in the streams of K and V, half in each, for delta,
-// which is the diagonal of dO O^T: of the very products that dP is made of, so that dP - delta is 0
-// where o is a row of v. lse2 and delta of every row are left for the kernel of dk and dv.
+// A tile keeps Q and dO; its O comes first in the streams of K and V, half in each. delta is the
+// diagonal of dO O^T, made by the same products as dP: where a row sees one key o is a row of v,
+// and dP - delta must be exactly 0. lse2 and delta of every row are left for the kernel of dk and
+// dv.
 //
 // A consumer issues dQ of a block with S and dP of the next, and that of the last one with dO O^T
 // of the next tile.
@@ -366,8 +367,8 @@ __global__ void __launch_bounds__(kTwoThreads, 1) backward_dq(const __grid_const
       schedule<Element, Kernel>(a, in_shared.work, in_shared.extra, blocks_loaded, shared);
     }
     if (warp == 1 && first_lane) {
-      // The next kernel writes dk and dv, and reads all inputs, before it waits for this one: what
-      // is before this one is done then.
+      // Not earlier: the next kernel reads all inputs, and writes zeros to dk and dv, before it
+      // waits for this one. What came before this one has to be done then.
       wait_for_predecessors();
       launch_dependents();
       Kernel::carry_queries(a, works, shared);

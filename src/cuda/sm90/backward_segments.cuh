@@ -41,7 +41,8 @@ struct BlocksOfKeys {
 // Of a tile, in shared memory, by the producer's warp.
 template <int kTileN>
 struct SegmentsOfTile {
-  KeyInterval spans[kTileN];  // of queries, of each key; or its id and nothing, see hide_segments()
+  // Of each key the queries that see it; or, where some key has no interval, {its id, 0}.
+  KeyInterval spans[kTileN];
   BlocksOfKeys of_owner[2];
   TilesInLine line;  // in a fixed order
 

@@ -12,7 +12,8 @@
 namespace tessera::cuda::sm90 {
 
 constexpr int kRowsOfBox = 64;  // of every tensor map, and what a consumer keeps
-// Of a block of queries of the second kernel: the statistics of rows lie in such blocks.
+// Queries of a block that streams past in the second kernel. The first one leaves lse2 and delta in
+// such blocks, each in a slot of its own (backward_params.h).
 constexpr int rows_of_block(int dim) { return dim == 64 ? 128 : 64; }
 
 // Of dq's kernel. `problem` and o are those of a forward pass whose o is dq and which has neither
