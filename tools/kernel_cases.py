@@ -90,6 +90,14 @@ def sections():
         yield line("bwd", dtype=dtype, b=8, sq=300, sk=1100, align="top_left", window="800,0", layout="sbhd", **many)
 
 
+def many_masks():
+    """More dense masks than a grid has on its last axis."""
+    many = {"dtype": "bf16", "b": 11000, "sq": 17, "sk": 20, "hq": 6, "hk": 1, "keep": "random:0.5", "poison": True}
+    yield line("fwd", **many, d=8)
+    yield line("fwd", **many, d=72, causal=True, align="top_left")
+    yield line("bwd", **many, d=8)
+
+
 def tall():
     """Rows and heads enough for the tiles of 192 rows that kernels of one feature have at d = 64."""
     for dtype, more in product(("bf16", "fp16"), ({"alibi": True}, {"alibi": "bh", "bias_dtype": "fp32"},

@@ -382,7 +382,7 @@ def nightly():
     for section in (sizes(True), kernels.wide_backward(True), decode(True), kernels.many_short(),
                     kernels.many_tiles(), kernels.long_tiles(), kernels.tall(), kernels.lists(),
                     kernels.mixtures(), kernels.long(), kernels.tall_and_long(), kernels.documents(True),
-                    kernels.segments_again(True), kernels.sections(), products(6000, 9, True)):
+                    kernels.segments_again(True), kernels.sections(), kernels.many_masks(), products(6000, 9, True)):
         yield from section
     yield two_keys("fp32")
 

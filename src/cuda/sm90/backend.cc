@@ -114,6 +114,9 @@ class Sm90Backend final : public Backend {
       support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
                       [&] { return text(name, extent, "must be in [1, 2^24]"); });
     }
+    constexpr int64_t kMostHeads = 65535;  // of a grid's y and z
+    support.require(s.hq <= kMostHeads, ReasonId::kSize, Remedy::kNone,
+                    [&] { return text("num_heads_q", s.hq, "must be at most 65535"); });
   }
 
   // Few queries live on loads: a CTA here owns rows of one head and reads the keys for them alone,

@@ -3,6 +3,7 @@
 // keys of them: bytes are read along the keys, and bits leave along the threads.
 #include "cuda/sm90/backward_pack_mask.h"
 #include "cuda/sm90/blocks.cuh"
+#include "cuda/sm90/mask_launch.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
@@ -133,10 +134,18 @@ Status pack_backward_mask(const Tensor& mask, const BackwardTile& tile, void* wo
   a.mask_blocks = p.blocks;
   a.mask_stride_head = mask.extent[1] > 1;
   a.mask_stride_batch = mask.extent[0] > 1 ? p.heads : 0;
-  const dim3 grid(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.blocks),
-                  static_cast<unsigned>(mask.extent[0] * mask.extent[1]));
-  return launch_kernel("pack_backward_mask", reinterpret_cast<const void*>(&pack), grid, kThreads,
-                       0, &p, stream);
+  const int64_t states = int64_t{p.heads} * p.tiles * p.blocks;  // of a sequence
+  const int64_t words = int64_t{p.heads} * p.pieces * p.rows * kWarp;
+  return launch_by_sequences(mask, [&](int64_t first, int64_t sequences) {
+    PackParams part = p;
+    part.mask.data = static_cast<uint8_t*>(p.mask.data) + first * p.mask.stride[0];
+    part.bits = p.bits + first * words;
+    part.states = p.states + first * states;
+    const dim3 grid(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.blocks),
+                    static_cast<unsigned>(sequences * p.heads));
+    return launch_kernel("pack_backward_mask", reinterpret_cast<const void*>(&pack), grid, kThreads,
+                         0, &part, stream);
+  });
 }
 
 }  // namespace tessera::cuda::sm90

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/blocks.cuh"
+#include "cuda/sm90/mask_launch.h"
 #include "cuda/sm90/pack_mask.h"
 
 namespace tessera::cuda::sm90 {
@@ -145,13 +146,21 @@ Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, F
   a.mask_blocks = p.blocks;
   a.mask_stride_head = mask.extent[1] > 1;
   a.mask_stride_batch = mask.extent[0] > 1 ? p.heads : 0;
-  const dim3 grid(static_cast<unsigned>(p.blocks), static_cast<unsigned>(p.tiles),
-                  static_cast<unsigned>(mask.extent[0] * mask.extent[1]));
   const bool vectors = p.mask.stride[3] == 1 && p.mask.vector_bytes >= 8;
   const auto kernel = tile.tile_n == 64 ? (vectors ? pack<64, true> : pack<64, false>)
                                         : (vectors ? pack<128, true> : pack<128, false>);
-  return launch_kernel("pack_mask", reinterpret_cast<const void*>(kernel), grid, kThreads, 0, &p,
-                       stream);
+  const int64_t states = int64_t{p.heads} * p.tiles * p.blocks;  // of a sequence
+  const int64_t bytes = int64_t{p.heads} * p.rows * p.blocks * p.tile_n / 8;
+  return launch_by_sequences(mask, [&](int64_t first, int64_t sequences) {
+    PackParams part = p;
+    part.mask.data = static_cast<uint8_t*>(p.mask.data) + first * p.mask.stride[0];
+    part.bits = static_cast<uint8_t*>(p.bits) + first * bytes;
+    part.states = p.states + first * states;
+    const dim3 grid(static_cast<unsigned>(p.blocks), static_cast<unsigned>(p.tiles),
+                    static_cast<unsigned>(sequences * p.heads));
+    return launch_kernel("pack_mask", reinterpret_cast<const void*>(kernel), grid, kThreads, 0,
+                         &part, stream);
+  });
 }
 
 }  // namespace tessera::cuda::sm90
