@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernel hands out its roles, and those beside its consumers, which are in forward.cuh:
-// they bring what a consumer is to compute with. Kernel: a Forward.
+// The producer warpgroup of the forward kernel (forward.cuh): a warp that finds the tiles, and a
+// thread each that loads queries, keys and values. The kernels of backward_two.cuh share schedule()
+// and for_each_tile(). Kernel: a Forward, or there one of theirs.
 #pragma once
 
 #include "cuda/sm90/alibi.cuh"
@@ -15,12 +16,34 @@
 
 namespace tessera::cuda::sm90 {
 
-// The scheduler asks for a tile when so many blocks of those before it are not yet being loaded:
-// one that lay in hand for long would be kept from a CTA that has none. It takes some 4k clocks
-// until a tile is known and its queries are there.
+// The scheduler asks for another tile when no more than this many blocks of keys, of the tiles that
+// it has, are not yet being loaded. Late, because a tile that lies in hand for long is kept from a
+// CTA that has none; but it takes some 4k clocks until a tile is known and its queries are there.
+// Measured in docs/kernels/sm90_forward_tried.md, the order of tiles.
 constexpr int kBlocksAhead = 4;
 
-// The scheduler, one warp. Fills the ring of tiles. Tiles that see no key are finished here. The
+// What the other roles are to know of the tile at `index` of the order, into stage `stage` of the
+// ring. By all lanes of a warp.
+template <typename Element, typename Kernel>
+__device__ __forceinline__ void describe_tile(const ForwardParams& a, const PackedOrder& order,
+                                              int index, typename Kernel::Work& work,
+                                              const typename Kernel::Shared shared, int stage,
+                                              int lane) {
+  Kernel::Schedule::decode(a, order, index, work);
+  Output<Element>::prepare(a.problem, work);
+  work.slope = Kernel::BlockFeatures::slope_of(a.problem, work);
+  if constexpr (Kernel::kAddsByProducts) {
+    work.choose_pivot(Kernel::kTileM, Kernel::kTileN);
+    Kernel::Progression::fill_slopes(shared.slopes(stage), work.slope, lane);
+  }
+  __syncwarp();
+  if constexpr (Kernel::kListsBlocks) {
+    BlockList<Kernel::kTileM, Kernel::kTileN>::fill(a, work, lane);
+  }
+  __syncwarp();
+}
+
+// The scheduler, one warp: fills the ring of tiles, and finishes those that see no key itself. The
 // first tile of a dense problem is known from the kernel's arguments: lean kernels find it while
 // the kernels before this one end.
 template <typename Element, typename Kernel>
@@ -32,7 +55,8 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   Dispenser dispenser(a.counter, a.mark);  // lane 0's
   bool may_touch_memory = false;
   if (PackedOrder::covers(p)) PackedOrder::prefetch(p, lane);
-  const auto end_of_predecessors = [&] {
+  // Once, before anything is read or written that the kernels before this one may use.
+  const auto await_predecessors = [&] {
     if (may_touch_memory) return;
     wait_for_predecessors();
     dispenser.reset();
@@ -40,7 +64,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   };
   if (Kernel::kFeatures || p.thd_q || p.thd_k || p.tensor[TESSERA_SEQLENS_Q].data ||
       p.tensor[TESSERA_SEQLENS_K].data || p.tensor[TESSERA_SINK].data) {
-    end_of_predecessors();
+    await_predecessors();
   }
   int tiles = a.tiles;
   if (PackedOrder::covers(a.problem)) {
@@ -59,19 +83,9 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     work.last = last;
     if (last) work.begin = work.end = 0;
     if (!last) {
-      Kernel::Schedule::decode(a, order, index, work);
-      Output<Element>::prepare(a.problem, work);
-      work.slope = Kernel::BlockFeatures::slope_of(a.problem, work);
-      if constexpr (Kernel::kAddsByProducts) {
-        work.choose_pivot(Kernel::kTileM, Kernel::kTileN);
-        Kernel::Progression::fill_slopes(shared.slopes(ring.stage), work.slope, lane);
-      }
-      __syncwarp();
-      if constexpr (Kernel::kListsBlocks)
-        BlockList<Kernel::kTileM, Kernel::kTileN>::fill(a, work, lane);
-      __syncwarp();
+      describe_tile<Element, Kernel>(a, order, index, work, shared, ring.stage, lane);
       if (work.begin >= work.end) {
-        end_of_predecessors();
+        await_predecessors();
         Output<Element>{a.problem, work}.store_nothing(Kernel::kTileM, lane);
         __syncwarp();
         continue;
@@ -82,7 +96,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));
-    end_of_predecessors();
+    await_predecessors();
     if (last) return;
     ring.advance();
     mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
@@ -113,10 +127,10 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
                                               const typename Kernel::Shared shared) {
   constexpr int kStages = Kernel::kTile.q_stages;
   struct Place {
-    int head, batch, row, rows;  // rows: from there to the last one that is to be stored
+    int head, batch, row, rows;  // row: of the tensor; rows: from there on that are to be stored
   };
   [[maybe_unused]] Place places[kStages];  // of the tiles in the stages, the oldest first
-  [[maybe_unused]] int filled = 0;         // stages
+  [[maybe_unused]] int filled = 0;         // how many there are
   Ring<kStages> ring;
   const auto store = [&](const Place& tile) {
     const bool ragged = a.problem.thd_q;
@@ -133,7 +147,7 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
       }
     }
     bulk_commit();
-    bulk_wait_read();
+    bulk_wait_read();  // then queries may come where o was
   };
   for_each_tile<Kernel>(works, shared, [&](const auto& work) {
     const int row = work.q.first + work.m0;
@@ -158,6 +172,8 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
   }
 }
 
+// Keys, and tiles of a bias for each consumer. blocks_loaded: how many blocks of keys, of all tiles
+// so far, are loaded or on their way; those that a mask leaves out count with the next one.
 template <typename Kernel>
 __device__ __forceinline__ void load_keys(const ForwardParams& a,
                                           const typename Kernel::Work* works,
@@ -215,53 +231,6 @@ __device__ __forceinline__ void load_values(const ForwardParams& a,
       ring.advance();
     }
   });
-}
-
-template <typename Element, typename Row>
-struct Forward;
-
-template <typename Element, typename Row>
-__global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
-    forward(const __grid_constant__ ForwardParams p) {
-  using Kernel = Forward<Element, Row>;
-  constexpr int kConsumers = Kernel::kConsumers;
-  extern __shared__ __align__(1024) uint8_t storage[];
-  const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
-  auto& in_shared = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  if (threadIdx.x == 0) {
-    tma_prefetch(&p.q);
-    tma_prefetch(&p.k);
-    tma_prefetch(&p.v);
-    if (Kernel::kTile.o_by_tma) tma_prefetch(&p.o);
-    for (int w = 0; w < kConsumers; ++w) {
-      shared.q_barriers(w).init(kWarpgroup / kWarp);
-      shared.bias(w).barriers.init(kWarpgroup / kWarp);
-    }
-    shared.k_barriers().init(kConsumers);
-    shared.v_barriers().init(kConsumers);
-    shared.work_barriers().init(Kernel::kLoaders + kConsumers * (kWarpgroup / kWarp));
-    mbarrier_init_fence();
-    in_shared.blocks_loaded = 0;
-  }
-  if constexpr (Kernel::kAddsByProducts) Kernel::Progression::fill_indices(shared.indices());
-  __syncthreads();
-  launch_dependents();
-  auto* works = in_shared.work;
-  volatile int& loaded = in_shared.blocks_loaded;
-  if (warpgroup == 0) {
-    registers_release<Kernel::kProducerRegisters>();
-    const int warp = uniform(threadIdx.x / kWarp);
-    const bool first_lane = threadIdx.x % kWarp == 0;
-    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, loaded, shared);
-    if (warp == 1 && first_lane) carry_queries<Kernel>(p, works, shared);
-    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, loaded, shared);
-    if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
-  } else {
-    registers_claim<Kernel::kConsumerRegisters>();
-    wait_for_predecessors();
-    Kernel::consumer(p, works, shared, warpgroup - 1);
-  }
 }
 
 }  // namespace tessera::cuda::sm90

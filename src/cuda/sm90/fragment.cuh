@@ -57,6 +57,11 @@ __device__ __forceinline__ void find_same_ids(const int (&row_ids)[2],
   }
 }
 
+// Whether x holds in any of the four threads that share the lane's rows. By all lanes of a warp.
+__device__ __forceinline__ bool any_of_quad(bool x, int lane) {
+  return (__ballot_sync(kAllLanes, x) & 0xfu << (lane & ~3)) != 0;
+}
+
 // Of the two rows of a thread in a block, the elements that are to be seen.
 template <int kTileN>
 struct VisibleBits {
