@@ -41,6 +41,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/params.h"
@@ -194,13 +195,11 @@ struct Wide {
       }
       return before;
     };
-    const auto weights = [&](int g) {  // p = exp2(c S - c m) of 8 keys
-      const float* s = S + 4 * g;
-      const float p0 = exp2_approx(fmaf(s[0], c, -cm[0])), p2 = exp2_approx(fmaf(s[2], c, -cm[1]));
-      const float p1 = exp2_approx(fmaf(s[1], c, -cm[0])), p3 = exp2_approx(fmaf(s[3], c, -cm[1]));
-      sum[0] += p0, sum[1] += p2, sum[0] += p1, sum[1] += p3;
-      P[2 * g] = pack<Element>(p0, p1);
-      P[2 * g + 1] = pack<Element>(p2, p3);
+    const auto exponent = [&](float s, int r) { return fmaf(s, c, -cm[r]); };
+    const auto weights = [&](int g) {  // P of 8 keys
+      float p[4];
+      weights_of_group(g, S, exponent, p, sum);
+      round_group<Element>(g, p, P);
     };
     const auto store_p = [&](int buffer) {  // where both consumers find it after they have met
       const int row = thread / kWarp * 16 + lane % 16;
@@ -217,12 +216,11 @@ struct Wide {
       float row_max[2] = {-kInfinity, -kInfinity};
 #pragma unroll
       for (int e = 0; e < kKeys / 2; ++e) row_max[e / 2 % 2] = fmaxf(row_max[e / 2 % 2], S[e]);
-      const uint32_t quad = 0xfu << (lane & ~3);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(kAllLanes, row_max[r], 2));
         row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(kAllLanes, row_max[r], 1));
-        const bool moves = (__ballot_sync(kAllLanes, wants[r]) & quad) != 0;
+        const bool moves = any_of_quad(wants[r], lane);
         if (lane % 4 == 0) {
           storage.maxima[w][thread_row + 8 * r] = row_max[r];
           storage.moves[w][thread_row + 8 * r] = moves;
