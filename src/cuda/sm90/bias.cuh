@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bias to a block of scores: from tiles that TMA brings to shared memory, or by plain loads for one
-// of fp32, of unaligned rows, or of one value a row. Fragments as in features.cuh.
+// Adds a bias to a block of scores: from tiles that TMA brings to shared memory, or, where TMA
+// cannot read it (fp32, unaligned rows, one value a row), by plain loads. Fragments as in
+// features.cuh.
 #pragma once
 
 #include <type_traits>
@@ -13,14 +14,9 @@
 
 namespace tessera::cuda::sm90 {
 
-// Loads in flight take registers: a few at a time, where all at once would spill.
+// Loads in flight take registers: this many at a time. All at once would spill.
 constexpr int kLoadsAtOnce = 8;
 __device__ __forceinline__ void no_loads_across() { asm volatile("" ::: "memory"); }
-// And so do the multiples of a stride, one an element, that would be kept across blocks.
-__device__ __forceinline__ int64_t not_hoisted(int64_t stride) {
-  asm volatile("" : "+l"(stride));
-  return stride;
-}
 
 template <typename Element>
 __device__ __forceinline__ float low_element(uint32_t pair) {

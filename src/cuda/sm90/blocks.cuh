@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which blocks of keys a row tile needs when more than the band decides: dense masks, key ranges
-// and segments leave blocks out. The scheduler warp looks. Where each row sees one interval, as
-// with one key range or with documents, it writes down the intervals, and the tile is as one under
-// a band; else a lane looks at a block, and writes two bits each.
+// and segments leave blocks out. The scheduler warp finds out, in one of two ways. Where each row
+// sees one interval, as with one key range or with documents, it notes the interval of each row,
+// and the tile is done like one under a band. Else each lane looks at a block, and notes two bits
+// of it: whether it is live, and whether a mask hides some of it.
 #pragma once
 
 #include <climits>
 #include <type_traits>
 
+#include "cuda/common/block_map.h"
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/schedule.cuh"
 #include "cuda/sm90/spans.cuh"
 
 namespace tessera::cuda::sm90 {
-
-// State of a block of a dense mask under a row tile, as pack_mask writes it.
-enum BlockState : uint8_t { kBlockHidden = 0, kBlockPartial = 1, kBlockFull = 2 };
 
 // Where the blocks of a sequence's keys begin in an array over the blocks of all (num_tile_slots,
 // tile_of_slot).
@@ -24,13 +23,14 @@ __device__ __forceinline__ int slot_of_keys(const Params& p, const Rows& keys, i
   return n == 0 ? 0 : keys.first / tile_n + n + 1;
 }
 
-// A tile with its live blocks. Beyond kMost blocks nothing is left out.
+// A tile with its live blocks. One of more than kMost blocks has no list: all of them are live, and
+// masks may hide some of each.
 struct ListedWork : Work {
   static constexpr int kWords = 32, kMost = 32 * kWords;
-  // Bit b % 32 of word (b - base) / 32. partial: a data mask hides some of the block's scores.
+  // Block b: bit b % 32 of word (b - base) / 32. partial: a data mask hides some of its scores.
   uint32_t live[kWords], partial[kWords];
-  int base;  // of the bits: begin, rounded down to 32
-  bool listed;
+  int base;     // the block of the first bit: begin, rounded down to 32
+  bool listed;  // the words above say something
 
   // The nearest live block left of b; begin - 1 if there is none.
   __device__ __forceinline__ int before(int b) const {
@@ -47,7 +47,16 @@ struct ListedWork : Work {
   }
 };
 
-// Walks over the live blocks of a tile from right to left, with the bits of 32 of them at hand.
+// A tile with its live blocks, or, where data masks leave each row one interval of keys, with those
+// intervals. For kernels that have registers to find out.
+struct SpannedWork : ListedWork {
+  static constexpr int kMostRows = 128;  // of a tile
+  bool spanned;                  // intervals; no block between the first and the last is left out
+  KeyInterval spans[kMostRows];  // then: of each row of the tile, the band included
+};
+
+// Goes through the live blocks of a tile from right to left, with the bits of 32 of them in
+// registers.
 class BlockCursor {
  public:
   __device__ __forceinline__ explicit BlockCursor(const ListedWork& work) : work_(work) {}
@@ -83,8 +92,9 @@ class BlockCursor {
   uint32_t live_ = 0, partial_ = 0;
 };
 
-// Walks over all of them, in a loop for each kind. Which block comes next and of what kind it is
-// gets looked up under the products of the one before: uniform registers are slow.
+// Walks over the live blocks of a tile, in a loop for each kind of them. Which block comes next,
+// and of what kind it is, gets looked up while the products of the one before run: uniform
+// registers are slow.
 class BlockWalk {
  public:
   __device__ __forceinline__ explicit BlockWalk(const ListedWork& work)
@@ -151,16 +161,8 @@ struct NoBlockWalk {
   __device__ static void look_ahead(int) {}
   __device__ static int next() { return 0; }
 };
-template <bool kHas>  // of kernels whose tiles have lists
+template <bool kHas>  // whether the kernel walks by a list
 using BlockWalkIf = std::conditional_t<kHas, BlockWalk, NoBlockWalk>;
-
-// The same where each row may see one interval of keys, for kernels that have registers to find
-// out.
-struct SpannedWork : ListedWork {
-  static constexpr int kMostRows = 128;
-  bool spanned;                  // the rows do; no block between the first and the last is left out
-  KeyInterval spans[kMostRows];  // then: what they see, the band included
-};
 
 // What a row of the tile sees, but for data masks that cut blocks.
 __device__ __forceinline__ KeyInterval keys_seen(const Work& work, int row) {
@@ -241,7 +243,8 @@ class BlockList {
   }
 
  private:
-  // Notes what each row sees and shrinks the tile's blocks to that, where it is an interval.
+  // Where each row sees one interval: notes them and shrinks the tile's blocks to what they hold.
+  // False where one does not, and for dense masks and two ranges, of which that is not known.
   static __device__ __forceinline__ bool span(const ForwardParams& a, SpannedWork& work, int lane) {
     constexpr int kRows = kTileM / kWarp;
     static_assert(kTileM <= SpannedWork::kMostRows);
@@ -272,7 +275,7 @@ class BlockList {
       }
       if (!__all_sync(kAllLanes, found)) return false;
     }
-    // Of rows that exist; one that sees nothing leaves no block clean.
+    // Over the rows that exist, of which one that sees nothing leaves no block clean.
     int lo = INT_MAX, hi = 0, clean_lo = 0, clean_hi = work.k.length;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rich kernel does to a block of scores beyond the lean one, one function a feature, over
-// the fragment of one warpgroup: bias, softcap, ALiBi, dense masks, key ranges, segments. Dropout
-// is in dropout.cuh.
+// What kernels with features do to a block of scores that the lean ones do not, one function a
+// feature, over the fragment of one warpgroup: bias, softcap, ALiBi, dense masks, key ranges,
+// segments. Dropout is in dropout.cuh.
 //
 // kSet says which features are compiled in (tiles.h). A kernel of one feature runs only problems
 // that have it; in others each is behind a uniform branch.
@@ -10,6 +10,7 @@
 // columns 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of row r.
 #pragma once
 
+#include <cfloat>
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
@@ -23,7 +24,7 @@
 
 namespace tessera::cuda::sm90 {
 
-// Of a block, by data masks.
+// What data masks say of a block, as a thread loads it.
 template <int kTileN>
 struct MaskData {
   using Word = std::conditional_t<kTileN == 64, uint16_t, uint32_t>;
@@ -68,8 +69,8 @@ class Features : Feature {
   // True when shape() has something to do.
   static constexpr bool kShapes = (kSet & ~(kMasks | kDropout)) != 0 && kSet != kSoftcap;
 
-  // Whether it has for this problem. Kernels of everything ask this and lists() once a block, not
-  // once a feature.
+  // Whether shape() has something to do for this problem. Mixed and rich kernels ask this and
+  // lists() once a block instead of once a feature.
   static __device__ __forceinline__ bool shapes(const Params& p) {
     return kShapes && (has_softcap(p) || has_alibi(p) || has_bias(p));
   }
@@ -109,7 +110,8 @@ class Features : Feature {
     if constexpr (!(kSet & kSoftcap)) {
       if (biased) add_bias();
     } else if (biased || capped) {
-      // Each of the two stands here once, in either order: with copies ptxas loses its way.
+      // The cap and the bias, in either order; the code of each stands here once. With copies ptxas
+      // loses its way, and at times serialises the products (docs/kernels/sm90_features.md).
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) {
         if ((turn == 0) != pre) {
@@ -188,9 +190,7 @@ class Features : Feature {
 
  private:
   // Not 0, so that -inf stays -inf.
-  __device__ __forceinline__ float scale() const {
-    return fmaxf(p_.softmax_scale, 1.17549435e-38f);
-  }
+  __device__ __forceinline__ float scale() const { return fmaxf(p_.softmax_scale, FLT_MIN); }
 
   // S = softcap tanh(softmax_scale S / softcap). A bias before it may have hidden some.
   __device__ __forceinline__ void cap(float (&S)[kTileN / 2]) const {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//   bits [heads, rows, blocks, 4 threads of a quad] of tile_n / 4 bits each: element e of thread t
-//   stands
-//        at column 8 (e / 2) + 2 t + e % 2 of the block
+// Packs a dense mask into bits, and sums up each block of keys under each row tile.
+//
+//   bits [heads, rows, blocks, 4 threads of a quad]: words of tile_n / 4 bits; bit e of thread t is
+//       column 8 (e / 2) + 2 t + e % 2 of the block, as in an accumulator (fragment.cuh)
 //   states [heads, row tiles, blocks]: BlockState
 //
-// A CTA packs one block under one row tile, a quad of threads a row. The threads of a quad take
-// turns over the groups of 8 keys, and trade the bits.
+// A CTA packs one block under one row tile, a quad of threads a row. The threads of a quad read
+// groups of 8 keys in turn, and then trade bits.
 #include <type_traits>
 
 #include "cuda/sm90/blocks.cuh"
@@ -33,8 +34,8 @@ __device__ __forceinline__ uint32_t bits_of_bytes(uint32_t word) {
   return top * 0x00204081u >> 28;  // bits 7, 15, 23 and 31 to 28 ... 31
 }
 
-// Bits of 8 keys of a row, those from `key` on; keys past the row are hidden. Vectors: the row is
-// dense and aligned to 8 bytes.
+// Which of the 8 keys from `key` on a row shows; those past its end are hidden. kVectors: the row
+// is dense and aligned to 8 bytes.
 template <bool kVectors>
 __device__ __forceinline__ uint32_t bits_of_group(const PackParams& p, const uint8_t* row,
                                                   int key) {
