@@ -2,11 +2,12 @@
 // ALiBi by the tensor cores, and the order of blocks that suits it; for the kernel of ALiBi alone.
 //
 // Left of the diagonal it adds slope r to the score of a block's key r, and a number of the whole
-// block; right of it -slope r, and a number of the row. The first part is one more step of Q K^T,
-// from operands that a kernel has once and once a tile:
-//   K' [tile_n, 16]  row r: three times r, then zeros
-//   Q' [64, 16]      every row: the slope in three pieces, whose sum has 24 bits, then zeros
-// The second part joins the reference of the exponents. So no score needs an instruction more.
+// block; right of it -slope r, and a number of the row. The part with r is one more k16 step of
+// Q K^T, from two operands of its own in shared memory:
+//   K' [tile_n, 16]  row r: three times r, then zeros; written once a kernel
+//   Q' [64, 16]      every row: the slope in three pieces, whose sum has 24 bits, then zeros;
+//                    written once a tile, and once more with the signs changed
+// The other number joins the reference of the exponents. So no score needs an instruction more.
 //
 // A loop that does not look for maxima (forward.cuh) wants the largest scores first. They stand at
 // the diagonal, or where the slope is negative at the far end.
@@ -54,9 +55,11 @@ __device__ __forceinline__ int block_at(const PivotedWork& work, int i) {
   return done <= work.pivot - work.begin ? work.pivot - done : work.begin + done;
 }
 
+// The operands K' ("indices") and Q' ("slopes"), which add slope * r to a block of scores; and the
+// walk over a tile's blocks that uses them.
 template <typename Element, int kTileM, int kTileN>
 struct Progression {
-  static constexpr int kUnit = 16;  // bytes of 8 columns of a row, of which there are two
+  static constexpr int kUnit = 16;  // bytes: 8 of a row's 16 columns
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kIndexBytes = 2 * kTileN * kUnit;
   static constexpr int kSlopeBytes = 4 * kRows * kUnit;  // the slope and its negative

@@ -5,8 +5,8 @@
 
 namespace tessera::cuda::sm90 {
 
-// "cuda_sm90": attention forward in bf16 and fp16 on Hopper, by wgmma and TMA. What it refuses, the
-// sm80 backend takes.
+// "cuda_sm90": attention forward and backward in bf16 and fp16 on Hopper, by wgmma and TMA. What it
+// refuses, the sm80 backend takes.
 const Backend& backend();
 
 }  // namespace tessera::cuda::sm90

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ring of shared-memory stages between one producer thread and the consumer warpgroups.
+// A ring of shared-memory stages between one producer and those who read what it brings.
 //
 // Each stage has two barriers: full (1 arrival, the producer's, plus the bytes of its copies) and
-// empty (one arrival of each consumer). Both sides walk the stages with a Ring of their own; the
-// phase of a stage flips each time round. The consumers' first waits are for phase 0 of full; the
-// producer's first waits must fall through, so it waits for the phase before.
+// empty (as many arrivals as init() is told: of each reading warpgroup, warp or thread). Both sides
+// walk the stages with a Ring of their own; the phase of a stage flips each time round. The first
+// wait for full is for phase 0; the producer's first wait for empty must fall through, so it waits
+// for the phase before.
 #pragma once
 
 #include "cuda/sm90/ptx.cuh"
@@ -29,7 +30,8 @@ struct Ring {
   }
 };
 
-// The ring of what has kOwn stages: that of others where they have as many.
+// The ring of a tensor that is walked in step with another: where both have as many stages, the
+// other's, and the registers of its own one are free.
 template <int kShared, int kOwn>
 __device__ __forceinline__ const Ring<kOwn>& own_or_shared(const Ring<kShared>& shared,
                                                            const Ring<kOwn>& own) {
@@ -50,10 +52,10 @@ struct StageBarriers {
     return address + 8 * (kStages + stage);
   }
 
-  __device__ __forceinline__ void init(int consumers) const {
+  __device__ __forceinline__ void init(int readers) const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), consumers);
+      mbarrier_init(empty(stage), readers);
     }
   }
   // Producer: the stage is mine; `bytes` will arrive.
@@ -61,11 +63,11 @@ struct StageBarriers {
     mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
     mbarrier_arrive_expect(full(ring.stage), bytes);
   }
-  // Consumer: the bytes are there.
+  // Reader: the bytes are there.
   __device__ __forceinline__ void wait(const Ring<kStages>& ring) const {
     mbarrier_wait(full(ring.stage), ring.phase);
   }
-  // Consumer, by as many threads as init() was told: I shall not read the stage again.
+  // Reader, by as many threads as init() was told: I shall not read the stage again.
   __device__ __forceinline__ void release(const Ring<kStages>& ring) const {
     mbarrier_arrive(empty(ring.stage));
   }

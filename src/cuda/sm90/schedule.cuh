@@ -23,7 +23,8 @@ struct Work {
   int shift, left, right;  // the band, see core/mask.h
   int64_t o, lse;          // elements before row m0
   float slope;             // of ALiBi, see Features::slope_of()
-  // What consumers read between two tiles, where all wait for it: four words at a time.
+  // The rest is what consumers read between two tiles, where all else waits for it: four words at a
+  // time.
   //
   // Blocks of keys [begin, end) that some row of the tile sees; none where there is no tile. Every
   // row that exists sees the whole of blocks [clean_begin, clean_end).
@@ -176,19 +177,20 @@ struct Schedule {
       work.head = index - slot * p.hq;
       work.m0 = tile.begin;
     } else {
-      int x;  // head of the batch
+      int head;  // of all sequences
       if (a.longest_first) {
         const int section = a.per_section.quotient(index);
-        const int r = index - section * a.per_section.divisor;
-        const int round = a.heads_per_section.quotient(r);
+        const int in_section = index - section * a.per_section.divisor;
+        const int round = a.heads_per_section.quotient(in_section);
         work.m0 = (a.tiles_m.divisor - 1 - round) * kTileM;
-        x = section * a.heads_per_section.divisor + r - round * a.heads_per_section.divisor;
+        head = section * a.heads_per_section.divisor + in_section -
+               round * a.heads_per_section.divisor;
       } else {
-        x = a.tiles_m.quotient(index);
-        work.m0 = (index - x * a.tiles_m.divisor) * kTileM;
+        head = a.tiles_m.quotient(index);
+        work.m0 = (index - head * a.tiles_m.divisor) * kTileM;
       }
-      work.n = a.heads.quotient(x);
-      work.head = x - work.n * a.heads.divisor;
+      work.n = a.heads.quotient(head);
+      work.head = head - work.n * a.heads.divisor;
     }
     const bool packed = p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
     const Sequence sequence = packed ? packed_sequence(p, work.n, lane) : sequence_of(p, work.n);
@@ -201,23 +203,25 @@ struct Schedule {
     set_blocks(work);
   }
 
-  // Within a sequence: the last rows first, by sections of heads whose keys fit in L2 together.
+  // Sequences by rank. Within one: sections of heads whose keys fit in L2 together, and within a
+  // section the last rows of all its heads first.
   static __device__ __forceinline__ void decode_packed(const ForwardParams& a,
                                                        const PackedOrder& order, int index,
                                                        int lane, Work& work) {
     const Params& p = a.problem;
     const int rank = order.rank_of(a.heads.quotient(index), p.batch, lane);
     const int n = order.sequence[rank], tiles = order.tiles[n], length = max(order.length[n], 1);
-    const int x = index - order.begin[rank] * p.hq;
-    int round = a.heads.quotient(x);
+    const int in_sequence = index - order.begin[rank] * p.hq;
+    int round = a.heads.quotient(in_sequence);
     work.n = n;
-    work.head = x - round * p.hq;
+    work.head = in_sequence - round * p.hq;
     if (int64_t{length} * p.hq > a.keys_per_section) {  // more than one section
       const int per_section = max(a.keys_per_section / length, 1);
-      const int section = x / (per_section * tiles), r = x - section * per_section * tiles;
+      const int section = in_sequence / (per_section * tiles);
+      const int in_section = in_sequence - section * per_section * tiles;
       const int heads = min(per_section, p.hq - section * per_section);
-      round = r / heads;
-      work.head = section * per_section + r - round * heads;
+      round = in_section / heads;
+      work.head = section * per_section + in_section - round * heads;
     }
     work.m0 = (tiles - PackedOrder::tiles_before<kTileM>(p, n) - 1 - round) * kTileM;
   }
@@ -237,7 +241,9 @@ struct Schedule {
   static __device__ __forceinline__ void set_blocks(Work& work) {
     const Band band = work.band();
     const int first = max(work.m0, 0), last = min(work.m0 + kTileM, work.q.length) - 1;
-    // Of rows that exist, or empty.
+    // Of the first and the last row that exist; neither end of what a row sees falls from row to
+    // row (core/mask.h). So some row sees the keys [top.lo, bottom.hi), and all see [bottom.lo,
+    // top.hi).
     const KeyInterval top = keys_of_row(band, first), bottom = keys_of_row(band, last);
     const bool sees = first <= last && top.lo < bottom.hi;
     work.begin = sees ? top.lo / kTileN : 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor maps: how the TMA unit sees q, k and v. Made on the host for each call, in well under a
-// microsecond each; nothing is allocated.
+// Tensor maps: how the TMA unit sees q, k, v, o, their gradients and a bias. Made on the host for
+// each call, in well under a microsecond each; nothing is allocated.
 //
 // A map has the axes [head_dim, head, row, row', batch], and a row of the tensor is the sum of the
 // two row coordinates: both have the row stride. That makes reads "ragged". The extent of `row` is

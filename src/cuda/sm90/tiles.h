@@ -6,16 +6,16 @@
 
 namespace tessera::cuda::sm90 {
 
-// What a kernel knows beyond the band, lengths and sinks. A base class of what speaks of it.
+// What a kernel knows beyond the band, lengths and sinks. A base class of those that use the names.
 struct Feature {
   enum : uint32_t {
     kAlibi = 1,
     kSoftcap = 2,
     kDropout = 4,
-    kMasks = 8,  // dense masks, key ranges, segments
-    kBias = 16,
-    kEverything = 31,
-    kBiasTiles = 32,  // a bias that TMA can read, by tiles
+    kMasks = 8,        // dense masks, key ranges, segments
+    kBias = 16,        // any bias, by plain loads
+    kEverything = 31,  // all of the above
+    kBiasTiles = 32,   // a bias that TMA can read, by tiles
   };
 };
 
@@ -28,9 +28,9 @@ struct ForwardTile {
   int q_stages;            // 2: the next tile's queries arrive while this one runs
   bool q_in_registers;     // queries are A registers: QK reads a third less shared memory
   bool o_by_tma;           // through the stage of its queries, which the next tile does not need
-  // Of 8 keys, whose exponentials come before the wait for O; 0: as many as ptxas likes.
+  // Groups of 8 keys whose exponentials come before the wait for O; 0: as many as ptxas likes.
   int early_groups;
-  int ctas = 1;  // of a multiprocessor
+  int ctas = 1;  // on a multiprocessor at a time
 
   constexpr int tile_m() const { return 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
