@@ -110,6 +110,14 @@ class ForwardPlan final : public Plan {
     return bytes;
   }
 
+  // Up to how many keys a sequence under a diagonal counts as short. Measured at d64: lean kernels
+  // in docs/kernels/sm90_forward_tried.md, those of a feature in sm90_features_tried.md there.
+  static int most_keys_of_short(uint32_t features) {
+    if (features == Feature::kAlibi) return 1024;
+    if (features == Feature::kSoftcap) return 4096;
+    return 2048;
+  }
+
   static Status map_bias(const Problem& problem, const Buffers& buffers, const Kernel& kernel,
                          ForwardParams& a) {
     if (!(kernel.features & Feature::kBiasTiles) ||
@@ -130,9 +138,7 @@ class ForwardPlan final : public Plan {
   // SMs idle, 64 for short sequences, if each of the three CTAs of an SM has a few.
   const Kernel& with_rows(const Params& p, const Kernel& tall) const {
     constexpr int kShortWithoutDiagonal = 512;  // keys of a sequence
-    const int most_short = tall.features == Feature::kAlibi ? 1024 : 2048;
-    const int most = tall.features == Feature::kSoftcap ? 4096 : most_short;
-    constexpr int kLoneTiles = 4;  // of a CTA
+    constexpr int kLoneTiles = 4;               // of a CTA
     const auto row = [&](int consumers) {
       const ForwardTile& tile = tall.tile;
       const Kernel* kernel = find_kernel(tall.features, tall.dtype, tile.dqk, tile.dv, consumers);
@@ -145,7 +151,7 @@ class ForwardPlan final : public Plan {
     const Kernel* const low = row(kConsumersOfLowTile);
     const Kernel* const lone = row(kConsumersOfLoneTile);
     const int keys = p.thd_k ? p.sk / p.batch : p.sk;
-    const bool is_short = p.right >= 0 && keys <= most;
+    const bool is_short = p.right >= 0 && keys <= most_keys_of_short(tall.features);
     if (lone && (is_short || keys <= kShortWithoutDiagonal) &&
         tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors_) {
       return *lone;
@@ -165,6 +171,7 @@ const Kernel* find_kernel(uint32_t features, int dtype, int64_t dqk, int64_t dv,
   for (const Kernel& kernel : kernels()) {
     const ForwardTile& tile = kernel.tile;
     uint32_t missing = features & ~kernel.features;
+    // Plain loads also read a bias that TMA could.
     if (kernel.features & Feature::kBias) missing &= ~uint32_t{Feature::kBiasTiles};
     if (missing || kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
     if (tile.consumers > most_consumers) continue;
@@ -211,7 +218,7 @@ void order_tiles(int tile_m, int workers, const Buffers& buffers, ForwardParams&
       std::min<int64_t>(std::max(keys / seen, asks_late ? 1 : kHeadsAskingEarly), heads);
   int per_section = static_cast<int>(most);
   while (heads % per_section != 0) --per_section;
-  if (per_section * tiles_m < workers) {  // too few to be even
+  if (per_section * tiles_m < workers) {  // not a tile for each: rather too many heads than too few
     per_section = static_cast<int>(most);
     while (heads % per_section != 0) ++per_section;
   }
