@@ -10,6 +10,13 @@
 
 namespace tessera::cuda {
 
+// tanh(y) = kC0 y (1 + kC1 y^2 + kC2 y^4) for |y| <= kSmall, where these coefficients have the
+// least largest error. It rises everywhere.
+struct TanhPolynomial {
+  static constexpr float kSmall = 0.35f;
+  static constexpr float kC0 = 0.99999020f, kC1 = -0.33268732f, kC2 = 0.12248110f;
+};
+
 class Softcap {
  public:
   __device__ __forceinline__ explicit Softcap(const Params& p)
@@ -22,7 +29,7 @@ class Softcap {
     float largest = 0;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) largest = fmaxf(largest, fabsf(s[e]));
-    if (__all_sync(~0u, largest * inner_ <= kSmall)) {
+    if (__all_sync(~0u, largest * inner_ <= TanhPolynomial::kSmall)) {
 #pragma unroll
       for (int e = 0; e < kCount; ++e) s[e] = small(s[e] * inner_, gradient[e]...) * outer_;
     } else {
@@ -32,8 +39,8 @@ class Softcap {
   }
 
  private:
-  static constexpr float kSmall = 0.35f;  // where the polynomial's coefficients err least
-  static constexpr float kC0 = 0.99999020f, kC1 = -0.33268732f * kC0, kC2 = 0.12248110f * kC0;
+  static constexpr float kC0 = TanhPolynomial::kC0, kC1 = TanhPolynomial::kC1 * kC0,
+                         kC2 = TanhPolynomial::kC2 * kC0;
 
   __device__ __forceinline__ static float small(float y) {
     const float y2 = y * y;

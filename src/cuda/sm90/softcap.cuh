@@ -1,26 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// softcap * tanh(s * softmax_scale / softcap), in two forms.
-//
-// The exponential unit is the busiest after the tensor cores, and tanh by exponentials asks it for
-// two more results a score. Scores are small beside the cap in most problems; there an odd
-// polynomial of three terms does, off by 5e-7 of the cap.
+// softcap * tanh(s * softmax_scale / softcap), in two forms: by exponentials, and by the polynomial
+// of common/softcap.cuh, which says why.
 #pragma once
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/softcap.cuh"
 #include "cuda/sm90/output.cuh"
 
 namespace tessera::cuda::sm90 {
 
-// s (c0 + c1 s^2 + c2 s^4): rising everywhere, and as good as a capped score while |y| <= kSmall,
-// y = s * softmax_scale / softcap. The coefficients have the least largest error there.
+// s (c0 + c1 s^2 + c2 s^4): TanhPolynomial with the scale and the cap in its coefficients. As good
+// as a capped score while |y| <= kSmall, y = s * softmax_scale / softcap.
 struct CapPolynomial {
-  static constexpr float kSmall = 0.35f;
+  static constexpr float kSmall = TanhPolynomial::kSmall;
   float c0, c1, c2;
 
+  // inner: softmax_scale / softcap; outer: softcap.
   __device__ __forceinline__ CapPolynomial(float inner, float outer)
-      : c0(0.99999020f * inner * outer),
-        c1(c0 * (inner * inner) * -0.33268732f),
-        c2(c0 * (inner * inner) * (inner * inner) * 0.12248110f) {}
+      : c0(TanhPolynomial::kC0 * inner * outer),
+        c1(c0 * (inner * inner) * TanhPolynomial::kC1),
+        c2(c0 * (inner * inner) * (inner * inner) * TanhPolynomial::kC2) {}
   __device__ __forceinline__ float operator()(float s, float less = 0) const {
     const float s2 = s * s;
     return fmaf(s, fmaf(s2, fmaf(s2, c2, c1), c0), -less);
