@@ -48,7 +48,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
                                                   const Shared shared) {
     const int lane = threadIdx.x % kWarp;
     Dispenser dispenser(a.counter, a.mark);
-    dispenser.reset();
+    if (lane == 0) dispenser.reset();
     const auto barriers = shared.work_barriers();
     for (Ring<Shape::kWorkStages> ring;;) {
       mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);

@@ -59,7 +59,7 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   const auto await_predecessors = [&] {
     if (may_touch_memory) return;
     wait_for_predecessors();
-    dispenser.reset();
+    if (lane == 0) dispenser.reset();
     may_touch_memory = true;
   };
   if (Kernel::kFeatures || p.thd_q || p.thd_k || p.tensor[TESSERA_SEQLENS_Q].data ||

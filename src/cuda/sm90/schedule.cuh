@@ -269,7 +269,8 @@ class Dispenser {
         worker_(blockIdx.x / ctas_of_tile),
         workers_(gridDim.x / ctas_of_tile) {}
 
-  // Before the second tile, when nobody needs the counter of an earlier launch any more.
+  // Before the second tile, when nobody needs the counter of an earlier launch any more. By one
+  // lane: a count that another one stores late would hand out tiles twice.
   __device__ __forceinline__ void reset() const {
     if (!counter_ || worker_ != 0) return;
     counter_->next = workers_;
