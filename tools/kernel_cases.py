@@ -162,6 +162,20 @@ def halves():
                    sink="learnable", grads="dsink", dlse=True, poison=True)
 
 
+def groups():
+    """Gradients of groups of heads whose tiles are not in step: windows of up to half a sequence, and packed ones."""
+    orders = cycle((None, True))
+    for dtype, d in (("bf16", {"d": 64}), ("fp16", {"d": 96}), ("bf16", {"d": 128}), ("fp16", {"dqk": 104, "dv": 72})):
+        for window in ("200,0", "90,60"):
+            yield line("bwd", dtype=dtype, b=1, s=700, hq=6, hk=2, **d, window=window, deterministic=next(orders),
+                       poison=True)
+        for deterministic in (None, True):
+            yield line("bwd", dtype=dtype, b=2, sq=600, sk=750, hq=4, hk=1, **d, window="150,20", align="bottom_right",
+                       lens_q="random:5", lens_k="random:6", deterministic=deterministic, poison=True)
+            yield line("bwd", dtype=dtype, b=2, s=650, hq=4, hk=2, **d, layout="thd", lens="random:4", gaps=3, causal=True,
+                       sink="learnable", grads="dsink", dlse=True, deterministic=deterministic, poison=True)
+
+
 def documents(full):
     """Gradients under segments alone, which are intervals here, with bands, lengths and groups: in any order, and in
     a fixed one, where the tiles of a block of dq are in line if the ids of queries and keys agree."""

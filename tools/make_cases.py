@@ -373,7 +373,7 @@ def smoke():
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
                     scores(), decode(False), other_dtypes(), noise(), kernels.apart(), kernels.halves(),
-                    kernels.shaped(), kernels.documents(False), kernels.segments_again(False),
+                    kernels.shaped(), kernels.groups(), kernels.documents(False), kernels.segments_again(False),
                     kernels.wide_backward(False), products(500, 8, False)):
         yield from section
 
