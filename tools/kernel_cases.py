@@ -82,8 +82,8 @@ def sections():
     for dtype, d, sq in (("bf16", {"d": 128}, 600), ("fp16", {"dqk": 104, "dv": 72}, 610), ("fp16", {"d": 96}, 800),
                          ("bf16", {"d": 64}, 1200)):
         many = {"b": 28, "h": 4, "sq": sq, **d, "poison": True}
-        yield line("bwd", dtype=dtype, sk=70, **many)
-        yield line("bwd", dtype=dtype, sk=150, causal=True, align="bottom_right", lens_q="random:3", lens_k="random:4",
+        yield line("bwd", dtype=dtype, sk=350, **many)
+        yield line("bwd", dtype=dtype, sk=380, causal=True, align="bottom_right", lens_q="random:3", lens_k="random:4",
                    sink="learnable", grads="dsink", dlse=True, **many)
         many = {"hq": 8, "hk": 4, **d, "causal": True, "poison": True}
         yield line("bwd", dtype=dtype, b=4, sq=64, sk=2000, align="bottom_right", **many)

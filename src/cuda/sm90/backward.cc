@@ -223,11 +223,14 @@ class BackwardPlan final : public Plan {
     a.per_section = Divisor::of(per_section * tiles_n);
   }
 
-  // Sums are cleared and converted by tiles of other sections (backward_sections.cuh).
-  static bool runs_in_sections(const BackwardKernel& kernel, const BackwardParams& a) {
+  // Sums are cleared and converted by tiles of other sections (backward_sections.cuh). Where
+  // sections have few tiles and many queries each tile would have more to clear than the next can
+  // wait for.
+  bool runs_in_sections(const BackwardKernel& kernel, const BackwardParams& a) const {
     const Params& p = a.problem;
     return is_plain(kernel.tile, kernel.features) && a.dq_sums && p.tensor[TESSERA_DK].data &&
-           p.tensor[TESSERA_DV].data && !p.thd_q && !p.thd_k && a.slots > 0 && a.tiles > 0 &&
+           p.tensor[TESSERA_DV].data && !p.thd_q && !p.thd_k && a.slots > 0 &&
+           2 * a.per_section.divisor >= multiprocessors_ &&
            p.batch * p.hk >= 2 * a.heads_per_section.divisor;
   }
 
