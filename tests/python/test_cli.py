@@ -217,7 +217,7 @@ def test_bench_usage():
 
 
 def test_bench_against_another_build(tmp_path):
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     from tessera import _lib
     other = shutil.copy(_lib.lib._name, tmp_path / "other.so")
     done = run("bench", "fwd bf16 b=1 s=40 h=2 d=32 causal", "fwd fp32 b=2 s=33 h=2 d=16 layout=thd lens=random:1",
@@ -225,6 +225,10 @@ def test_bench_against_another_build(tmp_path):
                f"build:{other}", "--json", "-")
     for result in json.loads(done.stdout):
         assert result["peers"][f"build:{other}"].get("times", 0) > 0, result
+    from tessera.cli.other_build import given_to_ours
+    for device, keywords, order in (("cuda", {}, False), ("cuda", {"deterministic": True}, True), ("cpu", {}, None)):
+        workload = peers.Workload(None, None, None, None, keywords, None, device)
+        assert given_to_ours(workload, torch).get("deterministic") is order
     nothing = tmp_path / "nothing.so"
     done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--quick", "--against", f"build:{nothing}", "--json", "-")
     result, = json.loads(done.stdout)

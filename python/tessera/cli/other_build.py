@@ -25,12 +25,11 @@ class Build:
 
     def peer(self, w: peers.Workload):
         """A function of one call of the workload."""
-        peers.import_torch(w)
+        torch = peers.import_torch(w)
         from ..torch import _describe
         from ..torch.conformance import Placer
         place = Placer(w.device)
-        given = {name: place(value) for name, value in
-                 {"q": w.q, "k": w.k, "v": w.v, **w.keywords, "backend": w.backend}.items()}
+        given = {name: place(value) for name, value in given_to_ours(w, torch).items()}
         call, o = self._caller(_describe.Call("attention", given), w)
         if not w.backward:
             return call
@@ -70,6 +69,14 @@ class Build:
             check(self.run(problem, device, ctypes.addressof(buffers), said))
         run.kept = call, target, outputs, workspace  # what the addresses are of
         return run, outputs
+
+
+def given_to_ours(w: peers.Workload, torch) -> dict:
+    """What the package's own call is given, the defaults of its front end included."""
+    given = {"q": w.q, "k": w.k, "v": w.v, **w.keywords, "backend": w.backend}
+    if w.device == "cuda":  # tessera.torch; NumPy's sums have a fixed order
+        given.setdefault("deterministic", torch.are_deterministic_algorithms_enabled())
+    return given
 
 
 def _like(own, other):
