@@ -73,8 +73,10 @@ struct BackwardShared {
   // By one thread.
   __device__ __forceinline__ void init() const {
     mbarrier_init(kv_barrier(), 1);
-    mbarrier_init(added_barrier(), Kernel::kOwnerWarps);
-    mbarrier_init(sums_barrier(), 1);
+    if constexpr (Kernel::kConverts) {
+      mbarrier_init(added_barrier(), Kernel::kOwnerWarps);
+      mbarrier_init(sums_barrier(), 1);
+    }
     for (int stage = 0; stage < Kernel::kStages; ++stage) mbarrier_init(q_barrier(stage), 1);
     for (int stage = 0; stage < Kernel::kGradOStages; ++stage)
       mbarrier_init(grad_o_barrier(stage), 1);
