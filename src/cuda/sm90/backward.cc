@@ -190,22 +190,24 @@ class BackwardPlan final : public Plan {
     const int batch = p.batch / a.sequences, heads = batch * p.hk;
     a.tiles = num_tile_slots(p.thd_k, p.sk, batch, tile_n) * p.hk;
     a.longest_first = p.right >= 0 || in_turn;
-    const int64_t bytes_of_head = int64_t{p.group} * p.sq * (2 * (p.dqk + p.dv) + 4 * p.dqk);
+    a.heads_inner = !swaps_loops(kernel.tile, kernel.features) || starts_in_step(p);
+    const int group = a.heads_inner ? p.group : 1;  // heads that tiles are at together
+    const int64_t bytes_of_head = int64_t{group} * p.sq * (2 * (p.dqk + p.dv) + 4 * p.dqk);
     const int64_t bytes_in_flight = !in_turn       ? kL2Bytes
                                     : p.right >= 0 ? kL2BytesInTurn
                                                    : 2 * kL2Bytes;
     int per_section = static_cast<int>(
         std::clamp<int64_t>(bytes_in_flight / std::max<int64_t>(bytes_of_head, 1), 1, heads));
     if (in_turn) {
-      per_section = std::min({p.group > 1 ? kMostInTurn : per_section, kMostInTurn,
-                              p.right >= 0 && p.group == 1 ? std::max(heads / 2, 1) : heads});
+      per_section = std::min({group > 1 ? kMostInTurn : per_section, kMostInTurn,
+                              p.right >= 0 && group == 1 ? std::max(heads / 2, 1) : heads});
     }
     if (!in_turn && p.right >= 0 && p.group > 1) {
       // Groups are large: their tiles stay in step. Those of a first section start together and
       // walk downwards; those of a second one start as the shortest of the first end, and walk
       // upwards: each begins at its diagonal when the one before comes by there.
       per_section = std::clamp((multiprocessors_ + tiles_n / 2) / tiles_n, 1, heads);
-      a.alternates = !p.thd_k;
+      a.alternates = a.heads_inner && !p.thd_k;
     }
     // Tiles of documents read little: of more heads side by side the last ones are shorter.
     if (!in_turn && kernel.features & kSegments) per_section = std::min(4 * per_section, heads);
@@ -214,13 +216,23 @@ class BackwardPlan final : public Plan {
       // The last section begins with its longest tiles, so that all CTAs end together. Tiles of
       // groups are long and few: all of them do. Where masks leave blocks out, none can.
       a.upward_sections = p.thd_k || kernel.features & (kMasks | kSegments) ? heads / per_section
-                          : p.group == 1 ? heads / per_section - 1
-                                         : 0;
+                          : group == 1 ? heads / per_section - 1
+                                       : 0;
     }
     a.tiles_n = Divisor::of(tiles_n);
     a.heads = Divisor::of(p.hk);
     a.heads_per_section = Divisor::of(per_section);
     a.per_section = Divisor::of(per_section * tiles_n);
+  }
+
+  // Whether tiles of a key head that start together come by the same blocks together: from the
+  // first or the last one of the sequence on. Under a window, and where sections of tiles cannot
+  // walk downwards, each starts two blocks on from the one before. Whoever takes all heads of a
+  // group at a block then comes to what its neighbour has read when the L2 has lost it; of one
+  // head after the other it is still there.
+  static bool starts_in_step(const Params& p) {
+    if (p.right < 0) return true;
+    return !p.thd_k && (p.left < 0 || 2 * (int64_t{p.left} + p.right + 1) > p.sq);
   }
 
   // Sums are cleared and converted by tiles of other sections (backward_sections.cuh). Where

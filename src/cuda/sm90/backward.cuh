@@ -69,9 +69,11 @@ struct Backward {
   static constexpr int kStagedBits = kOfSegments ? int{kRuleBits} : 2;
   // dK and dV leave no room for S beside dP: P is rounded before dP is made, and dQ follows dV.
   static constexpr bool kWide = kTile.dqk > 128;
-  // All heads of a group pass at one block of queries, and not one after the other: what the tiles
-  // of a key head read and add to then stays in L2, large as a group is.
-  static constexpr bool kHeadsInner = !kIsTold && !kShapes;
+  // Where tiles are in step, all heads of a group pass at one block of queries: what the tiles of a
+  // key head read and add to then stays in L2, large as a group is. Else one after the other does.
+  static constexpr InnerLoop kInnerLoop = swaps_loops(kTile, kFeatures) ? InnerLoop::kEither
+                                          : kWide                       ? InnerLoop::kHeads
+                                                                        : InnerLoop::kBlocks;
   // The thread that finds the tile asks for K, V and the first block at once. In a fixed order that
   // was slower: a ticket comes late as it is. With features registers are short for it.
   static constexpr bool kStartsEarly = !kIsTold && !kInTurn<Row>;
@@ -120,7 +122,7 @@ struct Backward {
   using SegmentsOf = Segments<kTileM, kTileN>;
   using Features = BackwardFeatures<Element, kTileM, kFeatures>;
   using Order =
-      Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut, kHeadsInner, kGradientBuffers, kOfSegments>;
+      Turns<kTileM, kTileN, kOwnerWarps, kLeavesOut, kInnerLoop, kGradientBuffers, kOfSegments>;
   struct Spans {
     KeyInterval spans[kLeavesOut ? kTileN : 1];  // of queries, of each key; see QueryBlocks::span
   };

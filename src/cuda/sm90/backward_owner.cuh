@@ -395,20 +395,21 @@ struct BackwardOwner {
       [[maybe_unused]] const OwnBlocks<kTileM> mine(tile, w);
       if constexpr (kShapes) features.start_head(head);
       hold_keys();
-      for_each_block<Kernel::kHeadsInner>(
-          uniform_register(p.group), begin, end, walk_first, walk_step, [&](int member, int block) {
-            mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
-            const int slot = first_slot + member * a.slots + block;
-            const int next = tile.kv_head * p.group + member;
-            if (kShapes && head != next) features.start_head(head = next);
-            if constexpr (!kLean) {
-              wide_step(block, slot, block < clean_begin || block >= clean_end);
-            } else if (mine.sees(block)) {
-              lean_step(block, slot, mine.cuts(block));
-            } else {
-              hidden_step(block, slot);
-            }
-          });
+      const auto step = [&](int member, int block) {
+        mbarrier_wait(shared.q_barrier(ring.stage), ring.phase);
+        const int slot = first_slot + member * a.slots + block;
+        const int next = tile.kv_head * p.group + member;
+        if (kShapes && head != next) features.start_head(head = next);
+        if constexpr (!kLean) {
+          wide_step(block, slot, block < clean_begin || block >= clean_end);
+        } else if (mine.sees(block)) {
+          lean_step(block, slot, mine.cuts(block));
+        } else {
+          hidden_step(block, slot);
+        }
+      };
+      for_each_block<Kernel::kInnerLoop>(a, uniform_register(p.group), begin, end, walk_first,
+                                         walk_step, step);
     }
 
     // ---- the end of the tile: dQ of its last block, dK and dV ----

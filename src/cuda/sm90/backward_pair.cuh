@@ -80,7 +80,7 @@ struct BackwardPair {
   static_assert((kPartsOfDq == 4 || kSharesChunk) && kTile.dqk == kPartsOfDq * kChunkColumns &&
                 kTile.dv % kChunkColumns == 0);
 
-  using Order = Turns<kTileM, kTileN, 2 * kWarps, kLeavesOut, false, kBuffers>;
+  using Order = Turns<kTileM, kTileN, 2 * kWarps, kLeavesOut, InnerLoop::kBlocks, kBuffers>;
   using Schedule = KeySchedule<kTileM, kTileN>;
   using Blocks = QueryBlocks<kTileM, kTileN>;
   using QTile = SmemTile<kTileM, kTile.dqk>;

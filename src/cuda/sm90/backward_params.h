@@ -46,10 +46,11 @@ struct BackwardParams {
   int tiles;
   Divisor tiles_n, heads, heads_per_section, per_section;
   int longest_first;
-  int sequences;   // that add to one dbias in this kernel: 1 or 2 (backward_dbias.cuh)
-  int alternates;  // sections of tiles walk downwards and upwards in turn, see order_tiles()
+  int sequences;    // that add to one dbias in this kernel: 1 or 2 (backward_dbias.cuh)
+  int alternates;   // sections of tiles walk downwards and upwards in turn, see order_tiles()
+  int slots;        // of one head
+  int heads_inner;  // a tile takes all heads of its group at one block, then the next block
 
-  int slots;     // of one head
   float* lse2;   // [hq, slots, tile_m] lse in units of log2; +inf where a row does not exist or is
                  // empty. Less by log2 of dropout's scale, so that P comes with it
   float* delta;  // [hq, slots, tile_m] rowsum(do o) - dlse, over dropout's scale; 0 there

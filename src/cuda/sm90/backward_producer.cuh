@@ -186,8 +186,8 @@ struct BackwardProducer {
       }
       if (leader) loader.say_last();
     } else {
-      for_each_block<Kernel::kHeadsInner>(
-          a.problem.group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
+      for_each_block<Kernel::kInnerLoop>(
+          a, a.problem.group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
             if constexpr (Kernel::kInSections) {
               // Owners add to the first block's sums in the second one's step, if there is one.
               const int blocks = (tile.end - tile.begin) * a.problem.group;

@@ -124,12 +124,32 @@ struct KeySchedule {
   }
 };
 
+// Of the blocks of a walk and the query heads of a group, the inner loop; kEither: as
+// BackwardParams::heads_inner says.
+enum class InnerLoop { kBlocks, kHeads, kEither };
+
 // body(member of the group, block) for the blocks of a walk, from `begin` to before `end` in
 // number, and every query head.
-template <bool kHeadsInner, typename Body>
-__device__ __forceinline__ void for_each_block(int group, int begin, int end, int first, int step,
-                                               const Body& body) {
-  if constexpr (kHeadsInner) {
+template <InnerLoop kInner, typename Body>
+__device__ __forceinline__ void for_each_block(const BackwardParams& a, int group, int begin,
+                                               int end, int first, int step, const Body& body) {
+  if constexpr (kInner == InnerLoop::kEither) {
+    const bool heads = a.heads_inner;
+    const int blocks = end - begin;
+    // In the inner loop, and from the end of one to the start of the next.
+    const int member_step = heads, block_step = heads ? 0 : step;
+    const int next_member = heads ? -group : 1, next_block = heads ? step : -blocks * step;
+    int member = 0, block = first;
+#pragma unroll 1
+    for (int i = heads ? blocks : group; i > 0 && blocks > 0; --i) {
+#pragma unroll 1
+      for (int j = heads ? group : blocks; j > 0; --j) {
+        body(member, block);
+        member += member_step, block += block_step;
+      }
+      member += next_member, block += next_block;
+    }
+  } else if constexpr (kInner == InnerLoop::kHeads) {
 #pragma unroll 1
     for (int i = begin, block = first; i < end; ++i, block += step) {
 #pragma unroll 1

@@ -45,6 +45,11 @@ struct BackwardTile {
 constexpr bool is_plain(const BackwardTile& tile, int features) {
   return features == 0 && !tile.pair && tile.dqk <= 128;
 }
+// Which loop is the inner one, over the heads of a group or over blocks of queries, is known at run
+// time (BackwardParams::heads_inner). At 192 columns registers are short for it.
+constexpr bool swaps_loops(const BackwardTile& tile, int features) {
+  return is_plain(tile, features & ~kDeterministic);
+}
 // Where sections of heads follow one another (backward_sections.cuh), tiles convert, too. At 64
 // columns they are short, and it takes longer than by a kernel.
 constexpr bool tiles_convert(const BackwardTile& tile) { return tile.dqk > 64; }

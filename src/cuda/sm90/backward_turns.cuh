@@ -53,10 +53,10 @@ struct TilesInLine {
 };
 
 // kLeavesOut: blocks may be left out by masks; such tiles always walk from the first block on.
-// kHeadsInner: as in for_each_block(). kSlots: of the ring of barriers. kLines: masks are segments
+// kInnerLoop: as in for_each_block(). kSlots: of the ring of barriers. kLines: masks are segments
 // alone, and tiles may be in line.
-template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut, bool kHeadsInner, int kSlots,
-          bool kLines = false>
+template <int kTileM, int kTileN, int kOwnerWarps, bool kLeavesOut, InnerLoop kInnerLoop,
+          int kSlots, bool kLines = false>
 class Turns {
  public:
   static constexpr int kRing = kSlots, kBarriers = 3 * kRing;
@@ -219,8 +219,8 @@ class Turns {
       }
     } else if (leader) {
       const int2 walk = walk_of(tile);
-      sm90::for_each_block<kHeadsInner>(
-          group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
+      sm90::for_each_block<kInnerLoop>(
+          a, group, tile.begin, tile.end, walk.x, walk.y, [&](int member, int block) {
             body(counters_of(a, tile, member) + block, turn_of(tile, block));
           });
     }
