@@ -22,6 +22,11 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 constexpr int64_t kL2Bytes = 32 << 20, kL2BytesInTurn = 48 << 20;
 constexpr int kMostInTurn = 8;
 
+// The last kernel of a call that is over in microseconds has a CTA for each part of a block. While
+// tiles run there is room on few multiprocessors, where all of them would settle: shared memory
+// that nobody uses keeps them to so many each.
+constexpr int kCtasOfSpread = 4, kSpreadingBytes = (200 << 10) / kCtasOfSpread;
+
 class BackwardPlan final : public Plan {
  public:
   BackwardPlan(int multiprocessors, std::unique_ptr<Plan> fallback)
@@ -66,13 +71,7 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(launch(kernel.gradients,
                                    dim3(static_cast<unsigned>(a.tiles * a.sequences * tile.ctas())),
                                    BackwardTile::kThreads, kernel.shared_bytes, a, stream));
-    if (a.dq_sums) {
-      const bool by_tiles = a.ahead > 0 && tiles_convert(tile);  // all but the last section
-      const int slots = num_tile_slots(p.thd_q, p.sq, by_tiles ? 1 : p.batch, tile.tile_m);
-      const auto converted = by_tiles ? static_cast<unsigned>(a.ahead * p.group) : heads;
-      TESSERA_RETURN_IF_ERROR(launch(kernel.convert, dim3(static_cast<unsigned>(slots), converted),
-                                     kRowThreads, 0, a, stream));
-    }
+    if (a.dq_sums) TESSERA_RETURN_IF_ERROR(launch_convert(kernel, a, stream));
     if (!(kernel.features & kGradientOfBias)) {
       TESSERA_RETURN_IF_ERROR(
           launch_dbias(problem, buffers, device, a, tile.tile_m, base + workspace.dbias));
@@ -246,6 +245,22 @@ class BackwardPlan final : public Plan {
            p.batch * p.hk >= 2 * a.heads_per_section.divisor;
   }
 
+  // Of all heads, or of those whose sums no tile converts.
+  Status launch_convert(const BackwardKernel& kernel, const BackwardParams& a,
+                        cudaStream_t stream) const {
+    const Params& p = a.problem;
+    const BackwardTile& tile = kernel.tile;
+    const bool by_tiles = a.ahead > 0 && tiles_convert(tile);  // all but the last section
+    const int slots = num_tile_slots(p.thd_q, p.sq, by_tiles ? 1 : p.batch, tile.tile_m);
+    const int heads = by_tiles ? a.ahead * p.group : p.hq, parts = tile.parts_of_dq();
+    const bool spreads =
+        int64_t{slots} * heads * parts <= int64_t{kCtasOfSpread} * multiprocessors_;
+    return launch(kernel.convert,
+                  dim3(static_cast<unsigned>(slots), static_cast<unsigned>(heads),
+                       static_cast<unsigned>(spreads ? parts : 1)),
+                  kRowThreads, spreads ? kSpreadingBytes : 0, a, stream);
+  }
+
   static Status launch(const void* function, dim3 grid, int threads, int shared_bytes,
                        const BackwardParams& a, cudaStream_t stream) {
     return launch_overlapping("backward", function, grid, threads, shared_bytes, &a, stream);
@@ -268,7 +283,8 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
     const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, features);
     if (!kernel) continue;  // require_backward() refuses such calls
     for (const auto& [function, bytes] : {std::pair{kernel->rows, kernel->rows_shared_bytes},
-                                          {kernel->gradients, kernel->shared_bytes}}) {
+                                          {kernel->gradients, kernel->shared_bytes},
+                                          {kernel->convert, kSpreadingBytes}}) {
       TESSERA_RETURN_IF_ERROR(cuda_status(
           cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "cudaFuncSetAttribute"));

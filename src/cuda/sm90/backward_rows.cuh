@@ -28,6 +28,12 @@ struct BackwardRows {
   };
 };
 
+// lse, or its gradient, of a query.
+__device__ __forceinline__ float row_statistic(const View& view, const Rows& rows, int head,
+                                               int row) {
+  return static_cast<const float*>(view.data)[offset_of(view, rows.batch, head, rows.first + row)];
+}
+
 // delta by the very products that dP is made of: the diagonal of O dO^T on the tensor cores. Where
 // o is a row of v, because one key is visible, dP - delta is then exactly 0.
 template <typename Element, typename Row>
@@ -42,6 +48,12 @@ __global__ void __launch_bounds__(kWarpgroup)
   const uint32_t o = base + offsetof(Storage, o), grad_o = base + offsetof(Storage, grad_o),
                  barrier = base + offsetof(Storage, barrier);
   const Params& p = a.problem;
+  if (threadIdx.x == 0) {
+    tma_prefetch(&a.o);
+    tma_prefetch(&a.grad_o);
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+  }
   wait_for_predecessors();
   launch_dependents();
   if (kInTurn<Row> && blockIdx.x == 0 && blockIdx.y == 0) {
@@ -65,8 +77,6 @@ __global__ void __launch_bounds__(kWarpgroup)
   if (at.block < 0 || row0 >= rows.length) return find_spans();
   const int64_t slot = slot_of_head(a, head, blockIdx.x);
   if (thread == 0) {
-    mbarrier_init(barrier, 1);
-    mbarrier_init_fence();
     mbarrier_arrive_expect(barrier, 2 * Tile::kBytes);
     const MapRow row = map_row(a.ragged_q, rows, row0);
     Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
@@ -91,7 +101,24 @@ __global__ void __launch_bounds__(kWarpgroup)
       Kernel::SegmentsOf::note_order(a, rows, row0, blockIdx.x);
     }
   }
-  find_spans();  // while O and dO come
+  // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the quad:
+  // row half * 64 + of_thread + 8 r of the block is its. Asked for while O and dO come.
+  const int of_thread = warp * 16 + lane / 4;
+  const bool has_rows = lane % 4 == lane / 8;
+  struct {
+    float lse, grad_lse;
+  } given[kTileM / 32];
+#pragma unroll
+  for (int i = 0; i < kTileM / 32; ++i) {
+    given[i] = {-kInfinity, 0};
+    const int row = row0 + i / 2 * 64 + of_thread + i % 2 * 8;
+    if (!has_rows || row >= rows.length) continue;
+    given[i].lse = row_statistic(p.tensor[TESSERA_LSE], rows, head, row);
+    if (p.tensor[TESSERA_DLSE].data) {
+      given[i].grad_lse = row_statistic(p.tensor[TESSERA_DLSE], rows, head, row);
+    }
+  }
+  find_spans();
   __syncthreads();
   mbarrier_wait(barrier, 0);
 
@@ -103,8 +130,6 @@ __global__ void __launch_bounds__(kWarpgroup)
     issue_scores<Element, Tile, Tile, Kernel::kTile.dv>(product, x, y);
     wgmma_wait<0>();
     pin(product);
-    // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the
-    // quad.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float diagonal = 0;
@@ -113,22 +138,13 @@ __global__ void __launch_bounds__(kWarpgroup)
         const float* pair = product + 4 * (2 * w + r) + 2 * r;
         if (w == warp) diagonal = lane / 4 % 2 ? pair[1] : pair[0];
       }
-      if (lane % 4 != lane / 8) continue;
-      const int i = half * 64 + warp * 16 + 8 * r + lane / 4, row = row0 + i;
-      float lse2 = kInfinity, delta = 0;
-      if (row < rows.length) {
-        const View& lse = p.tensor[TESSERA_LSE];
-        const View& grad_lse = p.tensor[TESSERA_DLSE];
-        lse2 = kLog2e * static_cast<const float*>(
-                            lse.data)[offset_of(lse, rows.batch, head, rows.first + row)];
-        delta = diagonal;
-        if (grad_lse.data) {
-          delta -= static_cast<const float*>(
-              grad_lse.data)[offset_of(grad_lse, rows.batch, head, rows.first + row)];
-        }
-        if (lse2 == -kInfinity) lse2 = kInfinity, delta = 0;
-        lse2 -= log2f(p.dropout_scale), delta /= p.dropout_scale;
-      }
+      if (!has_rows) continue;
+      const int i = half * 64 + of_thread + 8 * r;
+      const auto [lse, grad_lse] = given[2 * half + r];
+      float lse2 = kLog2e * lse, delta = diagonal - grad_lse;
+      // Rows that do not exist, and those that see no key.
+      if (lse == -kInfinity) lse2 = kInfinity, delta = 0;
+      lse2 -= log2f(p.dropout_scale), delta /= p.dropout_scale;
       const int place = kIsLean<Row> ? place_in_quads(i) : i;
       a.lse2[slot * kTileM + place] = lse2;
       a.delta[slot * kTileM + place] = delta;
@@ -162,7 +178,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   wait_for_predecessors();
   if constexpr (kInTurn<Row>) summed = summed && Kernel::Order::has_sums(a.turns[slot]);
 #pragma unroll 1
-  for (int part = 0; part < Kernel::kPartsOfDq; ++part) {
+  for (int part = blockIdx.z; part < Kernel::kPartsOfDq; part += gridDim.z) {
     float dQ[Kernel::kColumnsOfDq / 2];
     load_sums<Kernel>(a, slot, part, summed, dQ);
     store_dq<Element, Kernel>(a, rows, head, tile.begin, part, dQ);
