@@ -201,11 +201,15 @@ class BackwardPlan final : public Plan {
       per_section = std::min({group > 1 ? kMostInTurn : per_section, kMostInTurn,
                               p.right >= 0 && group == 1 ? std::max(heads / 2, 1) : heads});
     }
+    // Tiles that clear and convert for other sections leave least to the small kernels if sections
+    // are short.
+    const int heads_of_wave = std::clamp((multiprocessors_ + tiles_n / 2) / tiles_n, 1, heads);
+    if (!in_turn && is_plain(kernel.tile, kernel.features)) per_section = heads_of_wave;
     if (!in_turn && p.right >= 0 && p.group > 1) {
       // Groups are large: their tiles stay in step. Those of a first section start together and
       // walk downwards; those of a second one start as the shortest of the first end, and walk
       // upwards: each begins at its diagonal when the one before comes by there.
-      per_section = std::clamp((multiprocessors_ + tiles_n / 2) / tiles_n, 1, heads);
+      per_section = heads_of_wave;
       a.alternates = a.heads_inner && !p.thd_k;
     }
     // Tiles of documents read little: of more heads side by side the last ones are shorter.
