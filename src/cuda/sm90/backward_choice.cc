@@ -40,49 +40,77 @@ bool is_causal(const Problem& p) {
   return has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
 }
 
+// ---- where two kernels are faster than the fused one (docs/kernels/sm90_backward_two.md) ----
+
+// What that depends on; tiles are of 128 keys, of the whole batch.
+struct Extent {
+  int64_t rows, tiles;
+  bool in_groups, is_small;  // heads that share keys; head dims up to 64
+};
+constexpr int64_t kShortRows = 512, kLongRows = 1024, kManyTiles = 512;
+
+Extent extent_of(const Problem& p) {
+  constexpr int64_t kTile = 128;
+  const Sizes s = sizes_of(p);
+  const int64_t rows = std::max(s.sq, s.sk);
+  return {rows, (rows + kTile - 1) / kTile * s.batch * s.hk, s.hq > s.hk,
+          std::max(s.dqk, s.dv) <= 64};
+}
+
 // Of packed sequences lengths are not known here; what is: the longest, if the caller says it or
 // all tokens are few, and about how many tiles there are.
 bool is_faster_apart_packed(const Problem& p, int multiprocessors) {
-  constexpr int64_t kLong = 1024, kLongest = 2048, kRounds = 4, kTile = 128;
+  constexpr int64_t kLongest = 2048, kRounds = 4, kTile = 128;
   if (!is_thd_q(p) || !is_thd_k(p)) return false;
   const Sizes s = sizes_of(p);
+  const Extent all = extent_of(p);
   const int64_t rows =
       std::max(has(p, TESSERA_MAX_SEQLEN_Q) ? std::min(p.max_seqlen_q, s.sq) : s.sq,
                has(p, TESSERA_MAX_SEQLEN_K) ? std::min(p.max_seqlen_k, s.sk) : s.sk);
   const int64_t tiles = (std::min(s.sq, s.sk) / kTile + s.batch) * s.hq;
-  const bool longer = is_causal(p) && std::max(s.dqk, s.dv) <= 64;
-  return rows <= (longer ? kLongest : kLong) && tiles >= kRounds * multiprocessors;
+  const int64_t most = all.in_groups                  ? kShortRows
+                       : all.is_small && is_causal(p) ? kLongest
+                                                      : kLongRows;
+  return rows <= most && tiles >= kRounds * multiprocessors;
 }
 
 // Whether what a tile walks is short although the sequence is not: the band, when tiles are many.
-bool is_narrow(const Problem& p, int64_t rows, int64_t tiles) {
-  constexpr int64_t kBand = 640, kBandOfGroups = 1088, kManyTiles = 512;
+bool is_narrow(const Problem& p, const Extent& of) {
   if (!has(p, TESSERA_WINDOW) || p.window_left < 0 || p.window_right < 0) return false;
-  const int64_t band = std::min(p.window_left, rows) + std::min(p.window_right, rows) + 1;
-  const Sizes s = sizes_of(p);
-  const bool in_group = s.hq > s.hk && rows >= 3 * kBandOfGroups;
-  return tiles >= kManyTiles && band <= (in_group ? kBandOfGroups : kBand);
+  const int64_t band = std::min(p.window_left, of.rows) + std::min(p.window_right, of.rows) + 1;
+  const int64_t most = !of.in_groups ? 640 : of.is_small ? 256 : 384;
+  return band <= most && of.tiles >= kManyTiles;
+}
+
+// In a fixed order the fused kernel's tiles wait for each other, but hardly where they are few and
+// start one after the other on a diagonal.
+bool is_short_in_turn(const Problem& p, const Extent& of, int multiprocessors) {
+  if (of.in_groups) return of.rows <= kShortRows;
+  const bool is_chain = is_causal(p) && of.tiles <= multiprocessors && !of.is_small;
+  return of.rows <= kLongRows && !is_chain;
+}
+
+bool is_short(const Problem& p, const Extent& of, int multiprocessors) {
+  const bool half_a_wave = 2 * of.tiles <= multiprocessors && of.is_small;
+  if (of.rows <= kShortRows) return of.tiles >= kManyTiles || half_a_wave;
+  return of.rows <= kLongRows && is_causal(p) && !of.in_groups && of.tiles >= 2 * kManyTiles;
 }
 
 // Two kernels that each own what they add up make seven products instead of five, but neither clear
-// nor convert sums: faster where sequences or bands are short and their tiles either start at once
-// or fill the GPU several times (docs/kernels/sm90_backward_two.md: what was measured).
+// nor convert sums: faster where sequences or bands are short.
 bool is_faster_apart(const Problem& p, int multiprocessors) {
-  constexpr int64_t kShort = 512, kLong = 1024, kLongest = 2048, kManyHeads = 128, kTile = 128;
   const Sizes s = sizes_of(p);
-  const int64_t columns = std::max(s.dqk, s.dv), heads = s.batch * s.hk;
-  const int64_t rows = std::max(s.sq, s.sk);
+  const int64_t columns = std::max(s.dqk, s.dv);
   if (columns > 64 && columns <= 96) return false;
   if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, multiprocessors);
+  const Extent of = extent_of(p);
+  const bool in_turn = has(p, TESSERA_DETERMINISTIC);
   // Of tiles without work a warp stores the zeros, one after the other.
-  const bool many_empty = given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
-  const int64_t tiles = (rows + kTile - 1) / kTile * s.batch * s.hq;
-  if (!many_empty && is_narrow(p, rows, tiles)) return true;
-  if (heads < kManyHeads) {
-    return rows <= kShort && (has(p, TESSERA_DETERMINISTIC) || tiles <= multiprocessors);
+  if (given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K)) {
+    return in_turn && of.rows <= kShortRows && of.tiles < kManyTiles;
   }
-  if (many_empty) return false;
-  return rows <= kLong || (rows <= kLongest && columns > 64 && is_causal(p));
+  return is_narrow(p, of) ||
+         (in_turn ? is_short_in_turn(p, of, multiprocessors) : is_short(p, of, multiprocessors));
 }
 
 }  // namespace
