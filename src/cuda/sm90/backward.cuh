@@ -78,7 +78,8 @@ struct Backward {
   // was slower: a ticket comes late as it is. With features registers are short for it.
   static constexpr bool kStartsEarly = !kIsTold && !kInTurn<Row>;
   // The fence for dS behind the issue of dQ, as in the lean step: others are slower with it.
-  static constexpr bool kFencesLate = (kFeatures & kEverything) == kDropout;
+  static constexpr bool kFencesLate =
+      (kFeatures & kEverything) == kDropout || (kFeatures == kBias && kTile.dqk > 64);
 
   // ---- shapes ----
 
