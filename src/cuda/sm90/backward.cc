@@ -204,7 +204,7 @@ class BackwardPlan final : public Plan {
     // Tiles that clear and convert for other sections leave least to the small kernels if sections
     // are short.
     const int heads_of_wave = std::clamp((multiprocessors_ + tiles_n / 2) / tiles_n, 1, heads);
-    if (!in_turn && is_plain(kernel.tile, kernel.features)) per_section = heads_of_wave;
+    if (is_plain(kernel.tile, kernel.features)) per_section = heads_of_wave;
     if (!in_turn && p.right >= 0 && p.group > 1) {
       // Groups are large: their tiles stay in step. Those of a first section start together and
       // walk downwards; those of a second one start as the shortest of the first end, and walk

@@ -45,7 +45,7 @@ bool is_causal(const Problem& p) {
 // What that depends on; tiles are of 128 keys, of the whole batch.
 struct Extent {
   int64_t rows, tiles;
-  bool in_groups, is_small;  // heads that share keys; head dims up to 64
+  bool in_groups, small_heads;  // heads that share keys; head dims up to 64
 };
 constexpr int64_t kShortRows = 512, kLongRows = 1024, kManyTiles = 512;
 
@@ -59,18 +59,17 @@ Extent extent_of(const Problem& p) {
 
 // Of packed sequences lengths are not known here; what is: the longest, if the caller says it or
 // all tokens are few, and about how many tiles there are.
-bool is_faster_apart_packed(const Problem& p, int multiprocessors) {
+bool is_faster_apart_packed(const Problem& p, const Extent& of, int multiprocessors) {
   constexpr int64_t kLongest = 2048, kRounds = 4, kTile = 128;
   if (!is_thd_q(p) || !is_thd_k(p)) return false;
   const Sizes s = sizes_of(p);
-  const Extent all = extent_of(p);
   const int64_t rows =
       std::max(has(p, TESSERA_MAX_SEQLEN_Q) ? std::min(p.max_seqlen_q, s.sq) : s.sq,
                has(p, TESSERA_MAX_SEQLEN_K) ? std::min(p.max_seqlen_k, s.sk) : s.sk);
   const int64_t tiles = (std::min(s.sq, s.sk) / kTile + s.batch) * s.hq;
-  const int64_t most = all.in_groups                  ? kShortRows
-                       : all.is_small && is_causal(p) ? kLongest
-                                                      : kLongRows;
+  const int64_t most = of.in_groups                     ? kShortRows
+                       : of.small_heads && is_causal(p) ? kLongest
+                                                        : kLongRows;
   return rows <= most && tiles >= kRounds * multiprocessors;
 }
 
@@ -78,7 +77,7 @@ bool is_faster_apart_packed(const Problem& p, int multiprocessors) {
 bool is_narrow(const Problem& p, const Extent& of) {
   if (!has(p, TESSERA_WINDOW) || p.window_left < 0 || p.window_right < 0) return false;
   const int64_t band = std::min(p.window_left, of.rows) + std::min(p.window_right, of.rows) + 1;
-  const int64_t most = !of.in_groups ? 640 : of.is_small ? 256 : 384;
+  const int64_t most = !of.in_groups ? 640 : of.small_heads ? 256 : 384;
   return band <= most && of.tiles >= kManyTiles;
 }
 
@@ -86,12 +85,12 @@ bool is_narrow(const Problem& p, const Extent& of) {
 // start one after the other on a diagonal.
 bool is_short_in_turn(const Problem& p, const Extent& of, int multiprocessors) {
   if (of.in_groups) return of.rows <= kShortRows;
-  const bool is_chain = is_causal(p) && of.tiles <= multiprocessors && !of.is_small;
+  const bool is_chain = is_causal(p) && of.tiles <= multiprocessors && !of.small_heads;
   return of.rows <= kLongRows && !is_chain;
 }
 
 bool is_short(const Problem& p, const Extent& of, int multiprocessors) {
-  const bool half_a_wave = 2 * of.tiles <= multiprocessors && of.is_small;
+  const bool half_a_wave = 2 * of.tiles <= multiprocessors && of.small_heads;
   if (of.rows <= kShortRows) return of.tiles >= kManyTiles || half_a_wave;
   return of.rows <= kLongRows && is_causal(p) && !of.in_groups && of.tiles >= 2 * kManyTiles;
 }
@@ -102,8 +101,8 @@ bool is_faster_apart(const Problem& p, int multiprocessors) {
   const Sizes s = sizes_of(p);
   const int64_t columns = std::max(s.dqk, s.dv);
   if (columns > 64 && columns <= 96) return false;
-  if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, multiprocessors);
   const Extent of = extent_of(p);
+  if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, of, multiprocessors);
   const bool in_turn = has(p, TESSERA_DETERMINISTIC);
   // Of tiles without work a warp stores the zeros, one after the other.
   if (given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K)) {
