@@ -63,7 +63,8 @@ enum tessera_format { TESSERA_BSHD = 0, TESSERA_SBHD = 1, TESSERA_BHSD = 2, TESS
 enum tessera_align {
   TESSERA_ALIGN_NONE = 0,     /* not given */
   TESSERA_ALIGN_TOP_LEFT = 1, /* shift 0 */
-  TESSERA_ALIGN_BOTTOM_RIGHT = 2 /* shift len_k - len_q, per sequence */
+  TESSERA_ALIGN_BOTTOM_RIGHT = 2, /* shift len_k - len_q, per sequence */
+  TESSERA_ALIGN_GIVEN = 3     /* problem.shift, or the SHIFT tensor where it is given */
 };
 
 enum tessera_flags {
@@ -80,7 +81,13 @@ enum tessera_flags {
   TESSERA_ALLOW_QUADRATIC = 1 << 10, /* permit a path that allocates O(sq*sk) */
   TESSERA_SAME_LENGTHS = 1 << 11,    /* one array gives the lengths of both sides */
   TESSERA_MAX_SEQLEN_Q = 1 << 12,    /* max_seqlen_q is given */
-  TESSERA_MAX_SEQLEN_K = 1 << 13     /* max_seqlen_k is given */
+  TESSERA_MAX_SEQLEN_K = 1 << 13,    /* max_seqlen_k is given */
+  TESSERA_PARTIAL = 1 << 14,         /* backward: O and LSE belong to a union of which this is a part */
+  TESSERA_ACCUMULATE = 1 << 15,      /* outputs are added to what they hold */
+  TESSERA_V_IN_K = 1 << 16,          /* v has k's strides and begins where k begins (MLA) */
+  TESSERA_FP8_PRODUCTS = 1 << 17,    /* 16-bit inputs, multiplied as fp8 */
+  TESSERA_SMOOTH_MEAN = 1 << 18,     /* fp8: k less its mean over the keys */
+  TESSERA_SMOOTH_HADAMARD = 1 << 19  /* fp8: q and k rotated by a Hadamard matrix */
 };
 
 /* Index of a tensor in problem.tensor[] and buffers.data[], with its axes.
@@ -106,9 +113,10 @@ enum tessera_index {
   TESSERA_CU_SEQLENS_K_PADDED = 15, /* [b+1] */
   TESSERA_PAGE_TABLE_K = 16,  /* [b, max_pages] int32; with it K is a pool of pages */
   TESSERA_PAGE_TABLE_V = 17,  /* [b, max_pages] int32; not given: PAGE_TABLE_K serves V too */
-  TESSERA_K_SCALE = 18,       /* [b|1, hk] fp32: what an fp8 k is multiplied by */
-  TESSERA_V_SCALE = 19,       /* [b|1, hk] fp32 */
-  TESSERA_RNG_STATE = 20,     /* [2] int64: seed, offset */
+  TESSERA_K_SCALE = 18,       /* [b|1, hk|1, nk|1] fp32: what an fp8 k is multiplied by; nk: blocks of
+                               * k_scale_block keys */
+  TESSERA_V_SCALE = 19,       /* [b|1, hk|1, nk|1] fp32, likewise */
+  TESSERA_RNG_STATE = 20,     /* [2] int64: seed, offset; or [4]: seed, offset, first, stride */
   /* outputs of forward, inputs of backward */
   TESSERA_O = 21,             /* [b, sq, hq, dv]                     thd [1, t, hq, dv] */
   TESSERA_LSE = 22,           /* [b, hq, sq] fp32                    thd [1, hq, t]; forward writes it contiguous */
@@ -124,7 +132,24 @@ enum tessera_index {
   TESSERA_DBIAS = 29,         /* as BIAS */
   TESSERA_DSINK = 30,         /* as SINK */
   TESSERA_DALIBI_SLOPES = 31, /* as ALIBI_SLOPES */
-  TESSERA_NUM_TENSORS = 32
+  /* inputs of both passes */
+  TESSERA_Q_START = 32,       /* [b] int32 or int64: position of each sequence's first query */
+  TESSERA_K_START = 33,       /* [b] and of its first key */
+  TESSERA_SHIFT = 34,         /* [b] int32 or int64: the diagonal; needs TESSERA_ALIGN_GIVEN */
+  TESSERA_Q_SCALE = 35,       /* [b|1, hq|1, nq|1] fp32: what an fp8 q is multiplied by */
+  TESSERA_DO_SCALE = 36,      /* [b|1, hq|1, nq|1] fp32: and an fp8 do (backward) */
+  TESSERA_O_SCALE = 37,       /* [1] fp32: what an fp8 o is multiplied by */
+  TESSERA_DQ_SCALE = 38,      /* [1] fp32: and an fp8 dq */
+  TESSERA_DK_SCALE = 39,      /* [1] fp32 */
+  TESSERA_DV_SCALE = 40,      /* [1] fp32 */
+  /* outputs: the largest absolute value before it was rounded to fp8 */
+  TESSERA_AMAX_O = 41,        /* [1] fp32, forward */
+  TESSERA_AMAX_DQ = 42,       /* [1] fp32, backward */
+  TESSERA_AMAX_DK = 43,       /* [1] fp32 */
+  TESSERA_AMAX_DV = 44,       /* [1] fp32 */
+  /* input of both passes */
+  TESSERA_KEEP_TAIL = 45,     /* [b|1, hq|1, sq, sq] bool: which of the last sq keys a query sees */
+  TESSERA_NUM_TENSORS = 46
 };
 
 typedef struct tessera_tensor {
@@ -146,7 +171,10 @@ typedef struct tessera_problem {
   int64_t max_seqlen_q; /* read with TESSERA_MAX_SEQLEN_Q */
   int64_t max_seqlen_k;
   char backend[16];     /* force one by name, NUL-padded; empty = choose */
-  int64_t reserved[6];  /* 0 */
+  int32_t q_scale_block; /* rows of q that share a scale; 0: all */
+  int32_t k_scale_block; /* keys that share a scale; 0: all */
+  int64_t shift;        /* the diagonal; read with TESSERA_ALIGN_GIVEN where SHIFT is not given */
+  int64_t reserved[4];  /* 0 */
   tessera_tensor tensor[TESSERA_NUM_TENSORS]; /* last: it may grow */
 } tessera_problem;
 
@@ -165,7 +193,13 @@ typedef struct tessera_buffers {
   void* parallel_context;
   void* workspace;         /* tessera_info.workspace_bytes, 64-byte aligned on the CPU, 256 on CUDA */
   int64_t workspace_bytes;
-  int64_t reserved[6];     /* 0 */
+  int32_t sm_margin;       /* CUDA: multiprocessors that kernels whose CTAs take tile after tile
+                            * leave to others; 0: none */
+  int32_t reserved_half;   /* 0 */
+  const volatile int32_t* interrupt; /* CPU: where another thread or a signal handler stores what is
+                                      * not 0, the call ends soon with TESSERA_FAILED and outputs may
+                                      * hold anything; may be NULL */
+  int64_t reserved[4];     /* 0 */
   void* data[TESSERA_NUM_TENSORS]; /* last: it may grow */
 } tessera_buffers;
 
@@ -221,7 +255,8 @@ TESSERA_API int64_t tessera_explain(const tessera_problem* problem, const char* 
 
 /* Attention over a union of disjoint key sets from its parts: o = sum_p exp(lse_p - lse) o_p,
  * lse = log sum_p exp(lse_p). o: [b, sq, hq, dv] each, lse as TESSERA_LSE in fp32 (fp64 beside an
- * fp64 o). All parts have one shape and dtype; o_p is not read where lse_p = -inf.
+ * fp64 o). All parts have one shape and dtype; o has the shape, and
+ * their dtype or fp32 beside parts of 16 bits, or the other way round; o_p is not read where lse_p = -inf.
  * format: of o. Outputs must not overlap the parts. */
 TESSERA_API int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o_parts,
                                   const void* const* o_data, const tessera_tensor* lse_parts,
@@ -236,6 +271,87 @@ TESSERA_API int32_t tessera_dropout_mask(int64_t b, int64_t hq, int64_t sq, int6
                                          double dropout_p, const int64_t* rng_state, uint8_t* keep,
                                          const tessera_device* device,
                                          const tessera_buffers* context, tessera_error* error);
+
+/* The same of a part of a problem: rng_words says how many words rng_state has, 2, or 4 (seed,
+ * offset, first, stride); q_start and k_start are int64 [b], the positions of each sequence's first
+ * row and key, on the device, or NULL for 0. */
+TESSERA_API int32_t tessera_dropout_mask_at(int64_t b, int64_t hq, int64_t sq, int64_t sk,
+                                            double dropout_p, const int64_t* rng_state,
+                                            int32_t rng_words, const int64_t* q_start,
+                                            const int64_t* k_start, uint8_t* keep,
+                                            const tessera_device* device,
+                                            const tessera_buffers* context, tessera_error* error);
+
+/* ---- positions and caches ---- */
+
+enum tessera_rotary_flags {
+  TESSERA_INTERLEAVED = 1 << 0, /* elements (2i, 2i + 1) are a pair; without: (i, i + r/2) */
+  TESSERA_INVERSE = 1 << 1      /* turn back: what the gradient needs (tessera_rotate) */
+};
+
+/* Tensors of tessera_rotate. r <= d, the elements that turn; the others pass. */
+enum tessera_rotate_index {
+  TESSERA_ROTATE_X = 0,         /* [b, s, h, d] fp32, bf16, fp16 or fp64      thd [1, t, h, d] */
+  TESSERA_ROTATE_Y = 1,         /* as X; may be X itself */
+  TESSERA_ROTATE_COS = 2,       /* [max_pos, r/2] fp32 */
+  TESSERA_ROTATE_SIN = 3,       /* likewise */
+  TESSERA_ROTATE_POSITIONS = 4, /* [b|1, s|1] int32 or int64; one column: of a sequence's first row,
+                                 * the others follow; not given: 0, 1, 2, ... */
+  TESSERA_ROTATE_TENSORS = 8
+};
+
+typedef struct tessera_rotate_args {
+  uint32_t struct_size;
+  int32_t format; /* enum tessera_format of x and y */
+  uint32_t flags; /* enum tessera_rotary_flags */
+  int32_t reserved_half;
+  int64_t reserved[4];
+  tessera_tensor tensor[TESSERA_ROTATE_TENSORS];
+  void* data[TESSERA_ROTATE_TENSORS];
+} tessera_rotate_args;
+
+/* Rotary position embedding (Su et al., arXiv:2104.09864): a pair (a, b) of a row at position p
+ * becomes (a cos - b sin, b cos + a sin), cos = COS[p][i], sin = SIN[p][i] of pair i, in fp32. On the
+ * CPU a position outside the table is an error; on CUDA its row becomes NaN. */
+TESSERA_API int32_t tessera_rotate(const tessera_rotate_args* args, const tessera_device* device,
+                                   const tessera_buffers* context, tessera_error* error);
+
+/* Tensors of tessera_append: new tokens of each sequence, behind those that the cache holds. */
+enum tessera_append_index {
+  TESSERA_APPEND_K = 0,          /* [b, s, hk, dqk]            thd [1, t, hk, dqk] */
+  TESSERA_APPEND_V = 1,          /* [b, s, hk, dv]             likewise; not given: no V_CACHE (MLA) */
+  TESSERA_APPEND_K_CACHE = 2,    /* [b, sk, hk, dqk]           pages [pages, page_size, hk, dqk] */
+  TESSERA_APPEND_V_CACHE = 3,    /* [b, sk, hk, dv]            likewise */
+  TESSERA_APPEND_SEQLENS = 4,    /* [b] int32 or int64: tokens that the cache holds before the call */
+  TESSERA_APPEND_CU_SEQLENS = 5, /* [b+1] int32 or int64, thd only */
+  TESSERA_APPEND_PAGE_TABLE = 6, /* [b, max_pages] int32; with it the caches are pools of pages */
+  TESSERA_APPEND_K_SCALE = 7,    /* [b|1, hk] fp32 beside fp8 caches: k is k_cache * k_scale */
+  TESSERA_APPEND_V_SCALE = 8,    /* [b|1, hk] fp32 */
+  TESSERA_APPEND_COS = 9,        /* [max_pos, r/2] fp32: k and q turn by their position */
+  TESSERA_APPEND_SIN = 10,       /* likewise */
+  TESSERA_APPEND_Q = 11,         /* [b, s, hq, dqk]            thd [1, t, hq, dqk]; needs COS */
+  TESSERA_APPEND_Q_OUT = 12,     /* as Q; may be Q itself */
+  TESSERA_APPEND_SEQLENS_Q = 13, /* [b] int32 or int64, not thd: how many of the s tokens of a sequence
+                                  * are new, the first ones; not given: all */
+  TESSERA_APPEND_TENSORS = 16
+};
+
+typedef struct tessera_append_args {
+  uint32_t struct_size;
+  int32_t format; /* enum tessera_format of k, v, q and q_out */
+  uint32_t flags; /* TESSERA_INTERLEAVED */
+  int32_t reserved_half;
+  int64_t reserved[4];
+  tessera_tensor tensor[TESSERA_APPEND_TENSORS];
+  void* data[TESSERA_APPEND_TENSORS];
+} tessera_append_args;
+
+/* Token i of sequence n goes to place seqlens[n] + i of the caches, converted to their dtype (fp8:
+ * round(x / scale), the quotient in fp32, saturating) and turned by that position where COS is given.
+ * Other places are left as they are; rows of Q_OUT beyond SEQLENS_Q are 0. On the CPU a token that has
+ * no place is an error, and nothing is written; on CUDA it is dropped. */
+TESSERA_API int32_t tessera_append(const tessera_append_args* args, const tessera_device* device,
+                                   const tessera_buffers* context, tessera_error* error);
 
 /* Name of the i-th backend in order of preference, or NULL past the last. */
 TESSERA_API const char* tessera_backend_name(int32_t i);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that names concrete backends. To add one: its header, and its line in kBuilt.
+// The only file that names concrete backends. A new one takes its header and a line in kBuilt.
 #include "backends.h"
 
 #include <vector>
@@ -8,33 +8,43 @@
 #if TESSERA_WITH_CUDA
 #include "cuda/sm80/backend.h"
 #include "cuda/sm90/backend.h"
+#else
+#include "cuda/sm80/rules.h"
+#include "cuda/sm90/rules.h"
 #endif
+#include "reference.h"
 
 namespace tessera {
 namespace {
 
+// What a backend that was left out of this build would answer, and that it was left out.
 class NotBuilt final : public Backend {
  public:
-  explicit NotBuilt(std::string_view name) : name_(name) {}
+  explicit NotBuilt(const Backend& rules) : rules_(rules) {}
 
-  std::string_view name() const override { return name_; }
-  std::string unavailable() const override { return kWhy; }
-  Support supports(const Problem&, const Device& device) const override {
-    Support support;
+  std::string_view name() const override { return rules_.name(); }
+  std::string unavailable() const override { return rules_.unavailable(); }
+  Support supports(const Problem& problem, const Device& device) const override {
+    Support support = rules_.supports(problem, device);
     support.require(false, ReasonId::kNotBuilt,
                     device.kind == TESSERA_CUDA ? Remedy::kDeviceCpu : Remedy::kNone,
-                    [] { return std::string(kWhy); });
+                    [&] { return rules_.unavailable(); });
     return support;
   }
-  Problem canonical(const Problem& problem) const override { return problem; }
-  Result<std::unique_ptr<Plan>> plan(const Problem&, const Device&) const override {
-    return Status(TESSERA_REFUSED, kWhy);
+  std::string yields(const Problem& problem, const Device& device) const override {
+    return rules_.yields(problem, device);
   }
+  std::string kernels_for(const Problem& problem, const Device& device) const override {
+    return rules_.kernels_for(problem, device);
+  }
+  Problem canonical(const Problem& problem) const override { return rules_.canonical(problem); }
+  Result<std::unique_ptr<Plan>> plan(const Problem& problem, const Device& device) const override {
+    return rules_.plan(problem, device);
+  }
+  std::string description_json() const override { return rules_.description_json(); }
 
  private:
-  static constexpr const char* kWhy =
-      "this build has no CUDA backend; configure it with TESSERA_CUDA=ON";
-  std::string_view name_;
+  const Backend& rules_;
 };
 
 }  // namespace
@@ -46,7 +56,7 @@ BackendList built_backends() {
     &cuda::sm80::backend(),
 #endif
     &cpu::backend(),
-    &cpu::reference_backend(),
+    &reference_backend(),
   };
   return kBuilt;
 }
@@ -55,7 +65,9 @@ BackendList all_backends() {
 #if TESSERA_WITH_CUDA
   return built_backends();
 #else
-  static const NotBuilt sm90("cuda_sm90"), sm80("cuda_sm80");
+  static const cuda::sm90::Sm90Rules sm90_rules;
+  static const cuda::sm80::Sm80Rules sm80_rules;
+  static const NotBuilt sm90(sm90_rules), sm80(sm80_rules);
   static const std::vector<const Backend*> all = [] {
     std::vector<const Backend*> list{&sm90, &sm80};
     list.insert(list.end(), built_backends().begin(), built_backends().end());

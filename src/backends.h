@@ -2,7 +2,7 @@
 // THE list of backends, in order of preference. The front door's only.
 #pragma once
 
-#include "core/choose.h"
+#include "core/choose/choose.h"
 
 namespace tessera {
 
@@ -10,7 +10,7 @@ namespace tessera {
 // says why it is not there.
 BackendList all_backends();
 
-// Without the stand-ins.
+// The list without the stand-ins.
 BackendList built_backends();
 
 }  // namespace tessera

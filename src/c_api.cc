@@ -10,13 +10,17 @@
 #include <stdexcept>
 
 #include "backends.h"
-#include "core/case.h"
+#include "core/cache/append.h"
+#include "core/cache/rotate.h"
+#include "core/case/case.h"
+#include "core/choose/choose.h"
+#include "core/choose/explain.h"
+#include "core/choose/plan_cache.h"
+#include "core/dropout_mask.h"
 #include "core/environment.h"
-#include "core/explain.h"
 #include "core/json.h"
 #include "core/log.h"
-#include "core/plan_cache.h"
-#include "core/utilities.h"
+#include "core/merge.h"
 
 namespace tessera {
 namespace {
@@ -113,6 +117,32 @@ Status fill_info(tessera_info* caller, const Planned& planned, int num_threads) 
   planned.backend->name().copy(info.backend, sizeof info.backend - 1);
   std::memcpy(caller, &info, std::min<size_t>(size, sizeof info));
   return {};
+}
+
+// Checks a call without a problem: validate() does it for those with one.
+Status check_context(const Buffers& buffers) {
+  if (buffers.sm_margin >= 0) return {};
+  return invalid("sm_margin=%d: must be 0 (none) or more multiprocessors", buffers.sm_margin);
+}
+
+// A function of the backend that owns the utilities of a device, on arguments that are imported and
+// found legal.
+template <typename Args>
+int32_t run_utility(const char* operation, Result<const Args*> (*import)(const Args*, Args&),
+                    Status (Backend::*method)(const Args&, const Buffers&, const Device&) const,
+                    const Args* args, const tessera_device* device, const tessera_buffers* context,
+                    tessera_error* error) {
+  return guarded(error, operation, [&]() -> Status {
+    Args storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import(args, storage));
+    TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
+    Buffers context_storage;
+    TESSERA_ASSIGN_OR_RETURN(buffers, import_buffers(context, context_storage));
+    TESSERA_RETURN_IF_ERROR(validate(*ours, where));
+    TESSERA_RETURN_IF_ERROR(check_context(*buffers));
+    TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
+    return (backend->*method)(*ours, *buffers, where);
+  });
 }
 
 // The problem of tessera_explain, and the line that describes it.
@@ -244,6 +274,7 @@ int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o
     const MergeArgs args{num_parts, format, o_parts, o_data, lse_parts,
                          lse_data,  *o,     o_out,   *lse,   lse_out};
     TESSERA_RETURN_IF_ERROR(validate(args));
+    TESSERA_RETURN_IF_ERROR(check_context(*ours));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return backend->merge(args, *ours, where);
   });
@@ -252,14 +283,37 @@ int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o
 int32_t tessera_dropout_mask(int64_t b, int64_t hq, int64_t sq, int64_t sk, double dropout_p,
                              const int64_t* rng_state, uint8_t* keep, const tessera_device* device,
                              const tessera_buffers* context, tessera_error* error) {
+  return tessera_dropout_mask_at(b, hq, sq, sk, dropout_p, rng_state, 2, nullptr, nullptr, keep,
+                                 device, context, error);
+}
+
+int32_t tessera_dropout_mask_at(int64_t b, int64_t hq, int64_t sq, int64_t sk, double dropout_p,
+                                const int64_t* rng_state, int32_t rng_words, const int64_t* q_start,
+                                const int64_t* k_start, uint8_t* keep, const tessera_device* device,
+                                const tessera_buffers* context, tessera_error* error) {
   return guarded(error, "tessera.dropout_mask", [&]() -> Status {
     TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
     Buffers storage;
     TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context, storage));
-    TESSERA_ASSIGN_OR_RETURN(args, dropout_mask_args(b, hq, sq, sk, dropout_p, rng_state, keep));
+    const DropoutMaskCall call{b,         hq,        sq,      sk,      dropout_p,
+                               rng_state, rng_words, q_start, k_start, keep};
+    TESSERA_ASSIGN_OR_RETURN(args, dropout_mask_args(call, where));
+    TESSERA_RETURN_IF_ERROR(check_context(*ours));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return backend->dropout_mask(args, *ours, where);
   });
+}
+
+int32_t tessera_rotate(const tessera_rotate_args* args, const tessera_device* device,
+                       const tessera_buffers* context, tessera_error* error) {
+  return run_utility("tessera.rotate", import_rotate, &Backend::rotate, args, device, context,
+                     error);
+}
+
+int32_t tessera_append(const tessera_append_args* args, const tessera_device* device,
+                       const tessera_buffers* context, tessera_error* error) {
+  return run_utility("tessera.append_kv", import_append, &Backend::append, args, device, context,
+                     error);
 }
 
 const char* tessera_backend_name(int32_t i) {

@@ -151,6 +151,11 @@ struct older_problem {
   int64_t reserved[6];
   tessera_tensor tensor[TESSERA_MAX_LOGIT];
 };
+/* And before positions and blocks of scales: scales had two axes, and what stood behind was
+ * ignored. */
+struct before_positions {
+  tessera_problem known; /* its first TESSERA_Q_START tensors count */
+};
 struct newer_problem {
   tessera_problem known;
   tessera_tensor unknown[3];
@@ -161,6 +166,8 @@ static void struct_sizes(void) {
   tessera_error e = new_error();
   struct older_problem older;
   struct newer_problem newer;
+  struct before_positions two_axes;
+  int i;
   struct {
     uint32_t struct_size;
     int32_t code;
@@ -177,6 +184,20 @@ static void struct_sizes(void) {
   memcpy(&older, &p, sizeof older);
   older.struct_size = sizeof older;
   CHECK(tessera_prepare((const tessera_problem*)&older, &kCpu, 0, NULL, &e) == TESSERA_OK);
+  two_axes.known = p;
+  two_axes.known.struct_size =
+      offsetof(tessera_problem, tensor) + TESSERA_Q_START * (uint32_t)sizeof(tessera_tensor);
+  for (i = TESSERA_Q; i <= TESSERA_O; ++i) {
+    if (two_axes.known.tensor[i].dtype) two_axes.known.tensor[i].dtype = TESSERA_BF16;
+  }
+  for (i = 0; i < 2; ++i) {
+    two_axes.known.tensor[TESSERA_K + i].dtype = TESSERA_E4M3;
+    describe(&two_axes.known.tensor[TESSERA_K_SCALE + i], TESSERA_FP32, 1, H, 77, 88);
+    two_axes.known.tensor[TESSERA_K_SCALE + i].stride[1] = 1;
+  }
+  two_axes.known.tensor[TESSERA_Q_START].dtype = 99; /* beyond struct_size */
+  CHECK(tessera_prepare(&two_axes.known, &kCpu, 0, NULL, &e) == TESSERA_OK);
+  if (e.code != TESSERA_OK) printf("%s\n", e.message);
   memset(&newer, 0, sizeof newer);
   newer.known = p;
   newer.known.struct_size = sizeof newer;
@@ -203,6 +224,36 @@ static void struct_sizes(void) {
   CHECK(small_info.workspace_bytes >= 0 && small_info.canary == 'x');
   small_info.struct_size = 0;
   CHECK(tessera_prepare(&p, &kCpu, 1, (tessera_info*)&small_info, &e) == TESSERA_INVALID);
+}
+
+/* Fields that no backend has yet are refused, whoever would compute. */
+static void later_fields(void) {
+  tessera_problem p = forward_problem();
+  tessera_error e = new_error();
+  tessera_buffers b;
+  tessera_info info;
+  float o[COUNT], in[COUNT] = {0}, lse[B * H * S];
+  void* block;
+  p.flags |= TESSERA_ACCUMULATE;
+  CHECK(tessera_prepare(&p, &kCpu, 0, NULL, &e) == TESSERA_REFUSED);
+  CHECK(strstr(e.message, "\n  cpu: accumulate=True: this backend does not have it yet") != NULL);
+  p.flags &= ~(uint32_t)TESSERA_ACCUMULATE;
+  memset(&info, 0, sizeof info);
+  info.struct_size = sizeof info;
+  CHECK(tessera_prepare(&p, &kCpu, 0, &info, &e) == TESSERA_OK);
+  memset(&b, 0, sizeof b);
+  b.struct_size = sizeof b;
+  b.data[TESSERA_Q] = b.data[TESSERA_K] = b.data[TESSERA_V] = in;
+  b.data[TESSERA_O] = o, b.data[TESSERA_LSE] = lse;
+  b.workspace = workspace_of(info.workspace_bytes, &block);
+  b.workspace_bytes = info.workspace_bytes;
+  CHECK(tessera_run(&p, &kCpu, &b, &e) == TESSERA_OK);
+  b.sm_margin = 3;
+  CHECK(tessera_run(&p, &kCpu, &b, &e) == TESSERA_OK); /* without effect on the CPU */
+  b.sm_margin = -1;
+  CHECK(tessera_run(&p, &kCpu, &b, &e) == TESSERA_INVALID);
+  CHECK(strstr(e.message, "sm_margin=-1") != NULL);
+  free(block);
 }
 
 static void texts(void) {
@@ -279,6 +330,7 @@ int main(void) {
   errors();
   refusals();
   struct_sizes();
+  later_fields();
   texts();
   names();
   utilities();

@@ -6,10 +6,10 @@
 #include <string>
 
 #include "backends.h"
-#include "core/case.h"
+#include "core/case/case.h"
+#include "core/choose/explain.h"
+#include "core/choose/plan_cache.h"
 #include "core/dummy_backend.h"
-#include "core/explain.h"
-#include "core/plan_cache.h"
 #include "cpu/backend.h"
 
 namespace tessera {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Callers who are wrong, through the C header: each call is one clear error, writes nothing, and
-// does not crash. With sanitizers, not a byte is read that is not the caller's.
+// does not crash. Sanitizers show that not a byte is read that is not the caller's.
 #include <gtest/gtest.h>
 
 #include <climits>

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooms include downwards only. Prints every include that breaks the rule; exit 1 if there is one.
+"""Folders include downwards only. Prints every include that breaks the rule; exit 1 if there is one.
 
-The rule is docs/conventions.md, "Rooms". A room that is not in the table below may see core alone,
+The rule is docs/conventions.md, "Folders". A folder that is not in the table below may see core alone,
 until it states more.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
-# room -> the rooms whose headers it may include, beside its own and <...> headers. The front door
+# folder -> the folders whose headers it may include, beside its own and <...> headers. The front door
 # may include them all.
 MAY_INCLUDE = {
     "core": set(),
@@ -19,13 +19,13 @@ MAY_INCLUDE = {
     "cuda/common": {"core"},
     "cuda/sm80": {"core", "cuda/common"},
     "cuda/sm90": {"core", "cuda/common"},
-    "conformance": {"core", "cpu/reference"},
+    "conformance": {"core"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
-def room_of(path: str) -> str:
-    """"cuda/sm90/tiles.h" -> "cuda/sm90"; a file directly under src/ belongs to the front door."""
+def folder_of(path: str) -> str:
+    """"cuda/sm90/forward/tile.h" -> "cuda/sm90"; a file directly under src/ belongs to the front door."""
     parts = path.split("/")
     if len(parts) == 1:
         return "door"
@@ -38,15 +38,15 @@ def violations() -> list[str]:
         if file.suffix not in {".h", ".cc", ".cu", ".cuh", ".in"}:
             continue
         name = file.relative_to(SOURCE).as_posix()
-        room = room_of(name)
-        if room == "door":
+        folder = folder_of(name)
+        if folder == "door":
             continue
         for target in INCLUDE.findall(file.read_text()):
-            if target == "tessera.h" or room_of(target) == room:
+            if target == "tessera.h" or folder_of(target) == folder:
                 continue
-            allowed = MAY_INCLUDE.get(room, {"core"})
-            if room_of(target) not in allowed and Path(target).with_suffix("").as_posix() not in allowed:
-                found.append(f'src/{name} includes "{target}": room {room} may include only '
+            allowed = MAY_INCLUDE.get(folder, {"core"})
+            if folder_of(target) not in allowed and Path(target).with_suffix("").as_posix() not in allowed:
+                found.append(f'src/{name} includes "{target}": {folder} may include only '
                              f"{', '.join(sorted(allowed)) or 'itself'}")
     return found
 

@@ -331,3 +331,23 @@ def many_short():
                    sink="learnable", poison=True)
         for window in ("100,0", "60,30"):  # a band that is short although the sequence is not
             yield line("bwd", dtype=dtype, b=8, s=1030, hq=16, hk=8, d=d, window=window, align="top_left", poison=True)
+
+
+def named():
+    """Rows of the tile tables that no other case reaches (tests/cuda/rooms.py): a bias that TMA reads, which needs rows of
+    keys aligned to 16 bytes, and single features at the head dims that have a kernel for each."""
+    for dtype, d in product(("bf16", "fp16"), (64, 128)):
+        small = {"dtype": dtype, "b": 2, "s": 208, "hq": 4, "hk": 2, "d": d, "causal": True, "poison": True}
+        yield line("fwd", **small, bias="post/hqk")
+        yield line("fwd", **{**small, "causal": None}, bias="pre/bhqk")
+        yield line("bwd", **small, bias="post/hqk", grads="dbias")
+        yield line("bwd", **small, bias="post/qk", grads="dbias", deterministic=True)
+        yield line("bwd", **small, bias="post/hqk")
+        yield line("bwd", **small, bias="post/hqk", deterministic=True)
+        for feature in ({"softcap": 20}, {"dropout": "0.2"}, {"alibi": True}):
+            yield line("fwd", **small, **feature)
+            yield line("bwd", **small, **feature)
+            yield line("bwd", **small, **feature, deterministic=True)
+    # Tiles of 192 rows: enough of them for every multiprocessor, and too long for lower ones.
+    yield line("fwd", dtype="bf16", b=1, s=4200, h=12, d=64, causal=True, poison=True)
+    yield line("fwd", dtype="fp16", b=12, s=700, h=4, d=64, poison=True)

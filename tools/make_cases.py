@@ -243,9 +243,91 @@ def other_dtypes():
 
 
 def two_keys(dtype):
-    """Of two keys one has all but the whole weight. In fp32 the reference backend itself misses the limit:
+    """One of two keys has all but the whole weight. In fp32 the reference backend itself misses the limit:
     it takes o and lse as they are given, rounded, where a backend may weigh such a row anew."""
     return line("bwd", dtype=dtype, b=2, sq=1, sk=2, h=2, d=64, scale=3, poison=True, seed=314)
+
+
+def parts():
+    """Backward passes of a part of a union: o and lse are the union's, and P is not to be renormalised."""
+    for dtype, s in product(DTYPES, (8, 65)):
+        yield line("bwd", dtype=dtype, b=2, s=s, h=2, d=64, partial=True, poison=True)
+        yield line("bwd", dtype=dtype, b=2, sq=s, sk=130, hq=4, hk=2, d=40, causal=True, align="bottom_right",
+                   lens_k="random:3", partial=True, dlse=True, poison=True)
+    for dtype in DTYPES:
+        yield line("bwd", dtype=dtype, b=1, s=200, h=2, d=128, causal=True, partial=True, poison=True)
+        yield line("bwd", dtype=dtype, b=3, s=40, h=2, d=32, layout="thd", lens="random:7", gaps=1, partial=True,
+                   sink="learnable", grads="dsink", poison=True)
+        yield line("bwd", dtype=dtype, b=2, s=33, h=2, d=64, keep="random:0.5/bqk", bias="post/hqk", softcap=5,
+                   dropout="0.2", grads="dbias", partial=True, poison=True)
+    yield from both(dtype="bf16", b=2, s=65, h=2, dqk=72, dv=64, vink=True, poison=True)
+    yield from both(dtype="fp32", b=2, s=33, h=2, d=32, shift=0, causal=True, poison=True)
+
+
+def shards():
+    """Parts of a larger problem: they count heads and sequences as the whole does."""
+    for dtype, rng in product(DTYPES, ("4,16", "4294967295,1")):
+        yield from both(dtype=dtype, b=3, s=65, hq=4, hk=2, d=32, rng=rng, dropout="0.3", poison=True)
+        yield from both(dtype=dtype, b=2, s=70, h=2, d=64, layout="thd", lens="random:4", gaps=1, causal=True, rng=rng,
+                        dropout="0.1", poison=True)
+    yield from both(dtype="bf16", b=2, s=130, h=2, d=128, rng="7,1099511627776", dropout="0.5", strided=True)
+    for dtype, shift in product(DTYPES, (5, -9, 200)):
+        yield from both(dtype=dtype, b=2, s=33, h=2, d=16, shift=shift, causal=True, poison=True)
+        yield from both(dtype=dtype, b=1, sq=150, sk=90, hq=4, hk=2, d=64, shift=shift, window="20,3", alibi=True,
+                        grads="dalibi_slopes", poison=True)
+        yield line("fwd", dtype=dtype, b=2, sq=1, sk=300, hq=4, hk=2, d=64, shift=shift, window="50,0", poison=True)
+
+
+def sums():
+    """o and gradients in fp32 beside 16-bit inputs, for those who add parts up."""
+    for dtype in ("bf16", "fp16"):
+        yield from both(dtype=dtype, b=2, s=65, hq=4, hk=2, d=40, o="fp32", causal=True, poison=True)
+        yield line("fwd", dtype=dtype, b=2, sq=1, sk=600, hq=8, hk=2, d=64, lens_k="random:1", o="fp32", poison=True)
+        yield line("bwd", dtype=dtype, b=2, s=33, hq=4, hk=2, d=72, o="fp32", do=dtype, grad="fp32", strided=True)
+        for more in ({"hq": 4, "hk": 2}, {"h": 2, "layout": "thd", "lens": "random:2", "gaps": 1, "partial": True},
+                     {"h": 2, "page": 16, "lens_k": "random:1"}, {"hq": 8, "hk": 1, "dlse": True, "dropout": "0.2"}):
+            yield line("bwd", dtype=dtype, b=2, s=129, d=64, grad="fp32", poison=True, **more)
+            yield line("bwd", dtype=dtype, b=2, s=40, d=24, grad="fp32", o="fp32", poison=True, **more)
+        yield line("bwd", dtype=dtype, b=1, sq=64, sk=1100, h=2, d=64, grad="fp32", o="fp32", poison=True)
+
+
+def positions():
+    """Rows and keys that begin anywhere in their sequences, and diagonals of each sequence's own."""
+    starts = {"q_start": "random:1", "k_start": "random:2"}
+    packed = {"layout": "thd", "lens": "random:2", "gaps": 1, "poison": True}
+    for dtype in DTYPES:
+        yield from both(dtype=dtype, b=2, s=33, h=2, d=16, q_start="3,0", causal=True, align="top_left", poison=True)
+        yield from both(dtype=dtype, b=2, s=80, h=2, d=32, **starts, window="30,5", align="bottom_right", int64=True)
+        yield from both(dtype=dtype, b=2, sq=33, sk=70, h=2, d=16, shift="random:3", window="9,4", alibi=True,
+                        grads="dalibi_slopes", q_start="9,100", k_start="3,90", strided=True, poison=True)
+        yield from both(dtype=dtype, b=2, s=130, hq=4, hk=2, d=64, q_start="32,16", k_start="64,7", dropout="0.5",
+                        rng="8,32", poison=True)
+        yield from both(dtype=dtype, b=2, s=130, h=2, d=40, q_start="5,31", k_start="0,13", dropout="0.2")
+        for bias in ("bhqk", "qk", "hqk", "k", "hq", "1"):
+            yield from both(dtype=dtype, b=3, s=140, h=2, d=16, **packed, **starts, bias=f"post/{bias}", grads="dbias")
+        yield from both(dtype=dtype, b=3, s=40, h=2, d=16, **packed, **starts, keep="random:0.8/bhqk", causal=True,
+                        shift="random:4", sink="learnable", grads="dsink")
+        yield from both(dtype=dtype, b=3, s=70, h=2, d=16, **packed, **starts, drop="keys:0.5/bk")
+        yield from both(dtype=dtype, b=3, s=70, h=2, d=16, **packed, **starts, ranges="two:3", segments=2)
+        yield line("fwd", dtype=dtype, b=2, sq=1, sk=600, hq=8, hk=2, d=64, lens_k="random:1", q_start="590,300",
+                   k_start="5,7", window="200,0", align="top_left", dropout="0.2", poison=True)
+    yield from both(dtype="fp32", b=2, sq=5, sk=100, hq=4, hk=2, d=16, page=16, lens_k="random:1", q_start="90,3",
+                    k_start="5,0", ranges="random:3", causal=True, align="top_left", dropout="0.2", poison=True)
+    yield from both(dtype="bf16", b=3, s=150, hq=4, hk=2, d=16, **packed, q_start="random:5", bias="pre/hqk",
+                    grads="dbias", softcap=3, dropout="0.2")
+    yield from both(dtype="fp32", b=2, s=33, h=2, d=16, q_start="1099511627776,0", k_start="1099511627770,40",
+                    int64=True, causal=True, align="top_left", dropout="0.3")
+
+
+def unbuilt():
+    """Words whose features come later: legal, and refused by every backend."""
+    small = {"b": 2, "s": 33, "h": 2, "d": 16}
+    for more in ({"precision": "fp8"}, {"precision": "fp8", "smooth": "mean", "amax": True}):
+        yield from both(dtype="bf16", **small, **more)
+    yield line("bwd", dtype="bf16", **small, precision="fp8", do="e5m2")
+    yield line("fwd", dtype="bf16", kv="e4m3", kvscale="block", **(small | {"s": 200}))
+    for more in ({"qscale": "row"}, {"qscale": "head", "amax": True}, {"o": "e4m3", "qscale": "one"}):
+        yield line("fwd", dtype="e4m3", **small, **more)
 
 
 def noise():
@@ -361,6 +443,7 @@ def smoke():
     yield from both(dtype="bf16", b=2, s=33, h=2, d=16, sink="off_by_one", window="3,3", max_logit=True, poison=True)
     yield from both(dtype="fp32", b=2, s=33, h=2, d=16, dropout="0.3", seed=11, poison=True)
     yield from both(dtype="fp16", b=1, sq=33, sk=9, h=2, d=16, causal=True, align="bottom_right", dlse=True, poison=True)
+    yield line("bwd", dtype="fp32", b=2, s=33, h=2, d=16, partial=True, poison=True)
     yield from both(dtype="fp32", b=0, s=8, h=2, d=16)
     yield from both(dtype="fp32", b=2, sq=9, sk=0, h=2, d=16)
     yield from both(dtype="bf16", b=2, s=33, h=2, d=72, layout="thd_bshd_bshd", lens_k="random:1", int64=True,
@@ -372,9 +455,9 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), noise(), kernels.apart(), kernels.halves(),
-                    kernels.shaped(), kernels.groups(), kernels.documents(False), kernels.segments_again(False),
-                    kernels.wide_backward(False), products(500, 8, False)):
+                    scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(), unbuilt(),
+                    noise(), kernels.apart(), kernels.halves(), kernels.shaped(), kernels.groups(), kernels.documents(False),
+                    kernels.segments_again(False), kernels.wide_backward(False), products(500, 8, False)):
         yield from section
 
 
@@ -382,7 +465,8 @@ def nightly():
     for section in (sizes(True), kernels.wide_backward(True), decode(True), kernels.many_short(),
                     kernels.many_tiles(), kernels.long_tiles(), kernels.tall(), kernels.lists(),
                     kernels.mixtures(), kernels.long(), kernels.tall_and_long(), kernels.documents(True),
-                    kernels.segments_again(True), kernels.sections(), kernels.many_masks(), products(6000, 9, True)):
+                    kernels.segments_again(True), kernels.sections(), kernels.many_masks(), products(6000, 9, True),
+                    kernels.named()):
         yield from section
     yield two_keys("fp32")
 

@@ -51,13 +51,19 @@ std::string_view format_name(int32_t format) {
   return kNames[format];
 }
 
+std::string_view numpy_name(int32_t dtype) {
+  constexpr std::string_view kNames[] = {"",        "float32",       "bfloat16",   "float16",
+                                         "float64", "float8_e4m3fn", "float8_e5m2"};
+  return kNames[dtype];
+}
+
 void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   const auto flag = [&](const char* name, bool on) {
     if (on) json.key(name).boolean(true);
   };
   json.key("kwargs").begin_object();
   json.key("layout");
-  // With pages the format of k and v is the pool's own.
+  // A paged pool has a format of its own, which is that of k and v.
   if (is_paged(p) || p.format_q == p.format_kv) {
     json.string(format_name(p.format_q));
   } else {
@@ -70,6 +76,7 @@ void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   if (c.align != TESSERA_ALIGN_NONE) {
     json.key("align").string(c.align == TESSERA_ALIGN_TOP_LEFT ? "top_left" : "bottom_right");
   }
+  if (c.shift.kind == CaseShift::Kind::kOne) json.key("align").number(c.shift.value);
   if (has(p, TESSERA_MAX_SEQLEN_Q)) json.key("max_seqlen_q").number(p.max_seqlen_q);
   if (has(p, TESSERA_MAX_SEQLEN_K)) json.key("max_seqlen_k").number(p.max_seqlen_k);
   if (c.bias != Case::BiasAt::kNone) {
@@ -82,15 +89,35 @@ void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   flag("return_max_logit", c.max_logit);
   flag("deterministic", c.deterministic);
   flag("batch_invariant", c.batch_invariant);
+  flag("partial", c.partial);
+  if (c.fp8_products) json.key("precision").string("fp8");
+  if (c.has_smooth) {
+    json.key("smooth").string((c.smooth & TESSERA_SMOOTH_HADAMARD) != 0 ? "mean+hadamard"
+                              : c.smooth != 0                           ? "mean"
+                                                                        : "none");
+  }
+  if (p.q_scale_block > 0 || p.k_scale_block > 0) {
+    json.key("scale_block")
+        .begin_array()
+        .number(p.q_scale_block)
+        .number(p.k_scale_block)
+        .end_array();
+  }
+  if (c.o_dtype != TESSERA_NONE && !is_backward(p)) {
+    json.key("out_dtype").string(numpy_name(c.o_dtype));
+  }
+  if (c.grad_dtype != TESSERA_NONE) json.key("grad_dtype").string(numpy_name(c.grad_dtype));
   json.end_object();
 }
 
 void tensors(JsonWriter& json, const CaseGeometry& g) {
   const Problem& p = g.problem;
   json.key("tensors").begin_object();
-  for (int index = 0; index <= TESSERA_RNG_STATE; ++index) {
+  for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
     const bool second = index == TESSERA_SEGMENT_IDS_K || index == TESSERA_PAGE_TABLE_V;
-    if (!given(p, index) || second) continue;
+    const Role role = tensor_rule(index).role;
+    const bool scale = role == Role::kBackwardInput && index > TESSERA_DALIBI_SLOPES;
+    if (!given(p, index) || second || (role != Role::kInput && !scale)) continue;
     std::string_view keyword = tensor_rule(index).name;
     if (index == TESSERA_MASK) keyword = has(p, TESSERA_MASK_DROP) ? "drop" : "keep";
     if (index == TESSERA_SEGMENT_IDS_Q) keyword = "segment_ids";
@@ -127,20 +154,21 @@ void axes(JsonWriter& json, const Problem& p) {
         index == TESSERA_K || index == TESSERA_V || index == TESSERA_DK || index == TESSERA_DV;
     const int32_t format = query ? p.format_q : key && !is_paged(p) ? p.format_kv : TESSERA_BSHD;
     const bool statistic = index == TESSERA_LSE || index == TESSERA_DLSE;
+    const bool is_scale = index == TESSERA_K_SCALE || index == TESSERA_V_SCALE ||
+                          index == TESSERA_Q_SCALE || index == TESSERA_DO_SCALE;
     bool drop_first = false;
     if (query || statistic || index == TESSERA_KEY_RANGES || index == TESSERA_SEGMENT_IDS_Q)
       drop_first = is_thd_q(p);
     if (key || index == TESSERA_SEGMENT_IDS_K) drop_first = is_thd_k(p);
-    if (index == TESSERA_ALIBI_SLOPES || index == TESSERA_DALIBI_SLOPES ||
-        index == TESSERA_K_SCALE || index == TESSERA_V_SCALE) {
-      drop_first = p.tensor[index].extent[0] == 1;
+    if (index == TESSERA_ALIBI_SLOPES || index == TESSERA_DALIBI_SLOPES || is_scale) {
+      drop_first = p.tensor[index].extent[0] == 1 && !(is_scale && p.tensor[index].extent[2] > 1);
     }
+    const int rank = tensor_rule(index).rank - (is_scale && p.tensor[index].extent[2] == 1 ? 1 : 0);
     int order[4] = {0, 1, 2, 3};
     if (format == TESSERA_SBHD) std::swap(order[0], order[1]);
     if (format == TESSERA_BHSD) std::swap(order[1], order[2]);
     json.key(std::to_string(index)).begin_array();
-    for (int axis = drop_first ? 1 : 0; axis < tensor_rule(index).rank; ++axis)
-      json.number(order[axis]);
+    for (int axis = drop_first ? 1 : 0; axis < rank; ++axis) json.number(order[axis]);
     json.end_array();
   }
   json.end_object();

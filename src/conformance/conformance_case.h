@@ -9,8 +9,8 @@
 
 #include "conformance/error_rule.h"
 #include "conformance/guarded_memory.h"
-#include "core/case.h"
-#include "cpu/reference.h"
+#include "conformance/reference/reference.h"
+#include "core/case/case.h"
 
 namespace tessera {
 
@@ -27,7 +27,7 @@ struct CaseReport {
 };
 
 // Every tensor ends at a guard page. Outputs are NaN before the run: an element that keeps the
-// pattern was not written, and a byte between strided rows that loses it was touched. Not
+// pattern was not written, and a byte between strided rows that loses it was touched. A case is not
 // thread-safe; different cases are independent.
 class ConformanceCase {
  public:
@@ -50,6 +50,7 @@ class ConformanceCase {
   ConformanceCase() = default;
   void allocate();
   void fill_backward_inputs();
+  void join_part();
   void compute_references();
   Status run_here(const Problem& problem, const Device& device, int num_threads);
   Status run_there(const Problem& problem, const Device& device);
@@ -63,7 +64,8 @@ class ConformanceCase {
   Buffers buffers_{};
   GuardedMemory memory_[TESSERA_NUM_TENSORS];  // by owner
   Status run_status_;
-  std::optional<cpu::ReferenceValues> exact_, low_;
+  std::optional<reference::ReferenceValues> exact_, low_, floor_;
+  std::vector<double> given_o_, given_lse_;  // of the backward pass, as the reference has them
 };
 
 }  // namespace tessera

@@ -2,11 +2,12 @@
 #include "conformance/data.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <numeric>
 
-#include "core/draw.h"
+#include "core/case/draw.h"
 
 namespace tessera {
 namespace {
@@ -81,8 +82,18 @@ class Filler {
     each(index, inside, [&](const At& at, int64_t e) {
       if (e / 2 != counter) pair = draw_normals(c_.seed, number, counter = e / 2);
       store_element(buffers_.data[index], offset(index, at), p_.tensor[index].dtype,
-                    e % 2 ? pair.odd : pair.even);
+                    shaped(index, number, at, e, e % 2 ? pair.odd : pair.even));
     });
+  }
+
+  // What data= makes of a normal value of q, k, v or do.
+  double shaped(int index, uint32_t number, const At& at, int64_t e, double value) const {
+    if (number > kDrawDo) return value;
+    if (c_.data == "outliers" && draw_chance(c_.seed, number, e, 0.001)) return 11 * value;
+    if (c_.data == "positive") return std::abs(value);
+    if (index != TESSERA_K) return value;
+    if (c_.data == "channels" && at.axis[3] % 21 == 0) return value + 12;
+    return c_.data == "sink" && at.axis[1] == 0 ? 4 * value : value;
   }
 
   void lengths() const {
@@ -101,7 +112,10 @@ class Filler {
     list(TESSERA_CU_SEQLENS_K, sums(g_.len_k));
     list(TESSERA_CU_SEQLENS_Q_PADDED, g_.start_q);
     list(TESSERA_CU_SEQLENS_K_PADDED, g_.start_k);
-    list(TESSERA_RNG_STATE, {c_.seed, 0});
+    list(TESSERA_RNG_STATE, {c_.seed, 0, c_.rng_first, c_.rng_stride});
+    list(TESSERA_Q_START, g_.position_q);
+    list(TESSERA_K_START, g_.position_k);
+    list(TESSERA_SHIFT, g_.shift);
   }
 
   void pages() {
@@ -129,13 +143,17 @@ class Filler {
   Inside valid_pairs(int index) const {
     const Tensor& t = p_.tensor[index];
     return [this, &t](const At& at) {
-      const auto fits = [](const Tensor& tensor, int axis, int64_t i, int64_t length) {
+      const auto fits = [](const Tensor& tensor, int axis, int64_t i, int64_t start,
+                           int64_t length) {
         const bool one = tensor.extent[axis] == 1 || tensor.stride[axis] == 0;
-        return one ? length > 0 : i < length;
+        return one ? length > 0 : start <= i && i < start + length;
       };
       const bool one_batch = t.extent[0] == 1 || t.stride[0] == 0;
       for (int64_t n = one_batch ? 0 : at.axis[0]; n < (one_batch ? c_.b : at.axis[0] + 1); ++n) {
-        if (fits(t, 2, at.axis[2], g_.len_q[n]) && fits(t, 3, at.axis[3], g_.len_k[n])) return true;
+        if (fits(t, 2, at.axis[2], g_.dense_start_q(n), g_.len_q[n]) &&
+            fits(t, 3, at.axis[3], g_.dense_start_k(n), g_.len_k[n])) {
+          return true;
+        }
       }
       return false;
     };
@@ -172,8 +190,9 @@ class Filler {
         if (t.extent[3] == 1 && sizes_.sk != 1) hidden_[n][j] = false;
         // A row without queries has an unread mask.
         if (g_.len_q[n] == 0) continue;
+        const int64_t key = broadcast(t, 3, g_.dense_start_k(n) + j);
         for (int64_t h = 0; h < t.extent[1]; ++h) {
-          const bool set = data[offset_of(t, broadcast(t, 0, n), h, 0, broadcast(t, 3, j))] != 0;
+          const bool set = data[offset_of(t, broadcast(t, 0, n), h, 0, key)] != 0;
           if (set != c_.mask.drop) hidden_[n][j] = false;
         }
       }
@@ -221,6 +240,7 @@ class Filler {
       return used(q_rows, p_.tensor[TESSERA_DLSE], at.axis[0], rows, at.axis[2]);
     });
     for (int index : {TESSERA_K, TESSERA_V}) {
+      if (index == TESSERA_V && c_.v_in_k) continue;  // k's own elements
       const std::vector<bool> valid = valid_key_rows(index);
       const int64_t key_rows = p_.tensor[index].extent[1];
       normals(index, index == TESSERA_K ? kDrawK : kDrawV, [&](const At& at) {
@@ -228,13 +248,15 @@ class Filler {
       });
     }
     const Inside always = [](const At&) { return true; };
-    each(TESSERA_K_SCALE, always, [&](const At& at, int64_t h) {
-      store_element(buffers_.data[TESSERA_K_SCALE], offset(TESSERA_K_SCALE, at), TESSERA_FP32,
-                    0.5 + 0.25 * (h % 4));
-    });
-    each(TESSERA_V_SCALE, always, [&](const At& at, int64_t h) {
+    for (int index : {TESSERA_K_SCALE, TESSERA_Q_SCALE, TESSERA_DO_SCALE, TESSERA_O_SCALE,
+                      TESSERA_DQ_SCALE, TESSERA_DK_SCALE, TESSERA_DV_SCALE}) {
+      each(index, always, [&](const At& at, int64_t e) {
+        store_element(buffers_.data[index], offset(index, at), TESSERA_FP32, 0.5 + 0.25 * (e % 4));
+      });
+    }
+    each(TESSERA_V_SCALE, always, [&](const At& at, int64_t e) {
       store_element(buffers_.data[TESSERA_V_SCALE], offset(TESSERA_V_SCALE, at), TESSERA_FP32,
-                    1.5 - 0.25 * (h % 4));
+                    1.5 - 0.25 * (e % 4));
     });
   }
 
@@ -333,6 +355,30 @@ class Filler {
 
 void fill_inputs(const Case& c, const CaseGeometry& geometry, const Buffers& buffers) {
   Filler(c, geometry, buffers).fill();
+}
+
+void join_other_part(const Case& c, int64_t dv, std::vector<double>& o, std::vector<double>& lse,
+                     const std::vector<int64_t>& statistic_of_row) {
+  NormalPair pair{};
+  for (size_t row = 0; row < statistic_of_row.size(); ++row) {
+    if (statistic_of_row[row] < 0) continue;
+    double& own = lse[statistic_of_row[row]];
+    const auto at = static_cast<uint64_t>(statistic_of_row[row]);
+    pair = draw_normals(c.seed, kDrawPartLse, at / 2);
+    const bool empty = own == -std::numeric_limits<double>::infinity();
+    // The other part of some rows has all but e^-1000 of the weight: here P is 0.
+    const double far = at % 8 == 7 ? 1000 : 0;
+    const double other = (at % 2 ? pair.odd : pair.even) + far + (empty ? 0 : own);
+    const double least = std::min(own, other), most = std::max(own, other);
+    const double both = most + std::log1p(std::exp(least - most));
+    const double weight = std::exp(own - both);
+    for (int64_t d = 0; d < dv; ++d) {
+      const uint64_t e = row * static_cast<uint64_t>(dv) + static_cast<uint64_t>(d);
+      pair = draw_normals(c.seed, kDrawPartO, e / 2);
+      o[e] = weight * o[e] + (1 - weight) * (e % 2 ? pair.odd : pair.even);
+    }
+    own = both;
+  }
 }
 
 std::vector<bool> valid_query_rows(const CaseGeometry& g) {

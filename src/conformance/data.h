@@ -6,12 +6,17 @@
 // rounded to the dtype; e is the index in C order over the extents in the order of enum
 // tessera_index (an expanded axis counts as extent 1). A packed tensor's gaps and a pool's unused
 // pages count like any other element. k_scale of kv head h is 0.5 + (h % 4) / 4, v_scale is
-// 1.5 - (h % 4) / 4. rng_state is (seed, 0).
+// 1.5 - (h % 4) / 4; where scales have more axes, h is the element in C order, and the other scales
+// are k_scale's. rng_state is (seed, 0), and the two numbers of rng= behind them. data= changes q,
+// k, v and do: outliers, 1 of 1000 elements is 11 times as large; positive, absolute values;
+// channels, every 21st column of k has mean 12; sink, key 0 is 4 times as large.
 //
 // Integers (w2 of the counter `index`, modulo the range) and probabilities (w3):
 //   mask 8      index = C-order element of the mask's own extents; visible with probability P.
 //               blocks: index = ((n H + h) ceil(Q / 64) + i / 64) ceil(K / 64) + j / 64, where
 //               H, Q, K are the mask's extents.
+//   starts 13   seed of the token: core/case/geometry.cc. shift 14 likewise.
+//   other part  of partial, see below: its lse 16, its o 17.
 //   ranges 9    seed of the token. Interval r of row e (C order over the extents without the last):
 //               index 2r', r' = intervals * e + r; K = sk (thd, pages: the case's sk):
 //               start = draw(2r') mod (K + 1) - K / 4,  end = start - 2 + draw(2r' + 1) mod (K +
@@ -28,16 +33,22 @@
 //               token i, draw(n 2^32 + i) mod N instead of cuts; both sides draw the same.
 #pragma once
 
-#include "core/case.h"
+#include "core/case/case.h"
 
 namespace tessera {
 
-// Fills every input but o and lse. Without poison every element of a tensor gets its value; with
-// poison those outside the logical problem are left as they are. Bytes between strided rows are
-// never touched. Lengths and tables are always right where they are read.
+// Fills every input but o and lse. Every element of a tensor gets its value, but with poison those
+// outside the logical problem are left as they are. Bytes between strided rows are never touched.
+// Lengths and tables are always right where they are read.
 void fill_inputs(const Case& c, const CaseGeometry& geometry, const Buffers& buffers);
 
-// Whether a row of q (and o, do, lse, dlse) is inside its sequence: [batch][row] in storage.
+// o and lse of a part -> those of its union with another part, of partial. Row r of o, [rows, dv],
+// has element statistic_of_row[r] of lse, -1: none, the row stays. The other part's lse is N(0, 1)
+// more than this one's, and another 1000 more for every eighth element; its o is N(0, 1).
+void join_other_part(const Case& c, int64_t dv, std::vector<double>& o, std::vector<double>& lse,
+                     const std::vector<int64_t>& statistic_of_row);
+
+// True if a row of q (and o, do, lse, dlse) is inside its sequence: [batch][row] in storage.
 std::vector<bool> valid_query_rows(const CaseGeometry& geometry);
 
 }  // namespace tessera

@@ -19,15 +19,19 @@ struct Comparison {
 
 // o or a gradient, dense and in one order. dtype is the output's. terms: the sums of |terms| of a
 // gradient that is a sum over rows, heads or a broadcast axis; otherwise none.
-//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max terms
-//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max terms
+//   max|e|  <= F max|low - ref| + c u max|ref|   + 4 2^-24 max terms + 2 2^-24 max floor
+//   mean|e| <= M mean|low - ref| + a u mean|ref| + 4 2^-24 max terms + 2 2^-24 mean floor
 // with the mean from 4096 elements on, ref not 0; without a limit where low is infinite or NaN and
-// ref is not.
+// ref is not. floor: of each element what it moves by when the numbers behind it move by one of
+// their units, of reference_floor; a caller may leave it out, and ask again with it where the
+// limits fail.
 struct TensorRuleInput {
   std::span<const double> out, ref, low;
   int32_t dtype;
   bool softcap = false;
   std::span<const double> terms = {};
+  std::span<const double> floor = {};
+  bool widened = false;  // fp32 beside 16-bit inputs
 };
 Comparison compare_tensor(const TensorRuleInput& input);
 

@@ -16,8 +16,8 @@ namespace tessera {
 class GuardedMemory {
  public:
   GuardedMemory() = default;
-  // `bytes` is rounded up to `alignment`, a power of two; throws std::bad_alloc. Of 0 bytes the
-  // pointer is not null and may not be read.
+  // `bytes` is rounded up to `alignment`, a power of two; throws std::bad_alloc. The pointer to 0
+  // bytes is not null and may not be read.
   explicit GuardedMemory(size_t bytes, size_t alignment = 1) : bytes_(bytes) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t aligned = (bytes + alignment - 1) / alignment * alignment;

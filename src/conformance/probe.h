@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the machine can do at best, for bench to measure against. Exported by libtessera, not
- * installed, no promise of stability. Thread-safe; starts threads of its own. */
+ * What the machine can do at best, for bench to measure against. Exported by
+ * libtessera_check; not installed, no promise of stability. Thread-safe; starts threads of its own.
+ */
 #ifndef TESSERA_PROBE_H_
 #define TESSERA_PROBE_H_
 

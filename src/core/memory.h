@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceMemory: how tests put a case's tensors on a device. A backend room that has a device
+// DeviceMemory: how tests put a case's tensors on a device. A backend folder that has a device
 // defines cuda_memory(); without one the symbol is null. Nothing in the library's own paths uses
 // this.
 #pragma once

@@ -3,12 +3,15 @@
 // everything else is cheap enough to be decided at each call.
 #include "cpu/backend.h"
 
+#include "core/choose/unbuilt.h"
 #include "core/json.h"
-#include "cpu/backward_run.h"
-#include "cpu/forward_run.h"
-#include "cpu/kernels.h"
+#include "cpu/backward/run.h"
+#include "cpu/cache/cache.h"
+#include "cpu/dropout_mask.h"
+#include "cpu/forward/run.h"
+#include "cpu/merge.h"
 #include "cpu/pool.h"
-#include "cpu/utilities.h"
+#include "cpu/simd/kernels.h"
 
 namespace tessera::cpu {
 namespace {
@@ -21,9 +24,12 @@ class CpuPlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device&) const override {
-    if (!is_backward(problem)) return run_forward(problem, buffers);
-    run_backward(problem, buffers);
-    return {};
+    if (is_backward(problem)) {
+      run_backward(problem, buffers);
+    } else {
+      TESSERA_RETURN_IF_ERROR(run_forward(problem, buffers));
+    }
+    return check_interrupt(buffers);
   }
 };
 
@@ -46,6 +52,7 @@ class CpuBackend final : public Backend {
                       return "k.dtype=" + std::string(dtype_name(k)) +
                              ": must be q's dtype in the backward pass";
                     });
+    require_built(support, problem);
     return support;
   }
 
@@ -58,12 +65,21 @@ class CpuBackend final : public Backend {
   bool owns_utilities(const Device& device) const override { return device.kind == TESSERA_CPU; }
   Status merge(const MergeArgs& args, const Buffers& context, const Device&) const override {
     cpu::merge(args, context);
-    return {};
+    return check_interrupt(context);
   }
   Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context,
                       const Device&) const override {
     cpu::dropout_mask(args, context);
-    return {};
+    return check_interrupt(context);
+  }
+
+  Status rotate(const RotateArgs& args, const Buffers& context, const Device&) const override {
+    cpu::rotate(args, context);
+    return check_interrupt(context);
+  }
+  Status append(const AppendArgs& args, const Buffers& context, const Device&) const override {
+    cpu::append(args, context);
+    return check_interrupt(context);
   }
 
   std::string description_json() const override {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two backends of this room.
+// The backend of this folder.
 #pragma once
 
-#include "core/backend.h"
+#include "core/choose/backend.h"
 
 namespace tessera::cpu {
 
 const Backend& backend();  // "cpu": tiled kernels, refuses nothing legal in fp32, bf16, fp16
-const Backend& reference_backend();  // "reference": the fp64 oracle, selectable by name only
 
 }  // namespace tessera::cpu

@@ -3,9 +3,9 @@
 
 #include <limits>
 
-#include "core/problem.h"
-#include "core/sequence.h"
-#include "cpu/kernels.h"
+#include "core/mask/sequence.h"
+#include "core/problem/problem.h"
+#include "cpu/simd/kernels.h"
 
 namespace tessera::cpu {
 namespace {
@@ -19,7 +19,16 @@ void fill_sequences(const Problem& problem, const Buffers& buffers, int64_t batc
                     CallSequence* sequences) {
   for (int64_t n = 0; n < batch; ++n) {
     const Sequence s = sequence_of(problem, buffers, n);
-    sequences[n] = {s.n, s.first_q, s.first_k, s.batch_q, s.batch_k, s.band};
+    sequences[n] = {s.n,
+                    s.first_q,
+                    s.first_k,
+                    s.batch_q,
+                    s.batch_k,
+                    s.q_start,
+                    s.k_start,
+                    is_thd_q(problem) ? s.q_start : 0,
+                    is_thd_k(problem) ? s.k_start : 0,
+                    s.band};
   }
 }
 
@@ -34,9 +43,9 @@ void fill_score(const Problem& problem, const Buffers& buffers, Call& call) {
   call.bias_ahead = is_backward(problem) ? 0 : kernels().block * call.bias.stride[3];
   call.bias_pre_scale = has(problem, TESSERA_BIAS_PRE_SCALE);
   call.slopes = strided_of(problem, buffers, TESSERA_ALIBI_SLOPES);
-  // Under a large scale the maximum must be rounded as the scores are: scale s - m in one rounding
-  // would leave what m lost, and exp2 overflow. A subnormal scale is 0 to the kernels, which -inf
-  // must not meet.
+  // The maximum must be rounded as the scores are if the scale is large: scale s - m in one
+  // rounding would leave what m lost, and exp2 overflow. A subnormal scale is 0 to the kernels,
+  // which -inf must not meet.
   const bool plain = call.softcap == 0 && !call.bias.data && !call.slopes.data;
   constexpr float kLeast = std::numeric_limits<float>::min();
   call.raw = plain && call.softmax_scale >= kLeast && call.scale_log2 <= 64;
@@ -58,10 +67,12 @@ void fill_dropout(const Problem& problem, const Buffers& buffers, Call& call) {
   call.dropout_scale = 1.0f;
   if (!call.has_dropout) return;
   const Strided state = strided_of(problem, buffers, TESSERA_RNG_STATE);
-  const int64_t seed = *reinterpret_cast<const int64_t*>(state.data);
-  const int64_t offset = *reinterpret_cast<const int64_t*>(state.data + state.stride[0]);
+  const auto* words = reinterpret_cast<const int64_t*>(state.data);
+  const int64_t step = state.stride[0] / size_of(TESSERA_INT64);
+  const auto count = static_cast<int>(problem.tensor[TESSERA_RNG_STATE].extent[0]);
   const auto threshold = static_cast<uint32_t>(buffers.dropout_p * 65536.0 + 0.5);
-  call.dropout = Dropout::make(seed, offset, threshold);
+  call.dropout = Dropout::make(words[0], words[step], threshold);
+  call.dropout_heads = DropoutHeads::of(words, step, count, call.hq);
   call.dropout_scale = static_cast<float>(65536.0 / (65536.0 - threshold));
 }
 
@@ -111,6 +122,7 @@ Call make_call(const Problem& problem, const Buffers& buffers, CallSequence* seq
   call.max_logit = strided_of(problem, buffers, TESSERA_MAX_LOGIT);
   fill_sequences(problem, buffers, sizes.batch, sequences);
   call.sequences = sequences;
+  call.interrupt = buffers.interrupt;
   return call;
 }
 

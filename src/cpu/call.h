@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "core/mask.h"
-#include "core/philox.h"
+#include "core/mask/band.h"
+#include "core/mask/philox.h"
 #include "tessera.h"
 
 namespace tessera::cpu {
@@ -19,15 +19,15 @@ struct Strided {
   int64_t stride[4];
 };
 
-// q, k, v, o and their gradients: rows of head_dim contiguous elements. With pages, batch is the
-// page and row the place in it.
+// q, k, v, o and their gradients: rows of head_dim contiguous elements. If there are pages, batch
+// is the page and row the place in it.
 struct Rows {
   char* data;
   int32_t dtype;
   int64_t batch, row, head;
 };
 
-// Where the keys of a paged side lie. table is null without pages.
+// The pages in which the keys of a paged side lie. table is null without pages.
 struct Pages {
   const char* table;  // int32 [batch, max_pages]
   int64_t stride[2];
@@ -39,7 +39,9 @@ struct CallSequence {
   int64_t n;
   int64_t first_q, first_k;  // row of the packed buffer where position 0 is stored
   int64_t batch_q, batch_k;
-  Band band;
+  int64_t q_start, k_start;  // positions of query 0 and key 0: of dropout and key ranges
+  int64_t dense_q, dense_k;  // where dense masks and biases have them: the same in thd, else 0
+  Band band;                 // of rows and keys that are counted from 0
 };
 
 struct Call {
@@ -77,19 +79,29 @@ struct Call {
   Strided sink;  // [hq]; null with has_sink: off-by-one
   bool has_dropout;
   Dropout dropout;
+  DropoutHeads dropout_heads;
   float dropout_scale;  // 1 without dropout
 
   Strided lse;        // [b, hq, row]; for thd b is 1 and row one of the packed buffer
   Strided max_logit;  // [hq]
 
   const CallSequence* sequences;  // [batch]
+
+  const volatile int32_t* interrupt;  // tessera_buffers.interrupt
 };
+
+// True if the caller wants the call to end. Kernels look between tiles, and leave results as they
+// are.
+inline __attribute__((always_inline)) bool interrupted(const Call& call) {
+  return call.interrupt && *call.interrupt != 0;
+}
 
 inline constexpr float kLog2e = 1.44269504f;
 inline constexpr float kLn2 = 0.693147181f;
 
 // Resolves a validated problem. sequences: room for sizes_of(problem).batch of them, filled here.
-// Of outputs only o, lse and max_logit are resolved; rows_of and strided_of serve for the others.
+// Among outputs only o, lse and max_logit are resolved; rows_of and strided_of serve for the
+// others.
 Call make_call(const tessera_problem& problem, const tessera_buffers& buffers,
                CallSequence* sequences);
 Rows rows_of(const tessera_problem& problem, const tessera_buffers& buffers, int index);

@@ -4,7 +4,7 @@
 
 namespace tessera::cpu {
 
-// At least 1: the cores in the affinity mask (hyperthreads of one core count once), no more than
+// The cores, at least 1, in the affinity mask (hyperthreads of one core count once), no more than
 // the CPU quota of the process's control group. Reads /proc and /sys; call once.
 int usable_cores();
 

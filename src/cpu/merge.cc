@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over a union of disjoint key sets: o = sum_p exp(lse_p - lse) o_p, in order of the
 // parts.
+#include "cpu/merge.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "cpu/kernels.h"
 #include "cpu/pool.h"
-#include "cpu/utilities.h"
+#include "cpu/simd/kernels.h"
 
 namespace tessera::cpu {
 namespace {
@@ -45,6 +46,7 @@ double weight_of(double lse_p, double lse) { return std::exp(lse_p - lse); }
 void merge_row(const MergeArgs& args, const Row& row, double lse) {
   const Kernels& level = kernels();
   const int64_t dv = args.o.extent[3], size = size_of(args.o.dtype);
+  const int32_t part_dtype = args.o_parts[0].dtype;
   char* to = static_cast<char*>(args.o_out) + offset_of(args.o, row.n, row.i, row.h) * size;
   for (int64_t d = 0; d < dv; d += kPiece) {
     const int64_t count = std::min(kPiece, dv - d);
@@ -53,8 +55,8 @@ void merge_row(const MergeArgs& args, const Row& row, double lse) {
       const double lse_p = lse_of(args, p, row);
       if (lse_p == -kInfinity) continue;
       const int64_t at = offset_of(args.o_parts[p], row.n, row.i, row.h, d);
-      level.add_row(args.o.dtype, static_cast<const char*>(args.o_data[p]) + at * size, count,
-                    static_cast<float>(weight_of(lse_p, lse)), sum);
+      const auto* from = static_cast<const char*>(args.o_data[p]) + at * size_of(part_dtype);
+      level.add_row(part_dtype, from, count, static_cast<float>(weight_of(lse_p, lse)), sum);
     }
     level.round_row(args.o.dtype, sum, count, to + d * size);
   }

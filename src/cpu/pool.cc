@@ -41,9 +41,14 @@ bool spin_until(Done done) {
 // the job goes back to sleep, so that a short job never waits for a slow wake-up.
 class Pool {
  public:
-  static Pool& instance() {
-    static Pool pool;
-    return pool;
+  constexpr Pool() = default;
+
+  ~Pool() {  // so that the library can be unloaded
+    stop_.store(true, std::memory_order_relaxed);
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+    busy_.store(true, std::memory_order_relaxed);  // calls from now on are serial
+    for (int i = 0; i < num_threads_; ++i) pthread_join(threads_[i], nullptr);
   }
 
   // False when the pool is busy: the caller does the work alone.
@@ -63,6 +68,14 @@ class Pool {
     return true;
   }
 
+  // Only this thread exists in a forked child, and no job is running.
+  void forget_threads() {
+    num_threads_ = 0;
+    gate_.store(0, std::memory_order_relaxed);
+    epoch_.store(0, std::memory_order_relaxed);
+    busy_.store(false, std::memory_order_relaxed);
+  }
+
  private:
   struct Job {
     void (*body)(void*, int64_t);
@@ -75,19 +88,7 @@ class Pool {
   static constexpr uint32_t kOnePlace = 0x10000;
   static uint32_t open_for(int places) { return static_cast<uint32_t>(places) * kOnePlace; }
 
-  Pool() {
-    pthread_atfork(nullptr, nullptr, [] { instance().forget_threads(); });
-  }
-
-  ~Pool() {  // so that the library can be unloaded
-    stop_.store(true, std::memory_order_relaxed);
-    epoch_.fetch_add(1, std::memory_order_release);
-    epoch_.notify_all();
-    busy_.store(true, std::memory_order_relaxed);  // calls from now on are serial
-    for (int i = 0; i < num_threads_; ++i) pthread_join(threads_[i], nullptr);
-  }
-
-  // With the pool held. Threads that the system refuses are done without.
+  // The caller holds the pool. Threads that the system refuses are done without.
   void grow(int num_threads) {
     while (num_threads_ < num_threads) {
       const auto main = [](void* pool) -> void* {
@@ -120,22 +121,20 @@ class Pool {
     }
   }
 
-  // In a forked child only this thread exists, and no job is running.
-  void forget_threads() {
-    num_threads_ = 0;
-    gate_.store(0, std::memory_order_relaxed);
-    epoch_.store(0, std::memory_order_relaxed);
-    busy_.store(false, std::memory_order_relaxed);
-  }
-
   std::atomic<bool> busy_{false};
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<uint32_t> epoch_{0};  // counts jobs; what idle workers wait on
   alignas(64) std::atomic<uint32_t> gate_{0};
   Job job_{};
   int num_threads_ = 0;
-  pthread_t threads_[kMaxThreads];
+  pthread_t threads_[kMaxThreads]{};
 };
+
+// Made before any thread can call: a child that is forked while another thread were inside a
+// function's first use of a static object would wait for that thread for ever.
+constinit Pool pool;
+[[maybe_unused]] const int forked_children_have_their_own =
+    pthread_atfork(nullptr, nullptr, [] { pool.forget_threads(); });
 
 }  // namespace
 
@@ -158,7 +157,7 @@ void run_workers(const Buffers& buffers, int num_workers, void (*body)(void* arg
   if (buffers.parallel_for != nullptr) {
     return buffers.parallel_for(buffers.parallel_context, num_workers, body, arg);
   }
-  if (!Pool::instance().run(num_workers, body, arg)) body(arg, 0);
+  if (!pool.run(num_workers, body, arg)) body(arg, 0);
 }
 
 }  // namespace tessera::cpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread pool of this room: one for the process, created at the first parallel call.
+// The thread pool of this folder: one for the process, created at the first parallel call.
 //
 // The caller takes part, so one thread means no pool at all. Idle workers spin for a few tens of
 // microseconds, so that the phases of one call find them awake, and then sleep on a futex. A call
@@ -11,7 +11,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/problem.h"
+#include "core/problem/problem.h"
 
 namespace tessera::cpu {
 
@@ -28,7 +28,7 @@ inline constexpr int kMaxThreads = 256;
 // all are done, and what they wrote is visible. fn must not throw. Allocates nothing once the pool
 // has its threads. Every task runs with one floating-point mode (round to nearest, subnormals
 // flushed), whatever the caller's is: results do not depend on it, and the caller's is back on
-// return.
+// return. Tasks that have not begun are left out when buffers.interrupt says so.
 template <typename F>
 void parallel_for(const Buffers& buffers, int64_t n, F&& fn);
 
@@ -69,14 +69,15 @@ void parallel_for(const Buffers& buffers, int64_t n, F&& fn) {
   struct Work {
     std::atomic<int64_t> next{0};
     int64_t n;
+    const volatile int32_t* interrupt;
     F& fn;
-  } work{{}, n, fn};
+  } work{{}, n, buffers.interrupt, fn};
   const auto drain = [](void* arg, int64_t worker) {
     Work& work = *static_cast<Work*>(arg);
     const FloatMode mode;
     for (;;) {
       const int64_t task = work.next.fetch_add(1, std::memory_order_relaxed);
-      if (task >= work.n) return;
+      if (task >= work.n || (work.interrupt && *work.interrupt != 0)) return;
       work.fn(task, static_cast<int>(worker));
     }
   };

@@ -52,7 +52,7 @@ inline constexpr int64_t kSplitTokens = 16;
 // the start of a stream and the merge, short enough for 8 threads to share one head of 8k keys.
 inline constexpr int64_t kSplitBlocks = 8;
 
-// A split takes several kv heads, a block of each in turn, where these stand beside each other in
+// A split takes several kv heads, a block of each at a time, where these stand beside each other in
 // memory: at most kMostTurns, whose blocks and the next ones are at most kTurnsBytes, half of an
 // L2. One head alone would leave most of each page to later, and read memory at half the speed.
 inline constexpr int kMostTurns = 8;
@@ -68,12 +68,5 @@ inline constexpr int64_t kFillRows = 256;
 // Calls of fewer multiplications run on the caller's thread alone: about 30 microseconds, in which
 // a second thread costs more than it brings, and a host's pool (OpenMP) may cost a time slice.
 inline constexpr int64_t kSerialProducts = 2'000'000;
-
-// Pairs of a query and a key that a small strip sees at most (backward_small.h), from those of all
-// heads and sequences: of few pairs results hang on single roundings, and are worth 28 ns each.
-constexpr int small_strip(int64_t pairs) { return pairs <= 4096 ? 4096 : pairs <= 8192 ? 512 : 0; }
-
-// And of all heads of one sequence in the forward pass.
-inline constexpr int64_t kSmallForward = 512;
 
 }  // namespace tessera::cpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/case.h"
+#include "core/case/case.h"
 
 #include <gtest/gtest.h>
 

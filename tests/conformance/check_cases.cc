@@ -70,7 +70,7 @@ std::vector<std::string> words_of(const std::string& line) {
   return {std::istream_iterator<std::string>(words), {}};
 }
 
-// Whether each word of a rule, a glob, matches a word of the case; one behind `!` must match none.
+// True if each word of a rule, a glob, matches a word of the case; one behind `!` must match none.
 bool holds(const std::string& rule, const std::vector<std::string>& words) {
   return std::ranges::all_of(words_of(rule), [&](const std::string& glob) {
     const bool negated = glob[0] == '!';

@@ -10,19 +10,14 @@
 
 #include "conformance/conformance_case.h"
 #include "conformance/data.h"
+#include "conformance/made_case.h"
 
 namespace tessera {
 namespace {
 
-std::unique_ptr<ConformanceCase> make(const std::string& text) {
-  auto made = ConformanceCase::create(text);
-  EXPECT_TRUE(made.ok()) << text << ": " << made.status().message();
-  return made.ok() ? std::move(made).value() : nullptr;
-}
-
 std::vector<double> values(ConformanceCase& c, int index) {
-  return cpu::load_dense(c.problem().tensor[index], tensor_rule(index).rank,
-                         c.buffers().data[index]);
+  return reference::load_dense(c.problem().tensor[index], tensor_rule(index).rank,
+                               c.buffers().data[index]);
 }
 
 template <typename T>
@@ -206,7 +201,7 @@ TEST(Judgement, FindsAnUnwrittenElement) {
 TEST(Judgement, FindsATouchedByteBetweenRows) {
   expect_failure("fwd fp32 b=1 s=9 h=2 d=8 strided", "o: 4 bytes between its rows",
                  [](ConformanceCase& c) { data<float>(c, TESSERA_O)[8] = 0; });
-  // In one buffer the neighbour of dq is dk, and of dv the next token's dq.
+  // The neighbour of dq in one buffer is dk, and that of dv the next token's dq.
   expect_failure("bwd fp32 b=1 s=9 h=2 d=8 interleaved strided", "dq: 4 bytes between its rows",
                  [](ConformanceCase& c) { data<float>(c, TESSERA_DQ)[8] = 0; });
 }

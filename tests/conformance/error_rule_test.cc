@@ -66,6 +66,19 @@ TEST(ErrorRule, ZerosMustBeZero) {
   EXPECT_FALSE(tensor(out, ref, ref, TESSERA_BF16).ok());
 }
 
+TEST(ErrorRule, TheFloorWidensBothLimits) {
+  const Values ref(4096, 1), low = ref;
+  Values out = ref, floor(4096, 100);
+  floor[7] = 1000;
+  const Comparison with = compare_tensor({out, ref, low, TESSERA_FP32, false, {}, floor});
+  const Comparison without = tensor(out, ref, low, TESSERA_FP32);
+  EXPECT_NEAR(with.max_limit - without.max_limit, 2 * std::ldexp(1000, -24), 1e-15);
+  EXPECT_NEAR(with.mean_limit - without.mean_limit, 2 * std::ldexp(100 + 900.0 / 4096, -24), 1e-15);
+  out[9] = 1 + 0.999 * with.max_limit;
+  EXPECT_FALSE(tensor(out, ref, low, TESSERA_FP32).ok());
+  EXPECT_TRUE(compare_tensor({out, ref, low, TESSERA_FP32, false, {}, floor}).ok());
+}
+
 TEST(ErrorRule, NanAndInfinityFail) {
   const Values ref(10, 1), low(10, 2);
   for (double bad : {kNan, kInfinity, -kInfinity}) {

@@ -7,15 +7,10 @@
 #include <thread>
 
 #include "conformance/conformance_case.h"
+#include "conformance/made_case.h"
 
 namespace tessera {
 namespace {
-
-std::unique_ptr<ConformanceCase> make(const std::string& text) {
-  auto made = ConformanceCase::create(text);
-  EXPECT_TRUE(made.ok()) << text << ": " << made.status().message();
-  return made.ok() ? std::move(made).value() : nullptr;
-}
 
 // Every output, dense; NaN counts as a difference, which no right result has.
 std::vector<double> outputs(ConformanceCase& c, int num_threads) {
@@ -27,8 +22,8 @@ std::vector<double> outputs(ConformanceCase& c, int num_threads) {
     const bool output =
         role == (is_backward(c.problem()) ? Role::kBackwardOutput : Role::kForwardOutput);
     if (!output || !given(c.problem(), index)) continue;
-    const auto values = cpu::load_dense(c.problem().tensor[index], tensor_rule(index).rank,
-                                        c.buffers().data[index]);
+    const auto values = reference::load_dense(c.problem().tensor[index], tensor_rule(index).rank,
+                                              c.buffers().data[index]);
     all.insert(all.end(), values.begin(), values.end());
   }
   return all;

@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <iterator>
 
-#include "core/philox.h"
+#include "core/mask/philox.h"
 
 namespace tessera {
 namespace {
@@ -161,8 +161,30 @@ class Builder {
     alibi_ = chance(0.2);
     if (alibi_) word(pick({"alibi", "alibi=bh"}));
     diagonal_ = causal || alibi_ || window;
+    positions();
     aligned_ = (diagonal_ && !known_equal_) || chance(0.2);
-    if (aligned_) word("align=" + pick({"top_left", "bottom_right"}));
+    if (!aligned_) return;
+    if (chance(0.2)) {
+      word("shift=" + (chance(0.5) ? random() : std::to_string(below(80) - 40)));
+    } else {
+      word("align=" + pick({"top_left", "bottom_right"}));
+    }
+  }
+
+  Text starts() {
+    Text text;
+    for (int64_t n = 0; n < b_; ++n) {
+      text += (n ? "," : "") + std::to_string(chance(0.5) ? 16 * below(9) : below(100));
+    }
+    return b_ == 0 || chance(0.3) ? random() : text;
+  }
+
+  void positions() {
+    if (!chance(0.2)) return;
+    const int64_t which = below(3);
+    if (which != 1) word("q_start=" + starts());
+    if (which != 0) word("k_start=" + starts());
+    known_equal_ = false;
   }
 
   Text shape(bool with_q = true) {
@@ -209,8 +231,13 @@ class Builder {
   void rest() {
     dropout_ = chance(0.15);
     if (dropout_) word("dropout=" + pick({"0.00001", "0.1", "0.5", "0.9", "0.99999"}));
+    if (dropout_ && chance(0.3)) word("rng=" + pick({"0,0", "5,12", "4294967295,1099511627776"}));
     if (backward_) flag(0.4, "dlse");
     if (!backward_) flag(0.3, "max_logit");
+    if ((dtype_ == "bf16" || dtype_ == "fp16") && !fp8_keys_ && chance(0.15)) {
+      if (chance(0.6)) word("o=fp32");
+      if (backward_) flag(0.6, "grad=fp32");
+    }
     flag(0.2, "deterministic");
     if (!backward_ && !dropout_) flag(0.2, "batch_invariant");
     flag(0.3, "strided");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The oracle against closed forms, hand-written masks and finite differences.
-#include "cpu/reference.h"
+#include "conformance/reference/reference.h"
 
 #include <gtest/gtest.h>
 
@@ -22,17 +22,18 @@ std::unique_ptr<ConformanceCase> make(const std::string& text) {
   return made.ok() ? std::move(made).value() : nullptr;
 }
 
-cpu::ReferenceValues forward(ConformanceCase& c) {
-  return cpu::reference_forward(c.problem(), c.buffers(), cpu::Arithmetic::kExact, 1);
+reference::ReferenceValues forward(ConformanceCase& c) {
+  return reference::reference_forward(c.problem(), c.buffers(), reference::Arithmetic::kExact, 1);
 }
 
 std::vector<double> values(ConformanceCase& c, int index) {
-  return cpu::load_dense(c.problem().tensor[index], tensor_rule(index).rank,
-                         c.buffers().data[index]);
+  return reference::load_dense(c.problem().tensor[index], tensor_rule(index).rank,
+                               c.buffers().data[index]);
 }
 
 void set_values(ConformanceCase& c, int index, const std::vector<double>& to) {
-  cpu::store_dense(c.problem().tensor[index], tensor_rule(index).rank, to, c.buffers().data[index]);
+  reference::store_dense(c.problem().tensor[index], tensor_rule(index).rank, to,
+                         c.buffers().data[index]);
 }
 
 // v = identity, scale 0: row i of o is the indicator of what query i sees, divided by its size.
@@ -42,7 +43,7 @@ std::vector<std::string> visible(const std::string& tokens, int64_t sq, int64_t 
   std::vector<double> v(sk * sk, 0);
   for (int64_t j = 0; j < sk; ++j) v[j * sk + j] = 1;
   set_values(*c, TESSERA_V, v);
-  const cpu::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues out = forward(*c);
   std::vector<std::string> rows;
   for (int64_t i = 0; i < sq; ++i) {
     std::string row;
@@ -107,7 +108,7 @@ TEST(ReferenceMask, SegmentsHideOtherSegments) {
 TEST(ReferenceForward, EqualScoresGiveTheMean) {
   auto c = make("fwd fp64 b=1 s=7 h=1 d=3 scale=0");
   const std::vector<double> v = values(*c, TESSERA_V);
-  const cpu::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues out = forward(*c);
   for (int64_t column = 0; column < 3; ++column) {
     double mean = 0;
     for (int64_t j = 0; j < 7; ++j) mean += v[j * 3 + column] / 7;
@@ -120,7 +121,7 @@ TEST(ReferenceForward, OneKeyIsCopied) {
   auto c = make("fwd fp64 b=1 sq=2 sk=1 h=1 d=4 max_logit");
   const std::vector<double> q = values(*c, TESSERA_Q), k = values(*c, TESSERA_K),
                             v = values(*c, TESSERA_V);
-  const cpu::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues out = forward(*c);
   double most = -kInfinity;
   for (int64_t i = 0; i < 2; ++i) {
     double x = 0;
@@ -159,7 +160,7 @@ TEST(ReferenceForward, SinksTakeTheirShare) {
   EXPECT_NEAR(forward(*off).value[TESSERA_LSE][0], std::log(8.0), 1e-14);
   auto alone = make("fwd fp64 b=1 s=7 h=2 d=3 keep=random:0/qk sink=learnable max_logit");
   const std::vector<double> sink = values(*alone, TESSERA_SINK);
-  const cpu::ReferenceValues out = forward(*alone);
+  const reference::ReferenceValues out = forward(*alone);
   for (double o : out.value[TESSERA_O]) EXPECT_EQ(o, 0);
   for (int64_t h = 0; h < 2; ++h) {
     for (int64_t i = 0; i < 7; ++i) EXPECT_EQ(out.value[TESSERA_LSE][h * 7 + i], sink[h]);
@@ -169,7 +170,7 @@ TEST(ReferenceForward, SinksTakeTheirShare) {
 
 TEST(ReferenceForward, RowsThatSeeNothingAreZero) {
   auto c = make("fwd fp64 b=1 sq=5 sk=2 h=1 d=3 causal align=bottom_right");
-  const cpu::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues out = forward(*c);
   for (int64_t i = 0; i < 3; ++i) {
     EXPECT_EQ(out.value[TESSERA_LSE][i], -kInfinity);
     for (int64_t d = 0; d < 3; ++d) EXPECT_EQ(out.value[TESSERA_O][i * 3 + d], 0);
@@ -185,15 +186,15 @@ TEST(ReferenceForward, MinusInfinityInABiasHidesItsKeyAnywhere) {
       bias[1] = -kInfinity;                      // row 0, key 1
       bias[3] = bias[4] = bias[5] = -kInfinity;  // row 1 sees nothing
       set_values(*c, TESSERA_BIAS, bias);
-      const cpu::ReferenceValues out = forward(*c);
+      const reference::ReferenceValues out = forward(*c);
       EXPECT_EQ(out.value[TESSERA_LSE][1], -kInfinity);
       std::vector<double> v = values(*c, TESSERA_V);
       v[2] += 100;  // key 1
       set_values(*c, TESSERA_V, v);
       EXPECT_EQ(forward(*c).value[TESSERA_O][0], out.value[TESSERA_O][0]);
-      const cpu::ReferenceValues g =
-          cpu::reference_backward(c->problem(), c->buffers(), cpu::Arithmetic::kExact, 1,
-                                  out.value[TESSERA_O], out.value[TESSERA_LSE]);
+      const reference::ReferenceValues g =
+          reference::reference_backward(c->problem(), c->buffers(), reference::Arithmetic::kExact,
+                                        1, out.value[TESSERA_O], out.value[TESSERA_LSE]);
       for (int64_t at_hidden : {1, 3, 4, 5}) EXPECT_EQ(g.value[TESSERA_DBIAS][at_hidden], 0);
     }
   }
@@ -204,7 +205,7 @@ TEST(ReferenceForward, NanSpreadsOnlyToRowsThatSeeIt) {
   std::vector<double> k = values(*c, TESSERA_K);
   k[2 * 2] = std::nan("");  // key 2
   set_values(*c, TESSERA_K, k);
-  const cpu::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues out = forward(*c);
   for (int64_t i = 0; i < 4; ++i) {
     EXPECT_EQ(std::isnan(out.value[TESSERA_LSE][i]), i >= 2);
     EXPECT_EQ(std::isnan(out.value[TESSERA_O][i * 2]), i >= 2);
@@ -216,7 +217,7 @@ TEST(ReferenceForward, DropoutKeepsItsShareAndTheMean) {
   std::vector<double> v(values(*c, TESSERA_V).size(), 1);
   set_values(*c, TESSERA_V, v);
   double mean = 0;
-  const cpu::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues out = forward(*c);
   for (double o : out.value[TESSERA_O]) mean += o / (64 * 2);
   // 65536 draws of variance p / (1 - p): four standard deviations.
   EXPECT_NEAR(mean, 1, 4 * std::sqrt(0.3 / 0.7 / 65536));
@@ -229,8 +230,9 @@ TEST(Reference, ThreadsDoNotMatter) {
     auto c = make(text);
     const auto once = forward(*c);
     const auto run = [&](int threads) {
-      return cpu::reference_backward(c->problem(), c->buffers(), cpu::Arithmetic::kExact, threads,
-                                     once.value[TESSERA_O], once.value[TESSERA_LSE]);
+      return reference::reference_backward(c->problem(), c->buffers(),
+                                           reference::Arithmetic::kExact, threads,
+                                           once.value[TESSERA_O], once.value[TESSERA_LSE]);
     };
     const auto one = run(1), three = run(3);
     for (int index = 0; index < TESSERA_NUM_TENSORS; ++index)
@@ -242,7 +244,7 @@ TEST(Reference, ThreadsDoNotMatter) {
 
 // L = sum do o + sum dlse lse over the rows that see something.
 double loss(ConformanceCase& c) {
-  const cpu::ReferenceValues out = forward(c);
+  const reference::ReferenceValues out = forward(c);
   const std::vector<double> d_o = values(c, TESSERA_DO);
   double sum = 0;
   for (size_t i = 0; i < d_o.size(); ++i) sum += d_o[i] * out.value[TESSERA_O][i];
@@ -258,10 +260,10 @@ class ReferenceGradients : public testing::TestWithParam<const char*> {};
 
 TEST_P(ReferenceGradients, AreFiniteDifferences) {
   auto c = make(GetParam());
-  const cpu::ReferenceValues out = forward(*c);
-  const cpu::ReferenceValues gradients =
-      cpu::reference_backward(c->problem(), c->buffers(), cpu::Arithmetic::kExact, 1,
-                              out.value[TESSERA_O], out.value[TESSERA_LSE]);
+  const reference::ReferenceValues out = forward(*c);
+  const reference::ReferenceValues gradients =
+      reference::reference_backward(c->problem(), c->buffers(), reference::Arithmetic::kExact, 1,
+                                    out.value[TESSERA_O], out.value[TESSERA_LSE]);
   const std::pair<int, int> pairs[] = {
       {TESSERA_Q, TESSERA_DQ},       {TESSERA_K, TESSERA_DK},
       {TESSERA_V, TESSERA_DV},       {TESSERA_BIAS, TESSERA_DBIAS},
@@ -317,9 +319,10 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(ReferenceGradients, SinkOfARowThatSeesNothingGetsItsDlse) {
   auto c = make("bwd fp64 b=1 s=3 h=1 d=2 keep=random:0/qk sink=learnable grads=dsink dlse");
-  const cpu::ReferenceValues out = forward(*c);
-  const auto g = cpu::reference_backward(c->problem(), c->buffers(), cpu::Arithmetic::kExact, 1,
-                                         out.value[TESSERA_O], out.value[TESSERA_LSE]);
+  const reference::ReferenceValues out = forward(*c);
+  const auto g =
+      reference::reference_backward(c->problem(), c->buffers(), reference::Arithmetic::kExact, 1,
+                                    out.value[TESSERA_O], out.value[TESSERA_LSE]);
   double sum = 0;
   for (double dlse : values(*c, TESSERA_DLSE)) sum += dlse;
   EXPECT_DOUBLE_EQ(g.value[TESSERA_DSINK][0], sum);

@@ -21,7 +21,7 @@
 
 #include "conformance/conformance_case.h"
 #include "conformance/random_cases.h"
-#include "core/philox.h"
+#include "core/mask/philox.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/choose.h"
+#include "core/choose/choose.h"
 
 #include <gtest/gtest.h>
 
@@ -36,6 +36,33 @@ TEST(Choose, NotOnThisMachine) {
   EXPECT_EQ(reasons[0].id, ReasonId::kNotLoaded);
   EXPECT_EQ(reasons[0].text, "liba.so was not found");
   EXPECT_TRUE(reasons_of(a, forward(), kCpu, /*imagined=*/true).empty());
+}
+
+TEST(Choose, WhoIsSlowerIsPassedByWhereAnotherRuns) {
+  DummyBackend slow("slow", testing::supports_all);
+  const DummyBackend narrow("narrow", testing::fp32_on_cpu);
+  slow.slower = "narrow is faster";
+  const Backend* const list[] = {&slow, &narrow};
+  EXPECT_EQ(choose(list, normalised(forward()), kCpu).value(), &narrow);
+  // Nobody else can.
+  EXPECT_EQ(choose(list, normalised(forward(TESSERA_BF16)), kCpu).value(), &slow);
+  // Forced, it runs what it can.
+  Problem p = normalised(forward());
+  std::strcpy(p.backend, "slow");
+  EXPECT_EQ(choose(list, p, kCpu).value(), &slow);
+  EXPECT_EQ(answer_of(slow, p, kCpu).yields, "");
+  const Answer answer = answer_of(slow, normalised(forward()), kCpu);
+  EXPECT_TRUE(answer.reasons.empty());
+  EXPECT_EQ(answer.yields, "narrow is faster");
+}
+
+TEST(Choose, OfThoseThatAreSlowerTheFirst) {
+  DummyBackend a("a", testing::supports_all), b("b", testing::supports_all);
+  const DummyBackend c("c", testing::fp32_on_cpu);
+  a.slower = b.slower = "c is faster";
+  const Backend* const list[] = {&a, &b, &c};
+  EXPECT_EQ(choose(list, normalised(forward()), kCpu).value(), &c);
+  EXPECT_EQ(choose(list, normalised(forward(TESSERA_BF16)), kCpu).value(), &a);
 }
 
 TEST(Choose, AForcedNameIsAskedAlone) {
@@ -101,6 +128,24 @@ TEST(Choose, Devices) {
   EXPECT_TRUE(import_device(&kHopper).ok());
   EXPECT_EQ(device_text(kCpu), "cpu");
   EXPECT_EQ(device_text(kHopper), "sm90");
+}
+
+class Owner final : public testing::DummyBackend {
+ public:
+  Owner() : DummyBackend("owner", testing::supports_all) {}
+  bool owns_utilities(const Device& device) const override { return device.kind == TESSERA_CPU; }
+};
+
+TEST(ChooseUtilities, TheFirstOwner) {
+  const testing::DummyBackend a("a", testing::supports_all);
+  const Owner owner;
+  const Backend* const list[] = {&a, &owner};
+  EXPECT_EQ(choose_utilities(list, Device{}).value(), &owner);
+  const auto refused = choose_utilities(list, Device{TESSERA_CUDA, 0, 90, 0});
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.status().code(), TESSERA_REFUSED);
+  EXPECT_EQ(a.merge({}, Buffers{}, Device{}).code(), TESSERA_REFUSED);
+  EXPECT_EQ(a.dropout_mask({}, Buffers{}, Device{}).code(), TESSERA_REFUSED);
 }
 
 }  // namespace

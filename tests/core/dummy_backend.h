@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "core/backend.h"
+#include "core/choose/backend.h"
 
 namespace tessera::testing {
 
@@ -30,6 +30,8 @@ class DummyBackend : public Backend {
     rules_(support, p, device);
     return support;
   }
+  std::string yields(const Problem&, const Device&) const override { return slower; }
+  std::string kernels_for(const Problem&, const Device&) const override { return kernels; }
   Problem canonical(const Problem& p) const override {
     Problem c = p;  // as a kernel whose code does not depend on lengths
     for (Tensor& t : c.tensor) {
@@ -43,7 +45,8 @@ class DummyBackend : public Backend {
     return std::unique_ptr<Plan>(std::make_unique<DummyPlan>());
   }
 
-  std::string missing;  // what unavailable() answers
+  std::string missing;          // what unavailable() answers
+  std::string slower, kernels;  // what yields() and kernels_for() answer
   mutable std::atomic<int> asked{0}, built{0};
 
  private:

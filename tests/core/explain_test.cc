@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/explain.h"
+#include "core/choose/explain.h"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 
-#include "core/case.h"
+#include "core/case/case.h"
 #include "core/dummy_backend.h"
 #include "core/problems.h"
 
@@ -102,21 +102,64 @@ TEST(Explain, SaysWhatRunsAndWhyOthersDoNot) {
   const Backend* const list[] = {&kNever, &kNarrow, &kOracle};
   EXPECT_EQ(explain_json(list, normalised(forward()), kCpu, "the case"),
             R"({"case": "the case", "device": "cpu", )"
-            R"("backend": "narrow", "workspace_bytes": 320, )"
+            R"("backend": "narrow", "kernel": null, "workspace_bytes": 320, )"
             R"("reasons": {"never": ["no"], "narrow": [], "oracle": ["runs only by name"]}, )"
             R"("backends": [)"
             R"({"name": "never", "available": true, "supported": false, )"
+            R"("yields": null, "kernel": null, )"
             R"("reasons": [{"id": "feature", "text": "no"}]}, )"
-            R"({"name": "narrow", "available": true, "supported": true, "reasons": []}, )"
+            R"({"name": "narrow", "available": true, "supported": true, )"
+            R"("yields": null, "kernel": null, "reasons": []}, )"
             R"({"name": "oracle", "available": true, "supported": false, )"
+            R"("yields": null, "kernel": null, )"
             R"("reasons": [{"id": "by_name_only", "text": "runs only by name"}]}], )"
             R"("suggestion": null})");
+}
+
+TEST(Explain, NamesKernelsAndWhoIsFaster) {
+  DummyBackend tiled("tiled", testing::supports_all), split("split", testing::supports_all);
+  tiled.kernels = "tiled/d128_lean";
+  tiled.slower = "sq=1: split is faster";
+  split.kernels = "split/decode, split/merge";
+  const Backend* const list[] = {&tiled, &split};
+  const std::string json = explain_json(list, normalised(forward()), kCpu, "the case");
+  EXPECT_NE(json.find(R"("backend": "split", "kernel": "split/decode, split/merge", )"),
+            std::string::npos)
+      << json;
+  EXPECT_NE(json.find(R"({"name": "tiled", "available": true, "supported": true, )"
+                      R"("yields": "sq=1: split is faster", "kernel": "tiled/d128_lean", )"
+                      R"("reasons": []})"),
+            std::string::npos)
+      << json;
+}
+
+// What a backend that is not in this build would do; its own reasons come first.
+TEST(Explain, RulesOfABackendThatIsNotBuilt) {
+  DummyBackend tiled("tiled", [](Support& support, const Problem& p, const Device&) {
+    support.require(p.tensor[TESSERA_Q].dtype == TESSERA_BF16, ReasonId::kDtype, Remedy::kUseBf16,
+                    [] { return std::string("dtype"); });
+    support.require(false, ReasonId::kNotBuilt, Remedy::kNone,
+                    [] { return std::string("not built"); });
+  });
+  tiled.kernels = "tiled/d128_lean";
+  tiled.missing = "not built";
+  const Backend* const list[] = {&tiled};
+  EXPECT_NE(explain_json(list, normalised(forward(TESSERA_BF16)), kHopper, "the case")
+                .find(R"("kernel": "tiled/d128_lean", )"
+                      R"("reasons": [{"id": "not_built", "text": "not built"}]})"),
+            std::string::npos);
+  EXPECT_NE(explain_json(list, normalised(forward()), kHopper, "the case")
+                .find(R"("kernel": null, "reasons": [{"id": "dtype", "text": "dtype"}, )"
+                      R"({"id": "not_built", "text": "not built"}]})"),
+            std::string::npos);
 }
 
 TEST(Explain, CarriesTheSuggestion) {
   const Backend* const list[] = {&kNarrow};
   const std::string json = explain_json(list, normalised(forward(TESSERA_FP16)), kCpu, "the case");
-  EXPECT_NE(json.find(R"("backend": null, "workspace_bytes": null)"), std::string::npos) << json;
+  EXPECT_NE(json.find(R"("backend": null, "kernel": null, "workspace_bytes": null)"),
+            std::string::npos)
+      << json;
   EXPECT_NE(json.find(R"("suggestion": {"text": "convert q, k and v to fp32", )"
                       R"("case": "fwd fp32 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16", )"
                       R"("device": "cpu", "backend": "narrow"}})"),
@@ -129,7 +172,7 @@ TEST(Explain, HardwareNeedNotBeHere) {
   hopper.missing = "libcuda.so.1 was not found";
   const Backend* const list[] = {&hopper};
   EXPECT_NE(explain_json(list, normalised(forward()), kHopper, "the case")
-                .find(R"("backend": "hopper", "workspace_bytes": 320)"),
+                .find(R"("backend": "hopper", "kernel": null, "workspace_bytes": 320)"),
             std::string::npos);
   const std::string here =
       explain_json(list, normalised(forward()), {TESSERA_CUDA, 0, 0, 0}, "the case");

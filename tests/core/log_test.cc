@@ -7,13 +7,16 @@
 #include <string>
 #include <vector>
 
+#include "core/choose/plan_cache.h"
+#include "core/dummy_backend.h"
 #include "core/environment.h"
+#include "core/problems.h"
 
 namespace tessera {
 namespace {
 
 // The environment is read once, so it is set before main().
-const bool kEnvironmentIsSet = setenv("TESSERA_LOG", "dispatch,checks", 1) == 0 &&
+const bool kEnvironmentIsSet = setenv("TESSERA_LOG", "dispatch,checks,plan", 1) == 0 &&
                                setenv("TESSERA_NUM_THREADS", "many", 1) == 0;
 
 using Lines = std::vector<std::string>;
@@ -27,9 +30,9 @@ TEST(Log, OnlyNamedTopicsReachTheCallback) {
   log(Topic::kDispatch, "%s", "before anybody listens");
   set_log(remember, &lines);
   EXPECT_TRUE(log_enabled(Topic::kDispatch));
-  EXPECT_FALSE(log_enabled(Topic::kPlan));
+  EXPECT_FALSE(log_enabled(Topic::kMemory));
   log(Topic::kDispatch, "%d of %d", 1, 2);
-  log(Topic::kPlan, "%s", "not asked for");
+  log(Topic::kMemory, "%s", "not asked for");
   log(Topic::kChecks, "%s", std::string(5000, 'x').c_str());
   set_log(nullptr, nullptr);
   EXPECT_FALSE(log_enabled(Topic::kDispatch));
@@ -39,11 +42,26 @@ TEST(Log, OnlyNamedTopicsReachTheCallback) {
   EXPECT_EQ(lines[1].substr(0, 12), "checks: xxxx");
 }
 
+TEST(Log, APlanNamesItsKernels) {
+  testing::DummyBackend tiled("tiled", testing::supports_all);
+  tiled.kernels = "tiled/d64_lean";
+  const Backend* const list[] = {&tiled};
+  PlanCache cache(list);
+  Lines lines;
+  set_log(remember, &lines);
+  const bool found = cache.find(testing::forward(), Device{}).ok();
+  set_log(nullptr, nullptr);
+  ASSERT_TRUE(found);
+  ASSERT_EQ(lines.size(), 3u);
+  EXPECT_EQ(lines[2],
+            "plan: tiled by tiled/d64_lean runs fwd fp32 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16");
+}
+
 TEST(Environment, IsReadOnce) {
-  EXPECT_EQ(environment().log, "dispatch,checks");
+  EXPECT_EQ(environment().log, "dispatch,checks,plan");
   EXPECT_EQ(environment().num_threads, 0);  // not a number
-  setenv("TESSERA_LOG", "plan", 1);
-  EXPECT_EQ(environment().log, "dispatch,checks");
+  setenv("TESSERA_LOG", "memory", 1);
+  EXPECT_EQ(environment().log, "dispatch,checks,plan");
 }
 
 }  // namespace

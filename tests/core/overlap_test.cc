@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Overlap against brute force over every byte.
-#include "core/overlap.h"
+#include "core/validate/overlap.h"
 
 #include <gtest/gtest.h>
 

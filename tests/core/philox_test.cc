@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/philox.h"
+#include "core/mask/philox.h"
 
 #include <gtest/gtest.h>
 
@@ -52,6 +52,14 @@ TEST(Dropout, FollowsTheFormula) {
       }
     }
   }
+}
+
+TEST(Dropout, HeadsOfAPartAreThoseOfTheWhole) {
+  const int64_t words[8] = {7, 0, 3, 0, -5, 0, int64_t{1} << 32 | 6,
+                            0};  // 2 apart; low words count
+  EXPECT_EQ(DropoutHeads::of(words, 2, 2, 4).index(3, 2), 14u);
+  EXPECT_EQ(DropoutHeads::of(words, 2, 4, 4).index(3, 2), 15u);
+  EXPECT_EQ(DropoutHeads::of(words, 2, 4, 4).index(0, 0), 0xfffffffbu);
 }
 
 TEST(Dropout, KeepsAboutOneMinusP) {

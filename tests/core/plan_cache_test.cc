@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/plan_cache.h"
+#include "core/choose/plan_cache.h"
 
 #include <gtest/gtest.h>
 

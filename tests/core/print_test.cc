@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include "core/case.h"
+#include "core/case/case.h"
 #include "core/problems.h"
 
 namespace tessera {

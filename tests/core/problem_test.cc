@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/problem.h"
+#include "core/problem/problem.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 
 #include <initializer_list>
 
-#include "core/problem.h"
+#include "core/problem/problem.h"
 
 namespace tessera::testing {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/sequence.h"
+#include "core/mask/sequence.h"
 
 #include <gtest/gtest.h>
 
@@ -39,6 +39,32 @@ TEST(Sequence, PaddedBatch) {
   EXPECT_EQ(rows.hi, 7);
 }
 
+TEST(Sequence, PositionsMoveTheDiagonal) {
+  Problem p = testing::forward();
+  p.flags |= TESSERA_CAUSAL;
+  for (const int index : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT}) {
+    p.tensor[index] = dense(index == TESSERA_K_START ? TESSERA_INT32 : TESSERA_INT64, {2});
+  }
+  p.align = TESSERA_ALIGN_GIVEN;
+  Storage s(p);
+  s.set(TESSERA_Q_START, 1, 40);
+  s.set(TESSERA_K_START, 1, 30);
+  s.set(TESSERA_SHIFT, 0, 6);
+  s.set(TESSERA_SHIFT, 1, -3);
+  const auto shift = [&](int64_t n) { return sequence_of(normalised(p), s.buffers, n).band.shift; };
+  EXPECT_EQ(shift(0), 6);
+  EXPECT_EQ(shift(1), 7);  // key 37 stands under query 40: the 8th here under the first
+  EXPECT_EQ(sequence_of(p, s.buffers, 1).q_start, 40);
+  EXPECT_EQ(sequence_of(p, s.buffers, 1).k_start, 30);
+  p.tensor[TESSERA_SHIFT] = {};
+  p.shift = 2;
+  EXPECT_EQ(shift(1), 12);
+  p.shift = 0, p.align = TESSERA_ALIGN_TOP_LEFT;
+  EXPECT_EQ(shift(1), 10);
+  p.align = TESSERA_ALIGN_BOTTOM_RIGHT;  // of what is here, wherever it begins
+  EXPECT_EQ(shift(1), 2);
+}
+
 TEST(Sequence, PackedWithGaps) {
   Problem p = testing::packed();
   p.tensor[TESSERA_CU_SEQLENS_K_PADDED] = dense(TESSERA_INT32, {3});
@@ -54,7 +80,7 @@ TEST(Sequence, PackedWithGaps) {
   EXPECT_EQ(b.first_k, 6);
   EXPECT_EQ(b.len_k(), 2);
   EXPECT_EQ(b.batch_k, 0);
-  // Together they own all 11 rows: [0, 6) with what comes first, [6, 11) with the tail.
+  // They own all 11 rows together: [0, 6) with what comes first, [6, 11) with the tail.
   EXPECT_EQ(owned_rows_k(p, s.buffers, 0).lo, 0);
   EXPECT_EQ(owned_rows_k(p, s.buffers, 0).hi, 6);
   EXPECT_EQ(owned_rows_k(p, s.buffers, 1).lo, 6);
@@ -68,8 +94,7 @@ TEST(Sequence, Pages) {
   s.set(TESSERA_SEQLENS_K, 0, 9);
   const Sequence a = sequence_of(normalised(p), s.buffers, 0);
   EXPECT_EQ(a.len_k(), 9);
-  EXPECT_EQ(a.band.left, -1);
-  EXPECT_EQ(a.band.right, -1);
+  EXPECT_TRUE(a.band.full(0, a.len_q(), 0, 9));
   EXPECT_EQ(sequence_of(normalised(p), s.buffers, 1).len_k(), 12);
 }
 

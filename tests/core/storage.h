@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
-#include "core/dtype.h"
-#include "core/problem.h"
+#include "core/problem/dtype.h"
+#include "core/problem/problem.h"
 
 namespace tessera::testing {
 

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -26,7 +27,7 @@ Buffers with_threads(int count) {
   return buffers;
 }
 
-// Whether each of n tasks ran once, on a worker of which there is one.
+// True if each of n tasks ran once, on a worker of which there is one.
 bool runs_each_task_once(int num_threads, int n) {
   std::vector<std::atomic<int>> ran(static_cast<size_t>(n));
   std::vector<std::atomic<int>> inside(static_cast<size_t>(num_threads));
@@ -143,6 +144,18 @@ TEST(Pool, IsNotAskedForTinyProblems) {
   EXPECT_EQ(calls_of_host("bwd fp32 b=1 s=16 h=2 d=32"), 0);
   EXPECT_GT(calls_of_host("fwd fp32 b=1 s=128 h=4 d=64"), 0);
   EXPECT_GT(calls_of_host("bwd fp32 b=1 s=128 h=4 d=64"), 0);
+}
+
+TEST(Pool, LeavesOutWhatIsInterrupted) {
+  volatile int32_t stop = 0;
+  Buffers buffers = with_threads(3);
+  buffers.interrupt = &stop;
+  std::atomic<int> ran{0};
+  parallel_for(buffers, 10000, [&](int64_t, int) {
+    if (ran.fetch_add(1) == 20) stop = 1;
+  });
+  EXPECT_GE(ran.load(), 21);
+  EXPECT_LE(ran.load(), 24);  // each worker may have begun one
 }
 
 }  // namespace

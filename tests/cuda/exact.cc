@@ -65,9 +65,9 @@ void packed() {
   }
 }
 
-// Where such rows share a warp with rows that exist, a kernel that decides by warp how to compute
-// (a new reference for the exponents, a form of softcap) would let them into the results. NaN, and
-// scores far above and far below those of the sequence.
+// A kernel that decides by warp how to compute (a new reference for the exponents, a form of
+// softcap) would let such rows into the results where they share a warp with rows that exist. NaN,
+// and scores far above and far below those of the sequence.
 void outside() {
   std::vector<Options> all = cases();
   for (Options options : cases()) {
@@ -173,8 +173,7 @@ std::vector<uint8_t> mask_on(const tessera_device& device, const int64_t (&shape
   return host;
 }
 
-// With an identity for v (or do), o[i, j] (or dv[j, i]) is the probability of (i, j): 0 where
-// dropped.
+// o[i, j] (or dv[j, i]) is the probability of (i, j) if v (or do) is an identity: 0 where dropped.
 std::string kernel_uses_mask(const std::string& backend, int pass, int dtype) {
   Options options;
   options.backend = backend;

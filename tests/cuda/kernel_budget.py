@@ -9,16 +9,19 @@ import pathlib
 import re
 import sys
 
-# Bytes of spill stores that a kernel may have: the first line whose pattern is in "room mangled name".
-# What is there saves loop-invariant values, outside of the inner loops; kernels of every feature, and
-# those that pass turns to others in a fixed order, have the most.
+# Bytes of spill stores that a kernel may have: the first line whose pattern is in "folder mangled name". What is there
+# saves loop-invariant values, outside of the inner loops; kernels of every feature, and deterministic ones, which pass
+# turns to others, have the most.
 BUDGET = (
     (r"sm90 .*Row_backward_\w+_(rich|masks|segments)_deterministic", 352),
     (r"sm90 .*Row_backward_\w+_rich", 240),
     (r"sm90 .*Row_backward_\w+_masks", 104),
-    (r"sm90 .*Row_forward_rich_(d64|d256)E", 288),
-    (r"sm90 .*Row_forward_rich", 56),
+    (r"sm90 .*Row_forward_(d64|d256)_richE", 288),
+    (r"sm90 .*Row_forward_\w+_richE", 56),
+    (r"sm90 .*backward_dkdv", 52),
+    (r"sm90 .*Row_backward_d128_(softcap|bias_deterministic)E", 44),
     (r"sm90 ", 40),
+    (r"sm80\w* .*backward_fused_lean_kernel.*Li256E", 352),
     (r"sm80\w* .*(lean_kernel|_kernelIf)", 320),
     (r"sm80\w* ", 88),
     (r"common ", 0),

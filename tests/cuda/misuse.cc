@@ -19,7 +19,7 @@ Options small(const std::string& backend, int pass) {
   return options;
 }
 
-// Three packed sequences. Backward in a fixed order, where tiles wait for one another: none may for
+// Three packed sequences. Deterministic backward, where tiles wait for one another: none may for
 // ever.
 Options three_packed(const std::string& backend, int pass) {
   Options options = small(backend, pass);

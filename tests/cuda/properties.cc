@@ -7,6 +7,7 @@
 //   layouts  bshd, sbhd and bhsd give the same bits
 //   packed   thd gives the bits of padded tensors
 //   outside  what the rows beyond a sequence's length hold changes no bit
+//   nan      NaN in q, k or v reaches what sees it, with a softcap too, and no row beyond a length
 //   graph    a replay gives the bits of a call
 //   streams  three streams at once give the bits of one after the other
 //   dropout  the mask is the CPU's, and kernels use it forward and backward
@@ -31,9 +32,9 @@ constexpr struct {
   const char* name;
   void (*run)();
 } kProperties[] = {{"repeat", repeat},   {"layouts", layouts}, {"packed", packed},
-                   {"outside", outside}, {"graph", graph},     {"streams", streams},
-                   {"dropout", dropout}, {"errors", errors},   {"lengths", lengths},
-                   {"host", host_cost},  {"large", large}};
+                   {"outside", outside}, {"nan", nan},         {"graph", graph},
+                   {"streams", streams}, {"dropout", dropout}, {"errors", errors},
+                   {"lengths", lengths}, {"host", host_cost},  {"large", large}};
 
 }  // namespace
 

@@ -12,6 +12,7 @@ void repeat();
 void layouts();
 void packed();
 void outside();
+void nan();
 void graph();
 void streams();
 void dropout();

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""rooms.py LIBRARY: which CUDA room takes a problem and why the other does not, as tessera_explain says; and that
-every case of the files has a room on every architecture. Needs no GPU: the architecture is given."""
-import collections
+"""rooms.py LIBRARY: which CUDA room takes a problem, by which kernel, and why the other does not, as tessera_explain
+says; that every case of the files has a room on every architecture; that each room refuses what tests/cases/refused.*
+says; and that each kernel of the tables is reached by a case. Needs no GPU, and no CUDA in the library: the
+architecture is given, and rules and tables are in every build."""
 import ctypes
 import fnmatch
+import functools
 import json
 import pathlib
 import sys
@@ -13,33 +15,54 @@ CASES = pathlib.Path(__file__).resolve().parents[1] / "cases"
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 120)
 SMALL = (86, 89, 120)  # 99 KB of shared memory: too little for the widest heads of fp32 backward
 
-# (architecture, case, room that takes it, {room: a reason of it})
+NOT_HERE = {"not_built", "not_loaded"}  # of this build and machine, not of the rules
+
+# (architecture, case, room that takes it, its kernels, {room: a reason of it, or why it yields})
 EXPECTED = (
-    (90, "fwd bf16 b=2 s=8192 h=16 d=128 causal", "cuda_sm90", {}),
-    (90, "bwd fp16 b=2 s=4096 h=16 d=64 softcap=30", "cuda_sm90", {}),
-    (90, "bwd bf16 b=1 s=2048 h=4 d=128 causal deterministic", "cuda_sm90", {}),
-    (80, "fwd bf16 b=1 s=128 h=2 d=64", "cuda_sm80", {"cuda_sm90": "arch=80: must be 90 (Hopper)"}),
-    (100, "bwd fp16 b=1 s=128 h=2 d=64", "cuda_sm80", {"cuda_sm90": "arch=100: must be 90 (Hopper)"}),
-    (75, "fwd bf16 b=1 s=128 h=2 d=64", None, {"cuda_sm80": "arch=75: must be 80 or later"}),
-    (90, "fwd fp32 b=1 s=128 h=2 d=64", "cuda_sm80", {"cuda_sm90": "q.dtype=fp32: must be bf16 or fp16"}),
-    (90, "fwd fp64 b=1 s=128 h=2 d=64", None, {"cuda_sm80": "q.dtype=fp64: must be fp32, bf16 or fp16"}),
-    (90, "fwd e4m3 b=1 s=64 h=1 d=64", None, {"cuda_sm80": "q.dtype=e4m3: must be fp32, bf16 or fp16"}),
-    (90, "fwd bf16 b=1 s=64 h=1 d=64 kv=e4m3", "cuda_sm80", {"cuda_sm90": "k.dtype=e4m3: must be that of q"}),
-    (90, "fwd bf16 b=1 s=128 h=2 d=36", "cuda_sm80",
+    (90, "fwd bf16 b=2 s=8192 h=16 d=128 causal", "cuda_sm90", "sm90/forward/d128_lean", {}),
+    (90, "fwd bf16 b=64 s=512 h=16 d=64 causal", "cuda_sm90", "sm90/forward/d64_lean_lone", {}),
+    (90, "fwd bf16 b=2 s=8192 h=16 d=64 causal", "cuda_sm90", "sm90/forward/d64_lean", {}),
+    (90, "fwd bf16 b=1 s=1000 h=4 dqk=576 dv=512", "cuda_sm90", "sm90/wide/d576_512", {}),
+    (90, "bwd fp16 b=2 s=4096 h=16 d=64 softcap=30", "cuda_sm90", "sm90/backward/d64_softcap", {}),
+    (90, "bwd bf16 b=1 s=2048 h=4 d=128 causal deterministic", "cuda_sm90", "sm90/backward/d128_lean_deterministic",
+     {}),
+    (90, "bwd bf16 b=1 s=2048 h=16 d=256 alibi grads=dalibi_slopes", "cuda_sm90",
+     "sm90/backward/d256_rich, sm90/dbias/d256_rich", {}),
+    (90, "bwd bf16 b=64 s=256 h=16 d=64", "cuda_sm90", "sm90/backward/apart/d64", {}),
+    (80, "fwd bf16 b=1 s=128 h=2 d=64", "cuda_sm80", "sm80/forward/d64_lean",
+     {"cuda_sm90": "arch=80: must be 90 (Hopper)"}),
+    (80, "bwd bf16 b=1 s=128 h=2 d=128", "cuda_sm80", "sm80/backward/fused_d128_lean_small", {}),
+    (89, "bwd bf16 b=1 s=128 h=2 d=128", "cuda_sm80", "sm80/backward/fused_d128_lean_smaller", {}),
+    (100, "bwd fp16 b=1 s=128 h=2 d=64", "cuda_sm80", "sm80/backward/fused_d64_lean",
+     {"cuda_sm90": "arch=100: must be 90 (Hopper)"}),
+    (75, "fwd bf16 b=1 s=128 h=2 d=64", None, None, {"cuda_sm80": "arch=75: must be 80 or later"}),
+    (90, "fwd fp32 b=1 s=128 h=2 d=64", "cuda_sm80", "sm80/forward/d64_fp32_lean",
+     {"cuda_sm90": "q.dtype=fp32: must be bf16 or fp16"}),
+    (90, "fwd fp64 b=1 s=128 h=2 d=64", None, None, {"cuda_sm80": "q.dtype=fp64: must be fp32, bf16 or fp16"}),
+    (90, "fwd e4m3 b=1 s=64 h=1 d=64", None, None, {"cuda_sm80": "q.dtype=e4m3: must be fp32, bf16 or fp16"}),
+    (90, "fwd bf16 b=1 s=64 h=1 d=64 kv=e4m3", "cuda_sm80", "sm80/forward/d64_rich",
+     {"cuda_sm90": "k.dtype=e4m3: must be that of q"}),
+    (90, "fwd bf16 b=1 s=128 h=2 d=36", "cuda_sm80", "sm80/forward/d64_rich",
      {"cuda_sm90": "head_dim_qk=36: must be a multiple of 8"}),
-    (90, "fwd bf16 b=1 s=64 h=1 d=64 strided", "cuda_sm80",
+    (90, "fwd bf16 b=1 s=64 h=1 d=64 strided", "cuda_sm80", "sm80/forward/d64_rich",
      {"cuda_sm90": "q.stride[1]=67: must be a positive multiple of 8 elements"}),
-    (90, "fwd bf16 b=2 s=64 h=2 d=64 page=16", "cuda_sm80",
+    (90, "fwd bf16 b=2 s=64 h=2 d=64 page=16", "cuda_sm80", "sm80/forward/d64_rich",
      {"cuda_sm90": "page_table: the Hopper kernels do not have it"}),
-    (90, "fwd bf16 b=1 sq=1 sk=8192 hq=32 hk=8 d=128", "cuda_sm80",
-     {"cuda_sm90": "sq=1: must be more than 16; cuda_sm80 decodes faster"}),
-    (90, "bwd bf16 b=1 s=128 h=2 d=256 alibi", "cuda_sm90", {}),
-    (90, "bwd bf16 b=1 s=128 h=2 d=512", "cuda_sm80",
+    (90, "fwd bf16 b=1 sq=1 sk=8192 hq=32 hk=8 d=128", "cuda_sm80", "sm80/decode/d128_lean",
+     {"cuda_sm90": "sq=1: cuda_sm80 decodes up to 16 queries faster"}),
+    (90, "fwd bf16 b=1 sq=128 sk=8192 h=8 d=128", "cuda_sm80", "sm80/forward/d128_lean",
+     {"cuda_sm90": "sk=8192: cuda_sm80 splits the keys and is faster from 8192 on where batch, heads and queries "
+                   "make 8 tiles of 128 rows"}),
+    (90, "bwd bf16 b=1 s=128 h=2 d=256 alibi", "cuda_sm90", "sm90/backward/d256_rich", {}),
+    (90, "bwd bf16 b=1 s=128 h=2 d=512", "cuda_sm80", "sm80/backward/dq_d576, sm80/backward/dkdv_d576",
      {"cuda_sm90": "head_dim_qk=512: and head_dim_v must be at most 256 in the backward pass"}),
-    (90, "fwd bf16 b=1 s=64 h=1 d=577", None, {"cuda_sm80": "head_dim_qk=577: must be at most 576"}),
-    (89, "bwd fp32 b=1 s=64 h=1 d=576", None,
+    (90, "fwd bf16 b=1 s=64 h=1 d=577", None, None, {"cuda_sm80": "head_dim_qk=577: must be at most 576"}),
+    (89, "bwd fp32 b=1 s=64 h=1 d=576", None, None,
      {"cuda_sm80": "head_dim=576: in fp32 needs more shared memory than this device has; must be at most 256"}),
 )
+
+# Kernels that no case reaches, and why.
+UNREACHED: dict[str, str] = {}
 
 
 class Device(ctypes.Structure):
@@ -65,6 +88,16 @@ def explainer(path):
     return explain
 
 
+def own_reasons(entry):
+    return [reason["text"] for reason in entry["reasons"] if reason["id"] not in NOT_HERE]
+
+
+def rooms_of(said):
+    """{room: its entry} of the CUDA rooms that the rules let run it, the one that takes it first."""
+    able = [entry for entry in said["backends"] if entry["name"].startswith("cuda") and not own_reasons(entry)]
+    return {entry["name"]: entry for entry in sorted(able, key=lambda entry: entry["yields"] is not None)}
+
+
 def is_refused(case, rules):
     """As the runner of cases reads refused.*: each word of a rule matches a word of the case."""
     words = case.split()
@@ -77,27 +110,64 @@ def lines_of(name):
     return [line for line in lines if line]
 
 
-def main(path):
-    explain = explainer(path)
-    wrong = []
-    for arch, case, room, reasons in EXPECTED:
+def check_expected(explain):
+    for arch, case, room, kernels, texts in EXPECTED:
         said = explain(case, arch)
-        if said["backend"] != room:
-            wrong.append(f"{case} on sm{arch}: {said['backend']} takes it, not {room}; {said['reasons']}")
-        wrong += [f"{case} on sm{arch}: {name} does not say {text!r}, but {said['reasons'][name]}"
-                  for name, text in reasons.items() if text not in said["reasons"][name]]
-    taken = collections.Counter()
-    rules = lines_of("refused.cuda_sm80")
+        rooms = rooms_of(said)
+        found = next(iter(rooms), None)
+        if found != room or room and rooms[room]["kernel"] != kernels:
+            yield f"{case} on sm{arch}: {found} takes it, by {rooms[found]['kernel'] if found else None}; not {room}, {kernels}"
+        for entry in said["backends"]:
+            text = texts.get(entry["name"])
+            if text and text not in own_reasons(entry) + [entry["yields"]]:
+                yield f"{case} on sm{arch}: {entry['name']} does not say {text!r}, but {own_reasons(entry)}, {entry['yields']}"
+
+
+def check_rooms(explain, answers):
+    """Each of smoke.cases and ci.cases runs on every architecture, in the rooms that do not refuse it by rule."""
+    rules = {room: lines_of(f"refused.{room}") for room in ("cuda_sm80", "cuda_sm90")}
     for case in lines_of("smoke.cases") + lines_of("ci.cases"):
         for arch in ARCHITECTURES:
-            said = explain(case, arch)
-            taken[said["backend"]] += 1
-            wide = arch in SMALL and any("shared memory" in reason for reason in said["reasons"]["cuda_sm80"])
-            refused = is_refused(case, rules) or wide and case.startswith("bwd fp32")
-            if (said["backend"] is None) != refused:
-                wrong.append(f"{case} on sm{arch}: {said['backend']} takes it; {said['reasons']}")
+            said = answers(case, arch)
+            rooms = rooms_of(said)
+            wide = arch in SMALL and case.startswith("bwd fp32") and any(
+                "shared memory" in text for entry in said["backends"] for text in own_reasons(entry))
+            for room in ("cuda_sm80",) if arch != 90 else rules:
+                refused = is_refused(case, rules[room]) or is_refused(said["case"], rules[room])
+                if (room in rooms) == (refused or wide):
+                    yield f"{case} on sm{arch}: {sorted(rooms)} can run it; refused.{room} says otherwise"
+
+
+def check_kernels(names, answers):
+    """Each kernel is the one, on some architecture, of a case of the files that the GPU tests run."""
+    missing = set(names)
+    for case in lines_of("smoke.cases") + lines_of("ci.cases") + lines_of("nightly.cases"):
+        for arch in (90, 80, 89):
+            for entry in rooms_of(answers(case, arch)).values():
+                missing -= set(entry["kernel"].split(", ")) if entry["kernel"] else set()
+        if not missing:
+            break
+    yield from (f"{name}: no case reaches it" for name in sorted(missing - set(UNREACHED)))
+    yield from (f"{name}: UNREACHED lists it, but a case reaches it" for name in sorted(set(UNREACHED) - missing))
+
+
+def kernel_names(path):
+    library = ctypes.CDLL(path)
+    library.tessera_describe.restype = ctypes.c_int64
+    answer = ctypes.create_string_buffer(1 << 18)
+    error = Error(ctypes.sizeof(Error))
+    library.tessera_describe(answer, ctypes.c_int64(len(answer)), ctypes.byref(error))
+    return [name for backend in json.loads(answer.value)["backends"] if backend["name"].startswith("cuda")
+            for name in backend["description"]["kernels"]]
+
+
+def main(path):
+    explain = explainer(path)
+    answers = functools.cache(explain)
+    names = kernel_names(path)
+    wrong = [*check_expected(explain), *check_rooms(explain, answers), *check_kernels(names, answers)]
     print("\n".join(wrong))
-    print(f"{dict(taken)}, {len(wrong)} wrong")
+    print(f"{len(names)} kernels, {answers.cache_info().misses} questions, {len(wrong)} wrong")
     return 1 if wrong else 0
 
 

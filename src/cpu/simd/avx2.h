@@ -137,7 +137,7 @@ struct Avx2 {
     high = _mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
     low = _mm256_blend_epi32(even, _mm256_shuffle_epi32(odd, 0xA0), 0xAA);
   }
-  // Of 16-bit halves: sum with `bit` added where words >= threshold, unsigned.
+  // sum with `bit` added in the 16-bit halves where words >= threshold, unsigned.
   TESSERA_INLINE I add_where_not_less(I sum, I words, I threshold, I bit) {
     const I not_less = _mm256_cmpeq_epi16(_mm256_max_epu16(words, threshold), words);
     return _mm256_add_epi16(sum, bit_and(not_less, bit));
@@ -176,7 +176,7 @@ struct Avx2 {
   }
 
  private:
-  // Beyond [-127, 128] the result is 0 or infinity anyway; NaN passes (second operand of max, min).
+  // The result is 0 or infinity beyond [-127, 128] anyway; NaN passes (second operand of max, min).
   TESSERA_INLINE F bounded(F x) { return min(set1(128.0f), max(set1(-127.0f), x)); }
   TESSERA_INLINE F rounded(F x) {
     return _mm256_round_ps(bounded(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

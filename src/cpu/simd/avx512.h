@@ -136,7 +136,7 @@ struct Avx512 {
     high = _mm512_mask_shuffle_epi32(odd, 0x5555, even, static_cast<_MM_PERM_ENUM>(0xF5));
     low = _mm512_mask_shuffle_epi32(even, 0xAAAA, odd, static_cast<_MM_PERM_ENUM>(0xA0));
   }
-  // Of 16-bit halves: sum with `bit` added where words >= threshold, unsigned.
+  // sum with `bit` added in the 16-bit halves where words >= threshold, unsigned.
   TESSERA_INLINE I add_where_not_less(I sum, I words, I threshold, I bit) {
     return _mm512_mask_add_epi16(sum, _mm512_cmpge_epu16_mask(words, threshold), sum, bit);
   }

@@ -3,8 +3,8 @@
 // subnormal inputs and results whatever MXCSR says, and rounds after each product.
 #pragma once
 
-#include "cpu/kernels.h"
 #include "cpu/simd/avx512.h"
+#include "cpu/simd/kernels.h"
 
 namespace tessera::cpu {
 
@@ -100,7 +100,7 @@ struct Avx512Bf16 : Avx512 {
   }
 };
 
-// Pairs are P alone: see decode_group.h.
+// Pairs are P alone: see decode/group.h.
 struct Avx512Bf16Narrow : Avx512Narrow {
   using Narrow = Avx512Bf16Narrow;
   using Wide = Avx512Bf16;

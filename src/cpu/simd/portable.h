@@ -157,7 +157,7 @@ struct Portable {
       high[l] = static_cast<int32_t>(product >> 32), low[l] = static_cast<int32_t>(product);
     }
   }
-  // Of 16-bit halves: sum with `bit` added where words >= threshold, unsigned.
+  // sum with `bit` added in the 16-bit halves where words >= threshold, unsigned.
   TESSERA_INLINE I add_where_not_less(I sum, I words, I threshold, I bit) {
     typedef uint16_t Halves __attribute__((vector_size(16)));
     const auto halves = [](I a) { return reinterpret_cast<Halves>(a); };
@@ -200,7 +200,7 @@ struct Portable {
   }
   TESSERA_INLINE U unsigned_of(I a) { return reinterpret_cast<U>(a); }
 
-  // Beyond [-127, 128] the result is 0 or infinity anyway; NaN passes (second operand of max, min).
+  // The result is 0 or infinity beyond [-127, 128] anyway; NaN passes (second operand of max, min).
   TESSERA_INLINE F bounded(F x) { return min(set1(128.0f), max(set1(-127.0f), x)); }
   TESSERA_INLINE F rounded(F x) {  // |x| < 2^22
     const F magic = set1(12582912.0f);

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "core/values.h"
+#include "core/validate/values.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 

@@ -4,16 +4,16 @@
 
 #include <cuda_runtime_api.h>
 
-#include "core/problem.h"
+#include "core/problem/problem.h"
 
 namespace tessera::cuda {
 
-// With the topic on, queues a kernel that looks at lengths, page tables, sinks and slopes, and
+// Queues, if the topic is on, a kernel that looks at lengths, page tables, sinks and slopes, and
 // behind it a host function that logs the first value that docs/semantics.md forbids, in the words
 // that the CPU refuses it with: "cu_seqlens_q[1]=900: must be at most ...". Nobody waits: the log's
 // callback is called by a thread of the driver when the stream comes there, in a graph at every
-// replay, and must not call CUDA. The call goes on: kernels clamp what is out of range. Without the
-// topic, one relaxed load.
+// replay, and must not call CUDA. The call goes on: kernels clamp what is out of range. A call
+// costs one relaxed load when the topic is off.
 Status report_checks(const Problem& problem, const Buffers& buffers, cudaStream_t stream);
 
 }  // namespace tessera::cuda

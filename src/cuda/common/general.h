@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backend that takes whatever the specialised rooms leave: any GPU, any alignment. Defined by
-// the room that is it, so that no room includes another.
+// The backend that takes whatever the specialised folders leave: any GPU, any alignment. Defined by
+// the folder that is it, so that no folder includes another.
 #pragma once
 
-#include "core/backend.h"
+#include "core/choose/backend.h"
 
 namespace tessera::cuda {
 

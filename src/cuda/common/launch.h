@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of a launch: kernel arguments from a problem, and CUDA's errors as Status.
+// Host side of a launch, and CUDA's errors as Status.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <string>
 
-#include "core/problem.h"
-#include "cuda/common/params.h"
+#include "core/problem/problem.h"
+#include "cuda/common/rules/arguments.h"
+#include "cuda/common/rules/device.h"
 
 namespace tessera::cuda {
-
-// Of a validated, normalised problem. Touches no memory behind the pointers. With buffers that lack
-// pointers (shapes only) the views are null.
-Params params_of(const Problem& problem, const Buffers& buffers);
 
 // "cudaLaunchKernel (forward): invalid argument (cudaErrorInvalidValue)". An error that the context
 // survives is cleared, so that the caller's next cudaGetLastError() is not ours.
@@ -52,11 +50,17 @@ struct DeviceInfo {
 // Asked of the driver once for each device; fails where there is none.
 Result<DeviceInfo> device_info(int ordinal);
 
+// How many multiprocessors a kernel fills whose CTAs take tile after tile: all but the caller's
+// sm_margin. A kernel with a CTA for each tile leaves them free as its CTAs end.
+inline int multiprocessors_for(const Buffers& buffers, int multiprocessors) {
+  return std::max(multiprocessors - buffers.sm_margin, 1);
+}
+
 // "" when a CUDA device can be used; otherwise why not. Asked once.
 const std::string& driver_unavailable();
 
-// Architecture that a problem will meet: device.arch, or what the device says, or 0 if nobody
-// knows.
-int arch_of(const Device& device);
+// What the driver says of a device that is here and has device.arch, if that is given; otherwise
+// imagined_traits().
+DeviceTraits traits_of_device(const Device& device);
 
 }  // namespace tessera::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "core/philox.h"
+#include "core/mask/philox.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/merge.h"
 
@@ -53,10 +53,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 __global__ void __launch_bounds__(kThreads)
     dropout_mask_kernel(const __grid_constant__ DropoutMaskArgs a) {
   const Dropout dropout = Dropout::make(a.rng_state[0], a.rng_state[1], a.threshold);
+  const DropoutHeads heads = DropoutHeads::of(a.rng_state, 1, a.rng_words, a.hq);
   const int64_t count = a.b * a.hq * a.sq * a.sk, step = int64_t{gridDim.x} * kThreads;
   for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < count; at += step) {
     const int64_t j = at % a.sk, i = at / a.sk % a.sq, head = at / a.sk / a.sq;
-    a.keep[at] = dropout.keep(static_cast<uint32_t>(head), i, j);
+    const int64_t n = head / a.hq;
+    const int64_t row = a.q_start ? a.q_start[n] + i : i, key = a.k_start ? a.k_start[n] + j : j;
+    a.keep[at] = dropout.keep(heads.index(n, head % a.hq), row, key);
   }
 }
 

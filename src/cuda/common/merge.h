@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small kernels that every CUDA room shares. All queue on a stream and return; none allocates.
+// The small kernels that every CUDA folder shares. All queue on a stream and return; none
+// allocates.
 #pragma once
 
-#include "core/backend.h"
+#include "core/choose/backend.h"
 #include "cuda/common/launch.h"
 
 namespace tessera::cuda {

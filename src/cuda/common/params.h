@@ -5,10 +5,15 @@
 
 #include <cstdint>
 
-#include "core/philox.h"  // TESSERA_HOST_DEVICE
+#include "core/mask/band.h"
 #include "tessera.h"
 
 namespace tessera::cuda {
+
+// Positions in 32 bits.
+using Interval = BasicInterval<int32_t>;
+using BandRule = BasicBandRule<int32_t>;
+using Band = BasicBand<int32_t>;
 
 // A tensor as a kernel sees it. Axes of extent 1 have stride 0, so broadcasting is plain indexing.
 struct View {
@@ -18,10 +23,16 @@ struct View {
   int32_t vector_bytes;  // 16, 8, 4, 2 or 1: divides the address of every row
 };
 
+// The tensors that kernels read and write: those of enum tessera_index up to here. Later ones are
+// refused (core/choose/unbuilt.h); a kernel that learns one gives it a place behind these, so that
+// the arguments of all kernels grow by no more than is used.
+inline constexpr int kKernelTensors = TESSERA_DALIBI_SLOPES + 1;
+static_assert(kKernelTensors == 32, "kernel arguments have grown: is every tensor in use?");
+
 // Positions and extents fit in 31 bits (the backends refuse longer sequences); offsets of elements
 // are 64-bit everywhere.
-struct Params {
-  View tensor[TESSERA_NUM_TENSORS];
+struct Params : BandRule {
+  View tensor[kKernelTensors];
 
   int32_t batch;             // sequences; a packed problem of none counts as one of length 0
   int32_t sq, sk;            // extents: padded length, tokens of a packed side, pages x page size
@@ -32,22 +43,21 @@ struct Params {
   int32_t max_pages;         // of one sequence
   int32_t pages_k, pages_v;  // in each pool
 
-  uint32_t flags;        // enum tessera_flags
-  int32_t bottom_right;  // the diagonal stands at len_k - len_q instead of 0
-  int32_t left, right;   // the band, -1 = unbounded; causal is right = 0
-  int32_t num_ranges;    // key ranges of a row: 0, 1 or 2
+  uint32_t flags;      // enum tessera_flags
+  int32_t num_ranges;  // key ranges of a row: 0, 1 or 2
 
   float softmax_scale;
   float softcap;               // read with TESSERA_SOFTCAP
-  uint32_t dropout_threshold;  // read with TESSERA_DROPOUT; core/philox.h
+  uint32_t dropout_threshold;  // read with TESSERA_DROPOUT; core/mask/philox.h
+  int32_t rng_words;           // of RNG_STATE: 2, or 4
   float dropout_scale;         // 1 without dropout
 };
 static_assert(sizeof(Params) <= 2048, "kernel arguments are 4 KB, and kernels add their own");
 
-// Where scale * s - scale * max is one multiply-add, as in every fast forward kernel, each weight
-// of a row has the rounding of scale * max in it: 2^-24 of a logit, a factor out of all bounds
-// where logits are in the billions. The rich kernels of sm80 round every logit before they
-// subtract.
+// True if scale * s - scale * max must not be one multiply-add, as it is in every fast forward
+// kernel: each weight of a row has the rounding of scale * max in it, 2^-24 of a logit, a factor
+// out of all bounds where logits are in the billions. The rich kernels of sm80 round every logit
+// before they subtract.
 inline bool is_steep(double scale) { return scale > 256; }
 
 // Every row of k and v can be copied by 16 bytes.

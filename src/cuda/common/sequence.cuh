@@ -4,13 +4,12 @@
 // an access outside.
 #pragma once
 
-#include "core/mask.h"
 #include "cuda/common/params.h"
 
 namespace tessera::cuda {
 
-// Where one side of a sequence is stored. Rows are counted from the sequence's row 0, so that what
-// lies before the first sequence of a packed buffer has negative numbers.
+// The rows of memory that hold one side of a sequence. Rows are counted from the sequence's row 0,
+// so that what lies before the first sequence of a packed buffer has negative numbers.
 struct Rows {
   int batch;               // index on the batch axis of the side's tensors; 0 when packed
   int first;               // row of the tensor where row 0 is stored; 0 unless packed
@@ -82,19 +81,14 @@ __device__ Rows rows_of(const Params& p, int n) {
 }
 
 __device__ inline Sequence sequence_of(const Params& p, int n) {
-  Sequence s{n, rows_of<SideOfQueries>(p, n), rows_of<SideOfKeys>(p, n), {}};
-  const int reach = s.q.length + s.k.length;  // beyond it a side hides nothing
-  s.band.len_q = s.q.length;
-  s.band.len_k = s.k.length;
-  s.band.shift = p.bottom_right ? s.k.length - s.q.length : 0;
-  s.band.left = p.left < reach ? p.left : reach;
-  s.band.right = p.right < reach ? p.right : reach;
-  return s;
+  const Rows q = rows_of<SideOfQueries>(p, n), k = rows_of<SideOfKeys>(p, n);
+  return {n, q, k, Band::of(p, q.length, k.length)};
 }
 
 #ifdef __CUDACC__
-// Whether some sequence of a packed side reaches beyond the start of the next one: tables that a
-// caller must not give, with which some tiles of keys may be missing. By all threads of a CTA.
+// True if some sequence of a packed side reaches beyond the start of the next one: tables that a
+// caller must not give, with which some tiles of keys may be missing. Called by all threads of a
+// CTA.
 template <typename Side>
 __device__ bool side_overlaps(const Params& p) {
   bool found = false;

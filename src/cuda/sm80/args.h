@@ -2,19 +2,19 @@
 // What each kernel is told beside the problem: how the host cut it into CTAs, and the workspace.
 #pragma once
 
-#include "cuda/common/block_map.h"
 #include "cuda/common/params.h"
+#include "cuda/common/score/block_map.h"
 
 namespace tessera::cuda::sm80 {
 
 struct ForwardArgs {
   Params params;
-  BlockMap blocks;     // of keys
-  int pack;            // query heads that share a tile; divides the group
-  int dv_pieces;       // of output_columns columns
-  int splits;          // parts of the keys, merged afterwards; 1: o and lse are final
-  int section;         // tiles of so many heads, or packs of them, begin side by side (place.cuh)
-  int64_t rows;        // all stored rows of q, for the partial results
+  BlockMap blocks;  // of keys
+  int pack;         // query heads that share a tile; divides the group
+  int dv_pieces;    // of output_columns columns
+  int splits;       // parts of the keys, merged afterwards; 1: o and lse are final
+  int section;   // tiles of so many heads, or packs of them, begin side by side (machine/place.cuh)
+  int64_t rows;  // all stored rows of q, for the partial results
   float* partial_o;    // [splits, rows, hq, dv]
   float* partial_lse;  // [splits, rows, hq]
 };
@@ -30,11 +30,10 @@ struct BackwardArgs {
 struct DqArgs {
   BackwardArgs b;
   BlockMap blocks;  // of keys
-  int pieces;       // of output_columns columns of dq; 0: delta anew (PlainFloat)
-  int section;      // tiles of so many heads begin side by side (place.cuh)
+  int section;      // tiles of so many heads begin side by side (machine/place.cuh)
 };
 
-// Who adds to dQ in which order (fused_dq.cuh). The turns stand behind it in memory.
+// Who adds to dQ in which order (backward/fused_dq.cuh). The turns stand behind it in memory.
 struct DqOrder {
   int overlap;  // of sequences: some tiles of keys may be missing, and nobody waits
   int padding[3];
@@ -50,11 +49,11 @@ struct DkdvArgs {
   int pieces_k;      // of dk; where one CTA makes both, 1
   int pool;          // the tensor whose pages are walked, TESSERA_K or TESSERA_V; read with pages
   int tiles_a_page;  // read with pages
-  float* dq_sums;    // of the fused kernel (fused_dq.cuh); null: not asked
+  float* dq_sums;    // of the fused kernel (backward/fused_dq.cuh); null: not asked
   int dq_slots;      // tiles of queries of a head
   DqOrder* order;    // null: dQ is summed in any order
   int* turns;        // with an order: [hq, dq_slots], zeros at first
-  int section;       // tiles of so many key heads begin side by side (place.cuh)
+  int section;       // tiles of so many key heads begin side by side (machine/place.cuh)
 };
 
 struct DbiasArgs {

@@ -3,17 +3,18 @@
 // dense mask by bits.
 #pragma once
 
-#include "cuda/common/blocks.cuh"
-#include "cuda/common/softcap.cuh"
+#include "cuda/common/score/blocks.cuh"
+#include "cuda/common/score/softcap.cuh"
 #include "cuda/sm80/kernels.h"
-#include "cuda/sm80/lean.cuh"
+#include "cuda/sm80/machine/lean.cuh"
 
 namespace tessera::cuda::sm80 {
 
-// With these a kernel works on logits; without them on raw scores until the exponential.
+// Features with which a kernel works on logits; without them it has raw scores until the
+// exponential.
 inline constexpr unsigned kOfLogits = kBias | kSoftcap | kAlibi;
 
-// Whether the problem has the feature: one uniform branch in a kernel of several, none in a kernel
+// True if the problem has the feature: one uniform branch in a kernel of several, none in a kernel
 // of one or of others.
 template <unsigned kFeatures, unsigned kFeature>
 __device__ __forceinline__ bool is_on(const Params& p) {

@@ -1,33 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The built kernels: one row for each line of tiles.def and each element type of its size.
+// The tables of kernels: a row for each ROW of a table.def and each of its element types, in order,
+// buckets ascending.
 #pragma once
 
-#include <span>
-
+#include "cuda/common/rules/kernel.h"
 #include "cuda/sm80/tiles.h"
 
 namespace tessera::cuda::sm80 {
 
-enum class Pass { forward, decode, backward_dq, backward_dkdv, backward_fused, backward_dbias };
-
-struct Kernel {
-  Pass pass;
-  unsigned features;  // enum Feature; what it applies, or of kEveryFeature what it may be asked for
-  int dtype;          // of q
-  int bucket;         // head dims up to this
-  Tile tile;
-  int shared_bytes;
+struct Code {
   const void* function;
-  const void* finish = nullptr;   // of backward_fused: what turns the sums of dQ into dq
-  const void* in_turn = nullptr;  // of backward_fused: adds in a fixed order, or makes no dQ
-  bool plain = false;             // fp32 by multiply-adds
-  bool large = false;             // has no code for GPUs with less than kLargeSharedBytes
+  const void* finish = nullptr;   // of a fused loop: what turns the sums of dQ into dq
+  const void* in_turn = nullptr;  // of one without features: adds in a fixed order, or makes no dQ
 };
 
-// Of shared memory, a CTA: sm80 has 163 KB, sm90 and sm100 227.
-inline constexpr int kLargeSharedBytes = 200 * 1024;
+using Kernel = KernelRow<Tile, Code>;
 
-// In the table's order, buckets ascending.
-std::span<const Kernel> kernels();
+std::span<const Kernel> forward_kernels();
+std::span<const Kernel> decode_kernels();
+std::span<const Kernel> backward_kernels();
 
 }  // namespace tessera::cuda::sm80

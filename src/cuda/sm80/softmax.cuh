@@ -2,7 +2,7 @@
 // The online softmax of a fragment's rows.
 #pragma once
 
-#include "cuda/common/score.cuh"
+#include "cuda/common/score/score.cuh"
 
 namespace tessera::cuda::sm80 {
 

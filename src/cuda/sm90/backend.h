@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "core/backend.h"
+#include "core/choose/backend.h"
 
 namespace tessera::cuda::sm90 {
 

@@ -1,23 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The built kernels: one row for each line of tiles.def and each 16-bit type.
+// All tables of sm90.
 #pragma once
 
-#include <span>
-
-#include "cuda/sm90/params.h"
-#include "cuda/sm90/tiles.h"
-
-namespace tessera::cuda::sm90 {
-
-struct Kernel {
-  int dtype;          // of q, k, v, o
-  uint32_t features;  // of Feature
-  ForwardTile tile;
-  int shared_bytes;
-  const void* function;  // takes ForwardParams
-};
-
-// In the order of tiles.def.
-std::span<const Kernel> kernels();
-
-}  // namespace tessera::cuda::sm90
+#include "cuda/sm90/backward/apart/kernels.h"
+#include "cuda/sm90/backward/kernels.h"
+#include "cuda/sm90/dbias/kernels.h"
+#include "cuda/sm90/forward/kernels.h"
+#include "cuda/sm90/wide/kernels.h"

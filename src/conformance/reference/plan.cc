@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reference as a plan: fp64 arithmetic on any dtype. Unlike other plans its run() allocates,
+// O(tokens), beside the workspace.
+#include "conformance/reference/plan.h"
+
+#include <memory>
+#include <new>
+
+#include "conformance/reference/reference.h"
+
+namespace tessera::reference {
+namespace {
+
+class ReferencePlan final : public Plan {
+ public:
+  int64_t workspace_bytes(const Problem&, int) const override { return 0; }
+
+  Status run(const Problem& p, const Buffers& buffers, const Device&) const override try {
+    const int threads = buffers.num_threads > 0 ? buffers.num_threads : 1;
+    ReferenceValues out;
+    if (is_backward(p)) {
+      out = reference_backward(p, buffers, Arithmetic::kExact, threads, load(p, buffers, TESSERA_O),
+                               load(p, buffers, TESSERA_LSE));
+    } else {
+      out = reference_forward(p, buffers, Arithmetic::kExact, threads);
+    }
+    for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
+      if (out.value[index].empty() || !given(p, index)) continue;
+      store_dense(p.tensor[index], tensor_rule(index).rank, out.value[index], buffers.data[index]);
+    }
+    return check_interrupt(buffers);
+  } catch (const std::bad_alloc&) {
+    return Status(TESSERA_OUT_OF_MEMORY, "reference: host memory ran out");
+  }
+
+ private:
+  static std::vector<double> load(const Problem& p, const Buffers& buffers, int index) {
+    return load_dense(p.tensor[index], tensor_rule(index).rank, buffers.data[index]);
+  }
+};
+
+}  // namespace
+}  // namespace tessera::reference
+
+tessera::Plan* tessera_reference_plan() { return new tessera::reference::ReferencePlan; }

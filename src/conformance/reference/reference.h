@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reference: docs/semantics.md spelled out row by row, without tiles, online softmax or
+// core/mask.h, so that no bug there can hide here. O(sq * sk * d) time, O(tokens) memory.
+//
+// Exact arithmetic is fp64 throughout: the oracle. Low arithmetic is what the error rule measures
+// kernels against: fp32, every sum in the order of its terms, with P (and dS) rounded to the input
+// dtype before their products and every result rounded to its dtype.
+#pragma once
+
+#include <vector>
+
+#include "core/problem/problem.h"
+
+namespace tessera::reference {
+
+enum class Arithmetic { kExact, kLow };
+
+// Results by tensor index, dense in the axis order of enum tessera_index with the extents of the
+// problem; empty when not computed. Values at bytes outside the problem are what the library writes
+// there: 0, and -inf in lse.
+struct ReferenceValues {
+  std::vector<double> value[TESSERA_NUM_TENSORS];
+  // Exact arithmetic only. A gradient that is a sum over rows, heads or a broadcast axis has the
+  // sum of the absolute values of its terms; lse and max_logit have the largest scale * (sum |q||k|
+  // + |pre-scale bias|) + |post-scale bias| + |slope * distance| behind it.
+  std::vector<double> terms[TESSERA_NUM_TENSORS];
+};
+
+// Buffers are on the host and validated with the problem. num_threads >= 1. Allocates.
+// Forward computes o and lse, and max_logit if it is given. A backward problem gets the forward
+// pass of the same question.
+ReferenceValues reference_forward(const Problem& problem, const Buffers& buffers,
+                                  Arithmetic arithmetic, int num_threads);
+
+// The given gradients. o and lse are dense, as reference_forward returns them: those that the
+// backward pass is given, rounded or not.
+ReferenceValues reference_backward(const Problem& problem, const Buffers& buffers,
+                                   Arithmetic arithmetic, int num_threads,
+                                   const std::vector<double>& o, const std::vector<double>& lse);
+
+// N of the error rule's floor (docs/semantics.md, "Precision"), in units of 2^-24 of what each
+// element hangs on: of o, or of the given gradients. o and lse as in reference_backward; the
+// forward pass reads neither. Costs as much as the backward pass.
+ReferenceValues reference_floor(const Problem& problem, const Buffers& buffers,
+                                const std::vector<double>& o, const std::vector<double>& lse);
+
+// A tensor of any strides as dense doubles, and back with one rounding.
+std::vector<double> load_dense(const Tensor& tensor, int rank, const void* data);
+void store_dense(const Tensor& tensor, int rank, const std::vector<double>& values, void* data);
+
+}  // namespace tessera::reference

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// The walk over a problem that the reference and the floor of the error rule share: every sequence
+// and head, row by row, with the keys that the row sees and their scores.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "conformance/reference/arithmetic.h"
+#include "conformance/reference/reference.h"
+#include "conformance/reference/rows.h"
+
+namespace tessera::reference {
+
+// One kv head at a time, every sequence and query head of it; heads never write the same element,
+// but for a dbias that they share.
+template <typename T>
+class Walk {
+ public:
+  Walk(const Question& question, ReferenceValues& out)
+      : question_(question), p_(question.p), s_(question.sizes), out_(out) {}
+
+ protected:
+  template <typename RowFunction, typename Finish>
+  void for_each_row(int64_t head_k, RowFunction&& row, Finish&& finish) {
+    for (int64_t n = 0; n < s_.batch; ++n) {
+      q_side_ = question_.side(n, true);
+      k_side_ = question_.side(n, false);
+      load_keys(TESSERA_K, n, head_k, s_.dqk, k_);
+      load_keys(TESSERA_V, n, head_k, s_.dv, v_);
+      if (is_backward(p_)) {
+        for (auto* sum : {&dk_, &dk_terms_}) sum->assign(k_side_.length * s_.dqk, 0);
+        for (auto* sum : {&dv_, &dv_terms_}) sum->assign(k_side_.length * s_.dv, 0);
+      }
+      for (int64_t h = head_k * s_.group(); h < (head_k + 1) * s_.group(); ++h) {
+        Row rules(question_, n, h, q_side_, k_side_);
+        rules_ = &rules;
+        for (int64_t i = 0; i < q_side_.length && !interrupted(); ++i) {
+          rules.move_to(i);
+          load_row(TESSERA_Q, i, h, s_.dqk, q_);
+          row(n, h, i);
+        }
+      }
+      finish(n);
+    }
+  }
+
+  void load_keys(int index, int64_t n, int64_t head, int64_t d, std::vector<T>& rows) {
+    const int32_t dtype = p_.tensor[index].dtype;
+    const int scale_index = index == TESSERA_K ? TESSERA_K_SCALE : TESSERA_V_SCALE;
+    double factor = 1;
+    if (given(p_, scale_index)) {
+      const Tensor& t = p_.tensor[scale_index];
+      factor = load_real(p_, question_.b, scale_index,
+                         offset_of(t, broadcast(t, 0, n), broadcast(t, 1, head)));
+    }
+    rows.resize(k_side_.length * d);
+    for (int64_t j = 0; j < k_side_.length; ++j) {
+      const int64_t at = question_.key_row(index, k_side_, n, j, head);
+      for (int64_t c = 0; c < d; ++c) {
+        rows[j * d + c] =
+            static_cast<T>(factor * load_element(question_.b.data[index], at + c, dtype));
+      }
+    }
+  }
+
+  void load_row(int index, int64_t i, int64_t h, int64_t d, std::vector<T>& row) {
+    const int64_t at = offset_of(p_.tensor[index], q_side_.batch, q_side_.first + i, h);
+    row.resize(d);
+    for (int64_t c = 0; c < d; ++c) {
+      row[c] =
+          static_cast<T>(load_element(question_.b.data[index], at + c, p_.tensor[index].dtype));
+    }
+  }
+
+  // keys_: the visible ones; x_: their scores; slope_of_cap_: d(capped) / d(scaled); magnitudes_,
+  // if asked for: the sums of absolute terms behind the scores.
+  void score_row(bool with_magnitude) {
+    const T scale = static_cast<T>(question_.scale), cap = static_cast<T>(question_.softcap);
+    const bool biased = given(p_, TESSERA_BIAS), pre = has(p_, TESSERA_BIAS_PRE_SCALE);
+    const T slope = static_cast<T>(rules_->slope());
+    keys_.clear(), x_.clear(), slope_of_cap_.clear(), magnitudes_.clear();
+    magnitude_ = 0;
+    for (int64_t j = 0; j < k_side_.length; ++j) {
+      if (!rules_->visible(j)) continue;
+      const T bias = biased ? static_cast<T>(rules_->bias(j)) : T{0};
+      const T* k = &k_[j * s_.dqk];
+      const T distance = static_cast<T>(rules_->distance(j));
+      T x = scale * (dot(q_.data(), k, s_.dqk) + (pre ? bias : T{0})), cap_slope = 1;
+      if (cap > 0) {
+        const T grown = std::cosh(x / cap);  // 1 - tanh^2 has no digits where tanh is all but 1
+        cap_slope = 1 / (grown * grown);
+        x = cap * std::tanh(x / cap);
+      }
+      x += (pre ? T{0} : bias) - slope * distance;
+      keys_.push_back(j), x_.push_back(x), slope_of_cap_.push_back(cap_slope);
+      if (!with_magnitude) continue;
+      const double before = dot_of_absolutes(q_.data(), k, s_.dqk) + (pre ? std::abs(bias) : T{0});
+      const double after = (pre ? 0.0 : std::abs(bias)) + std::abs(slope * distance);
+      magnitudes_.push_back(question_.scale * before + after);
+      magnitude_ = std::max(magnitude_, magnitudes_.back());
+    }
+  }
+
+  // Adds this sequence's dk and dv to their tensors; pages may be shared between sequences.
+  void flush_dk_dv(int64_t n, int64_t head) {
+    const auto flush = [&](int index, int input, int64_t d, T factor, const std::vector<T>& sums,
+                           const std::vector<T>& terms) {
+      if (out_.value[index].empty()) return;
+      Tensor dense = p_.tensor[input];  // the same lookup on contiguous strides
+      dense.stride[3] = 1;
+      for (int axis = 2; axis >= 0; --axis)
+        dense.stride[axis] = dense.stride[axis + 1] * dense.extent[axis + 1];
+      Problem contiguous = p_;
+      contiguous.tensor[input] = dense;
+      const Question where(contiguous, question_.b);
+      for (int64_t j = 0; j < k_side_.length; ++j) {
+        const int64_t to = where.key_row(input, k_side_, n, j, head);
+        const auto add = [&](const std::vector<T>& from, std::vector<double>& sum) {
+          for (int64_t c = 0; c < d; ++c)
+            sum[to + c] = static_cast<T>(sum[to + c]) + factor * from[j * d + c];
+        };
+        add(sums, out_.value[index]);
+        if (sum_dk_dv_terms_) add(terms, out_.terms[index]);
+      }
+    };
+    flush(TESSERA_DK, TESSERA_K, s_.dqk, static_cast<T>(question_.scale), dk_, dk_terms_);
+    flush(TESSERA_DV, TESSERA_V, s_.dv, 1, dv_, dv_terms_);
+  }
+
+  T dropped(T value, int64_t j) const {
+    if (!has(p_, TESSERA_DROPOUT)) return value;
+    return rules_->kept(j) ? value * static_cast<T>(question_.dropout_scale) : T{0};
+  }
+
+  // C-order indices into dense o, dq [b, sq, hq, d] and lse [b, hq, sq].
+  int64_t row_index(int64_t i, int64_t h, int64_t d) const {
+    return ((q_side_.batch * s_.sq + q_side_.first + i) * s_.hq + h) * d;
+  }
+  int64_t statistic_index(int64_t h, int64_t i) const {
+    return (q_side_.batch * s_.hq + h) * s_.sq + q_side_.first + i;
+  }
+
+  bool interrupted() const { return question_.b.interrupt && *question_.b.interrupt != 0; }
+
+  T dlse_of(int64_t i, int64_t h) const {
+    if (!given(p_, TESSERA_DLSE)) return 0;
+    const int64_t at = offset_of(p_.tensor[TESSERA_DLSE], q_side_.batch, h, q_side_.first + i);
+    return static_cast<T>(load_real(p_, question_.b, TESSERA_DLSE, at));
+  }
+
+  const Question& question_;
+  const Problem& p_;
+  const Sizes& s_;
+  ReferenceValues& out_;
+  bool sum_dk_dv_terms_ = false;
+
+  Row* rules_ = nullptr;
+  Side q_side_{}, k_side_{};
+  std::vector<T> k_, v_, q_, do_row_, o_row_, dq_row_;
+  std::vector<T> dk_, dv_, dk_terms_, dv_terms_;
+  std::vector<int64_t> keys_;
+  std::vector<T> x_, slope_of_cap_;
+  std::vector<double> magnitudes_;
+  double magnitude_ = 0;
+};
+
+}  // namespace tessera::reference

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/choose/unbuilt.h"
+
+namespace tessera {
+namespace {
+
+void refuse(Support& support, ReasonId id, const std::string& what) {
+  support.require(false, id, Remedy::kNone,
+                  [&] { return what + ": this backend does not have it yet; leave it out"; });
+}
+
+void refuse_tensor(Support& support, const Problem& p, int index) {
+  refuse(support, ReasonId::kFeature,
+         std::string(name_of(p, index)) + ".shape=" + shape_text(p, index));
+}
+
+}  // namespace
+
+// o of fp8 inputs is each backend's own.
+void require_dtypes_of_inputs(Support& support, const Problem& p) {
+  constexpr int kOutputs[][2] = {{TESSERA_O, TESSERA_Q},
+                                 {TESSERA_DO, TESSERA_O},
+                                 {TESSERA_DQ, TESSERA_Q},
+                                 {TESSERA_DK, TESSERA_K},
+                                 {TESSERA_DV, TESSERA_V}};
+  if (is_fp8(p.tensor[TESSERA_Q].dtype)) return;
+  for (const auto& [output, input] : kOutputs) {
+    const int32_t dtype = p.tensor[output].dtype, as = p.tensor[input].dtype;
+    if (!given(p, output) || dtype == as) continue;
+    refuse(support, ReasonId::kDtype,
+           std::string(name_of(p, output)) + ".dtype=" + std::string(dtype_name(dtype)) +
+               " beside " + name_of(p, input) + ".dtype=" + std::string(dtype_name(as)));
+  }
+}
+
+void require_built(Support& support, const Problem& p) {
+  for (int i = TESSERA_Q_SCALE; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) refuse_tensor(support, p, i);
+  }
+  for (const int i : {TESSERA_K_SCALE, TESSERA_V_SCALE}) {  // blocks of keys
+    if (p.tensor[i].extent[2] > 1) refuse_tensor(support, p, i);
+  }
+  if (has(p, TESSERA_ACCUMULATE)) refuse(support, ReasonId::kFeature, "accumulate=True");
+  if (has(p, TESSERA_FP8_PRODUCTS)) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
+}
+
+void require_one_origin(Support& support, const Problem& p) {
+  for (const int i : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT}) {
+    if (given(p, i)) refuse_tensor(support, p, i);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fields of the C ABI that are there before any backend computes them. A backend that learns one
+// stops asking here for it.
+#pragma once
+
+#include "core/choose/support.h"
+
+namespace tessera {
+
+// Adds a reason for every such field that the problem, which is normalised, gives.
+void require_built(Support& support, const Problem& problem);
+
+// And for o, do and gradients of another dtype than q, k and v, which GPUs do not have yet.
+void require_dtypes_of_inputs(Support& support, const Problem& problem);
+
+// And for positions and diagonals of each sequence's own, which GPUs do not have yet.
+void require_one_origin(Support& support, const Problem& problem);
+
+}  // namespace tessera

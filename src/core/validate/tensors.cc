@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// validate(problem), tensor by tensor: one table-driven rule each for shape, size and strides.
+#include <cinttypes>
+
+#include "core/problem/problem.h"
+#include "core/validate/overlap.h"
+#include "core/validate/validate.h"
+
+namespace tessera {
+namespace {
+
+// ---- shapes ----
+
+struct Axis {
+  int64_t extent;    // kFree: any
+  const char* name;  // printed where the extent is free or unknown
+  bool or_one = false;
+};
+struct Shape {
+  Axis axis[4];
+};
+constexpr int64_t kFree = -1;
+constexpr int64_t kUnknown = -2;  // thd without max_seqlen: only a broadcast axis is legal
+
+// Positions of a side inside its sequences.
+int64_t positions(const Problem& p, bool packed, uint32_t flag, int64_t max_seqlen,
+                  int64_t extent) {
+  return !packed ? extent : has(p, flag) ? max_seqlen : kUnknown;
+}
+
+// Scales of the blocks of a sequence; without blocks one.
+Axis scale_axis(int64_t extent, int32_t block, const char* name) {
+  if (block <= 0) return {1, name};
+  return {extent < 0 ? extent : (extent + block - 1) / block, name, true};
+}
+
+// k and v, where k says what v follows.
+Shape shape_of_keys(const Problem& p, const Sizes& s, int index) {
+  const bool is_k = index == TESSERA_K;
+  const Axis rows = {is_k ? kFree : p.tensor[TESSERA_K].extent[1],
+                     is_paged(p) ? "page_size" : "sk"},
+             heads = {is_k ? kFree : s.hk, "hk"},
+             columns = is_k ? Axis{s.dqk, "dqk"} : Axis{kFree, "dv"};
+  if (is_paged(p)) return {{{kFree, "pages"}, rows, heads, columns}};
+  return {{{is_thd_k(p) ? 1 : s.batch, "b"}, rows, heads, columns}};
+}
+
+// A gradient has the shape of its input.
+Shape shape_of_input(const Problem& p, int gradient) {
+  Shape shape{};
+  for (int axis = 0; axis < 4; ++axis) {
+    shape.axis[axis] = {p.tensor[tensor_like(gradient)].extent[axis], ""};
+  }
+  return shape;
+}
+
+Shape expected_shape(const Problem& p, const Sizes& s, int index) {
+  const int64_t batch_q = is_thd_q(p) ? 1 : s.batch, batch_k = is_thd_k(p) ? 1 : s.batch;
+  const Axis batch_or_one{s.batch, "b", true}, heads_or_one{s.hq, "hq", true};
+  const int64_t length_q = positions(p, is_thd_q(p), TESSERA_MAX_SEQLEN_Q, p.max_seqlen_q, s.sq);
+  const int64_t length_k = positions(p, is_thd_k(p), TESSERA_MAX_SEQLEN_K, p.max_seqlen_k, s.sk);
+  switch (index) {
+    case TESSERA_Q:
+    case TESSERA_DQ:
+      return {{{batch_q, "b"}, {s.sq, "sq"}, {s.hq, "hq"}, {s.dqk, "dqk"}}};
+    case TESSERA_K:
+    case TESSERA_V:
+      return shape_of_keys(p, s, index);
+    case TESSERA_DK:
+    case TESSERA_DV:
+    case TESSERA_DBIAS:
+    case TESSERA_DSINK:
+    case TESSERA_DALIBI_SLOPES:
+      return shape_of_input(p, index);
+    case TESSERA_O:
+    case TESSERA_DO:
+      return {{{batch_q, "b"}, {s.sq, "sq"}, {s.hq, "hq"}, {s.dv, "dv"}}};
+    case TESSERA_LSE:
+    case TESSERA_DLSE:
+      return {{{batch_q, "b"}, {s.hq, "hq"}, {s.sq, "sq"}}};
+    case TESSERA_BIAS:
+    case TESSERA_MASK:
+      return {{batch_or_one,
+               heads_or_one,
+               {length_q, "max_seqlen_q", true},
+               {length_k, "max_seqlen_k", true}}};
+    case TESSERA_KEEP_TAIL:
+      return {{batch_or_one, heads_or_one, {length_q, "max_seqlen_q"}, {length_q, "max_seqlen_q"}}};
+    case TESSERA_KEY_RANGES:
+      // The last axis is 2 or 4, which check_shape() looks at.
+      return {{{batch_q, "b", !is_thd_q(p)}, heads_or_one, {s.sq, "sq", true}, {kFree, "2|4"}}};
+    case TESSERA_SEGMENT_IDS_Q:
+      return {{{batch_q, "b"}, {s.sq, "sq"}}};
+    case TESSERA_SEGMENT_IDS_K:
+      return {{{batch_k, "b"}, {s.sk, "sk"}}};
+    case TESSERA_SINK:
+    case TESSERA_MAX_LOGIT:
+      return {{{s.hq, "hq"}}};
+    case TESSERA_ALIBI_SLOPES:
+      return {{batch_or_one, {s.hq, "hq"}}};
+    case TESSERA_K_SCALE:
+    case TESSERA_V_SCALE:
+      return {{batch_or_one, {s.hk, "hk", true}, scale_axis(length_k, p.k_scale_block, "nk")}};
+    case TESSERA_Q_SCALE:
+    case TESSERA_DO_SCALE:
+      return {{batch_or_one, heads_or_one, scale_axis(length_q, p.q_scale_block, "nq")}};
+    case TESSERA_O_SCALE:
+    case TESSERA_DQ_SCALE:
+    case TESSERA_DK_SCALE:
+    case TESSERA_DV_SCALE:
+    case TESSERA_AMAX_O:
+    case TESSERA_AMAX_DQ:
+    case TESSERA_AMAX_DK:
+    case TESSERA_AMAX_DV:
+      return {{{1, "1"}}};
+    case TESSERA_Q_START:
+    case TESSERA_K_START:
+    case TESSERA_SHIFT:
+    case TESSERA_SEQLENS_Q:
+    case TESSERA_SEQLENS_K:
+      return {{{s.batch, "b"}}};
+    case TESSERA_CU_SEQLENS_Q:
+    case TESSERA_CU_SEQLENS_K:
+    case TESSERA_CU_SEQLENS_Q_PADDED:
+    case TESSERA_CU_SEQLENS_K_PADDED:
+      return {{{s.batch + 1, "b + 1"}}};
+    case TESSERA_PAGE_TABLE_K:
+      return {{{s.batch, "b"}, {kFree, "max_pages"}}};
+    case TESSERA_PAGE_TABLE_V:
+      return {{{s.batch, "b"}, {p.tensor[TESSERA_PAGE_TABLE_K].extent[1], "max_pages"}}};
+    default:  // rng_state
+      if (p.tensor[index].extent[0] == 4) return {{{4, "4"}}};
+      return {{{2, "2"}}};  // says what is usual where it is neither
+  }
+}
+
+std::string text_of(const Problem& p, const Shape& shape, int index) {
+  const AxisOrder order = caller_order(p, index);
+  std::string text = "[";
+  for (int i = 0; i < order.count; ++i) {
+    const Axis& axis = shape.axis[order.axis[i]];
+    text += i ? ", " : "";
+    text += axis.extent >= 0 ? std::to_string(axis.extent) : std::string(axis.name);
+    text += axis.or_one && axis.extent != 1 ? "|1" : "";
+  }
+  return text + "]";
+}
+
+Status check_shape(const Problem& p, const Sizes& s, int index) {
+  const Tensor& t = p.tensor[index];
+  const Shape shape = expected_shape(p, s, index);
+  bool ok = index != TESSERA_KEY_RANGES || t.extent[3] == 2 || t.extent[3] == 4;
+  bool needs_max_seqlen = false;
+  for (int i = 0; i < tensor_rule(index).rank; ++i) {
+    const Axis& axis = shape.axis[i];
+    if (axis.extent == kFree || t.extent[i] == axis.extent || (axis.or_one && t.extent[i] == 1)) {
+      continue;
+    }
+    ok = false;
+    needs_max_seqlen |= axis.extent == kUnknown;
+  }
+  if (ok) return {};
+  if (needs_max_seqlen) {
+    return invalid(
+        "%s.shape=%s: must be %s, where packed (thd) sides need max_seqlen_q and "
+        "max_seqlen_k; give them, or broadcast that axis",
+        name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str());
+  }
+  return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s", name_of(p, index),
+                 shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
+                 shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str());
+}
+
+// ---- strides ----
+
+std::string stride_text(const Problem& p, int index) {
+  const AxisOrder order = caller_order(p, index);
+  std::string text = "[";
+  for (int i = 0; i < order.count; ++i) {
+    text += (i ? ", " : "") + std::to_string(p.tensor[index].stride[order.axis[i]]);
+  }
+  return text + "]";
+}
+
+enum class LastAxis { kAny, kDense, kDenseOrExpanded };
+
+LastAxis last_axis_rule(int index) {
+  switch (index) {
+    case TESSERA_Q:
+    case TESSERA_K:
+    case TESSERA_V:
+    case TESSERA_O:
+    case TESSERA_DO:
+    case TESSERA_DQ:
+    case TESSERA_DK:
+    case TESSERA_DV:
+    case TESSERA_DBIAS:
+      return LastAxis::kDense;
+    case TESSERA_BIAS:
+    case TESSERA_MASK:
+    case TESSERA_KEY_RANGES:
+    case TESSERA_KEEP_TAIL:
+      return LastAxis::kDenseOrExpanded;
+  }
+  return LastAxis::kAny;
+}
+
+bool contiguous(const Tensor& t, int rank) {
+  int64_t expected = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    if (t.extent[axis] > 1 && t.stride[axis] != expected) return false;
+    expected *= t.extent[axis];
+  }
+  return true;
+}
+
+Status check_strides(const Problem& p, int index) {
+  const Tensor& t = p.tensor[index];
+  const int rank = tensor_rule(index).rank;
+  const auto broken = [&](const char* rule) {
+    return invalid("%s.stride=%s: %s", name_of(p, index), stride_text(p, index).c_str(), rule);
+  };
+  if (element_count(t, rank) == 0) return {};
+  bool zero = false;
+  for (int axis = 0; axis < rank; ++axis) {
+    if (t.extent[axis] <= 1) continue;
+    if (t.stride[axis] < 0) return broken("must not be negative; pass a copy");
+    zero |= t.stride[axis] == 0;
+  }
+  const int64_t last = t.extent[rank - 1] > 1 ? t.stride[rank - 1] : 1;
+  const LastAxis rule = last_axis_rule(index);
+  if (rule == LastAxis::kDense && last != 1) {
+    return broken("the last axis must have stride 1; pass a contiguous copy");
+  }
+  if (rule == LastAxis::kDenseOrExpanded && last != 1 && last != 0) {
+    return broken("the last axis must have stride 1, or 0 where it is expanded; pass a copy");
+  }
+  if (!is_output(p, index)) return {};
+  if (zero) return broken("an output must not be expanded (stride 0); pass an array of its own");
+  if (overlaps_itself(t, rank)) {
+    return broken("an output must not overlap itself; pass an array of its own");
+  }
+  if ((index == TESSERA_LSE || index == TESSERA_MAX_LOGIT) && !contiguous(t, rank)) {
+    return broken("the forward pass writes it contiguous; pass a contiguous array");
+  }
+  return {};
+}
+
+// ---- sizes that other shapes are made of ----
+
+Status check_axis(const Problem& p, int index, int axis, int64_t least, const char* name) {
+  if (!given(p, index) || p.tensor[index].extent[axis] >= least) return {};
+  return invalid("%s.shape=%s: %s=%" PRId64 " must be at least %" PRId64, name_of(p, index),
+                 shape_text(p, index).c_str(), name, p.tensor[index].extent[axis], least);
+}
+
+Status check_sizes(const Problem& p) {
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (!given(p, i)) continue;
+    for (int axis = 0; axis < tensor_rule(i).rank; ++axis) {
+      TESSERA_RETURN_IF_ERROR(check_axis(p, i, axis, 0, "an extent"));
+    }
+    if (!fits_in_memory(p.tensor[i], tensor_rule(i).rank)) {
+      return invalid("%s.shape=%s: its bytes, with stride=%s, must fit in 63 bits; check the sizes",
+                     name_of(p, i), shape_text(p, i).c_str(), stride_text(p, i).c_str());
+    }
+  }
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_Q, 2, 1, "heads"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_Q, 3, 1, "head_dim"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 2, 1, "heads"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 3, 1, "head_dim"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_V, 3, 1, "head_dim"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_CU_SEQLENS_Q, 0, 1, "b + 1"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_CU_SEQLENS_K, 0, 1, "b + 1"));
+  TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_PAGE_TABLE_K, 1, 1, "max_pages"));
+  if (is_paged(p)) {
+    TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 1, 1, "page_size"));
+    int64_t keys;
+    if (__builtin_mul_overflow(p.tensor[TESSERA_PAGE_TABLE_K].extent[1],
+                               p.tensor[TESSERA_K].extent[1], &keys)) {
+      return invalid(
+          "page_table.shape=%s: max_pages times page_size must fit in 63 bits; check the "
+          "sizes",
+          shape_text(p, TESSERA_PAGE_TABLE_K).c_str());
+    }
+  }
+  if (is_thd_q(p) && p.tensor[TESSERA_Q].extent[0] != 1) {
+    return invalid("q.extent[0]=%" PRId64
+                   ": a thd tensor has batch extent 1; its tokens are on "
+                   "axis 1",
+                   p.tensor[TESSERA_Q].extent[0]);
+  }
+  return {};
+}
+
+}  // namespace
+
+Status validate_tensors(const Problem& p) {
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) TESSERA_RETURN_IF_ERROR(validate_dtype(p, i));
+  }
+  TESSERA_RETURN_IF_ERROR(check_sizes(p));
+  const Sizes s = sizes_of(p);
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_shape(p, s, i));
+  }
+  if (s.hq % s.hk != 0) {
+    return invalid("k.shape=%s: the heads of q (%" PRId64
+                   ") must be a multiple of the heads of k "
+                   "and v (%" PRId64 "); repeat or drop heads",
+                   shape_text(p, TESSERA_K).c_str(), s.hq, s.hk);
+  }
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_strides(p, i));
+  }
+  return {};
+}
+
+std::string list_text(const int64_t* values, int count) {
+  std::string text = "[";
+  for (int i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
+
+bool fits_in_memory(const Tensor& t, int rank) {
+  int64_t count = size_of(t.dtype), reach = size_of(t.dtype);
+  bool overflow = false;
+  for (int axis = 0; axis < rank; ++axis) {
+    const int64_t extent = t.extent[axis] > 0 ? t.extent[axis] : 1;
+    overflow |= __builtin_mul_overflow(count, extent, &count);
+    int64_t step = 0;
+    if (extent > 1 && t.stride[axis] > 0) {
+      overflow |= __builtin_mul_overflow(t.stride[axis], size_of(t.dtype), &step);
+      overflow |= __builtin_mul_overflow(step, extent - 1, &step);
+    }
+    overflow |= __builtin_add_overflow(reach, step, &reach);
+  }
+  return !overflow;
+}
+
+}  // namespace tessera

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a strip: o, lse and max_logit from its m, l and O^T.
+#pragma once
+
+#include "cpu/forward/scratch.h"
+
+namespace tessera::cpu {
+namespace {
+
+TESSERA_INLINE void raise_max_logit(char* where, float x) {
+  uint32_t seen, mine;
+  memcpy(&mine, &x, sizeof mine);
+  auto* word = reinterpret_cast<uint32_t*>(where);
+  seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  for (;;) {
+    float old;
+    memcpy(&old, &seen, sizeof old);
+    if (!(x > old)) return;
+    if (__atomic_compare_exchange_n(word, &seen, mine, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+      return;
+    }
+  }
+}
+
+template <typename S, int N, typename T>
+__attribute__((noinline)) void store_rows(const Call& call, const CallSequence& sequence,
+                                          const Strip<S>& strip, const float* factor) {
+  constexpr int L = S::kLanes;
+  for (int v = 0; v < N; ++v) {
+    const auto scale = S::load(factor + v * L);
+    const auto empty = S::equal(scale, S::zero());  // 0 times what a NaN in V left is not 0
+    const int count = smaller(strip.rows.count - v * L, L);
+    char* row[L];
+    for (int l = 0; l < L; ++l) {
+      const int lane = v * L + l;
+      row[l] = call.o.data + sequence.batch_q * call.o.batch +
+               (sequence.first_q + strip.rows.token[lane]) * call.o.row +
+               strip.rows.head[lane] * call.o.head;
+    }
+    for (int64_t d = 0; d < call.dv; d += L) {
+      const int n = static_cast<int>(smaller<int64_t>(call.dv - d, L));
+      typename S::F x[L];
+      TESSERA_UNROLL
+      for (int k = 0; k < L; ++k) {
+        const auto sum = S::load(strip.o_t + ((d + k) * N + v) * L);
+        x[k] = S::select(empty, S::zero(), S::mul(sum, scale));
+      }
+      S::transpose(x);
+      if (n == L && count == L) {
+        TESSERA_UNROLL
+        for (int l = 0; l < L; ++l) S::store(reinterpret_cast<T*>(row[l]) + d, x[l]);
+      } else {
+        for (int l = 0; l < count; ++l) S::store_n(reinterpret_cast<T*>(row[l]) + d, x[l], n);
+      }
+    }
+  }
+}
+
+// o, lse and max_logit of a strip from its m, l and O^T.
+template <typename S, int N>
+void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>& strip) {
+  alignas(64) float factor[Tile<S>::kStrip];
+  for (int lane = 0; lane < N * S::kLanes; ++lane) {
+    const bool real = lane < strip.rows.count;
+    const int64_t head = strip.rows.head[lane];
+    float m = strip.m[lane], l = strip.l[lane], shrink = 1.0f, sink = 0.0f;
+    if (real && call.max_logit.data) {
+      const float top = m * kLn2 + 0.0f;  // -0 becomes 0: the order of tasks must not show
+      raise_max_logit(const_cast<char*>(at(call.max_logit, head)), top);
+    }
+    const bool saw = m > -kInfinity;
+    if (call.has_sink) {
+      if (call.sink.data) sink = load_scalar<S>(at(call.sink, head), call.sink.dtype);
+      const float s = sink * kLog2e, top = m > s ? m : s;
+      shrink = __builtin_exp2f(m - top);
+      l = l * shrink + __builtin_exp2f(s - top);
+      m = top;
+    }
+    const bool empty = !saw && l == l;
+    factor[lane] = empty || l == 0 ? 0.0f : call.dropout_scale * shrink / l;
+    const float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
+    if (real && call.lse.data) {
+      const char* to =
+          at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]);
+      memcpy(const_cast<char*>(to), &lse, sizeof lse);
+    }
+  }
+  switch (call.o.dtype) {
+    case TESSERA_FP32:
+      return store_rows<S, N, float>(call, sequence, strip, factor);
+    case TESSERA_BF16:
+      return store_rows<S, N, Bf16>(call, sequence, strip, factor);
+    default:
+      return store_rows<S, N, Fp16>(call, sequence, strip, factor);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cpu

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/simd/kernels.h"
+
+#include <iterator>
+#include <string_view>
+
+#include "core/environment.h"
+
+namespace tessera::cpu {
+
+extern const Kernels kAvx512Bf16Kernels, kAvx512Kernels, kAvx2Kernels, kPortableKernels;
+
+namespace {
+
+struct Level {
+  const Kernels* kernels;
+  bool (*runs_here)();
+};
+
+#if defined(__x86_64__)
+// The builtin asks CPUID and, for wide registers, whether the system saves them (XGETBV).
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// Best first.
+constexpr Level kLevels[] = {
+#if defined(__x86_64__)
+    {&kAvx512Bf16Kernels, has_avx512bf16},
+    {&kAvx512Kernels, has_avx512},
+    {&kAvx2Kernels, has_avx2},
+#endif
+    {&kPortableKernels, [] { return true; }},
+};
+
+const Kernels& chosen() {
+  if (const Kernels* forced = kernels_of(environment().cpu_isa.c_str())) return *forced;
+  for (const Level& level : kLevels) {
+    if (level.runs_here()) return *level.kernels;
+  }
+  return kPortableKernels;
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& best = chosen();
+  return best;
+}
+
+const Kernels* kernels_of(const char* name) {
+  for (const Level& level : kLevels) {
+    if (std::string_view(level.kernels->name) == name && level.runs_here()) return level.kernels;
+  }
+  return nullptr;
+}
+
+const Kernels* kernels_at(int index) {
+  return index < static_cast<int>(std::size(kLevels)) ? kLevels[index].kernels : nullptr;
+}
+
+}  // namespace tessera::cpu

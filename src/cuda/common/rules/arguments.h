@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernel arguments from a problem. No CUDA header.
+#pragma once
+
+#include "core/problem/problem.h"
+#include "cuda/common/params.h"
+
+namespace tessera::cuda {
+
+// The arguments of a validated, normalised problem. Touches no memory behind the pointers. The
+// views are null if buffers lack pointers (shapes only).
+Params params_of(const Problem& problem, const Buffers& buffers);
+
+// Queries of the longest sequence as far as the host can know.
+int64_t most_queries(const Problem& problem);
+
+// Buffers of a call with everything that the problem gives, at addresses aligned to 256 bytes that
+// nobody may read, and with scalars of 1 and 0.5: for whoever asks what such a call would run.
+Buffers nominal_buffers(const Problem& problem);
+
+}  // namespace tessera::cuda

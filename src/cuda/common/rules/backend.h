@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The half of a CUDA backend that is data: what it can, what another does faster, and which rows of
+// its tables run a problem. Compiled into every build; no CUDA header.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/choose/backend.h"
+#include "cuda/common/rules/device.h"
+
+namespace tessera::cuda {
+
+// Why there is no plan in a build without CUDA.
+inline constexpr const char* kNotBuilt =
+    "this build has no CUDA backend; configure it with TESSERA_CUDA=ON";
+
+// supports(), yields() and kernels_for() of a folder; a build with CUDA overrides the rest.
+class Rules : public Backend {
+ public:
+  std::string unavailable() const override { return kNotBuilt; }
+  Problem canonical(const Problem& problem) const final;
+  Result<std::unique_ptr<Plan>> plan(const Problem&, const Device&) const override {
+    return Status(TESSERA_REFUSED, kNotBuilt);
+  }
+  std::string description_json() const final;  // {"kernels": [names]}
+
+ protected:
+  virtual DeviceTraits traits_of(const Device& device) const { return imagined_traits(device); }
+  // The names of all rows of all tables; once for each element type.
+  virtual std::vector<const char*> kernel_names() const = 0;
+};
+
+}  // namespace tessera::cuda

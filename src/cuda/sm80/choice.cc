@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm80/choice.h"
+
+#include <algorithm>
+
+#include "cuda/common/rules/arguments.h"
+
+namespace tessera::cuda::sm80 {
+namespace {
+
+std::span<const Kernel> table_of(Pass pass) {
+  switch (pass) {
+    case Pass::forward:
+      return forward_kernels();
+    case Pass::decode:
+      return decode_kernels();
+    default:
+      return backward_kernels();
+  }
+}
+
+bool is_of(Pass pass, Loop loop) {
+  switch (pass) {
+    case Pass::forward:
+    case Pass::decode:
+      return true;
+    case Pass::dq:
+      return loop == Loop::dq;
+    case Pass::dkdv:
+      return loop == Loop::dkdv;
+    case Pass::dbias:
+      return loop == Loop::dbias;
+    case Pass::fused:
+      return loop == Loop::fused || loop == Loop::fused_lean;
+  }
+  return false;
+}
+
+// True if the kernel knows the features. One that knows a single feature takes it for granted.
+bool serves(const Kernel& kernel, uint32_t features) {
+  const bool several = (kernel.features & (kernel.features - 1)) != 0;
+  return kernel.features == features || (several && (features & ~kernel.features) == 0);
+}
+
+// True if queries are so few that the decode kernel, which is bound by loads, takes them.
+bool decodes(const Problem& problem) {
+  return !has(problem, TESSERA_DROPOUT) &&
+         most_queries(problem) * pack_of(problem, kDecodeRows) <= kDecodeRows;
+}
+
+bool has_aligned_queries(const Params& p) {
+  return p.tensor[TESSERA_Q].vector_bytes == 16 && p.tensor[TESSERA_DO].vector_bytes == 16;
+}
+
+ApartKernels find_apart(int dtype, int64_t head_dim, int shared_bytes) {
+  const auto find = [&](Pass pass) {
+    return find_kernel(pass, kGeneral, dtype, head_dim, shared_bytes);
+  };
+  return {find(Pass::dq), find(Pass::dkdv), find(Pass::dbias)};
+}
+
+int dtype_of(const Problem& problem) { return problem.tensor[TESSERA_Q].dtype; }
+
+int64_t head_dim_of(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  return std::max(s.dqk, s.dv);
+}
+
+void append(std::string& names, const Kernel* kernel) {
+  names += (names.empty() ? "" : ", ") + std::string(kernel->name);
+}
+
+}  // namespace
+
+const Kernel* find_kernel(Pass pass, uint32_t features, int dtype, int64_t head_dim,
+                          int shared_bytes) {
+  for (const Kernel& kernel : table_of(pass)) {
+    const Tile& tile = kernel.tile;
+    if (is_of(pass, tile.loop) && kernel.dtype == dtype && serves(kernel, features) &&
+        tile.bucket >= head_dim && tile.shared_bytes <= shared_bytes &&
+        (tile.gpus != Gpus::large || shared_bytes >= kLargeSharedBytes)) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+uint32_t needs_of(const Problem& problem) {
+  constexpr int64_t kMostMasks = 65535;  // a grid's z; see map_blocks
+  const int dtype = dtype_of(problem);
+  uint32_t needs = features_of(problem) & ~uint32_t{kSegments};
+  if (given(problem, TESSERA_BIAS)) {
+    const Tensor& bias = problem.tensor[TESSERA_BIAS];
+    const bool copied = !has(problem, TESSERA_BIAS_PRE_SCALE) && bias.dtype == dtype &&
+                        is_16bit(dtype) && bias.extent[3] > 1 && bias.stride[3] == 1;
+    if (!copied) needs |= kOther;
+  }
+  if (given(problem, TESSERA_MASK)) {
+    const Tensor& mask = problem.tensor[TESSERA_MASK];
+    const bool packed = mask.extent[2] > 1 && mask.extent[0] * mask.extent[1] <= kMostMasks;
+    if (!packed) needs |= kOther;
+  }
+  return needs;
+}
+
+uint32_t needs_of(const Problem& problem, const Params& p) {
+  const View& bias = p.tensor[TESSERA_BIAS];
+  const bool aligned = has_aligned_keys(p) && (!bias.data || bias.vector_bytes == 16);
+  return needs_of(problem) | (aligned ? kLean : kOther);
+}
+
+// ---- forward ----
+
+int rows_of(const Kernel& kernel) {
+  return kernel.tile.loop == Loop::decode ? kDecodeRows : kernel.tile.rows();
+}
+
+int pack_of(const Problem& problem, int rows) {
+  if (has(problem, TESSERA_DROPOUT)) return 1;  // its patches are of one head
+  const int64_t group = sizes_of(problem).group();
+  const int64_t queries = std::max<int64_t>(most_queries(problem), 1);
+  for (int64_t pack = std::min(group, rows / queries); pack > 1; --pack) {
+    if (group % pack == 0) return static_cast<int>(pack);
+  }
+  return 1;
+}
+
+ForwardKernels::ForwardKernels(const Problem& canonical, int shared_bytes)
+    : forward(Pass::forward, dtype_of(canonical), head_dim_of(canonical), shared_bytes),
+      decode(Pass::decode, dtype_of(canonical), head_dim_of(canonical), shared_bytes) {}
+
+const KernelSet& ForwardKernels::of(const Problem& problem) const {
+  return decode[kLean] && decodes(problem) ? decode : forward;
+}
+
+const Kernel& ForwardKernels::of(const Problem& problem, const Params& p) const {
+  const KernelSet& kernels = of(problem);
+  const uint32_t needs = needs_of(problem, p) | (is_steep(p.softmax_scale) ? kOther : kLean);
+  const Kernel& kernel = *kernels[needs];
+  // Heads share a tile where nothing or everything is expected of the scores.
+  const bool shares = kernel.features != kLean && pack_of(problem, rows_of(kernel)) > 1;
+  return shares ? *kernels[kGeneral] : kernel;
+}
+
+std::string forward_names(const Problem& problem, int shared_bytes) {
+  const Params p = params_of(problem, nominal_buffers(problem));
+  if (p.batch == 0 || p.sq == 0) return {};
+  return ForwardKernels(problem, shared_bytes).of(problem, p).name;
+}
+
+// ---- backward ----
+
+BackwardKernels::BackwardKernels(const Problem& canonical, int shared_bytes)
+    : fused(Pass::fused, dtype_of(canonical), head_dim_of(canonical), shared_bytes),
+      apart(find_apart(dtype_of(canonical), head_dim_of(canonical), shared_bytes)) {}
+
+const Kernel* BackwardKernels::fused_of(const Problem& problem, uint32_t needs) const {
+  const Kernel* kernel = fused[needs];
+  if (!kernel || given(problem, TESSERA_DALIBI_SLOPES)) return nullptr;
+  const bool asked =
+      given(problem, TESSERA_DQ) || given(problem, TESSERA_DK) || given(problem, TESSERA_DV);
+  const bool any_order = given(problem, TESSERA_DQ) && !has(problem, TESSERA_DETERMINISTIC);
+  return asked && (any_order || adds_in_turn(*kernel)) ? kernel : nullptr;
+}
+
+const Kernel* BackwardKernels::fused_of(const Problem& problem, const Params& p) const {
+  const Kernel* kernel =
+      fused_of(problem, needs_of(problem, p) | (has_aligned_queries(p) ? kLean : kOther));
+  return kernel && (adds_in_turn(*kernel) || adds_to_dq(p, *kernel)) ? kernel : nullptr;
+}
+
+bool adds_to_dq(const Params& p, const Kernel& kernel) {
+  return p.tensor[TESSERA_DQ].data && num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.step) > 0;
+}
+
+std::string backward_names(const Problem& problem, int shared_bytes) {
+  const Params p = params_of(problem, nominal_buffers(problem));
+  const BackwardKernels kernels(problem, shared_bytes);
+  std::string names;
+  if (const Kernel* kernel = kernels.fused_of(problem, p)) {
+    append(names, kernel);
+  } else {
+    if (p.tensor[TESSERA_DQ].data || given(problem, TESSERA_DALIBI_SLOPES)) {
+      append(names, kernels.apart.dq);
+    }
+    if (p.tensor[TESSERA_DK].data || p.tensor[TESSERA_DV].data) append(names, kernels.apart.dkdv);
+  }
+  if (p.tensor[TESSERA_DBIAS].data) append(names, kernels.apart.dbias);
+  return names;
+}
+
+}  // namespace tessera::cuda::sm80

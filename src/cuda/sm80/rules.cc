@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm80/rules.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "core/choose/unbuilt.h"
+#include "cuda/sm80/choice.h"
+
+namespace tessera::cuda::sm80 {
+namespace {
+
+constexpr int kLeastArch = 80;
+constexpr int64_t kMostHeadDim = 576;
+// Positions and their sums are 32-bit in the kernels.
+constexpr int64_t kMostRows = int64_t{1} << 29;
+constexpr int64_t kMostGridY = 65535;
+
+bool has_kernels(const Problem& p, int64_t head_dim, int shared_bytes) {
+  const int dtype = p.tensor[TESSERA_Q].dtype;
+  if (!is_backward(p)) {
+    return find_kernel(Pass::forward, kGeneral, dtype, head_dim, shared_bytes);
+  }
+  for (const Pass pass : {Pass::dq, Pass::dkdv, Pass::dbias}) {
+    if (!find_kernel(pass, kGeneral, dtype, head_dim, shared_bytes)) return false;
+  }
+  return true;
+}
+
+void require_most(Support& support, ReasonId id, const char* name, int64_t value, int64_t most) {
+  support.require(value <= most, id, Remedy::kNone, [&] {
+    return std::string(name) + "=" + std::to_string(value) + ": must be at most " +
+           std::to_string(most);
+  });
+}
+
+}  // namespace
+
+Support Sm80Rules::supports(const Problem& p, const Device& device) const {
+  const DeviceTraits traits = traits_of(device);
+  Support support;
+  const Sizes s = sizes_of(p);
+  const int32_t q = p.tensor[TESSERA_Q].dtype, k = p.tensor[TESSERA_K].dtype;
+  support.require(device.kind == TESSERA_CUDA, ReasonId::kDevice, Remedy::kNone,
+                  [] { return std::string("device=cpu: must be a CUDA device"); });
+  if (device.kind == TESSERA_CUDA) {
+    const int arch = traits.arch;
+    support.require(arch == 0 || arch >= kLeastArch, ReasonId::kDevice, Remedy::kDeviceCpu,
+                    [&] { return "arch=" + std::to_string(arch) + ": must be 80 or later"; });
+  }
+  support.require(q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype, Remedy::kUseBf16, [&] {
+    return "q.dtype=" + std::string(dtype_name(q)) + ": must be fp32, bf16 or fp16";
+  });
+  support.require(!is_backward(p) || !is_fp8(k), ReasonId::kDtype, Remedy::kUseBf16, [&] {
+    return "k.dtype=" + std::string(dtype_name(k)) + ": has no gradient; must be that of q";
+  });
+  require_most(support, ReasonId::kHeadDim, "head_dim_qk", s.dqk, kMostHeadDim);
+  require_most(support, ReasonId::kHeadDim, "head_dim_v", s.dv, kMostHeadDim);
+  if (support) {
+    // Only the backward pass in fp32 of the widest heads meets a device that is too small for it.
+    support.require(has_kernels(p, std::max(s.dqk, s.dv), traits.shared_bytes), ReasonId::kHeadDim,
+                    Remedy::kUseBf16, [&] {
+                      return "head_dim=" + std::to_string(std::max(s.dqk, s.dv)) + ": in " +
+                             std::string(dtype_name(q)) +
+                             " needs more shared memory than this device has; must be at most 256";
+                    });
+  }
+  require_most(support, ReasonId::kSize, "sq", s.sq, kMostRows);
+  require_most(support, ReasonId::kSize, "sk", s.sk, kMostRows);
+  require_most(support, ReasonId::kSize, "batch", s.batch, kMostRows);
+  require_most(support, ReasonId::kSize, "num_heads_q", s.hq, kMostGridY);
+  require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
+  require_built(support, p);
+  require_one_origin(support, p);
+  require_dtypes_of_inputs(support, p);
+  return support;
+}
+
+std::string Sm80Rules::kernels_for(const Problem& problem, const Device& device) const {
+  const int shared_bytes = traits_of(device).shared_bytes;
+  return is_backward(problem) ? backward_names(problem, shared_bytes)
+                              : forward_names(problem, shared_bytes);
+}
+
+std::vector<const char*> Sm80Rules::kernel_names() const {
+  std::vector<const char*> names;
+  for (const auto table : {forward_kernels(), decode_kernels(), backward_kernels()}) {
+    for (const Kernel& kernel : table) names.push_back(kernel.name);
+  }
+  return names;
+}
+
+}  // namespace tessera::cuda::sm80

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm90/forward/choice.h"
+
+#include "cuda/sm90/machine/readable.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+// The kernel of ALiBi alone divides slopes by the scale.
+ForwardNeeds needs_of(const Problem& p, const void* bias, float scale) {
+  constexpr float kLeastScale = 0x1p-60f;
+  const uint32_t features = features_of(p) & kEverything;
+  if (features == kAlibi && !(scale >= kLeastScale)) return {kEverything, true};
+  return {features, (features & kBias) && !maps_bias(p, bias)};
+}
+
+// Up to how many keys a sequence under a diagonal counts as short. Measured at d64: lean kernels
+// in docs/lab/2026-11-22-sm90-forward.md, those of a feature in 2026-11-22-sm90-features.md there.
+int most_keys_of_short(uint32_t features) {
+  if (features == kAlibi) return 1024;
+  if (features == kSoftcap) return 4096;
+  return 2048;
+}
+
+}  // namespace
+
+const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, int64_t dqk,
+                                         int64_t dv, int most_consumers) {
+  const ForwardKernel* best = nullptr;
+  for (const ForwardKernel& kernel : forward_kernels()) {
+    const ForwardTile& tile = kernel.tile;
+    const bool knows =
+        (needs.features & ~kernel.features) == 0 && (tile.loads_bias || !needs.loads_bias);
+    if (!knows || kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
+    if (tile.consumers > most_consumers) continue;
+    if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
+  }
+  return best;
+}
+
+const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale) {
+  const Sizes s = sizes_of(problem);
+  return *find_forward_kernel(needs_of(problem, bias, scale), problem.tensor[TESSERA_Q].dtype,
+                              s.dqk, s.dv);
+}
+
+// The row of the table with the same features and head dims and as many rows a tile as suit the
+// problem (docs/lab/2026-11-22-sm90-forward.md, d64). Fewer waste less on the diagonal and at the
+// end of a sequence, and there are more tiles: 128 instead of 192 where tall ones leave SMs idle,
+// 64 for short sequences, if each of the three CTAs of an SM has a few.
+const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors) {
+  constexpr int kShortWithoutDiagonal = 512;  // keys of a sequence
+  constexpr int kLoneTiles = 4;               // of a CTA
+  const auto row = [&](int consumers) {
+    const ForwardTile& tile = tall.tile;
+    const ForwardKernel* kernel = find_forward_kernel({tall.features, tile.loads_bias}, tall.dtype,
+                                                      tile.dqk, tile.dv, consumers);
+    return kernel && kernel->tile.dqk == tile.dqk && kernel->tile.dv == tile.dv ? kernel : nullptr;
+  };
+  const auto tiles = [&](const ForwardKernel& kernel) {
+    return num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.tile_m()) * p.hq;
+  };
+  const ForwardKernel* const low = row(kConsumersOfLowTile);
+  const ForwardKernel* const lone = row(kConsumersOfLoneTile);
+  const int keys = p.thd_k ? p.sk / p.batch : p.sk;
+  const bool is_short = p.right >= 0 && keys <= most_keys_of_short(tall.features);
+  if (lone && (is_short || keys <= kShortWithoutDiagonal) &&
+      tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors) {
+    return *lone;
+  }
+  return low && (is_short || tiles(tall) < multiprocessors) ? *low : tall;
+}
+
+}  // namespace tessera::cuda::sm90

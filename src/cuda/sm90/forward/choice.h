@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which row of forward/table.def a problem runs in. No GPU is asked; no CUDA header.
+#pragma once
+
+#include "core/problem/problem.h"
+#include "cuda/common/params.h"
+#include "cuda/sm90/forward/kernels.h"
+
+namespace tessera::cuda::sm90 {
+
+// What is asked of a kernel.
+struct ForwardNeeds {
+  uint32_t features;        // of Feature
+  bool loads_bias = false;  // the bias is one that TMA cannot read
+};
+
+// The kernel that knows these and has the least head dims of those that hold these; the first such
+// row of the table whose tiles have at most so many consumers. Null: none.
+const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, int64_t dqk,
+                                         int64_t dv, int most_consumers = 3);
+
+// Consumers of the rows of the table that are chosen for short problems.
+constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
+
+// The row with the tallest tiles, for a problem that the backend supports. bias: the address of its
+// elements, or null.
+const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale);
+
+// The row with the same features and head dims and as many rows a tile as suit the problem.
+const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors);
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of the forward pass: tensor maps, the order of tiles, the launch.
+#include <algorithm>
+#include <atomic>
+#include <climits>
+
+#include "core/workspace.h"
+#include "cuda/common/checks.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/merge.h"
+#include "cuda/common/sequence.cuh"
+#include "cuda/sm90/machine/tensormap.h"
+#include "cuda/sm90/plan.h"
+#include "cuda/sm90/score/pack_mask.h"
+#include "cuda/sm90/score/segments.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kRowsOfConsumer = 64;
+constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
+// Heads that stand side by side in the order of tiles: as many as have the keys and values that a
+// row sees in this much of the L2 (docs/lab/2026-11-22-sm90-forward.md). Few heads would keep too
+// many of the long tiles in few hands where CTAs ask for tiles long before they need them.
+constexpr int64_t kL2Bytes = 16 << 20, kL2BytesAskingEarly = 32 << 20;
+constexpr int64_t kHeadsAskingEarly = 32;
+
+class ForwardPlan final : public Plan {
+ public:
+  ForwardPlan(int multiprocessors, std::unique_ptr<Plan> fallback)
+      : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    // Whether TMA can read a bias is known with its address.
+    const void* const misaligned = reinterpret_cast<const void*>(1);
+    int64_t most = fallback_->workspace_bytes(problem, num_threads);
+    for (const void* bias : {static_cast<const void*>(nullptr), misaligned}) {
+      Workspace workspace;
+      take_workspace(problem, tall_kernel_of(problem, bias, 1).tile, workspace);
+      most = std::max(most, workspace.bytes());
+    }
+    return most;
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!takes_call(problem, buffers)) return fallback_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    ForwardParams a = forward_params(problem, buffers);
+    const ForwardKernel& tall =
+        tall_kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
+    const ForwardKernel& kernel = with_rows(a.problem, tall, multiprocessors_);
+    const int tile_n = kernel.tile.tile_n;
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
+    if (kernel.tile.o_by_tma) {
+      TESSERA_RETURN_IF_ERROR(
+          map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, a.problem.thd_q, &a.o));
+    }
+    Workspace workspace(buffers.workspace);
+    const Pieces pieces = take_workspace(problem, kernel.tile, workspace);
+    const int workers = multiprocessors_for(buffers, multiprocessors_) * kernel.tile.ctas;
+    order_tiles(kernel.tile.tile_m(), workers, pieces.counter, a, true);
+    if (given(problem, TESSERA_BIAS)) {
+      TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));
+    }
+    if (given(problem, TESSERA_MASK)) {
+      TESSERA_RETURN_IF_ERROR(
+          pack_mask(problem.tensor[TESSERA_MASK], kernel.tile, pieces.mask, a, stream));
+    }
+    if (given(problem, TESSERA_SEGMENT_IDS_Q)) {
+      TESSERA_RETURN_IF_ERROR(find_segments(problem, kernel.tile, kernel.features == kMasks,
+                                            pieces.segments, a, stream));
+    }
+    TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
+    return launch_overlapping(kernel.name, kernel.code->function,
+                              dim3(static_cast<unsigned>(std::min(a.tiles, workers))),
+                              kernel.tile.threads(), kernel.code->shared_bytes, &a, stream);
+  }
+
+ private:
+  struct Pieces {
+    TileCounter* counter;
+    void *mask, *segments;
+  };
+  static Pieces take_workspace(const Problem& problem, const ForwardTile& tile,
+                               Workspace& workspace) {
+    Pieces pieces{workspace.take<TileCounter>(1), nullptr, nullptr};
+    if (given(problem, TESSERA_MASK)) {
+      pieces.mask = workspace.take<char>(packed_mask_bytes(problem.tensor[TESSERA_MASK], tile));
+    }
+    if (given(problem, TESSERA_SEGMENT_IDS_Q)) {
+      pieces.segments = workspace.take<char>(segment_bytes(problem, tile));
+    }
+    return pieces;
+  }
+
+  static Status map_bias(const Problem& problem, const Buffers& buffers,
+                         const ForwardKernel& kernel, ForwardParams& a) {
+    if (!(kernel.features & kBias) || !maps_bias(problem, buffers.data[TESSERA_BIAS])) return {};
+    const Tensor& bias = problem.tensor[TESSERA_BIAS];
+    a.bias_in_tiles = true;
+    a.bias_columns = static_cast<int>(bias.extent[3]);
+    a.bias_factor_batch = bias.extent[0] > 1 && bias.stride[0] > 0;
+    a.bias_factor_head = bias.extent[1] > 1 && bias.stride[1] > 0;
+    return map_of_bias(problem, buffers, TESSERA_BIAS, kRowsOfConsumer, &a.bias);
+  }
+
+  int multiprocessors_;
+  std::unique_ptr<Plan> fallback_;
+};
+
+}  // namespace
+
+bool takes_call(const Problem& problem, const Buffers& buffers) {
+  uintptr_t bits = 0;
+  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
+    bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
+  }
+  return bits % 16 == 0 && !is_steep(softmax_scale_of(problem, buffers));
+}
+
+ForwardParams forward_params(const Problem& problem, const Buffers& buffers) {
+  ForwardParams a{};
+  a.problem = params_of(problem, buffers);
+  a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+  return a;
+}
+
+Status clear_max_logit(const ForwardParams& a, cudaStream_t stream) {
+  const View& max_logit = a.problem.tensor[TESSERA_MAX_LOGIT];
+  if (!max_logit.data) return {};
+  return launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0], a.problem.hq,
+                     -__builtin_huge_valf(), stream);
+}
+
+void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a, bool asks_late) {
+  const Params& p = a.problem;
+  const int tiles_m = (p.sq + tile_m - 1) / tile_m;
+  const int heads = p.batch * p.hq;
+  a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
+  a.longest_first = p.right >= 0;
+  const int64_t bytes = asks_late ? kL2Bytes : kL2BytesAskingEarly;
+  const int64_t keys = bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
+  a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
+  const bool is_window = asks_late && p.left >= 0 && p.right >= 0;
+  const int64_t seen = std::min<int64_t>(p.sk, is_window ? int64_t{p.left} + p.right + 1 : p.sk);
+  const int64_t most =
+      std::min<int64_t>(std::max(keys / seen, asks_late ? 1 : kHeadsAskingEarly), heads);
+  int per_section = static_cast<int>(most);
+  while (heads % per_section != 0) --per_section;
+  if (per_section * tiles_m < workers) {  // not a tile for each: rather too many heads than too few
+    per_section = static_cast<int>(most);
+    while (heads % per_section != 0) ++per_section;
+  }
+  a.tiles_m = Divisor::of(tiles_m);
+  a.heads = Divisor::of(p.hq);
+  a.heads_per_section = Divisor::of(per_section);
+  a.per_section = Divisor::of(per_section * tiles_m);
+  a.counter = a.tiles > workers ? counter : nullptr;
+  static std::atomic<uint64_t> launches{0};
+  a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);
+}
+
+Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
+                                           std::unique_ptr<Plan> fallback) {
+  const Sizes s = sizes_of(canonical);
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
+  const Result<DeviceInfo> info = device_info(device.ordinal);
+  if (!info.ok()) return info.status();
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  constexpr ForwardNeeds kNeeds[] = {{kLean},  {kAlibi}, {kSoftcap},    {kDropout},
+                                     {kMasks}, {kBias},  {kEverything}, {kEverything, true}};
+  for (const ForwardNeeds& needs : kNeeds) {
+    for (const int consumers : {3, kConsumersOfLowTile, kConsumersOfLoneTile}) {
+      const ForwardKernel* kernel = find_forward_kernel(needs, dtype, s.dqk, s.dv, consumers);
+      if (!kernel) continue;
+      TESSERA_RETURN_IF_ERROR(cuda_status(
+          cudaFuncSetAttribute(kernel->code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kernel->code->shared_bytes),
+          "cudaFuncSetAttribute"));
+    }
+  }
+  return std::unique_ptr<Plan>(
+      std::make_unique<ForwardPlan>(info.value().multiprocessors, std::move(fallback)));
+}
+
+}  // namespace tessera::cuda::sm90

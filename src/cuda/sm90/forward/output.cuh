@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of o, lse and max_logit: how a finished row reaches memory.
+#pragma once
+
+#include <cfloat>
+
+#include "cuda/common/element.cuh"
+#include "cuda/sm90/forward/schedule.cuh"
+#include "cuda/sm90/machine/fragment.cuh"
+#include "cuda/sm90/machine/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+// Raw scores to exponents of 2. A scale of 0 becomes the smallest normal number: the same scores,
+// and -inf stays -inf.
+__device__ __forceinline__ float log2_scale(const Params& p) {
+  return fmaxf(p.softmax_scale * kLog2e, FLT_MIN);
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename Element>
+struct Output {
+  const Params& p;
+  const Work& work;
+
+  // Loads what a tile's rows need of its head. Called by the scheduler, ahead of time.
+  static __device__ __forceinline__ void prepare(const Params& p, Work& work) {
+    const int row = work.q.first + work.m0;
+    work.o = offset_of(p.tensor[TESSERA_O], work.q.batch, row, work.head);
+    work.lse = offset_of(p.tensor[TESSERA_LSE], work.q.batch, work.head, row);
+    const View& sinks = p.tensor[TESSERA_SINK];
+    work.sink = p.flags & TESSERA_SINK_OFF_BY_ONE ? 0.f : -kInfinity;
+    if (sinks.data) {
+      work.sink = kLog2e * load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype);
+    }
+  }
+
+  __device__ __forceinline__ Element* row_of_o(int row_of_tile) const {
+    const View& o = p.tensor[TESSERA_O];
+    return static_cast<Element*>(o.data) + (work.o + row_of_tile * o.stride[1]);
+  }
+
+  __device__ __forceinline__ float* row_of_lse(int row_of_tile) const {
+    const View& lse = p.tensor[TESSERA_LSE];
+    return static_cast<float*>(lse.data) + (work.lse + row_of_tile * lse.stride[2]);
+  }
+
+  // Returns what o is multiplied by, and leaves the lse in place of l, from m (log2 units) and l of
+  // a row and the head's sink. A row that sees nothing, not even a sink, has o = 0 and lse = -inf;
+  // so has one that does not exist, whatever it has seen. It has no branches: consumers have
+  // latency to hide.
+  __device__ __forceinline__ float finish_row(bool exists, float sink, float m, float& l) const {
+    const float largest = fmaxf(fmaxf(m, sink), -FLT_MAX);  // finite, for the differences
+    const float factor = exp2_approx(m - largest);          // 1 without a sink
+    l = l * factor + exp2_approx(sink - largest);
+    const bool sees = exists && l != 0.f;
+    const float inverse = sees ? factor * reciprocal_approx(l) : 0.f;
+    l = sees ? (largest + log2_approx(l)) * kLn2 : -kInfinity;
+    return inverse * p.dropout_scale;
+  }
+
+  // What is left to be done for the two rows of a thread when O arrives.
+  struct Rows {
+    Element* o;       // where the thread's first columns go
+    int columns[2];   // from there to the end; none where the row is not stored
+    float factor[2];  // 1 / l
+  };
+
+  // The two rows of a thread are `row_of_tile` and 8 below; m and l are not yet summed over the
+  // quad. Stores lse.
+  __device__ __forceinline__ Rows finish(int row_of_tile, int lane, float c, const float (&m)[2],
+                                         const float (&l)[2]) const {
+    const int quad = lane % 4;
+    const bool odd = quad % 2;
+    const int4 ranges = *reinterpret_cast<const int4*>(&work.exists_lo);
+    const float sink = work.sink;
+    bool exists[2], owned[2];
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of_tile + 8 * r;
+      exists[r] = ranges.x <= row && row < ranges.y;
+      owned[r] = ranges.z <= row && row < ranges.w;
+      sum[r] = l[r] + __shfl_xor_sync(kAllLanes, l[r], 1);
+    }
+    if (p.tensor[TESSERA_MAX_LOGIT].data) {
+      float largest = fmaxf(exists[0] ? m[0] : -kInfinity, exists[1] ? m[1] : -kInfinity);
+      for (int bit = 1; bit < kWarp; bit *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, bit));
+      }
+      if (lane == 0) raise_max_logit(largest * (c * kLn2));
+    }
+    Rows rows;
+    // Even threads store 4 columns of even groups, odd threads of odd ones.
+    rows.o = row_of_o(row_of_tile) + (odd ? 8 : 0) + (quad / 2) * 4;
+    const View& lse = p.tensor[TESSERA_LSE];
+    float* const lse_of_rows = row_of_lse(row_of_tile);
+    const bool stores_lse = lse.data && quad == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
+      rows.factor[r] = finish_row(exists[r], sink, m[r] * c, sum[r]);
+      rows.columns[r] = owned[r] ? p.dv - (odd ? 8 : 0) : 0;
+      if (stores_lse && owned[r]) lse_of_rows[8 * r * lse.stride[2]] = sum[r];
+    }
+    return rows;
+  }
+
+  // o = O / l from the accumulators of the rows' warp (machine/wgmma.cuh). Pairs of threads trade
+  // columns, so that a quad stores whole sectors of 32 bytes.
+  template <int kElements>
+  __device__ __forceinline__ void store(const Rows& rows, int lane, float (&O)[kElements]) const {
+    const bool odd = lane % 2;
+    const float(&factor)[2] = rows.factor;
+    Element* const o[2] = {rows.o, rows.o + 8 * p.tensor[TESSERA_O].stride[1]};
+    keep_rows(factor[0] != 0, factor[1] != 0, O);
+#pragma unroll
+    for (int g = 0; g < kElements / 4; g += 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* pair = O + 4 * g + 2 * r;
+        const uint32_t even_group = pack<Element>(pair[0] * factor[r], pair[1] * factor[r]);
+        const uint32_t odd_group = pack<Element>(pair[4] * factor[r], pair[5] * factor[r]);
+        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
+        const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
+        if (8 * g < rows.columns[r]) *reinterpret_cast<uint2*>(o[r] + 8 * g) = mine;
+      }
+    }
+  }
+
+  // The same into a consumer's Tile in shared memory, where TMA may read it when all its threads
+  // have said that they are done.
+  template <typename Tile, int kElements>
+  static __device__ __forceinline__ void stage(uint32_t tile, const float (&factor)[2], int thread,
+                                               float (&O)[kElements]) {
+    keep_rows(factor[0] != 0, factor[1] != 0, O);
+    stage_rows<Element, Tile>(tile, thread / kWarp * 16, thread % kWarp, factor, O);
+  }
+
+  // The rows of a tile that sees no key, by one warp: zeros and the sink's lse; also the rows that
+  // belong to no sequence but lie in the tensor.
+  __device__ __forceinline__ void store_nothing(int rows, int lane) const {
+    constexpr int kColumns = 16 / sizeof(Element);  // of one store
+    for (int i = 0; i < rows; ++i) {
+      if (!work.owns(work.m0 + i)) continue;
+      if (lane == 0 && p.tensor[TESSERA_LSE].data) {
+        float lse = 0;
+        finish_row(work.exists(work.m0 + i), work.sink, -kInfinity, lse);
+        *row_of_lse(i) = lse;
+      }
+      Element* o = row_of_o(i);
+      for (int column = kColumns * lane; column < p.dv; column += kColumns * kWarp) {
+        *reinterpret_cast<uint4*>(o + column) = uint4{0, 0, 0, 0};
+      }
+    }
+  }
+
+  // The largest of all rows. Floats compare as integers, in reverse order when negative; the array
+  // was filled with -inf.
+  __device__ __forceinline__ void raise_max_logit(float value) const {
+    const View& view = p.tensor[TESSERA_MAX_LOGIT];
+    float* at = static_cast<float*>(view.data) + offset_of(view, work.head);
+    if (__float_as_int(value) >= 0) {
+      atomicMax(reinterpret_cast<int*>(at), __float_as_int(value));
+    } else {
+      atomicMin(reinterpret_cast<unsigned*>(at), __float_as_uint(value));
+    }
+  }
+};
+
+}  // namespace tessera::cuda::sm90

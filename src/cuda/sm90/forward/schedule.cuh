@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which row tiles a CTA computes, and which keys each of them needs.
+//
+// One warp of each CTA finds the tiles and puts them into a ring in shared memory; producer and
+// consumers read them there. So lengths, offsets and masks are looked at once a tile and ahead of
+// time, and tiles without work cost the tensor cores nothing.
+#pragma once
+
+#include <climits>
+
+#include "cuda/common/score/score.cuh"
+#include "cuda/common/sequence.cuh"
+#include "cuda/sm90/forward/params.h"
+#include "cuda/sm90/machine/ptx.cuh"
+
+namespace tessera::cuda::sm90 {
+
+struct Work {
+  int last;  // there is no tile: the CTA is done
+  int n, head;
+  int m0;  // first row of the tile; the sequence's rows are below
+  Rows q, k;
+  Band band;
+  int64_t o, lse;  // elements before row m0
+  float slope;     // of ALiBi, see Features::slope_of()
+  float sink;      // in units of log2; -inf: none
+  // The rest is what consumers read between two tiles, where all else waits for it: four words at a
+  // time.
+  //
+  // Blocks of keys [begin, end) that some row of the tile sees; none where there is no tile. Every
+  // row that exists sees the whole of blocks [clean_begin, clean_end).
+  alignas(16) int begin;
+  int end, clean_begin, clean_end;
+  // Rows of the tile, counted from m0: those that exist, and those that are stored.
+  alignas(16) int exists_lo;
+  int exists_hi, owned_lo, owned_hi;
+
+  __device__ __forceinline__ bool exists(int row) const { return 0 <= row && row < q.length; }
+  __device__ __forceinline__ bool owns(int row) const {
+    return q.owned_lo <= row && row < q.owned_hi;
+  }
+};
+
+// sequence_of() where both sides are packed, by all lanes of a warp: a word of the tables each, so
+// that one load finds all of them.
+__device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int lane) {
+  const bool next = lane & 1, is_length = lane & 2, of_keys = lane & 4;
+  const int extent = of_keys ? p.sk : p.sq;
+  const int padded = of_keys ? SideOfKeys::kPadded : SideOfQueries::kPadded;
+  const int cu = of_keys ? SideOfKeys::kCuSeqlens : SideOfQueries::kCuSeqlens;
+  const View& table = p.tensor[is_length || !p.tensor[padded].data ? cu : padded];
+  int mine = static_cast<int>(integer_at(table, n + next));
+  if (!is_length) mine = n + next >= p.batch ? extent : clamped(mine, 0, extent);
+  const auto rows_of_side = [&](int first_lane, int side_extent) {
+    const int start = __shfl_sync(kAllLanes, mine, first_lane);
+    const int end = __shfl_sync(kAllLanes, mine, first_lane + 1);
+    const int length =
+        __shfl_sync(kAllLanes, mine, first_lane + 3) - __shfl_sync(kAllLanes, mine, first_lane + 2);
+    return Rows{0, start, clamped(length, 0, side_extent - start), n == 0 ? -start : 0,
+                end - start};
+  };
+  const Rows q = rows_of_side(0, p.sq), k = rows_of_side(4, p.sk);
+  return {n, q, k, Band::of(p, q.length, k.length)};
+}
+
+// The sequences of a packed problem in the order in which their tiles are handed out: longest
+// first, so that no SM is left with a long tile at the end. It lies in shared memory and is filled
+// by one warp. Problems of more than kMost sequences keep the order of storage.
+struct PackedOrder {
+  static constexpr int kMost = 128;
+  alignas(16) int length[kMost], tiles[kMost];  // of each sequence: keys, row tiles
+  int begin[kMost];                             // by rank: tiles of those before it
+  uint8_t sequence[kMost];                      // and whose they are
+
+  static __device__ __forceinline__ bool covers(const Params& p) {
+    return p.thd_q && p.batch <= kMost;
+  }
+
+  // May come before the tables are there: what stands in their place is not looked at.
+  static __device__ __forceinline__ void prefetch(const Params& p, int lane) {
+    constexpr int kLine = 128;
+    const int tables[] = {SideOfQueries::kCuSeqlens, SideOfQueries::kPadded, SideOfKeys::kCuSeqlens,
+                          SideOfKeys::kPadded};
+#pragma unroll
+    for (const int index : tables) {
+      const View& table = p.tensor[index];
+      const int bytes = (p.batch + 1) * (table.dtype == TESSERA_INT32 ? 4 : 8);
+      if (!table.data || table.stride[0] != 1 || lane * kLine >= bytes) continue;
+      l2_prefetch(static_cast<const char*>(table.data) + lane * kLine);
+    }
+  }
+
+  // How many tiles there are of a head; the host, which does not know lengths, counts some more.
+  template <int kTileM>
+  __device__ __forceinline__ int fill(const Params& p, int lane) {
+    const int rounded = (p.batch + 3) & ~3;  // the rest comes last and has no tiles
+    if (p.batch + lane < rounded) length[p.batch + lane] = -1, tiles[p.batch + lane] = 0;
+#pragma unroll 1
+    for (int n = lane; n < p.batch; n += kWarp) {
+      // Loads first: nothing hides their latency but each other.
+      const View& padded = p.tensor[SideOfQueries::kPadded];
+      const View& starts = padded.data ? padded : p.tensor[SideOfQueries::kCuSeqlens];
+      const int64_t start = integer_at(starts, n);
+      const int64_t next = n + 1 < p.batch ? integer_at(starts, n + 1) : p.sq;
+      length[n] = length_of<SideOfKeys>(p, n);
+      const int first = clamped(start, 0, p.sq);
+      const int rows = clamped(next, 0, p.sq) - first;               // with the gap behind them
+      const int before = n > 0 ? 0 : (first + kTileM - 1) / kTileM;  // see tiles_before()
+      tiles[n] = before + (max(rows, 0) + kTileM - 1) / kTileM;
+    }
+    __syncwarp();
+    int of_all = 0;
+#pragma unroll 1
+    for (int n = lane; n < p.batch; n += kWarp) {
+      int rank = 0, tiles_of_longer = 0;
+      const int mine = length[n];
+#pragma unroll 2
+      for (int other = 0; other < rounded; other += 4) {
+        const int4 lengths = *reinterpret_cast<const int4*>(length + other);
+        const int4 counts = *reinterpret_cast<const int4*>(tiles + other);
+        const auto add = [&](int i, int its_length, int its_tiles) {
+          const bool first = its_length > mine || (its_length == mine && other + i < n);
+          rank += first;
+          tiles_of_longer += first ? its_tiles : 0;
+        };
+        add(0, lengths.x, counts.x), add(1, lengths.y, counts.y);
+        add(2, lengths.z, counts.z), add(3, lengths.w, counts.w);
+      }
+      begin[rank] = tiles_of_longer;
+      sequence[rank] = n;
+      of_all += tiles[n];
+    }
+    __syncwarp();
+    return __reduce_add_sync(kAllLanes, of_all);
+  }
+
+  // Tiles of rows that are stored before the first sequence.
+  template <int kTileM>
+  static __device__ __forceinline__ int tiles_before(const Params& p, int n) {
+    return n > 0 ? 0 : (packed_start<SideOfQueries>(p, 0) + kTileM - 1) / kTileM;
+  }
+
+  // The last one that begins with the tile or before it. Called by all lanes of a warp.
+  __device__ __forceinline__ int rank_of(int tile, int sequences, int lane) const {
+    int rank = -1;
+    for (int i = 0; i < sequences; i += kWarp) {
+      const bool begun = i + lane < sequences && begin[i + lane] <= tile;
+      rank += __popc(__ballot_sync(kAllLanes, begun));
+    }
+    return rank;
+  }
+};
+
+template <int kTileM, int kTileN>
+struct Schedule {
+  // The tile that stands at `index` in the order of all tiles, by all lanes of a warp. Causal
+  // problems have the longest tiles first; the heads of a section stand side by side.
+  static __device__ __forceinline__ void decode(const ForwardParams& a, const PackedOrder& order,
+                                                int index, Work& work) {
+    const Params& p = a.problem;
+    const int lane = threadIdx.x % kWarp;
+    if (PackedOrder::covers(p)) {
+      decode_packed(a, order, index, lane, work);
+    } else if (p.thd_q) {
+      const int slot = index / p.hq;
+      const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot, kTileM);
+      work.n = tile.n;
+      work.head = index - slot * p.hq;
+      work.m0 = tile.begin;
+    } else {
+      int head;  // of all sequences
+      if (a.longest_first) {
+        const int section = a.per_section.quotient(index);
+        const int in_section = index - section * a.per_section.divisor;
+        const int round = a.heads_per_section.quotient(in_section);
+        work.m0 = (a.tiles_m.divisor - 1 - round) * kTileM;
+        head = section * a.heads_per_section.divisor + in_section -
+               round * a.heads_per_section.divisor;
+      } else {
+        head = a.tiles_m.quotient(index);
+        work.m0 = (index - head * a.tiles_m.divisor) * kTileM;
+      }
+      work.n = a.heads.quotient(head);
+      work.head = head - work.n * a.heads.divisor;
+    }
+    const bool packed = p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
+    const Sequence sequence = packed ? packed_sequence(p, work.n, lane) : sequence_of(p, work.n);
+    work.q = sequence.q;
+    work.k = sequence.k;
+    work.band = sequence.band;
+    set_rows(work);
+    set_blocks(work);
+  }
+
+  // Sequences by rank. Each has sections of heads whose keys fit in L2 together, and each section
+  // begins with the last rows of all its heads.
+  static __device__ __forceinline__ void decode_packed(const ForwardParams& a,
+                                                       const PackedOrder& order, int index,
+                                                       int lane, Work& work) {
+    const Params& p = a.problem;
+    const int rank = order.rank_of(a.heads.quotient(index), p.batch, lane);
+    const int n = order.sequence[rank], tiles = order.tiles[n], length = max(order.length[n], 1);
+    const int in_sequence = index - order.begin[rank] * p.hq;
+    int round = a.heads.quotient(in_sequence);
+    work.n = n;
+    work.head = in_sequence - round * p.hq;
+    if (int64_t{length} * p.hq > a.keys_per_section) {  // more than one section
+      const int per_section = max(a.keys_per_section / length, 1);
+      const int section = in_sequence / (per_section * tiles);
+      const int in_section = in_sequence - section * per_section * tiles;
+      const int heads = min(per_section, p.hq - section * per_section);
+      round = in_section / heads;
+      work.head = section * per_section + in_section - round * heads;
+    }
+    work.m0 = (tiles - PackedOrder::tiles_before<kTileM>(p, n) - 1 - round) * kTileM;
+  }
+
+  static __device__ __forceinline__ void set_rows(Work& work) {
+    work.exists_lo = -work.m0;
+    work.exists_hi = work.q.length - work.m0;
+    work.owned_lo = work.q.owned_lo - work.m0;
+    work.owned_hi = work.q.owned_hi - work.m0;
+  }
+
+  static __device__ __forceinline__ void set_blocks(Work& work) {
+    // Rows of the tile that exist.
+    const int first = max(work.m0, 0), end = min(work.m0 + kTileM, work.q.length);
+    const Interval some = work.band.keys(first, end), all = work.band.keys_of_all(first, end);
+    const bool sees = !some.empty();
+    work.begin = sees ? some.lo / kTileN : 0;
+    work.end = sees ? (some.hi + kTileN - 1) / kTileN : 0;
+    work.clean_begin = (all.lo + kTileN - 1) / kTileN;
+    work.clean_end = all.hi / kTileN;
+  }
+};
+
+// Hands out the tiles: CTA i starts with tile i and takes the next one that nobody has when it is
+// about to run out. Called by one lane; in clusters whose CTAs have a tile together, of the first
+// of them.
+//
+// The counter lies in the workspace, whose content is unknown at first. CTA 0 resets it and then
+// sets the mark of this launch; the last CTA to finish removes the mark, because a graph launches
+// again with the same one. Nobody waits in practice: the mark is there long before the first tile
+// is done.
+class Dispenser {
+ public:
+  // counter: in the workspace; null: every CTA has one tile.
+  __device__ __forceinline__ Dispenser(TileCounter* counter, uint64_t mark, int ctas_of_tile = 1)
+      : counter_(counter),
+        mark_(mark),
+        worker_(blockIdx.x / ctas_of_tile),
+        workers_(gridDim.x / ctas_of_tile) {}
+
+  // Called before the second tile, when nobody needs the counter of an earlier launch any more, and
+  // by one lane: a count that another one stores late would hand out tiles twice.
+  __device__ __forceinline__ void reset() const {
+    if (!counter_ || worker_ != 0) return;
+    counter_->next = workers_;
+    counter_->finished = 0;
+    __threadfence();
+    store_mark(mark_);
+  }
+
+  // Index of the next of `tiles`; at or past their number when there is none, asked once.
+  __device__ __forceinline__ int next(int tiles) {
+    if (first_ && static_cast<int>(worker_) < tiles) {
+      first_ = false;
+      return worker_;
+    }
+    if (!counter_) return tiles;
+    while (!marked_ && load_mark() != mark_) __nanosleep(100);
+    marked_ = true;
+    const int index = static_cast<int>(atomicAdd(&counter_->next, 1u));
+    if (index >= tiles && atomicAdd(&counter_->finished, 1u) == workers_ - 1) store_mark(0);
+    return index;
+  }
+
+ private:
+  __device__ __forceinline__ void store_mark(uint64_t mark) const {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&counter_->mark), "l"(mark)
+                 : "memory");
+  }
+  __device__ __forceinline__ uint64_t load_mark() const {
+    uint64_t mark;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                 : "=l"(mark)
+                 : "l"(&counter_->mark)
+                 : "memory");
+    return mark;
+  }
+
+  TileCounter* const counter_;
+  const uint64_t mark_;
+  const unsigned worker_, workers_;
+  bool first_ = true, marked_ = false;
+};
+
+}  // namespace tessera::cuda::sm90

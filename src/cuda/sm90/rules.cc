@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm90/rules.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "core/choose/unbuilt.h"
+#include "cuda/common/rules/arguments.h"
+#include "cuda/sm90/backward/choice.h"
+#include "cuda/sm90/dbias/choice.h"
+#include "cuda/sm90/forward/choice.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/machine/ragged.h"
+#include "cuda/sm90/machine/readable.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+constexpr int kHopper = 90;
+constexpr int kElementsOf16Bytes = 8;
+
+// Tensors in the dtype of q that are read or written in units of 16 bytes.
+constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
+                            TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV};
+
+bool shapes_scores(const Problem& p) { return (features_of(p) & kEverything) != kLean; }
+
+void require_dtypes(Support& support, const Problem& p) {
+  const int q = p.tensor[TESSERA_Q].dtype;
+  support.require(q == TESSERA_BF16 || q == TESSERA_FP16, ReasonId::kDtype, Remedy::kUseBf16, [&] {
+    return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16 or fp16";
+  });
+  for (const int index : kTensors) {
+    if (!given(p, index)) continue;
+    const int dtype = p.tensor[index].dtype;
+    support.require(dtype == q, ReasonId::kDtype, Remedy::kUseBf16, [&] {
+      return std::string(tensor_rule(index).name) + ".dtype=" + std::string(dtype_name(dtype)) +
+             ": must be that of q";
+    });
+  }
+}
+
+void require_sizes(Support& support, const Problem& p) {
+  const Sizes s = sizes_of(p);
+  const auto text = [](const char* name, int64_t value, const char* rule) {
+    return std::string(name) + "=" + std::to_string(value) + ": " + rule;
+  };
+  for (const auto& [name, dim] : {std::pair{"head_dim_qk", s.dqk}, {"head_dim_v", s.dv}}) {
+    support.require(dim % kElementsOf16Bytes == 0, ReasonId::kHeadDim, Remedy::kNone,
+                    [&] { return text(name, dim, "must be a multiple of 8"); });
+  }
+  const int dtype = p.tensor[TESSERA_Q].dtype;
+  const bool wide = is_wide(s) && !is_backward(p);
+  const bool fits = wide ? find_wide_kernel(dtype, s.dqk, s.dv) != nullptr
+                         : find_forward_kernel({kLean}, dtype, s.dqk, s.dv) != nullptr;
+  support.require(fits || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
+    return text("head_dim_qk", s.dqk,
+                wide ? "must be at most 576, and head_dim_v at most 512"
+                     : "and head_dim_v must be at most 256");
+  });
+  support.require(!wide || !shapes_scores(p), ReasonId::kHeadDim, Remedy::kNone, [&] {
+    return text("head_dim_qk", s.dqk,
+                "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
+  });
+  for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
+    support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
+                    [&] { return text(name, extent, "must be in [1, 2^24]"); });
+  }
+  support.require(std::abs(p.shift) <= kRagged, ReasonId::kSize, Remedy::kNone,
+                  [&] { return text("align", p.shift, "must be in [-2^24, 2^24]"); });
+  constexpr int64_t kMostHeads = 65535;  // of a grid's y and z
+  support.require(s.hq <= kMostHeads, ReasonId::kSize, Remedy::kNone,
+                  [&] { return text("num_heads_q", s.hq, "must be at most 65535"); });
+}
+
+// TMA counts in 16 bytes and does not repeat rows.
+void require_strides(Support& support, const Problem& p, int index) {
+  const Tensor& t = p.tensor[index];
+  for (int axis = 0; axis < 3; ++axis) {
+    if (t.extent[axis] <= 1) continue;
+    const int64_t stride = t.stride[axis];
+    support.require(stride > 0 && stride % kElementsOf16Bytes == 0 && stride < kMostStride,
+                    ReasonId::kLayout, Remedy::kNone, [&] {
+                      return std::string(tensor_rule(index).name) + ".stride[" +
+                             std::to_string(axis) + "]=" + std::to_string(stride) +
+                             ": must be a positive multiple of 8 elements";
+                    });
+  }
+}
+
+void require_features(Support& support, const Problem& p) {
+  for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
+    support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {
+      return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
+    });
+  }
+  // A mask of keys alone promises that NaN in the v it hides does no harm; this kernel multiplies
+  // it by 0.
+  const Tensor& mask = p.tensor[TESSERA_MASK];
+  support.require(!given(p, TESSERA_MASK) || (mask.extent[2] > 1 && mask.extent[3] > 1),
+                  ReasonId::kFeature, Remedy::kNone, [&] {
+                    return "mask.shape=" + shape_text(p, TESSERA_MASK) +
+                           ": must have more than one query and more than one key";
+                  });
+}
+
+// Few queries live on loads: a CTA here owns rows of one head and reads the keys for them alone,
+// where cuda_sm80 packs the heads of a group and splits the keys (b=64 hq=32 hk=4, one query, 8k
+// keys of d=128 on an H200: 1.47 ms here, 0.27 ms there).
+std::string yields_few_queries(const Problem& p) {
+  constexpr int64_t kDecodeQueries = 16;
+  const int64_t queries = most_queries(p);
+  if (queries > kDecodeQueries) return {};
+  return "sq=" + std::to_string(queries) + ": cuda_sm80 decodes up to " +
+         std::to_string(kDecodeQueries) + " queries faster";
+}
+
+// Few row tiles and many keys: a tile's keys are one CTA's work here and most multiprocessors idle,
+// where cuda_sm80 splits them (docs/kernels/sm90_forward.md has the crossover). Measured without
+// features; batch-invariant problems must not depend on the number of tiles, nor are they split.
+std::string yields_few_tiles(const Problem& p) {
+  constexpr int64_t kFewTiles = 32, kRows = 128, kManyKeys = 8192, kMostHeadDim = 128;
+  const Sizes s = sizes_of(p);
+  const bool splits = !has(p, TESSERA_BATCH_INVARIANT) && !shapes_scores(p) && !is_thd_k(p) &&
+                      !(has(p, TESSERA_WINDOW) && p.window_left >= 0) &&
+                      std::max(s.dqk, s.dv) <= kMostHeadDim;
+  const int64_t tiles = (most_queries(p) + kRows - 1) / kRows * s.hq * s.batch;
+  if (!splits || tiles > kFewTiles || s.sk < kManyKeys) return {};
+  return "sk=" + std::to_string(s.sk) + ": cuda_sm80 splits the keys and is faster from " +
+         std::to_string(kManyKeys) + " on where batch, heads and queries make " +
+         std::to_string(tiles) + " tiles of 128 rows";
+}
+
+void append(std::string& names, const char* name) {
+  if (names.find(name) == std::string::npos)
+    names += (names.empty() ? "" : ", ") + std::string(name);
+}
+
+std::string forward_names(const Problem& problem, int multiprocessors) {
+  const Buffers nominal = nominal_buffers(problem);
+  const Params p = params_of(problem, nominal);
+  const Sizes s = sizes_of(problem);
+  if (is_wide(s)) {
+    const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+    const bool alone = runs_alone(p, multiprocessors / kernel.tile.ctas);
+    return alone ? low_kernel_of(kernel, problem).name : kernel.name;
+  }
+  const ForwardKernel& tall = tall_kernel_of(problem, nominal.data[TESSERA_BIAS], p.softmax_scale);
+  return with_rows(p, tall, multiprocessors).name;
+}
+
+std::string backward_names(const Problem& problem, int multiprocessors) {
+  if (const TwoKernels* kernels = choose_two_kernels(problem, multiprocessors)) {
+    return kernels->name;
+  }
+  const BackwardKernel& kernel = choose_backward_kernel(problem);
+  std::string names = kernel.name;
+  if (kernel.tile.sums_dbias) return names;
+  const Buffers nominal = nominal_buffers(problem);
+  const Params p = params_of(problem, nominal);
+  for (const auto& [gradient, of] : kGradients) {
+    if (!p.tensor[gradient].data) continue;
+    append(names, dbias_kernel_of(problem, p, gradient, nominal.data[TESSERA_BIAS]).name);
+  }
+  return names;
+}
+
+}  // namespace
+
+Support Sm90Rules::supports(const Problem& p, const Device& device) const {
+  Support support;
+  support.require(device.kind == TESSERA_CUDA, ReasonId::kDevice, Remedy::kNone,
+                  [] { return std::string("device=cpu: must be a CUDA device"); });
+  if (device.kind == TESSERA_CUDA) {
+    const int arch = traits_of(device).arch;
+    support.require(arch == 0 || arch == kHopper, ReasonId::kDevice, Remedy::kNone,
+                    [&] { return "arch=" + std::to_string(arch) + ": must be 90 (Hopper)"; });
+  }
+  if (is_backward(p)) require_backward(support, p);
+  require_dtypes(support, p);
+  require_sizes(support, p);
+  for (const int index : kTensors) {
+    if (given(p, index)) require_strides(support, p, index);
+  }
+  require_features(support, p);
+  require_built(support, p);
+  require_one_origin(support, p);
+  return support;
+}
+
+std::string Sm90Rules::yields(const Problem& p, const Device&) const {
+  if (is_backward(p)) return {};
+  std::string why = yields_few_queries(p);
+  return why.empty() ? yields_few_tiles(p) : why;
+}
+
+// Answers for a call whose tensors are aligned; others run in kernels of cuda_sm80.
+std::string Sm90Rules::kernels_for(const Problem& problem, const Device& device) const {
+  const int multiprocessors = traits_of(device).multiprocessors;
+  return is_backward(problem) ? backward_names(problem, multiprocessors)
+                              : forward_names(problem, multiprocessors);
+}
+
+std::vector<const char*> Sm90Rules::kernel_names() const {
+  std::vector<const char*> names;
+  const auto add = [&](const auto& table) {
+    for (const auto& kernel : table) names.push_back(kernel.name);
+  };
+  add(forward_kernels());
+  add(wide_kernels());
+  add(backward_kernels());
+  add(two_kernels());
+  add(dbias_kernels());
+  return names;
+}
+
+}  // namespace tessera::cuda::sm90

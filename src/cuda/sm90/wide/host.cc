@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of the forward pass for wide heads.
+#include <algorithm>
+
+#include "cuda/common/checks.h"
+#include "cuda/common/launch.h"
+#include "cuda/sm90/machine/tensormap.h"
+#include "cuda/sm90/plan.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+cudaLaunchConfig_t launch_config(const WideKernel& kernel, int clusters,
+                                 cudaLaunchAttribute (&attributes)[2]) {
+  const auto ctas = static_cast<unsigned>(kernel.tile.ctas);
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {ctas, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters) * ctas);
+  config.blockDim = dim3(WideTile::kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(kernel.code->shared_bytes);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return config;
+}
+
+// A kernel and how many of its clusters run at a time.
+struct Choice {
+  const WideKernel* kernel;
+  int clusters;
+};
+
+Result<Choice> prepare(const WideKernel& kernel) {
+  TESSERA_RETURN_IF_ERROR(cuda_status(
+      cudaFuncSetAttribute(kernel.code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           kernel.code->shared_bytes),
+      "cudaFuncSetAttribute"));
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = launch_config(kernel, 1, attributes);
+  config.numAttrs = 1;
+  int clusters = 0;
+  TESSERA_RETURN_IF_ERROR(
+      cuda_status(cudaOccupancyMaxActiveClusters(&clusters, kernel.code->function, &config),
+                  "cudaOccupancyMaxActiveClusters"));
+  if (clusters < 1) return failed("cudaOccupancyMaxActiveClusters: no cluster fits");
+  return Choice{&kernel, clusters};
+}
+
+class WidePlan final : public Plan {
+ public:
+  // alone: for sequences of no more queries than a CTA has; may be `clustered`.
+  WidePlan(const Choice& clustered, const Choice& alone, std::unique_ptr<Plan> fallback)
+      : clustered_(clustered), alone_(alone), fallback_(std::move(fallback)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    return std::max<int64_t>(sizeof(TileCounter), fallback_->workspace_bytes(problem, num_threads));
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!takes_call(problem, buffers)) return fallback_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    ForwardParams a = forward_params(problem, buffers);
+    const Choice& choice = runs_alone(a.problem, clustered_.clusters) ? alone_ : clustered_;
+    const WideKernel& kernel = *choice.kernel;
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
+    TESSERA_RETURN_IF_ERROR(
+        map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
+    order_tiles(kernel.tile.tile_m(), choice.clusters, static_cast<TileCounter*>(buffers.workspace),
+                a);
+    TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
+    return launch(choice, a, stream);
+  }
+
+ private:
+  static Status launch(const Choice& choice, const ForwardParams& a, cudaStream_t stream) {
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config =
+        launch_config(*choice.kernel, std::min(a.tiles, choice.clusters), attributes);
+    config.stream = stream;
+    void* arguments[] = {const_cast<ForwardParams*>(&a)};
+    return cuda_status(cudaLaunchKernelExC(&config, choice.kernel->code->function, arguments),
+                       "cudaLaunchKernel (sm90/wide)");
+  }
+
+  Choice clustered_, alone_;
+  std::unique_ptr<Plan> fallback_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
+                                                std::unique_ptr<Plan> fallback) {
+  const Sizes s = sizes_of(canonical);
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
+  const WideKernel& kernel = *find_wide_kernel(dtype, s.dqk, s.dv);
+  const Result<Choice> clustered = prepare(kernel);
+  if (!clustered.ok()) return clustered.status();
+  Choice alone = clustered.value();
+  const WideKernel& low = low_kernel_of(kernel, canonical);
+  if (&low != &kernel) {
+    const Result<Choice> prepared = prepare(low);
+    if (!prepared.ok()) return prepared.status();
+    alone = prepared.value();
+  }
+  return std::unique_ptr<Plan>(
+      std::make_unique<WidePlan>(clustered.value(), alone, std::move(fallback)));
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -D NM=nm -D LIBRARIES="libtessera.so;libtessera_check.so" -P exports_test.cmake
+# libtessera exports the functions of tessera.h, libtessera_check those of the conformance suite, and
+# neither any other symbol.
+foreach(library IN LISTS LIBRARIES)
+  execute_process(COMMAND ${NM} --dynamic --defined-only ${library} OUTPUT_VARIABLE lines
+                  COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCHALL "[^\n]+" lines "${lines}")
+  set(count 0)
+  foreach(line IN LISTS lines)
+    string(REGEX REPLACE ".* " "" symbol "${line}")
+    set(of_check FALSE)
+    if(symbol MATCHES "^tessera_(case|probe|reference)_")
+      set(of_check TRUE)
+    endif()
+    set(is_check FALSE)
+    if(library MATCHES "libtessera_check[^/]*$")
+      set(is_check TRUE)
+    endif()
+    if(NOT symbol MATCHES "^tessera_" OR NOT of_check STREQUAL is_check)
+      message(SEND_ERROR "${library} exports ${symbol}")
+    endif()
+    math(EXPR count "${count} + 1")
+  endforeach()
+  if(count LESS 5)
+    message(SEND_ERROR "${library} exports ${count} symbols")
+  endif()
+  message(STATUS "${library}: ${count} symbols")
+endforeach()
