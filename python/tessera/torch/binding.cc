@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "interrupt.h"
 #include "tensors.h"
 #include "tessera.h"
 
@@ -34,38 +35,50 @@ using torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
-constexpr int kNumInputs = TESSERA_RNG_STATE + 1;
+// The tensors that operators take, _describe.INPUTS: those up to rng_state, and three more.
+constexpr int kNumInputs = TESSERA_RNG_STATE + 4;
+constexpr int index_of(int input) {
+  return input <= TESSERA_RNG_STATE ? input : input - TESSERA_RNG_STATE - 1 + TESSERA_Q_START;
+}
+constexpr int64_t kMaxLogit = int64_t{1} << 32;  // _describe.MAX_LOGIT
 
 // One call. Allocates outputs and workspace by PyTorch's allocators; a thread on the CPU keeps the
 // workspace of its last call, up to kKeptWorkspace.
 class Call {
  public:
-  // Takes the arguments that the operators share, which begin at `stack`.
-  Call(StableIValue* stack, int32_t pass) {
+  // Takes the arguments that the operators share, from `stack` on: q, k and v, a list of the
+  // other inputs as far as they are given, and the scalars.
+  Call(const StableIValue* stack, int32_t pass) {
     inputs_[TESSERA_Q] = to<Tensor>(stack[TESSERA_Q]);
     inputs_[TESSERA_K] = to<Tensor>(stack[TESSERA_K]);
     inputs_[TESSERA_V] = to<Tensor>(stack[TESSERA_V]);
-    for (int i = TESSERA_BIAS; i < kNumInputs; ++i) {
-      inputs_[i] = to<std::optional<Tensor>>(stack[i]);
-    }
-    const StableIValue* scalar = stack + kNumInputs;
+    auto more = to<std::vector<std::optional<Tensor>>>(stack[TESSERA_V + 1]);
+    if (more.size() > kNumInputs - TESSERA_BIAS) fail("tessera: more inputs than there are");
+    std::move(more.begin(), more.end(), inputs_.begin() + TESSERA_BIAS);
+    const StableIValue* scalar = stack + TESSERA_V + 2;
     const auto integer = [&] { return to<int64_t>(*scalar++); };
+    const auto number = [&] { return to<double>(*scalar++); };
     problem_.struct_size = sizeof problem_;
+    buffers_.struct_size = sizeof buffers_;
     problem_.pass = pass;
-    problem_.flags = static_cast<uint32_t>(integer());
-    problem_.align = static_cast<int32_t>(integer());
+    // _describe.SCALARS, in their order.
+    const int64_t flags = integer();
+    wants_max_logit_ = (flags & kMaxLogit) != 0;
+    problem_.flags = static_cast<uint32_t>(flags);
     problem_.format_q = static_cast<int32_t>(integer());
     problem_.format_kv = static_cast<int32_t>(integer());
+    buffers_.softmax_scale = number();
     problem_.window_left = integer();
     problem_.window_right = integer();
+    problem_.align = static_cast<int32_t>(integer());
+    problem_.shift = integer();
     problem_.max_seqlen_q = integer();
     problem_.max_seqlen_k = integer();
+    buffers_.softcap = number();
+    buffers_.dropout_p = number();
     const std::string backend = to<std::string>(*scalar++);
     std::strncpy(problem_.backend, backend.c_str(), sizeof problem_.backend - 1);
-    buffers_.struct_size = sizeof buffers_;
-    buffers_.softmax_scale = to<double>(*scalar++);
-    buffers_.softcap = to<double>(*scalar++);
-    buffers_.dropout_p = to<double>(*scalar++);
+    buffers_.sm_margin = static_cast<int32_t>(integer());
     check(aoti_torch_get_device_type(q().get(), &device_type_));
     check(aoti_torch_get_device_index(q().get(), &device_index_));
     if (device_type_ == aoti_torch_device_type_cuda()) {
@@ -73,10 +86,11 @@ class Call {
       device_.ordinal = device_index_;
     }
     for (int i = 0; i < kNumInputs; ++i) {
-      if (inputs_[i]) input(i, *inputs_[i]);
+      if (inputs_[i]) input(index_of(i), *inputs_[i]);
     }
   }
 
+  bool wants_max_logit() const { return wants_max_logit_; }
   const Tensor& q() const { return *inputs_[TESSERA_Q]; }
   const Tensor& v() const { return *inputs_[TESSERA_V]; }
   const Tensor& of(int index) const {
@@ -135,10 +149,20 @@ class Call {
       fail(error.message);
     }
     const std::optional<Tensor> workspace = take_workspace(info.workspace_bytes);
+    std::optional<tessera_torch::InterruptScope> scope;
+    if (device_.kind == TESSERA_CPU && is_long()) buffers_.interrupt = scope.emplace().interrupt();
     if (tessera_run(&problem_, &device_, &buffers_, &error) != TESSERA_OK) fail(error.message);
   }
 
  private:
+  // Worth the two system calls that watching for Ctrl-C takes: 20 ms of one core, and more.
+  bool is_long() const {
+    const auto& q = problem_.tensor[TESSERA_Q].extent;
+    const int64_t pages = paged() ? problem_.tensor[TESSERA_PAGE_TABLE_K].extent[1] : 1;
+    const double pairs = 1.0 * q[0] * q[1] * q[2] * problem_.tensor[TESSERA_K].extent[1] * pages;
+    return pairs * (q[3] + problem_.tensor[TESSERA_V].extent[3]) >= 1e9;
+  }
+
   bool paged() const { return inputs_[TESSERA_PAGE_TABLE_K].has_value(); }
 
   std::optional<Tensor> take_workspace(int64_t bytes) {
@@ -184,12 +208,13 @@ class Call {
   tessera_problem problem_{};
   tessera_buffers buffers_{};
   tessera_device device_{};
+  bool wants_max_logit_ = false;
   int32_t device_type_ = 0, device_index_ = -1;
   std::array<std::optional<Tensor>, kNumInputs> inputs_;
 };
 
 // lse, and max_logit or an empty tensor: what a forward call fills beside o.
-std::pair<Tensor, Tensor> row_outputs(Call& call, bool want_max_logit) {
+std::pair<Tensor, Tensor> row_outputs(Call& call) {
   const bool wide = call.described(TESSERA_Q).dtype == TESSERA_FP64;
   const int32_t rows = wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t* extent = call.described(TESSERA_Q).extent;
@@ -197,41 +222,41 @@ std::pair<Tensor, Tensor> row_outputs(Call& call, bool want_max_logit) {
   const std::array<int64_t, 3> sizes = {extent[0], extent[2], extent[1]};
   Tensor lse = call.output(TESSERA_LSE, sizes.data() + (rank == 3), rank - 1, rows);
   const int64_t none = 0, one = 1;
-  Tensor max_logit = want_max_logit ? call.output(TESSERA_MAX_LOGIT, &extent[2], 1, rows)
-                                    : call.empty(1, &none, &one, rows);
+  Tensor max_logit = call.wants_max_logit() ? call.output(TESSERA_MAX_LOGIT, &extent[2], 1, rows)
+                                            : call.empty(1, &none, &one, rows);
   return {lse, max_logit};
 }
 
-void attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+void attention(StableIValue* stack, uint64_t, uint64_t) {
   Call call(stack, TESSERA_FORWARD);
   const Layout q(call.q()), v(call.v());
   std::array<int64_t, 4> sizes{};
   std::copy_n(q.sizes, q.rank, sizes.begin());
   sizes[q.rank - 1] = v.sizes[v.rank - 1];
   const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, q.scalar_type);
-  const auto [lse, max_logit] = row_outputs(call, to<bool>(stack[num_arguments - 1]));
+  const auto [lse, max_logit] = row_outputs(call);
   call.run();
   stack[0] = from(o);
   stack[1] = from(lse);
   stack[2] = from(max_logit);
 }
 
-void attention_out(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+void attention_out(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor out = to<Tensor>(stack[0]);
   Call call(stack + 1, TESSERA_FORWARD);
   call.input(TESSERA_O, out);
-  const auto [lse, max_logit] = row_outputs(call, to<bool>(stack[num_arguments - 1]));
+  const auto [lse, max_logit] = row_outputs(call);
   call.run();
   stack[0] = from(lse);
   stack[1] = from(max_logit);
 }
 
-void attention_backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   Tensor grad_o = to<Tensor>(stack[0]);
   const Tensor o = to<Tensor>(stack[1]), lse = to<Tensor>(stack[2]);
   const auto grad_lse = to<std::optional<Tensor>>(stack[3]);
-  Call call(stack + 4, TESSERA_BACKWARD);
-  const int64_t wanted = to<int64_t>(stack[num_arguments - 1]);
+  const int64_t wanted = to<int64_t>(stack[4]);
+  Call call(stack + 5, TESSERA_BACKWARD);
   const Layout layout(grad_o);
   if (layout.rank > 0 && layout.strides[layout.rank - 1] != 1) {  // autograd made it: o.sum()
     grad_o = torch::stable::contiguous(grad_o);

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+// The handlers of the custom calls tessera_attention (both passes) and tessera_dropout_mask, on the
+// CPU and on CUDA: from XLA's call frame to a tessera_problem to one call of libtessera.
+//
+// Shapes are read from the buffers, so that a program may be partitioned, batched or compiled for
+// symbolic extents; attributes say the rest:
+//
+//   words    int64 [13]: pass, flags, align, format_q, format_kv, window_left, window_right,
+//            max_seqlen_q, max_seqlen_k, q_scale_block, k_scale_block, shift, sm_margin
+//   scalars  float64 [3]: softmax_scale, softcap, dropout_p
+//   backend  a name, or ""
+//   inputs   int64 [n, 4]: operand, tessera_index, axis, item. With axis >= 0 the tensor is that
+//   item
+//            of the operand's axis, so that q, k and v may be slices of one operand
+//   outputs  int64 [m, 4]: the same of results. One result more is workspace, on CUDA
+//
+// Seeds are 32-bit words in JAX, which has no int64 unless asked: pairs of them are read as one.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "../describe.h"
+#include "runtime.h"
+#include "tessera.h"
+#include "xla_ffi_abi.h"
+
+namespace {
+
+using tessera_front::fail;
+using tessera_jax::check;
+using tessera_jax::CpuWorkspace;
+using tessera_jax::Failure;
+using tessera_jax::on_xla_threads;
+using tessera_jax::Runtime;
+
+constexpr int64_t kNumWords = 13, kNumScalars = 3, kTableWidth = 4;
+
+int32_t dtype_of(xla_ffi::DataType type) {
+  switch (type) {
+    case xla_ffi::DataType::kF32:
+      return TESSERA_FP32;
+    case xla_ffi::DataType::kBF16:
+      return TESSERA_BF16;
+    case xla_ffi::DataType::kF16:
+      return TESSERA_FP16;
+    case xla_ffi::DataType::kF64:
+      return TESSERA_FP64;
+    case xla_ffi::DataType::kF8E4M3FN:
+      return TESSERA_E4M3;
+    case xla_ffi::DataType::kF8E5M2:
+      return TESSERA_E5M2;
+    case xla_ffi::DataType::kBool:
+      return TESSERA_BOOL;
+    case xla_ffi::DataType::kS32:
+      return TESSERA_INT32;
+    case xla_ffi::DataType::kS64:
+      return TESSERA_INT64;
+    case xla_ffi::DataType::kU8:
+    case xla_ffi::DataType::kU32:
+      break;
+  }
+  return TESSERA_NONE;
+}
+
+// What the attributes say; tessera_jax_describe takes it from Python.
+struct Static {
+  const int64_t* words;
+  const double* scalars;
+  const char* backend;
+  int64_t backend_size;
+  const int64_t* inputs;
+  int64_t num_inputs;
+  const int64_t* outputs;
+  int64_t num_outputs;
+};
+
+struct Description {
+  tessera_problem problem{};
+  tessera_buffers buffers{};
+
+  Description(const Static& call, int64_t num_args, const xla_ffi::Buffer* const* args,
+              int64_t num_rets, const xla_ffi::Buffer* const* rets) {
+    problem.struct_size = sizeof problem;
+    buffers.struct_size = sizeof buffers;
+    const int64_t* word = call.words;
+    problem.pass = static_cast<int32_t>(*word++);
+    problem.flags = static_cast<uint32_t>(*word++);
+    problem.align = static_cast<int32_t>(*word++);
+    problem.format_q = static_cast<int32_t>(*word++);
+    problem.format_kv = static_cast<int32_t>(*word++);
+    problem.window_left = *word++;
+    problem.window_right = *word++;
+    problem.max_seqlen_q = *word++;
+    problem.max_seqlen_k = *word++;
+    problem.q_scale_block = static_cast<int32_t>(*word++);
+    problem.k_scale_block = static_cast<int32_t>(*word++);
+    problem.shift = *word++;
+    buffers.sm_margin = static_cast<int32_t>(*word++);
+    std::memcpy(problem.backend, call.backend,
+                std::min<size_t>(call.backend_size, sizeof problem.backend - 1));
+    buffers.softmax_scale = call.scalars[0];
+    buffers.softcap = call.scalars[1];
+    buffers.dropout_p = call.scalars[2];
+    for (int64_t i = 0; i < call.num_inputs; ++i) {
+      paged_ |= call.inputs[i * kTableWidth + 1] == TESSERA_PAGE_TABLE_K;
+    }
+    add(call.inputs, call.num_inputs, args, num_args);
+    add(call.outputs, call.num_outputs, rets, num_rets);
+  }
+
+ private:
+  void add(const int64_t* table, int64_t rows, const xla_ffi::Buffer* const* arrays,
+           int64_t num_arrays) {
+    for (; rows > 0; --rows, table += kTableWidth) {
+      if (table[0] < 0 || table[0] >= num_arrays || table[1] < 0 ||
+          table[1] >= TESSERA_NUM_TENSORS) {
+        fail("tessera: a custom call of another version of tessera.jax");
+      }
+      add(static_cast<int>(table[1]), *arrays[table[0]], table[2], table[3]);
+    }
+  }
+
+  void add(int index, const xla_ffi::Buffer& buffer, int64_t axis, int64_t item) {
+    constexpr int64_t kMaxRank = 5;
+    if (buffer.rank > kMaxRank) fail("tessera: an array of more than 5 axes");
+    const bool words = buffer.dtype == xla_ffi::DataType::kU32 && index == TESSERA_RNG_STATE;
+    std::array<int64_t, kMaxRank> sizes{}, strides{};
+    int64_t rank = buffer.rank, step = 1, offset = 0;
+    for (int64_t i = buffer.rank - 1, at = rank - 1 - (axis >= 0); i >= 0; --i) {
+      if (i == axis) {
+        offset = item * step;
+        --rank;
+      } else {
+        sizes[at] = words ? buffer.dims[i] / 2 : buffer.dims[i];
+        strides[at--] = step;
+      }
+      step *= std::max<int64_t>(buffer.dims[i], 1);
+    }
+    const int32_t dtype = words ? static_cast<int32_t>(TESSERA_INT64) : dtype_of(buffer.dtype);
+    tessera_front::describe(problem, index, paged_, {sizes.data(), strides.data(), rank, dtype});
+    const int64_t element = dtype == TESSERA_FP64 || dtype == TESSERA_INT64   ? 8
+                            : dtype == TESSERA_FP32 || dtype == TESSERA_INT32 ? 4
+                            : dtype == TESSERA_BF16 || dtype == TESSERA_FP16  ? 2
+                                                                              : 1;
+    buffers.data[index] = static_cast<char*>(buffer.data) + offset * element;
+  }
+
+  bool paged_ = false;
+};
+
+// ---- attributes ----
+
+template <typename T>
+const T* attribute(const xla_ffi::CallFrame& frame, int64_t place, const char* name) {
+  const auto& attrs = frame.attrs;
+  if (place >= attrs.size || attrs.names[place]->size != std::strlen(name) ||
+      std::memcmp(attrs.names[place]->data, name, attrs.names[place]->size) != 0) {
+    fail(std::string("tessera: a custom call without the attribute ") + name);
+  }
+  return static_cast<const T*>(attrs.attrs[place]);
+}
+
+// A non-empty array of `dtype` whose size is a multiple of `multiple`.
+const xla_ffi::Array& array(const xla_ffi::CallFrame& frame, int64_t place, const char* name,
+                            xla_ffi::DataType dtype, int64_t multiple) {
+  const auto& found = *attribute<xla_ffi::Array>(frame, place, name);
+  if (frame.attrs.types[place] != xla_ffi::AttrType::kArray || found.dtype != dtype ||
+      found.size == 0 || found.size % multiple != 0) {
+    fail(std::string("tessera: a custom call with a strange attribute ") + name);
+  }
+  return found;
+}
+
+Static static_part(const xla_ffi::CallFrame& frame) {
+  using xla_ffi::DataType;
+  const auto& backend = *attribute<xla_ffi::Bytes>(frame, 0, "backend");  // sorted by name
+  const auto& inputs = array(frame, 1, "inputs", DataType::kS64, kTableWidth);
+  const auto& outputs = array(frame, 2, "outputs", DataType::kS64, kTableWidth);
+  const auto& scalars = array(frame, 3, "scalars", DataType::kF64, kNumScalars);
+  const auto& words = array(frame, 4, "words", DataType::kS64, kNumWords);
+  return {static_cast<const int64_t*>(words.data),
+          static_cast<const double*>(scalars.data),
+          backend.data,
+          static_cast<int64_t>(backend.size),
+          static_cast<const int64_t*>(inputs.data),
+          static_cast<int64_t>(inputs.size) / kTableWidth,
+          static_cast<const int64_t*>(outputs.data),
+          static_cast<int64_t>(outputs.size) / kTableWidth};
+}
+
+// ---- handlers ----
+
+void attention(const xla_ffi::CallFrame& frame, int32_t kind) {
+  const Static call = static_part(frame);
+  Description description(call, frame.args.size, frame.args.args, frame.rets.size, frame.rets.args);
+  tessera_problem& problem = description.problem;
+  tessera_buffers& buffers = description.buffers;
+  Runtime runtime(frame);
+  const tessera_device device = runtime.device(kind);
+  tessera_error error;
+  error.struct_size = sizeof error;
+  if (kind == TESSERA_CUDA) {
+    buffers.stream = runtime.stream();
+    if (frame.rets.size > 0) {
+      const xla_ffi::Buffer& last = *frame.rets.args[frame.rets.size - 1];
+      if (last.dtype == xla_ffi::DataType::kU8) {
+        buffers.workspace = last.data;
+        buffers.workspace_bytes = last.dims[0];
+      }
+    }
+    check(tessera_run(&problem, &device, &buffers, &error), error);
+    return;
+  }
+  buffers.num_threads = runtime.num_threads();
+  buffers.parallel_for = on_xla_threads;
+  buffers.parallel_context = &runtime;
+  tessera_info info{};
+  info.struct_size = sizeof info;
+  check(tessera_prepare(&problem, &device, buffers.num_threads, &info, &error), error);
+  const CpuWorkspace workspace(buffers, info.workspace_bytes);
+  check(tessera_run(&problem, &device, &buffers, &error), error);
+}
+
+// (rng_state [, q_start] [, k_start]) -> keep bool [b, hq, sq, sk], all inputs int64 in pairs of
+// words. The attribute `starts` has bit 0 where q_start is given, bit 1 where k_start is.
+void dropout_mask(const xla_ffi::CallFrame& frame, int32_t kind) {
+  const auto& dropout_p = *attribute<xla_ffi::Scalar>(frame, 0, "dropout_p");
+  const auto& starts = *attribute<xla_ffi::Scalar>(frame, 1, "starts");
+  if (frame.args.size < 1 || frame.rets.size != 1 || frame.rets.args[0]->rank != 4 ||
+      dropout_p.dtype != xla_ffi::DataType::kF64 || starts.dtype != xla_ffi::DataType::kS32) {
+    fail("tessera: a custom call of another version of tessera.jax");
+  }
+  const xla_ffi::Buffer &state = *frame.args.args[0], &keep = *frame.rets.args[0];
+  const int32_t given = *static_cast<const int32_t*>(starts.value);
+  int64_t next = 1;
+  const auto start = [&](int bit) -> const int64_t* {
+    if ((given >> bit & 1) == 0 || next >= frame.args.size) return nullptr;
+    return static_cast<const int64_t*>(frame.args.args[next++]->data);
+  };
+  const int64_t* const q_start = start(0);
+  const int64_t* const k_start = start(1);
+  Runtime runtime(frame);
+  const tessera_device device = runtime.device(kind);
+  tessera_buffers context{};
+  context.struct_size = sizeof context;
+  if (kind == TESSERA_CUDA) {
+    context.stream = runtime.stream();
+  } else {
+    context.num_threads = runtime.num_threads();
+    context.parallel_for = on_xla_threads;
+    context.parallel_context = &runtime;
+  }
+  tessera_error error;
+  error.struct_size = sizeof error;
+  check(tessera_dropout_mask_at(keep.dims[0], keep.dims[1], keep.dims[2], keep.dims[3],
+                                *static_cast<const double*>(dropout_p.value),
+                                static_cast<const int64_t*>(state.data),
+                                static_cast<int32_t>(state.dims[0] / 2), q_start, k_start,
+                                static_cast<uint8_t*>(keep.data), &device, &context, &error),
+        error);
+}
+
+// A runtime refuses a handler that says it was written for a newer interface than its own: ours
+// says the runtime's own version, which has what is read. Before minor version 2 it asks without
+// its table.
+bool answers_metadata(xla_ffi::CallFrame& frame, uint32_t traits) {
+  xla_ffi::Extension* extension = frame.header.extensions;
+  if (extension == nullptr || extension->type != xla_ffi::kMetadataExtension) return false;
+  xla_ffi::Metadata& metadata = *reinterpret_cast<xla_ffi::MetadataExtension*>(extension)->metadata;
+  metadata.version.major = xla_ffi::kMajor;
+  metadata.version.minor = xla_ffi::kFirstMinor;
+  if (frame.api != nullptr && frame.api->version.major == xla_ffi::kMajor) {
+    metadata.version.minor = frame.api->version.minor;
+  }
+  metadata.traits = traits;
+  return true;
+}
+
+xla_ffi::Error* handle(xla_ffi::CallFrame* frame, int32_t kind,
+                       void (*body)(const xla_ffi::CallFrame&, int32_t)) {
+  if (answers_metadata(*frame, kind == TESSERA_CUDA ? xla_ffi::kCommandBufferCompatible : 0)) {
+    return nullptr;
+  }
+  if (frame->stage != xla_ffi::Stage::kExecute) return nullptr;
+  const Runtime runtime(*frame);
+  try {
+    body(*frame, kind);
+    return nullptr;
+  } catch (const Failure& failure) {
+    return runtime.error(failure.code, failure.what());
+  } catch (const std::bad_alloc&) {
+    return runtime.error(TESSERA_OUT_OF_MEMORY, "tessera: host memory ran out");
+  } catch (const std::exception& exception) {
+    return runtime.error(TESSERA_FAILED, exception.what());
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+TESSERA_API xla_ffi::Error* tessera_jax_attention_cpu(xla_ffi::CallFrame* frame) {
+  return handle(frame, TESSERA_CPU, attention);
+}
+
+TESSERA_API xla_ffi::Error* tessera_jax_attention_cuda(xla_ffi::CallFrame* frame) {
+  return handle(frame, TESSERA_CUDA, attention);
+}
+
+TESSERA_API xla_ffi::Error* tessera_jax_dropout_mask_cpu(xla_ffi::CallFrame* frame) {
+  return handle(frame, TESSERA_CPU, dropout_mask);
+}
+
+TESSERA_API xla_ffi::Error* tessera_jax_dropout_mask_cuda(xla_ffi::CallFrame* frame) {
+  return handle(frame, TESSERA_CUDA, dropout_mask);
+}
+
+// Fills in the problem and the buffers of a call before there is one, for Python: what shapes and
+// options make of it is then asked of libtessera. Returns TESSERA_OK, or TESSERA_INVALID where
+// something is given that is never legal.
+TESSERA_API int32_t tessera_jax_describe(const Static* call, int64_t num_args,
+                                         const xla_ffi::Buffer* const* args, int64_t num_rets,
+                                         const xla_ffi::Buffer* const* rets,
+                                         tessera_problem* problem, tessera_buffers* buffers) {
+  try {
+    const Description description(*call, num_args, args, num_rets, rets);
+    *problem = description.problem;
+    *buffers = description.buffers;
+    return TESSERA_OK;
+  } catch (const std::exception&) {
+    return TESSERA_INVALID;
+  }
+}
+}
