@@ -42,7 +42,7 @@ class Config:
                                    hg=heads // group)
 
     def flops(self) -> float:
-        """Of a forward and a backward pass: two and five products of s * s * d a head."""
+        """A forward and a backward pass have two and five products of s * s * d a head."""
         pairs = self.s * (self.s + 1) / 2 if "causal" in self.mask else self.s * self.s
         return 7 * 2 * self.b * self.h * pairs * self.d
 

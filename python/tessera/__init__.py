@@ -11,12 +11,14 @@ line is `python -m tessera --help`.
 """
 
 from ._attention import Gradients, attention, attention_backward, set_num_threads
+from ._cache import append_kv, rotate
 from ._explain import Explanation, explain
 from ._lib import Refused, backends, version as _version
+from ._rope import rope_table
 from ._utilities import alibi_slopes, dropout_mask, merge
 
 __version__ = _version().decode()
 __all__ = [
     "attention", "attention_backward", "explain", "dropout_mask", "merge", "backends",
-    "set_num_threads", "alibi_slopes", "Refused", "Gradients", "Explanation", "__version__",
+    "set_num_threads", "alibi_slopes", "rotate", "rope_table", "append_kv", "Refused", "Gradients", "Explanation", "__version__",
 ]

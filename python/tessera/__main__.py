@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tessera: env, explain, check, bench, demo."""
+"""python -m tessera: env, explain, mask, check, bench, demo."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ EPILOG = """\
 examples:
   python -m tessera env
   python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal"
+  python -m tessera mask "fwd fp32 b=1 s=16 h=1 d=8 window=4,0 align=top_left"
   python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
   python -m tessera bench "fwd bf16 b=1 s=2048 h=8 d=128" --against torch
   python -m tessera demo
@@ -22,12 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["demo"]:
         from . import demo
         return demo.main(argv[1:]) or 0
-    from .cli import bench, case_lines, check, env, explain
+    from .cli import bench, case_lines, check, env, explain, mask
     parser = argparse.ArgumentParser(prog="python -m tessera", description="Dot-product attention, "
                                      "forward and backward, on CPU and NVIDIA GPUs.", epilog=EPILOG,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (env, explain, check, bench):
+    for module in (env, explain, mask, check, bench):
         module.add_parser(commands)
     commands.add_parser("demo", help="the main job on a real model, in a minute, on the CPU")
     args = parser.parse_args(argv)

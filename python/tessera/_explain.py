@@ -6,13 +6,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
-from . import _args, _attention, _lib, _numpy
+import numpy as np
+
+from . import _args, _keywords, _lib, _numpy, _prepared
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _DEVICES = {"cpu": (_lib.CPU, 0), "sm80": (_lib.CUDA, 80), "sm89": (_lib.CUDA, 89),
             "sm90": (_lib.CUDA, 90), "sm100": (_lib.CUDA, 100), "sm120": (_lib.CUDA, 120)}
-_KEYWORDS = _args.ARRAYS[3:] + _args.OPTIONS
-_FORWARD_KEYWORDS = ("return_lse", "return_max_logit", "out")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -21,6 +25,7 @@ class Explanation:
     backend: str | None             # the one that would run
     reasons: dict[str, list[str]]   # of every backend in order; empty for those that could run
     workspace_bytes: int | None     # of the one that would run
+    kernel: str | None              # names of the kernels it would run in, where they have names
     suggestion: str | None          # the nearest change that would help, when none would run
     answer: dict                    # all that the library said
 
@@ -33,18 +38,27 @@ class Explanation:
             (self.backend or "no backend supports this")
 
     def rows(self) -> list[tuple[str, str]]:
-        """(backend, what it says) of every backend, one row for each reason."""
+        """(backend, what it says) of every backend: a row for each reason, why another is faster, its kernels."""
         rows = []
         for name, reasons in self.reasons.items():
+            said = list(reasons)
             if name == self.backend:
                 size = "" if self.workspace_bytes is None else \
                     f", with {self.workspace_bytes} bytes of workspace"
-                rows.append((name, f"runs{size}"))
+                said = [f"runs{size}"]
             elif not reasons:
-                rows.append((name, "could run; another comes first"))
-            else:
-                rows += [(name if i == 0 else "", reason) for i, reason in enumerate(reasons)]
+                said = ["could run; another comes first"]
+            own = self._backends[name]
+            if own["yields"]:
+                said.append(f"yields: {own['yields']}")
+            if own["kernel"]:
+                said.append(f"kernel: {own['kernel']}")
+            rows += [(name if i == 0 else "", text) for i, text in enumerate(said)]
         return rows
+
+    @property
+    def _backends(self) -> dict[str, dict]:
+        return {entry["name"]: entry for entry in self.answer["backends"]}
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -55,51 +69,61 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse=None, device="cpu",
-            **keywords) -> Explanation:
+def explain(q: np.ndarray | str, k: np.ndarray | None = None, v: np.ndarray | None = None, *,
+            backward: bool = False,
+            grads: tuple[str, ...] | dict[str, np.ndarray] = ("dq", "dk", "dv"),
+            dlse: np.ndarray | None = None, device: str = "cpu",
+            **keywords: Unpack[_keywords.Every]) -> Explanation:
     """Which backend attention(q, k, v, **keywords) would use, or attention_backward.
 
-    Or explain(text) for a case line. device is "cpu", "sm80", "sm90" or "sm100"; the hardware need
-    not be there. Raises the ValueErrors that attention would raise, and computes nothing.
+    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
+    attention_backward, as are grads and dlse. device is "cpu", "sm80", "sm90" or "sm100"; the
+    hardware need not be there. Raises the ValueErrors that attention would raise, and computes
+    nothing.
 
     >>> print(tessera.explain(q, k, v, causal=True))
     >>> tessera.explain("bwd bf16 b=2 s=1024 h=16 d=128 causal", device="sm90").backend
     """
-    checker = _args.Arguments(_numpy, "explain")
+    return explained(_numpy, q, k, v, backward, grads, dlse, device, keywords)
+
+
+def explained(arrays, q, k, v, backward, grads, dlse, device, keywords: dict) -> Explanation:
+    """explain of an array library; `device` None is that of q."""
+    checker = _args.Arguments(arrays, "explain")
     backward = checker.boolean("backward", backward)
-    allowed = _KEYWORDS + (() if backward else _FORWARD_KEYWORDS)
-    for name in keywords:
-        if name not in allowed:
-            raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-    target = _device(checker, device)
+    _keywords.check_names("explain", keywords,
+                          _keywords.BACKWARD if backward else _keywords.FORWARD)
     if isinstance(q, str):
         if k is not None or v is not None or backward or dlse is not None or keywords:
             raise checker.error("q", q, "a case text says everything; give no other argument "
                                 "but device")
-        return _answer(None, q, target)
-    given = dict(zip(_args.ARRAYS[:3], (q, k, v)), **keywords)
+        return _answer(None, q, _device(checker, "cpu" if device is None else device))
+    target = None if device is None else _device(checker, device)
+    given = {"q": q, "k": k, "v": v, **keywords}
     if "rng_state" in given:
-        given["rng_state"] = _attention._rng_array("explain", given["rng_state"])
+        given["rng_state"] = _prepared.rng_array(arrays, "explain", given["rng_state"], q)
     if backward:
-        given.update(do=_attention.NEW, o=_attention.NEW, lse=_attention.NEW, dlse=dlse)
-        given.update(_attention._outputs(grads))
-        a, _ = _attention.describe_backward("explain", given)
+        given.update(dict.fromkeys(("do", "o", "lse"), _prepared.NEW), dlse=dlse)
+        given.update(_prepared.gradient_outputs(arrays, grads))
+        a, _ = _prepared.describe_backward(arrays, "explain", given)
     else:
         if dlse is not None:
             raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")
-        a, _ = _attention.describe_forward("explain", given)
-    _validate(a, given)
-    return _answer(a, None, target)
+        a, _ = _prepared.describe_forward(arrays, "explain", given)
+    own = arrays.device(q)
+    if own.kind == _lib.CPU:
+        validate(a, given)
+    return _answer(a, None, target or own)
 
 
-def _validate(a: _args.Arguments, given: dict):
+def validate(a: _args.Arguments, given: dict):
     """Everything that attention would check. Outputs get addresses that nothing ever reads."""
     buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), softmax_scale=a.softmax_scale,
                            softcap=a.softcap, dropout_p=a.dropout_p)
     for source in a.sources:
         array = given[source.name]
         array = array if source.part is None else array[source.part]
-        buffers.data[source.index] = _numpy.pointer(array)
+        buffers.data[source.index] = a.adapter.pointer(array)
     nowhere = 1 << 52
     for index, tensor in enumerate(a.problem.tensor):
         if tensor.dtype and not buffers.data[index]:
@@ -108,7 +132,7 @@ def _validate(a: _args.Arguments, given: dict):
     error = _lib.error_of_thread()
     code = _lib.validate(ctypes.addressof(a.problem), _lib.CPU_ADDRESS, ctypes.addressof(buffers),
                          ctypes.addressof(error))
-    _lib.check(code, error, "explain", a.spelling)
+    _lib.check(code, error, a.operation, a.spelling)
 
 
 def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) -> Explanation:
@@ -123,7 +147,7 @@ def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) ->
                                                      buffer, capacity, error), "explain")
     suggestion = answer["suggestion"]
     return Explanation(backend=answer["backend"], reasons=answer["reasons"],
-                       workspace_bytes=answer["workspace_bytes"],
+                       workspace_bytes=answer["workspace_bytes"], kernel=answer["kernel"],
                        suggestion=suggestion and suggestion["text"], answer=answer)
 
 

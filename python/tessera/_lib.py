@@ -30,11 +30,14 @@ DTYPES = {
 }
 FORMATS = {"bshd": 0, "sbhd": 1, "bhsd": 2, "thd": 3}
 ALIGNS = {"top_left": 1, "bottom_right": 2}
+ALIGN_GIVEN = 3
 
 CAUSAL, WINDOW, MASK_DROP, BIAS_PRE_SCALE = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 SOFTMAX_SCALE, SOFTCAP, DROPOUT, SINK_OFF_BY_ONE = 1 << 4, 1 << 5, 1 << 6, 1 << 7
 DETERMINISTIC, BATCH_INVARIANT, ALLOW_QUADRATIC = 1 << 8, 1 << 9, 1 << 10
 SAME_LENGTHS, MAX_SEQLEN_Q, MAX_SEQLEN_K = 1 << 11, 1 << 12, 1 << 13
+PARTIAL, ACCUMULATE, V_IN_K = 1 << 14, 1 << 15, 1 << 16
+FP8_PRODUCTS, SMOOTH_MEAN, SMOOTH_HADAMARD = 1 << 17, 1 << 18, 1 << 19
 
 # enum tessera_index in lower case, in order.
 TENSORS = (
@@ -42,7 +45,8 @@ TENSORS = (
     "alibi_slopes", "seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k",
     "cu_seqlens_q_padded", "cu_seqlens_k_padded", "page_table_k", "page_table_v", "k_scale",
     "v_scale", "rng_state", "o", "lse", "max_logit", "do", "dlse", "dq", "dk", "dv", "dbias",
-    "dsink", "dalibi_slopes",
+    "dsink", "dalibi_slopes", "q_start", "k_start", "shift", "q_scale", "do_scale", "o_scale",
+    "dq_scale", "dk_scale", "dv_scale", "amax_o", "amax_dq", "amax_dk", "amax_dv", "keep_tail",
 )
 INDEX = {name: i for i, name in enumerate(TENSORS)}
 
@@ -56,7 +60,8 @@ class Problem(ctypes.Structure):
     _fields_ = [("struct_size", c_uint32), ("pass_", c_int32), ("flags", c_uint32),
                 ("align", c_int32), ("format_q", c_int32), ("format_kv", c_int32),
                 ("window_left", c_int64), ("window_right", c_int64), ("max_seqlen_q", c_int64),
-                ("max_seqlen_k", c_int64), ("backend", c_char * 16), ("reserved", c_int64 * 6),
+                ("max_seqlen_k", c_int64), ("backend", c_char * 16), ("q_scale_block", c_int32),
+                ("k_scale_block", c_int32), ("shift", c_int64), ("reserved", c_int64 * 4),
                 ("tensor", Tensor * len(TENSORS))]
 
 
@@ -64,7 +69,8 @@ class Buffers(ctypes.Structure):
     _fields_ = [("struct_size", c_uint32), ("num_threads", c_int32), ("softmax_scale", c_double),
                 ("softcap", c_double), ("dropout_p", c_double), ("stream", c_uint64),
                 ("parallel_for", c_uint64), ("parallel_context", c_uint64), ("workspace", c_uint64),
-                ("workspace_bytes", c_int64), ("reserved", c_int64 * 6),
+                ("workspace_bytes", c_int64), ("sm_margin", c_int32), ("reserved_half", c_int32),
+                ("interrupt", c_uint64), ("reserved", c_int64 * 4),
                 ("data", c_uint64 * len(TENSORS))]
 
 
@@ -79,6 +85,28 @@ class Info(ctypes.Structure):
 
 class Error(ctypes.Structure):
     _fields_ = [("struct_size", c_uint32), ("code", c_int32), ("message", c_char * 2048)]
+
+
+# enum tessera_rotate_index and tessera_append_index in lower case, in order; arrays have room for more.
+ROTATE_TENSORS = ("x", "y", "cos", "sin", "positions")
+APPEND_TENSORS = ("k", "v", "k_cache", "v_cache", "seqlens", "cu_seqlens", "page_table", "k_scale",
+                  "v_scale", "cos", "sin", "q", "q_out", "seqlens_q")
+INTERLEAVED, INVERSE = 1 << 0, 1 << 1
+
+
+def _arguments(room: int):
+    """The fields of tessera_rotate_args and tessera_append_args."""
+    return [("struct_size", c_uint32), ("format", c_int32), ("flags", c_uint32),
+            ("reserved_half", c_int32), ("reserved", c_int64 * 4), ("tensor", Tensor * room),
+            ("data", c_uint64 * room)]
+
+
+class RotateArgs(ctypes.Structure):
+    _fields_ = _arguments(8)
+
+
+class AppendArgs(ctypes.Structure):
+    _fields_ = _arguments(16)
 
 
 class Refused(RuntimeError):
@@ -101,9 +129,10 @@ def raise_error(error: Error, operation: str, spelling: dict[str, str] | None = 
     raise _EXCEPTIONS.get(error.code, RuntimeError)(f"tessera.{operation}: {message}")
 
 
-def _load() -> ctypes.CDLL:
+def load(name: str) -> ctypes.CDLL:
+    """libtessera.so, or libtessera_check.so: beside this file in a wheel, in build/lib in a checkout."""
     package = Path(__file__).resolve().parent
-    places = [package / "libtessera.so", package.parents[1] / "build" / "lib" / "libtessera.so"]
+    places = [package / name, package.parents[1] / "build" / "lib" / name]
     for place in places:
         if place.exists():
             try:
@@ -111,14 +140,14 @@ def _load() -> ctypes.CDLL:
             except OSError as error:
                 raise ImportError(f"tessera: {place} does not load: {error}; rebuild it with "
                                   "`./dev build`, or reinstall tessera-attention") from error
-    raise ImportError("tessera: libtessera.so not found; looked at " +
+    raise ImportError(f"tessera: {name} not found; looked at " +
                       " and ".join(map(str, places)) +
                       "; build it with `./dev build` in a source checkout, or install the wheel "
                       "with `pip install tessera-attention`")
 
 
 LogCallback = CFUNCTYPE(None, c_void_p, c_char_p, c_char_p)
-lib = _load()
+lib = load("libtessera.so")
 
 
 def _declare(name: str, result, *arguments):
@@ -137,8 +166,11 @@ explain = _declare("tessera_explain", c_int64, _address, c_char_p, _address, c_c
 merge = _declare("tessera_merge", c_int32, c_int64, c_int32, POINTER(Tensor), POINTER(c_void_p),
                  POINTER(Tensor), POINTER(c_void_p), _address, c_void_p, _address, c_void_p,
                  _address, _address, _address)
-dropout_mask = _declare("tessera_dropout_mask", c_int32, c_int64, c_int64, c_int64, c_int64,
-                        c_double, c_void_p, c_void_p, _address, _address, _address)
+dropout_mask_at = _declare("tessera_dropout_mask_at", c_int32, c_int64, c_int64, c_int64, c_int64,
+                           c_double, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, _address,
+                           _address, _address)
+rotate = _declare("tessera_rotate", c_int32, _address, _address, _address, _address)
+append = _declare("tessera_append", c_int32, _address, _address, _address, _address)
 backend_name = _declare("tessera_backend_name", c_char_p, c_int32)
 describe = _declare("tessera_describe", c_int64, c_char_p, c_int64)
 set_log = _declare("tessera_set_log", None, c_void_p, c_void_p)

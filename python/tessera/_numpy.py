@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy's adapter for _args, and the memory that NumPy calls need."""
+"""NumPy's adapter for _args and _prepared."""
 
 from __future__ import annotations
 
@@ -54,7 +54,37 @@ def pointer(x: np.ndarray) -> int:
     return _word_at(_capsule_pointer(capsule, None) + _DATA_OFFSET).value
 
 
-def empty(operation: str, name: str, shape, dtype) -> np.ndarray:
+def dtype(name: str) -> np.dtype:
+    """The dtype of a name in _lib.DTYPES; bf16 and fp8 come from ml_dtypes."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def signature(x):
+    """1, 1.0 and True are three."""
+    if type(x) is np.ndarray:
+        return x.shape, x.strides, x.dtype, x.flags.writeable
+    if type(x) is tuple:
+        return tuple(map(signature, x))
+    return type(x), x
+
+
+def device(_) -> _lib.Device:
+    return _lib.CPU_DEVICE
+
+
+def int64(x) -> np.ndarray:
+    return np.ascontiguousarray(x, np.int64)
+
+
+def integers(words, _) -> np.ndarray:
+    return np.array(words, np.int64)
+
+
+def empty(operation: str, name: str, shape, dtype, like=None) -> np.ndarray:
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
@@ -62,7 +92,7 @@ def empty(operation: str, name: str, shape, dtype) -> np.ndarray:
                           "fit in memory") from error
 
 
-def workspace(operation: str, size: int):
+def workspace(operation: str, size: int, like=None):
     """(address, owner) of `size` bytes, 64-byte aligned, for this thread's current call."""
     try:
         capacity, address, owner = _local.workspace

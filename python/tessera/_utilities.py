@@ -5,21 +5,30 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from . import _args, _attention, _lib, _numpy
+from . import _args, _keywords, _lib, _numpy, _prepared
 
 
-def merge(parts, *, layout="bshd"):
+def merge(parts: Sequence[tuple[np.ndarray, np.ndarray]], *, layout: _keywords.Format = "bshd",
+          out_dtype: object = None) -> tuple[np.ndarray, np.ndarray]:
     """Attention over the union of disjoint key sets, from the (o, lse) of each.
 
-    parts is a list of (o, lse), all of one shape and dtype. Returns a new (o, lse). A part's o is
-    not read where its lse is -inf; a sink belongs to one part only.
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
+    "sbhd", "bhsd" or "thd". Returns a new (o, lse); o has the parts' dtype, or out_dtype, float32
+    beside parts of 16 bits or the other way round. A part's o is not read where its lse is -inf; a
+    sink belongs to one part only. ValueError: anything else.
 
     >>> o, lse = tessera.merge([(o1, lse1), (o2, lse2)])
     """
-    a = _args.Arguments(_numpy, "merge")
+    return merged(_numpy, parts, layout, out_dtype)
+
+
+def merged(arrays, parts, layout, out_dtype=None):
+    """merge of an array library."""
+    a = _args.Arguments(arrays, "merge")
     a.layout_q = a.choice("layout", layout, tuple(_lib.FORMATS))
     if not isinstance(parts, (list, tuple)) or not parts:
         raise a.error("parts", parts, "must be a list of at least one pair (o, lse)")
@@ -30,32 +39,46 @@ def merge(parts, *, layout="bshd"):
     for i, part in enumerate(parts):
         if not isinstance(part, (list, tuple)) or len(part) != 2:
             raise a.error(f"parts[{i}]", part, "must be a pair (o, lse)")
-        a.put("o", f"parts[{i}].o", part[0], a.order_q, axes="b, sq, hq, dv")
-        a.put("lse", f"parts[{i}].lse", part[1], a.order_rows, axes="b, hq, sq")
+        infos = (a.put("o", f"parts[{i}].o", part[0], a.order_q, axes="b, sq, hq, dv"),
+                 a.put("lse", f"parts[{i}].lse", part[1], a.order_rows, axes="b, hq, sq"))
+        first = infos if i == 0 else first
         for side, index in enumerate((o_index, lse_index)):
             tensors[side][i] = a.problem.tensor[index]
-            pointers[side][i] = _numpy.pointer(part[side])
-    first_o, first_lse = parts[0]
-    a.put_new("o", first_o.dtype.name, first_o.shape, a.order_q)
-    a.put_new("lse", first_lse.dtype.name, first_lse.shape, a.order_rows)
-    o = _numpy.empty("merge", "o", first_o.shape, first_o.dtype)
-    lse = _numpy.empty("merge", "lse", first_lse.shape, first_lse.dtype)
+            pointers[side][i] = arrays.pointer(part[side])
+    like, outputs = parts[0][0], []
+    dtypes = (first[0].dtype if out_dtype is None else a.dtype("out_dtype", out_dtype), first[1].dtype)
+    for name, dtype, info, order in zip(("o", "lse"), dtypes, first, (a.order_q, a.order_rows)):
+        a.put_new(name, dtype, info.shape, order)
+        outputs.append(arrays.empty("merge", name, info.shape, arrays.dtype(dtype), like))
+    o, lse = outputs
     error = _lib.error_of_thread()
-    context = _context()
+    device, context = arrays.device(like), _context(arrays, like)
     code = _lib.merge(n, _lib.FORMATS[layout], tensors[0], pointers[0], tensors[1], pointers[1],
-                      ctypes.addressof(a.problem.tensor[o_index]), _numpy.pointer(o),
-                      ctypes.addressof(a.problem.tensor[lse_index]), _numpy.pointer(lse),
-                      _lib.CPU_ADDRESS, ctypes.addressof(context), ctypes.addressof(error))
+                      ctypes.addressof(a.problem.tensor[o_index]), arrays.pointer(o),
+                      ctypes.addressof(a.problem.tensor[lse_index]), arrays.pointer(lse),
+                      ctypes.addressof(device), ctypes.addressof(context), ctypes.addressof(error))
     _lib.check(code, error, "merge")
     return o, lse
 
 
-def dropout_mask(b, hq, sq, sk, dropout_p, rng_state) -> np.ndarray:
+def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
+                 rng_state: np.ndarray | tuple[int, ...] | list[int], *,
+                 q_start: np.ndarray | None = None, k_start: np.ndarray | None = None
+                 ) -> np.ndarray:
     """The mask that attention(dropout_p=, rng_state=) applies: bool [b, hq, sq, sk], True = kept.
+
+    b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset) or
+    (seed, offset, first, stride), int64 or integers; q_start and k_start, int32 or int64 [b], are the
+    positions of each sequence's first row and key, None: 0. ValueError: anything else.
 
     >>> keep = tessera.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
     """
-    a = _args.Arguments(_numpy, "dropout_mask")
+    return masked(_numpy, b, hq, sq, sk, dropout_p, rng_state, q_start, k_start)
+
+
+def masked(arrays, b, hq, sq, sk, dropout_p, rng_state, q_start=None, k_start=None):
+    """dropout_mask of an array library."""
+    a = _args.Arguments(arrays, "dropout_mask")
     extents = []
     for name, value in (("b", b), ("hq", hq), ("sq", sq), ("sk", sk)):
         extents.append(a.integer(name, value))
@@ -64,23 +87,24 @@ def dropout_mask(b, hq, sq, sk, dropout_p, rng_state) -> np.ndarray:
     if math.prod(extents) >= 2**63:
         raise a.error("b, hq, sq, sk", tuple(extents), "the mask must have fewer than 2^63 elements")
     p = a.number("dropout_p", dropout_p)
-    state = _attention._rng_array("dropout_mask", rng_state)
-    a.put("rng_state", "rng_state", state, (0,), axes="seed and offset")
-    if state.dtype != np.int64 or state.shape != (2,):
-        raise a.error("rng_state", f"{state.dtype}{list(state.shape)}", "must be int64 of shape [2]")
-    state = np.ascontiguousarray(state)
-    keep = _numpy.empty("dropout_mask", "keep", tuple(extents), np.bool_)
+    state = _prepared.rng_array(arrays, "dropout_mask", rng_state, None)
+    _args.mask_inputs(a, extents[0], state, {"q_start": q_start, "k_start": k_start})
+    state, *starts = (None if x is None else arrays.int64(x) for x in (state, q_start, k_start))
+    keep = arrays.empty("dropout_mask", "keep", (*extents,), arrays.dtype("bool"), state)
     error = _lib.error_of_thread()
-    context = _context()
-    code = _lib.dropout_mask(*extents, p, _numpy.pointer(state), _numpy.pointer(keep),
-                             _lib.CPU_ADDRESS, ctypes.addressof(context), ctypes.addressof(error))
+    device, context = arrays.device(state), _context(arrays, state)
+    code = _lib.dropout_mask_at(*extents, p, arrays.pointer(state), state.shape[0],
+                                *(None if x is None else arrays.pointer(x) for x in starts),
+                                arrays.pointer(keep), ctypes.addressof(device),
+                                ctypes.addressof(context), ctypes.addressof(error))
     _lib.check(code, error, "dropout_mask")
     return keep
 
 
-def alibi_slopes(hq) -> np.ndarray:
+def alibi_slopes(hq: int) -> np.ndarray:
     """The usual ALiBi slopes, fp32 [hq]: 2^(-8i/n) for a power of two n, i = 1..n; for other hq the
-    series of the power of two below, then every other slope of the one above.
+    series of the power of two below, then every other slope of the one above. hq is the number of
+    query heads, >= 1, or it is a ValueError.
 
     >>> o = tessera.attention(q, k, v, alibi_slopes=tessera.alibi_slopes(16), align="top_left")
     """
@@ -96,6 +120,9 @@ def alibi_slopes(hq) -> np.ndarray:
     return np.concatenate([series(power), series(2 * power)[::2][:n - power]]).astype(np.float32)
 
 
-def _context() -> _lib.Buffers:
-    return _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers),
-                        num_threads=_attention._num_threads)
+def _context(arrays, like) -> _lib.Buffers:
+    context = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers),
+                           num_threads=_prepared.num_threads)
+    if arrays.device(like).kind != _lib.CPU:
+        context.stream = arrays.stream(like)
+    return context

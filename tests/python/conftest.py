@@ -9,6 +9,12 @@ def pytest_addoption(parser):
     parser.addoption("--examples", type=int, default=DEFAULT,
                      help="random problems for each property; any other number than the default "
                      "draws new ones each time (nightly: 20000)")
+    parser.addoption("--te-jax-all", action="store_true",
+                     help="402 of TransformerEngine's calls for JAX, not 60 (nightly)")
+    parser.addoption("--hf-all", action="store_true",
+                     help="every architecture of transformers, not only some (nightly)")
+    parser.addoption("--te-full", action="store_true",
+                     help="TransformerEngine's Paddle cases at their full lengths (a GPU, or an hour)")
 
 
 @pytest.fixture

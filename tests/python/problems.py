@@ -47,151 +47,186 @@ def _lengths(rng, b, s, dtype):
 
 @st.composite
 def problems(draw, dtypes=("fp32", "fp32", "bf16", "fp16"), dropout=True):
-    pick = lambda *options: draw(st.sampled_from(options))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    dtype = pick(*dtypes)
-    element = DTYPES[dtype]
-    layouts = ("bshd", "sbhd", "bhsd", "thd")
-    layout_q = pick(*layouts)
-    layout_k = pick(layout_q, layout_q, layout_q, *layouts)
-    paged = pick(False, False, False, False, True)
-    b, hk = pick(2, 1, 3, 0), pick(1, 2, 3)
-    hq = hk * pick(1, 2, 4)
-    dqk = pick(8, 1, 16, 24, 33, 64, 72)
-    dv = pick(dqk, dqk, 1, 12, 40, 64)
-    sq, sk = draw(st.integers(0, 70)), draw(st.integers(0, 140))
-    if pick(False, True):
-        sk = sq
-    integer = pick(np.int32, np.int64)
-    kw = {"layout": layout_q if layout_q == layout_k else (layout_q, layout_k)}
+    drawing = _Drawing(draw, dtypes)
+    drawing.sides()
+    if drawing.paged:
+        drawing.pages()
+    drawing.tensors()
+    drawing.band()
+    drawing.masks()
+    drawing.bias()
+    drawing.score(dropout)
+    return drawing.done()
 
-    # lengths, and where each side's valid rows are: rows[side] = list of index tuples
-    sides, extents, lens = [], [], []
-    same = False
-    for side, (layout, s) in enumerate(((layout_q, sq), (layout_k, sk))):
-        name = "qk"[side]
-        if side == 1 and paged:
-            sides.append("paged")
-            lens.append(None)
-            extents.append(s)
-        elif layout == "thd":
-            n = _lengths(rng, b, s, integer)
-            if side == 1 and layout_q == "thd" and sq == sk and pick(False, True):
-                same, n = True, lens[0]
-            cu = np.concatenate([[0], np.cumsum(n)]).astype(integer)
-            kw[f"cu_seqlens_{name}"] = kw["cu_seqlens_q"] if same else cu
-            t = int(cu[-1])
-            if pick(False, True):
-                gaps = rng.integers(0, 4, b + 1)
-                stored = cu + np.cumsum(gaps)
-                kw[f"cu_seqlens_{name}_padded"] = stored.astype(integer)
-                t = int(stored[-1]) + int(rng.integers(0, 3))
-            if pick(False, True):
-                kw[f"max_seqlen_{name}"] = int(max(n, default=0)) + pick(0, 0, 3)
-            sides.append("packed")
-            lens.append(n)
-            extents.append(t)
+
+class _Drawing:
+    """A problem on its way: each method draws a part of it, most of them into the keywords kw."""
+
+    def __init__(self, draw, dtypes):
+        self._draw = draw
+        pick = self.pick
+        self.rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        self.dtype = pick(*dtypes)
+        self.element = DTYPES[self.dtype]
+        layouts = ("bshd", "sbhd", "bhsd", "thd")
+        layout_q = pick(*layouts)
+        self.layouts = (layout_q, pick(layout_q, layout_q, layout_q, *layouts))
+        self.paged = pick(False, False, False, False, True)
+        self.b, self.hk = pick(2, 1, 3, 0), pick(1, 2, 3)
+        self.hq = self.hk * pick(1, 2, 4)
+        self.dqk = pick(8, 1, 16, 24, 33, 64, 72)
+        self.dv = pick(self.dqk, self.dqk, 1, 12, 40, 64)
+        sq, sk = draw(st.integers(0, 70)), draw(st.integers(0, 140))
+        self.s = (sq, sq if pick(False, True) else sk)
+        self.integer = pick(np.int32, np.int64)
+        self.kw = {"layout": layout_q if layout_q == self.layouts[1] else self.layouts}
+        self.clean = {}
+        # What each side is: packed, padded or paged; rows as stored; the lengths of its sequences, or None.
+        self.kinds, self.extents, self.lens = [], [], []
+        self.same_lens = False  # one array for both sides
+
+    def pick(self, *options):
+        return self._draw(st.sampled_from(options))
+
+    def sides(self):
+        for side, (layout, s) in enumerate(zip(self.layouts, self.s)):
+            if side == 1 and self.paged:
+                kind, extent, n = "paged", s, None
+            elif layout == "thd":
+                kind, extent, n = "packed", *self._packed(side, s)
+            else:
+                kind, extent, n = "padded", s, self._padded(side, s)
+            self.kinds.append(kind)
+            self.extents.append(extent)
+            self.lens.append(n)
+
+    def _packed(self, side, s):
+        """Rows that are stored, and lengths."""
+        kw, name = self.kw, "qk"[side]
+        n = _lengths(self.rng, self.b, s, self.integer)
+        if side == 1 and self.layouts[0] == "thd" and self.s[0] == s and self.pick(False, True):
+            self.same_lens, n = True, self.lens[0]
+        cu = np.concatenate([[0], np.cumsum(n)]).astype(self.integer)
+        kw[f"cu_seqlens_{name}"] = kw["cu_seqlens_q"] if self.same_lens else cu
+        t = int(cu[-1])
+        if self.pick(False, True):
+            stored = cu + np.cumsum(self.rng.integers(0, 4, self.b + 1))
+            kw[f"cu_seqlens_{name}_padded"] = stored.astype(self.integer)
+            t = int(stored[-1]) + int(self.rng.integers(0, 3))
+        if self.pick(False, True):
+            kw[f"max_seqlen_{name}"] = int(max(n, default=0)) + self.pick(0, 0, 3)
+        return t, n
+
+    def _padded(self, side, s):
+        """Lengths, or None for sequences as long as the extent."""
+        if not self.pick(False, True):
+            return None
+        n = _lengths(self.rng, self.b, s, self.integer)
+        if side == 1 and self.kinds[0] == "padded" and self.lens[0] is not None and \
+                self.s[0] == s and self.pick(False, True):
+            self.same_lens, n = True, self.lens[0]
+        self.kw[f"seqlens_{'qk'[side]}"] = self.kw["seqlens_q"] if self.same_lens else n
+        return n
+
+    def pages(self):
+        size, per = self.pick(4, 1, 16), self.pick(1, 2, 5)
+        self.pools = (per * max(self.b, 1) + self.pick(0, 3), per * max(self.b, 1) + 1)
+        self.lens[1] = self.kw["seqlens_k"] = _lengths(self.rng, self.b, per * size, self.integer)
+        tables = [self.rng.permutation(min(self.pools))[:per * self.b].reshape(self.b, per)
+                  .astype(np.int32) for _ in range(2)]
+        self.kw["page_table"] = tuple(tables) if self.pick(False, True) else tables[0]
+        self.page_size, self.extents[1] = size, per * size
+
+    def tensors(self):
+        if self.paged:
+            stored = [(pages, self.page_size, self.hk) for pages in self.pools]
+            k_shape, v_shape = (*stored[0], self.dqk), (*stored[1], self.dv)
         else:
-            n = None
-            if pick(False, True):
-                n = _lengths(rng, b, s, integer)
-                if side == 1 and sides[0] == "padded" and lens[0] is not None and sq == sk and \
-                        pick(False, True):
-                    same, n = True, lens[0]
-                kw[f"seqlens_{name}"] = kw["seqlens_q"] if same else n
-            sides.append("padded")
-            lens.append(n)
-            extents.append(s)
+            k_shape, v_shape = (_shape(self.b, self.extents[1], self.hk, d, self.layouts[1])
+                                for d in (self.dqk, self.dv))
+        q_shape = _shape(self.b, self.extents[0], self.hq, self.dqk, self.layouts[0])
+        for name, shape in zip("qkv", (q_shape, k_shape, v_shape)):
+            self.clean[name] = self.rng.standard_normal(shape).astype(self.element)
 
-    if paged:
-        size, per = pick(4, 1, 16), pick(1, 2, 5)
-        pools = (per * max(b, 1) + pick(0, 3), per * max(b, 1) + 1)
-        lens[1] = _lengths(rng, b, per * size, integer)
-        kw["seqlens_k"] = lens[1]
-        tables = [rng.permutation(min(pools))[:per * b].reshape(b, per).astype(np.int32)
-                  for _ in range(2)]
-        kw["page_table"] = tuple(tables) if pick(False, True) else tables[0]
-        extents[1] = per * size
-        k_shape, v_shape = (pools[0], size, hk, dqk), (pools[1], size, hk, dv)
-    else:
-        k_shape = _shape(b, extents[1], hk, dqk, layout_k)
-        v_shape = _shape(b, extents[1], hk, dv, layout_k)
-    q_shape = _shape(b, extents[0], hq, dqk, layout_q)
-    q, k, v = (rng.standard_normal(s).astype(element) for s in (q_shape, k_shape, v_shape))
+    def band(self):
+        kw, pick = self.kw, self.pick
+        if pick(False, True):
+            kw["causal"] = True
+        if pick(False, False, True):
+            right = pick(-1, 0) if kw.get("causal") else pick(-1, 0, 3, 2**62)
+            kw["window"] = (pick(-1, 0, 5, 20), right)
+        if pick(False, False, False, True):
+            shape = pick((self.hq,), (self.b, self.hq), (1, self.hq))
+            kw["alibi_slopes"] = self.rng.uniform(-0.1, 0.6, shape) \
+                .astype(pick(np.float32, self.element))
+        window = kw.get("window", (-1, -1))
+        band = kw.get("causal") or window != (-1, -1) or "alibi_slopes" in kw
+        equal = self.same_lens or (self.kinds == ["padded", "padded"] and self.s[0] == self.s[1] and
+                                   all(n is None for n in self.lens))
+        if (band and not equal) or pick(False, False, True):
+            kw["align"] = pick("top_left", "bottom_right")
 
-    # band
-    if pick(False, True):
-        kw["causal"] = True
-    if pick(False, False, True):
-        right = pick(-1, 0) if kw.get("causal") else pick(-1, 0, 3, 2**62)
-        kw["window"] = (pick(-1, 0, 5, 20), right)
-    if pick(False, False, False, True):
-        kw["alibi_slopes"] = rng.uniform(-0.1, 0.6, pick((hq,), (b, hq), (1, hq))) \
-            .astype(pick(np.float32, element))
-    window = kw.get("window", (-1, -1))
-    band = kw.get("causal") or window != (-1, -1) or "alibi_slopes" in kw
-    equal = same or (sides == ["padded", "padded"] and lens[0] is None and lens[1] is None and
-                     sq == sk)
-    if (band and not equal) or pick(False, False, True):
-        kw["align"] = pick("top_left", "bottom_right")
-
-    # masks and bias: extents by position, of which thd needs max_seqlen
-    def dense_shape():
+    def _dense_shape(self):
+        """A mask's or a bias's: extents by position, for which thd needs max_seqlen."""
         dims = []
-        for full, side in ((b, None), (hq, None), (extents[0], 0), (extents[1], 1)):
-            broadcast = pick(False, False, True)
-            if not broadcast and side is not None and sides[side] == "packed":
-                name = f"max_seqlen_{'qk'[side]}"
-                kw.setdefault(name, int(max(lens[side], default=0)))
-                full = kw[name]
+        for full, side in ((self.b, None), (self.hq, None), (self.extents[0], 0), (self.extents[1], 1)):
+            broadcast = self.pick(False, False, True)
+            if not broadcast and side is not None and self.kinds[side] == "packed":
+                full = self.kw.setdefault(f"max_seqlen_{'qk'[side]}",
+                                          int(max(self.lens[side], default=0)))
             dims.append(1 if broadcast else full)
-        while len(dims) > 1 and dims[0] == 1 and pick(False, True):
+        while len(dims) > 1 and dims[0] == 1 and self.pick(False, True):
             dims = dims[1:]
         return tuple(dims)
 
-    mask = pick(None, None, None, "keep", "drop", "ranges", "two")
-    if mask in ("keep", "drop"):
-        kw[mask] = rng.random(dense_shape()) < 0.6
-    elif mask:
-        shape = (pick(hq, 1), pick(extents[0], 1), 2 if mask == "ranges" else 4)
-        if layout_q != "thd":
-            shape = (pick(b, 1),) + shape
-        kw["key_ranges"] = rng.integers(-3, extents[1] + 5, shape).astype(np.int32)
-    if pick(False, False, False, True):
-        shapes = [(extents[0],) if layout_q == "thd" else (b, extents[0]),
-                  (extents[1],) if sides[1] == "packed" else (b, extents[1])]
-        ids = tuple(rng.integers(-1, 2, s).astype(np.int32) for s in shapes)
-        kw["segment_ids"] = ids[0] if shapes[0] == shapes[1] and pick(False, True) else ids
-    if pick(False, False, True):
-        bias = rng.standard_normal(dense_shape()).astype(pick(np.float32, element))
+    def masks(self):
+        kw, pick, rng, packed_q = self.kw, self.pick, self.rng, self.layouts[0] == "thd"
+        mask = pick(None, None, None, "keep", "drop", "ranges", "two")
+        if mask in ("keep", "drop"):
+            kw[mask] = rng.random(self._dense_shape()) < 0.6
+        elif mask:
+            shape = (pick(self.hq, 1), pick(self.extents[0], 1), 2 if mask == "ranges" else 4)
+            if not packed_q:
+                shape = (pick(self.b, 1),) + shape
+            kw["key_ranges"] = rng.integers(-3, self.extents[1] + 5, shape).astype(np.int32)
+        if pick(False, False, False, True):
+            shapes = [(self.extents[0],) if packed_q else (self.b, self.extents[0]),
+                      (self.extents[1],) if self.kinds[1] == "packed" else (self.b, self.extents[1])]
+            ids = tuple(rng.integers(-1, 2, s).astype(np.int32) for s in shapes)
+            kw["segment_ids"] = ids[0] if shapes[0] == shapes[1] and pick(False, True) else ids
+
+    def bias(self):
+        if not self.pick(False, False, True):
+            return
+        bias = self.rng.standard_normal(self._dense_shape()) \
+            .astype(self.pick(np.float32, self.element))
+        if self.pick(False, False, True):
+            bias[self.rng.random(bias.shape) < 0.1] = -np.inf
+        self.clean["bias"] = bias
+        self.kw["bias_at"] = self.pick("post_scale", "pre_scale")
+
+    def score(self, dropout):
+        kw, pick, rng = self.kw, self.pick, self.rng
         if pick(False, False, True):
-            bias[rng.random(bias.shape) < 0.1] = -np.inf
-        kw["bias"] = bias
-        kw["bias_at"] = pick("post_scale", "pre_scale")
+            kw["softmax_scale"] = pick(0.0, 0.25, 1.0, np.float32(0.5), 1)
+        if pick(False, False, False, True):
+            kw["softcap"] = pick(0, 2.0, 30)
+        sink = pick(None, None, None, "off_by_one", "learnable")
+        if sink:
+            kw["sink"] = rng.standard_normal(self.hq).astype(pick(np.float32, self.element)) \
+                if sink == "learnable" else sink
+        if dropout and pick(False, False, False, True):
+            kw["dropout_p"] = pick(0.5, 0.1, 0.9)
+            state = [int(rng.integers(-2**62, 2**62)), int(rng.integers(0, 2**40))]
+            kw["rng_state"] = pick(state, tuple(state), np.array(state, np.int64))
 
-    # score
-    if pick(False, False, True):
-        kw["softmax_scale"] = pick(0.0, 0.25, 1.0, np.float32(0.5), 1)
-    if pick(False, False, False, True):
-        kw["softcap"] = pick(0, 2.0, 30)
-    sink = pick(None, None, None, "off_by_one", "learnable")
-    if sink:
-        kw["sink"] = rng.standard_normal(hq).astype(pick(np.float32, element)) \
-            if sink == "learnable" else sink
-    if dropout and pick(False, False, False, True):
-        kw["dropout_p"] = pick(0.5, 0.1, 0.9)
-        state = [int(rng.integers(-2**62, 2**62)), int(rng.integers(0, 2**40))]
-        kw["rng_state"] = pick(state, tuple(state), np.array(state, np.int64))
-
-    clean = {"q": q, "k": k, "v": v}
-    if "bias" in kw:
-        clean["bias"] = kw["bias"]
-    poisoned = _poison(clean, kw, sides, extents, lens, b)
-    if "bias" in kw:
-        kw["bias"] = poisoned.pop("bias")
-    if pick(False, False, True):
-        poisoned = {name: strided(x) for name, x in poisoned.items()}
-    return Drawn(**poisoned, keywords=kw, clean=clean, dtype=dtype)
+    def done(self):
+        poisoned = _poison(self.clean, self.kw, self.kinds, self.extents, self.lens, self.b)
+        if "bias" in poisoned:
+            self.kw["bias"] = poisoned.pop("bias")
+        if self.pick(False, False, True):
+            poisoned = {name: strided(x) for name, x in poisoned.items()}
+        return Drawn(**poisoned, keywords=self.kw, clean=self.clean, dtype=self.dtype)
 
 
 def strided(x):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import oracle
+import signatures
 import tessera
-from tessera import _args
+from tessera import _keywords
 
 RNG = np.random.default_rng(1)
 
@@ -383,6 +384,22 @@ def test_dropout_mask(state, p):
             keep[n], oracle.dropout_keep(n, 3, np.arange(37), np.arange(50), p, state))
 
 
+def test_dropout_mask_of_a_part():
+    """A block of sequences, heads, rows and keys has the bits of the whole."""
+    whole = tessera.dropout_mask(3, 4, 60, 70, 0.4, (5, 1))
+    starts = dict(q_start=np.array([3, 16], np.int32), k_start=np.array([37, 0]))
+    part = tessera.dropout_mask(2, 2, 40, 33, 0.4, np.array([5, 1, 1 * 4 + 2, 4]), **starts)
+    for n, (i, j) in enumerate(zip(*starts.values())):
+        np.testing.assert_array_equal(part[n], whole[1 + n, 2:, i:i + 40, j:j + 33])
+
+
+def test_dropout_of_a_part_of_the_heads():
+    q, k, v = qkv(3, 20, 30, 4, 4, 8, 8)
+    o = tessera.attention(q, k, v, dropout_p=0.3, rng_state=(5, 1))
+    part = tessera.attention(*(x[1:, :, 2:] for x in (q, k, v)), dropout_p=0.3, rng_state=(5, 1, 6, 4))
+    np.testing.assert_array_equal(part, o[1:, :, 2:])
+
+
 def test_dropout_is_the_mask():
     q, k, v = qkv(2, 20, 30, 4, 2, 8, 8)
     kw = dict(dropout_p=0.3, rng_state=np.array([11, 4]))
@@ -461,9 +478,17 @@ def test_explain_raises_what_attention_raises():
 # ---- the package ----
 
 def test_signatures_name_every_keyword():
-    for function in (tessera.attention, tessera.attention_backward):
-        parameters = set(inspect.signature(function).parameters)
-        assert parameters >= set(_args.ARRAYS) | set(_args.OPTIONS)
+    for function, table in ((tessera.attention, _keywords.FORWARD),
+                            (tessera.attention_backward, _keywords.BACKWARD)):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters)[-len(table):] == list(table)
+        for name, row in table.items():
+            assert parameters[name].default == row.default
+
+
+@pytest.mark.parametrize("function", signatures.public_functions(tessera), ids=lambda function: function.__name__)
+def test_docstrings_and_annotations_have_every_parameter(function):
+    signatures.assert_described(function)
     with pytest.raises(TypeError, match="colour"):
         tessera.attention(*qkv(), colour=1)
 
@@ -524,3 +549,121 @@ def test_scalars_beyond_fp32(scale, cap):
     if scale is None or cap:
         grads = tessera.attention_backward(np.ones_like(o), q, k, v, o=o, lse=lse, **keywords)
         assert all(np.isfinite(g).all() for g in (grads.dq, grads.dk, grads.dv))
+
+
+UNBUILT = {
+    "accumulate": True, "precision": "fp8",
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_what_no_backend_has_yet_is_refused_by_name(name):
+    q = np.ones((2, 8, 2, 16), np.float32).astype(ml_dtypes.bfloat16)
+    more = {"out": np.empty_like(q)} if name == "accumulate" else {}
+    with pytest.raises(tessera.Refused, match=f"{name}="):
+        tessera.attention(q, q.copy(), q.copy(), return_lse=True, **{name: UNBUILT[name]}, **more)
+
+
+def test_align_is_a_diagonal_too():
+    q, k, v = (RNG.standard_normal((2, n, 2, 16)).astype(np.float32) for n in (5, 9, 9))
+    truth = tessera.attention(q, k, v, causal=True, align="top_left")
+    np.testing.assert_array_equal(tessera.attention(q, k, v, causal=True, align=0), truth)
+    np.testing.assert_array_equal(tessera.attention(q, k, v, align=3), tessera.attention(q, k, v))
+    i, j = np.ogrid[:5, :9]
+    for align in (3, -2, np.array([1, 2]), np.array([40, -40], np.int32)):
+        shift = np.broadcast_to(align, 2).reshape(2, 1, 1, 1)
+        for backend in (None, "reference"):
+            np.testing.assert_allclose(
+                tessera.attention(q, k, v, causal=True, align=align, backend=backend),
+                tessera.attention(q, k, v, keep=j <= i + shift), atol=1e-6)
+    with pytest.raises(ValueError, match="align=.*2\\^60"):
+        tessera.attention(q, k, v, causal=True, align=2**62)
+    with pytest.raises(ValueError, match="align.shape"):
+        tessera.attention(q, k, v, causal=True, align=np.array([1, 2, 3]))
+    with pytest.raises(ValueError, match="align='middle'"):
+        tessera.attention(q, k, v, causal=True, align="middle")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_block_of_a_sequence_is_that_of_the_whole(backend):
+    """Rows and keys that begin in the middle: with their positions everything is as in the whole."""
+    q, k, v = (RNG.standard_normal((2, 40, 4, 16)).astype(np.float32) for _ in range(3))
+    kw = dict(window=(20, 3), align=2, alibi_slopes=tessera.alibi_slopes(4), dropout_p=0.3,
+              rng_state=(3, 1), backend=backend)
+    i0, j0 = 17, 13
+    keep = np.zeros((1, 1, 40, 40), bool)
+    keep[..., j0:] = True
+    o = tessera.attention(q, k, v, keep=keep, **kw)
+    starts = dict(q_start=np.full(2, i0), k_start=np.full(2, j0, np.int32))
+    part = tessera.attention(q[:, i0:], k[:, j0:], v[:, j0:], **starts, **kw)
+    np.testing.assert_allclose(part, o[:, i0:], atol=1e-5)
+
+
+def test_dense_masks_of_packed_parts_count_positions():
+    q, k, v = (RNG.standard_normal((30, 2, 16)).astype(np.float32) for _ in range(3))
+    cu = np.array([0, 10, 30])
+    keep = RNG.random((2, 1, 50, 25)) < 0.7
+    kw = dict(layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=50, max_seqlen_k=25,
+              q_start=np.array([40, 3]), k_start=np.array([0, 5]))
+    o = tessera.attention(q, k, v, keep=keep, **kw)
+    for n, (rows, keys) in enumerate(((slice(40, 50), slice(0, 10)), (slice(3, 23), slice(5, 25)))):
+        at = slice(cu[n], cu[n + 1])
+        own = tessera.attention(q[None, at], k[None, at], v[None, at], keep=keep[n:n + 1, :, rows, keys])
+        np.testing.assert_allclose(o[at], own[0], atol=1e-6)
+    for wrong, field in ((dict(q_start=np.array([41, 3])), "max_seqlen_q=50"),
+                         (dict(k_start=np.array([0, -1])), "k_start.1.=-1"),
+                         (dict(q_start=np.array([0, 2**61])), "q_start.1.=2305843009213693952")):
+        with pytest.raises(ValueError, match=field):
+            tessera.attention(q, k, v, keep=keep, **{**kw, **wrong})
+
+
+def test_starts_need_align():
+    q = np.ones((2, 8, 2, 16), np.float32)
+    with pytest.raises(ValueError, match="align"):
+        tessera.attention(q, q, q, causal=True, q_start=np.zeros(2, np.int64))
+
+
+def test_sums_in_fp32_beside_16_bits():
+    bf16 = ml_dtypes.bfloat16
+    q, k, v, do = (RNG.standard_normal((2, 20, 4, 16)).astype(bf16) for _ in range(4))
+    o, lse = tessera.attention(q, k, v, out_dtype="float32", return_lse=True)
+    assert o.dtype == np.float32
+    np.testing.assert_array_equal(o.astype(bf16), tessera.attention(q, k, v))
+    g = tessera.attention_backward(do, q, k, v, o.astype(bf16), lse, grad_dtype=np.float32)
+    rounded = tessera.attention_backward(do, q, k, v, o.astype(bf16), lse)
+    for name in ("dq", "dk", "dv"):
+        assert getattr(g, name).dtype == np.float32
+        np.testing.assert_array_equal(getattr(g, name).astype(bf16), getattr(rounded, name))
+    halves = [tessera.attention(q, k[:, half], v[:, half], return_lse=True)
+              for half in (slice(0, 9), slice(9, 20))]
+    merged, _ = tessera.merge(halves, out_dtype="float32")
+    assert merged.dtype == np.float32
+    np.testing.assert_allclose(merged, o, atol=0.02)
+    np.testing.assert_array_equal(merged.astype(bf16), tessera.merge(halves)[0])
+    with pytest.raises(ValueError, match="o.dtype=fp64"):
+        tessera.merge(halves, out_dtype=np.float64)
+
+
+def test_a_margin_of_multiprocessors_means_nothing_here():
+    q = RNG.standard_normal((1, 8, 2, 16)).astype(np.float32)
+    np.testing.assert_array_equal(tessera.attention(q, q, q, sm_margin=8), tessera.attention(q, q, q))
+    with pytest.raises(ValueError, match="sm_margin=-1"):
+        tessera.attention(q, q, q, sm_margin=-1)
+
+
+def test_parts_of_a_union_have_gradients_that_add_up():
+    """Two halves of the keys: the backward pass of each, with the union's o and lse."""
+    q, do = (RNG.standard_normal((2, 6, 4, 16)).astype(np.float32) for _ in range(2))
+    k, v = (RNG.standard_normal((2, 10, 2, 16)).astype(np.float32) for _ in range(2))
+    halves = slice(0, 4), slice(4, 10)
+    parts = [tessera.attention(q, k[:, half].copy(), v[:, half].copy(), return_lse=True)
+             for half in halves]
+    o, lse = tessera.merge(parts)
+    whole = tessera.attention_backward(do, q, k, v, o, lse)
+    gradients = [tessera.attention_backward(do, q, k[:, half].copy(), v[:, half].copy(), o, lse,
+                                            partial=True) for half in halves]
+    np.testing.assert_allclose(sum(g.dq for g in gradients), whole.dq, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([g.dk for g in gradients], 1), whole.dk, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([g.dv for g in gradients], 1), whole.dv, atol=1e-5)
+    with pytest.raises(TypeError):
+        tessera.attention(q, k, v, partial=True)

@@ -162,7 +162,7 @@ for name in ("return_lse", "return_max_logit"):
 for wrong in (3, (3,), (3, 0, 1), (-2, 0), (0, -5), (1.5, 0), ("a", "b"), "ab", (None, 0), (3, None),
               (2**63, 0), (-2**63 - 1, 0), (True, 0), {3, 0}, np.array([3, 0]), (3, 1), (0, 2**40)):
     bad("padded", "window", window=wrong)
-for wrong in ("topleft", "TOP_LEFT", "", 1, True, b"top_left", ("top_left",)):
+for wrong in ("topleft", "TOP_LEFT", "", 1.5, 2**63, True, b"top_left", ("top_left",), np.ones(2, F32)):
     bad("padded", "align", align=wrong)
     bad("packed", "align", align=wrong)
 bad("padded", "align", align=None)
@@ -425,10 +425,16 @@ def test_merge(parts, field):
     ((1, 1, 1, 1, "x", [0, 0]), "dropout_p"), ((1, 1, 1, 1, 0.5, None), "rng_state"),
     ((1, 1, 1, 1, 0.5, [0]), "rng_state"), ((1, 1, 1, 1, 0.5, np.zeros(2, I32)), "rng_state"),
     ((2**40, 2**40, 2**40, 2**40, 0.5, [0, 0]), r"\w+"),
+    ((1, 1, 1, 1, 0.5, [0, 0, 1]), "rng_state"),
+    ((1, 1, 1, 1, 0.5, [0, 0], dict(q_start=[0])), "q_start"),
+    ((1, 1, 1, 1, 0.5, [0, 0], dict(k_start=np.zeros(2, I32))), "k_start"),
+    ((1, 1, 1, 1, 0.5, [0, 0], dict(k_start=np.zeros(1, F32))), "k_start"),
+    ((1, 1, 1, 1, 0.5, [0, 0], dict(q_start=np.array([-1]))), "q_start"),
 ])
 def test_dropout_mask(arguments, field):
+    *arguments, keywords = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(ValueError, match=rf"tessera.dropout_mask: .*{field}.*="):
-        tessera.dropout_mask(*arguments)
+        tessera.dropout_mask(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", None, True, 2**40])

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, as people run it: a process, its output, its exit code."""
 
+import argparse
+import ctypes
 import json
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tessera
+from tessera import _lib
 from tessera.__main__ import main
-from tessera.cli import case_lines, peers, work
+from tessera.cli import case_lines, conformance, peers, work
 
 
 def run(*arguments, **options):
@@ -26,7 +30,7 @@ def lines_of(done):
 
 
 def test_help_teaches():
-    for command in ((), ("env",), ("explain",), ("check",), ("bench",)):
+    for command in ((), ("env",), ("explain",), ("mask",), ("check",), ("bench",)):
         text = "\n".join(lines_of(run(*command, "--help")))
         assert "example" in text and "python -m tessera" in text, command
 
@@ -53,8 +57,23 @@ def test_env_without_nvidia_smi(tmp_path):
 def test_explain():
     text = "\n".join(lines_of(run("explain", "fwd bf16 b=2 s=1024 h=16 d=128 causal")))
     assert ": cpu" in text and all(name in text for name in tessera.backends())
-    answers = json.loads(run("explain", "fwd fp64 b=1 s=8 h=1 d=8", "--json").stdout)
+    refused = run("explain", "fwd fp64 b=1 s=8 h=1 d=8", "--json")
+    answers = json.loads(refused.stdout)
     assert answers[0]["backend"] is None and answers[0]["suggestion"]["text"]
+    assert refused.returncode == 1
+
+
+def test_explain_of_a_gpu_that_is_not_here():
+    """Rules and kernels of the CUDA backends are in every build; which is not built says so last."""
+    built = next(backend for backend in json.loads(run("env", "--json").stdout)["build"]["backends"] if backend["name"] == "cuda_sm90")
+    not_built = "this build has no CUDA backend" in built["why_not"]
+    done = run("explain", "fwd bf16 b=2 s=8192 h=16 d=128 causal", "fwd bf16 b=1 sq=1 sk=8192 hq=32 hk=8 d=128",
+               "fwd bf16 b=1 s=128 h=1 d=36", "--device", "sm90")
+    for text in ("kernel: sm90/forward/d128_lean", "yields: sq=1: cuda_sm80 decodes up to 16 queries faster",
+                 "kernel: sm80/decode/d128_lean", "head_dim_qk=36: must be a multiple of 8"):
+        assert text in done.stdout, done.stdout
+    assert done.returncode == int(not_built)
+    assert ("this build has no CUDA backend" in done.stdout) == not_built
 
 
 def test_explain_takes_words():
@@ -105,6 +124,15 @@ def test_check_refusals(tmp_path):
     assert f'FAIL python -m tessera check "{runs}" --backend cpu  # runs, and' in failures[0]
     assert failures[0].endswith("must be refused by: fp32 d=[1-8]")
     assert "no rule says so" in failures[1] and "fp64" in failures[1]
+
+
+def test_check_takes_the_cases_of_a_kernel():
+    from tessera.cli import check
+    args = argparse.Namespace(device="cuda", backend="cuda_sm80")
+    assert check.kernels_of("fwd bf16 b=2 s=8192 h=16 d=128 causal", args) == ["sm80/forward/d128_lean"]
+    assert check.kernels_of("fwd fp64 b=2 s=64 h=1 d=64", args) == []
+    none = run("check", "fwd fp32 b=1 s=8 h=1 d=8", "--kernel", "sm90/*")
+    assert none.returncode != 0 and "none of these cases runs in such a kernel" in none.stderr
 
 
 def test_rules_of_refusals():
@@ -158,9 +186,9 @@ def test_bench_json(tmp_path):
     results = json.loads(path.read_text())
     assert [result["pass"] for result in results] == ["fwd", "bwd"]
     for result in results:
-        assert set(result) == {"case", "pass", "backend", "device", "threads", "ms", "min_ms",
+        assert set(result) == {"case", "pass", "backend", "kernel", "device", "threads", "ms", "min_ms",
                                "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
-                               "peers"}
+                               "peers", "machine", "date", "command"}
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
         assert set(result["peers"]["numpy"]) == {"ms", "min_ms", "tflops", "times"}
         assert "GPU" in result["peers"]["cudnn"]["refused"]
@@ -200,7 +228,10 @@ def test_bench_plot(tmp_path):
     lines_of(run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "fwd fp32 b=1 sq=1 sk=256 h=1 d=16", "--burst",
                  "--against", "numpy", "--json", saved, "--plot", path))
     assert path.read_bytes()[:4] == b"\x89PNG"
-    assert json.loads(saved.read_text())[1]["percent_of_bandwidth"] > 0
+    entry = json.loads(saved.read_text())[1]
+    assert entry["percent_of_bandwidth"] > 0
+    assert "threads" in entry["machine"] and entry["date"].startswith("20")
+    assert entry["command"].startswith("python -m tessera bench 'fwd fp32 b=1 s=16 h=1 d=16'")
     for kind in ("roofline", "ratio", "scaling"):
         drawn = tmp_path / f"{kind}.png"
         lines_of(run("bench", "--from", saved, "--plot", drawn, "--plot-as", kind))
@@ -214,6 +245,13 @@ def test_bench_usage():
     assert run("bench").returncode == 2
     done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--against", "nobody")
     assert done.returncode == 2 and "torch" in done.stderr
+
+
+def test_bench_against_a_library_without_a_gpu(tmp_path):
+    done = run("bench", "fwd bf16 b=1 s=16 h=1 d=64", "--quick", "--against", f"fa3:{tmp_path}/fa3.so", "--json", "-")
+    result, = json.loads(done.stdout)
+    refused = next(iter(result["peers"].values()))["refused"]
+    assert result["ms"] > 0 and ("CUDA" in refused or "torch" in refused)
 
 
 def test_bench_against_another_build(tmp_path):
@@ -235,7 +273,7 @@ def test_bench_against_another_build(tmp_path):
     assert result["ms"] > 0 and "nothing.so" in result["peers"][f"build:{nothing}"]["refused"]
 
 
-@pytest.mark.parametrize("suite", ["cpu", "te", "features", "scaling"])
+@pytest.mark.parametrize("suite", ["cpu", "te", "features", "scaling", "tail"])
 def test_suites_are_legal(suite):
     from tessera.cli import bench
     cases = case_lines.read(bench._SUITES / f"{suite}.cases")
@@ -261,3 +299,20 @@ def test_visible_scores_against_the_oracle():
         seen = sum(int(truth._sequence(n)[-1].sum()) for n in range(truth.batch))
         assert work.visible_scores(problem.q, problem.k, problem.v, problem.keywords) == seen
     check()
+
+
+def test_the_reference_lies_beside_the_library(tmp_path):
+    """Forced by name it is loaded from there; without the file it is refused, and says which."""
+    library = Path(_lib.lib._name).resolve()
+    alone = tmp_path / "libtessera.so"
+    alone.write_bytes(library.read_bytes())
+    other = ctypes.CDLL(str(alone))
+    other.tessera_prepare.argtypes = _lib.prepare.argtypes
+    with conformance.Case("fwd fp64 b=1 s=5 h=1 d=8") as case:
+        case.problem.backend = b"reference"
+        error = _lib.error_of_thread()
+        arguments = (ctypes.addressof(case.problem), _lib.CPU_ADDRESS, 1, None,
+                     ctypes.addressof(error))
+        assert other.tessera_prepare(*arguments) == _lib.REFUSED
+        assert b"libtessera_check.so is not there" in error.message
+        assert _lib.prepare(*arguments) == _lib.OK

@@ -19,7 +19,8 @@ def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("tool", [["check_layers.py"], ["sizes.py"], ["gen_support.py", "--check"]],
+@pytest.mark.parametrize("tool", [["check_layers.py"], ["sizes.py"], ["gen_support.py", "--check"],
+                                  ["cp_table.py", "--check"]],
                          ids=lambda tool: tool[0])
 def test_tool_finds_nothing(tool):
     done = subprocess.run([sys.executable, ROOT / "tools" / tool[0], *tool[1:]],
@@ -37,11 +38,62 @@ def test_layer_check_sees_a_violation(tmp_path, monkeypatch):
     assert len(check_layers.violations()) == 1
 
 
+def test_size_check_sees_a_crowded_folder():
+    sys.path.insert(0, str(ROOT / "tools"))
+    import sizes
+
+    names = [f"src/core/{i}.cc" for i in range(16)] + [f"src/cpu/{i}.cc" for i in range(15)] + \
+            [f"tests/{i}.cc" for i in range(99)]
+    assert sizes.crowded_folders(names) == [("src/core", 16)]
+
+
+@pytest.fixture(scope="module")
+def made_pages():
+    """Pages of the site that the code makes."""
+    sys.path.insert(0, str(ROOT / "tools" / "site"))
+    import reference
+
+    return {ROOT / "docs" / path for path in reference.pages()}
+
+
+SHORT, LONG = "  step();\n", "  step();\n" * 80
+FUNCTIONS = {
+    "a.cc": [
+        # head, body, what is too long
+        ("int f(int a) {", LONG, "f"), ("int f(int a) {", SHORT, None),
+        ("template <typename T, class F>\nvoid A::f(T t, F f) const noexcept {", LONG, "A::f"),
+        ("A::A(int a) : a_(a), b_{1} {", LONG, "A::A"),
+        ("struct A {", LONG, None), ("namespace a {", LONG, None), ("constexpr Row kRows[] = {", LONG, None),
+        ("constexpr Row kRows[] = {{1, [](int a) {", LONG + "}}\n", "a lambda"),
+        ("int f(char a = '{') {\n  // {\n  g(\"}\");", LONG, "f"),
+    ],
+    "a.cuh": [
+        ("__device__ void f(int a) {", LONG, "f"), ("__device__ void consumer(int a) {", LONG, None),
+        ("__global__ void __launch_bounds__(32 * f(2))\n    f(const __grid_constant__ A a) {", LONG, None),
+        ("__global__ void f(int a) {", LONG * 5, "f"),
+    ],
+    "a.py": [
+        ("def f(a):", LONG.replace(";", ""), "f"), ("def f(a):", SHORT.replace(";", ""), None),
+        ("class A:\n  async def f(a):", LONG.replace(";", "").replace("  ", "    "), "f"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "head", "body", "found"),
+                         [(name, *each) for name, all in FUNCTIONS.items() for each in all])
+def test_size_check_sees_a_long_function(tmp_path, name, head, body, found):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import sizes
+
+    (tmp_path / name).write_text(f"\n{head}\n{body}" + ("" if name.endswith("py") else "}\n"))
+    assert [function.name for function, _ in sizes.long_functions(tmp_path / name)] == ([found] if found else [])
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_links_and_paths_exist(document):
+def test_links_and_paths_exist(document, made_pages):
     text = document.read_text()
-    missing = [link for link in LINK.findall(text)
-               if "://" not in link and not (document.parent / link).exists()]
+    places = {link: (document.parent / link).resolve() for link in LINK.findall(text) if "://" not in link}
+    missing = [link for link, place in places.items() if not place.exists() and place not in made_pages]
     missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert not missing, f"{name_of(document)} names {missing}, which do not exist"
 

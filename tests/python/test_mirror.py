@@ -14,7 +14,8 @@ from tessera import _lib
 HEADER = Path(__file__).resolve().parents[2] / "include" / "tessera.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
 STRUCTS = {"tensor": _lib.Tensor, "problem": _lib.Problem, "buffers": _lib.Buffers,
-           "device": _lib.Device, "info": _lib.Info, "error": _lib.Error}
+           "device": _lib.Device, "info": _lib.Info, "error": _lib.Error,
+           "rotate_args": _lib.RotateArgs, "append_args": _lib.AppendArgs}
 
 
 def enum(name):
@@ -30,6 +31,16 @@ def test_tensors():
     assert sorted(values.values()) == list(range(len(_lib.TENSORS)))
 
 
+@pytest.mark.parametrize("name, fields, args", [
+    ("rotate", _lib.ROTATE_TENSORS, _lib.RotateArgs), ("append", _lib.APPEND_TENSORS, _lib.AppendArgs)])
+def test_tensors_of_rotate_and_append(name, fields, args):
+    values = enum(f"{name}_index")
+    room = values.pop(f"{name.upper()}_TENSORS")
+    assert len(args().tensor) == len(args().data) == room >= len(values)
+    assert {key.removeprefix(f"{name.upper()}_").lower(): value for key, value in values.items()} == \
+        {field: i for i, field in enumerate(fields)}
+
+
 def test_enums():
     dtypes = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "FP64": "float64",
               "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "BOOL": "bool", "INT32": "int32",
@@ -39,8 +50,8 @@ def test_enums():
     assert {dtypes[name]: value for name, value in values.items()} == _lib.DTYPES
     assert {name.lower(): value for name, value in enum("format").items()} == _lib.FORMATS
     aligns = {name.removeprefix("ALIGN_").lower(): v for name, v in enum("align").items()}
-    assert aligns == {"none": 0, **_lib.ALIGNS}
-    for name, value in {**enum("code"), **enum("pass"), **enum("flags"),
+    assert aligns == {"none": 0, **_lib.ALIGNS, "given": _lib.ALIGN_GIVEN}
+    for name, value in {**enum("code"), **enum("pass"), **enum("flags"), **enum("rotary_flags"),
                         **enum("device_kind")}.items():
         assert getattr(_lib, name) == value, name
 
@@ -74,3 +85,13 @@ def test_layouts(tmp_path):
     subprocess.run(["cc", "-I", HEADER.parent, source, "-o", tmp_path / "layout"], check=True)
     out = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout
     assert list(map(int, out.split())) == expected
+
+
+def test_the_binding_reads_scalars_in_the_order_of_the_table():
+    pytest.importorskip("torch")
+    from tessera.torch import _describe
+    source = (HEADER.parents[1] / "python" / "tessera" / "torch" / "binding.cc").read_text()
+    readers = {"int": "integer", "SymInt": "integer", "float": "number", "str": "to<std::string>"}
+    read = re.findall(r"^ *(?:problem_|buffers_|const std::string |const int64_t )\.?(\w+) = "
+                      r"(?:static_cast<\w+>\()?(integer|number|to<std::string>)\(", source, re.MULTILINE)
+    assert read == [(name, readers[type]) for name, type in _describe.TYPES.items()]

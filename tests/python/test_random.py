@@ -104,12 +104,12 @@ class Memory:
         monkeypatch.setattr(_numpy, "empty", self.empty)
         monkeypatch.setattr(_numpy, "workspace", self.workspace)
 
-    def empty(self, _, name, shape, dtype):
+    def empty(self, _, name, shape, dtype, like):
         dtype = np.dtype(dtype)
         inside = self.allocate(name, math.prod(shape) * dtype.itemsize)
         return inside.view(dtype).reshape(shape)
 
-    def workspace(self, _, size):
+    def workspace(self, _, size, like):
         inside = self.allocate("workspace", size)
         return _numpy.pointer(inside), inside
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/recipes.md, walked: a backend is a folder and two lines, in a copy of the sources."""
+"""docs/recipes.md, walked in copies of the sources: a backend is a folder and two lines; a
+positional mask is a few lines of the core, and no kernel changes; a keyword is a row."""
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ BUILT = ROOT / "build" / "lib"
 
 CMAKE = "tessera_room(dummy backend.cc)\n"
 HEADER = """#pragma once
-#include "core/backend.h"
+#include "core/choose/backend.h"
 namespace tessera::dummy {
 const Backend& backend();
 }
@@ -79,9 +81,20 @@ def run(*command, cwd):
 
 
 def insert(path, before, line):
+    replace(path, before, line + "\n" + before)
+
+
+def replace(path, old, new):
     text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, line + "\n" + before))
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new))
+
+
+def copy_sources(tree, *more):
+    for folder in ("src", "include", "cmake", "tools", "python/tessera", *more):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "CMakeLists.txt", tree)
+    return tree
 
 
 def link(tree):
@@ -103,11 +116,7 @@ def tree(tmp_path_factory):
     if not all(map(shutil.which, ("cmake", "ninja"))) or not (BUILT / "build.ninja").exists():
         pytest.skip("needs CMake, ninja and a build in build/lib")
     run("cmake", "--build", BUILT, "--target", "tessera", cwd=ROOT)  # its objects are used below
-    tree = tmp_path_factory.mktemp("recipe") / "tessera"
-    for folder in ("src", "include", "cmake", "tools", "python/tessera"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "CMakeLists.txt", tree)
-
+    tree = copy_sources(tmp_path_factory.mktemp("recipe") / "tessera")
     (tree / "src" / "dummy").mkdir()
     for name, text in (("CMakeLists.txt", CMAKE), ("backend.h", HEADER), ("backend.cc", SOURCE)):
         (tree / "src" / "dummy" / name).write_text(text)
@@ -146,3 +155,234 @@ def test_its_layers_are_in_order_and_wrong_ones_are_seen(tree):
     done = subprocess.run([sys.executable, "tools/check_layers.py"], cwd=tree, capture_output=True,
                           text=True)
     assert done.returncode == 1 and 'src/dummy/wrong.h includes "cpu/pool.h"' in done.stdout
+
+
+# A chunked mask: a query sees the keys of its chunk, floor(i / c) == floor(j / c), up to itself.
+# (file, what stands there, what is to stand there)
+CHUNKED = (
+    ("include/tessera.h", "  int64_t reserved[FIELDS];  /* 0 */\n  tessera_tensor",
+     "  int64_t chunk;  /* 0 = none */\n  int64_t reserved[FIELDS];  /* 0 */\n  tessera_tensor"),
+    ("src/core/mask/band.h", "  Int left, right;   // -1 = unbounded",
+     "  Int chunk;         // 0 = none\n  Int left, right;   // -1 = unbounded"),
+    ("src/core/mask/band.h", "both >= 0\n", "both >= 0\n  Int chunk;         // 0 = none\n"),
+    ("src/core/mask/band.h", "side(rule.right, len_k - shift)};",
+     "side(rule.right, len_k - shift), rule.chunk};"),
+    ("src/core/mask/band.h", "Int first_key(Int i) const { return greatest(shift - left + i, 0); }",
+     "Int first_key(Int i) const {\n    const Int p = i + shift;\n"
+     "    const Int first = chunk > 0 && p > 0 ? p / chunk * chunk : 0;\n"
+     "    return greatest(first, p - left);\n  }"),
+    ("src/core/mask/band.h", "shift + m, left, right};", "shift + m, left, right, chunk};"),
+    ("src/core/mask/band.h",
+     "Int end(Int j) const { return least(j - (shift - left - 1), len_q); }",
+     "Int end(Int j) const {\n    const Int end = least(j - (shift - left - 1), len_q);\n"
+     "    return chunk > 0 ? least(end, (j / chunk + 1) * chunk - shift) : end;\n  }"),
+    ("src/core/mask/sequence.h", ".left = side(",
+     ".chunk = static_cast<Int>(p.chunk), .left = side("),
+    ("src/conformance/reference/rows.h",
+     "    if (right_ >= 0 && distance > right_) return false;\n",
+     "    if (right_ >= 0 && distance > right_) return false;\n"
+     "    if (p.chunk > 0 && (i_ + shift_) / p.chunk != j / p.chunk) return false;\n"),
+    ("src/core/case/case.h", "  bool window = false;\n",
+     "  bool window = false;\n  int64_t chunk = 0;\n"),
+    ("src/core/case/case.cc", '    FLAG("causal", causal),\n',
+     '    FLAG("causal", causal),\n    {"chunk", true, "a number of tokens", "chunk=16",\n'
+     '     [](Case& c, View v) { return size(v, 1, c.chunk); }},\n'),
+    ("src/core/case/text.cc", '  w.flag("causal", c.causal);\n',
+     '  w.flag("causal", c.causal);\n  if (c.chunk > 0) w.size("chunk", c.chunk);\n'),
+    ("src/core/case/geometry.cc", "  p.window_left = c_",
+     "  p.chunk = c_.chunk;\n  p.window_left = c_"),
+)
+
+# Dense, decoding, packed, pages, top-left and bottom-right, with a window, few rows and many.
+CHUNKED_CASES = """
+fwd fp32 b=2 s=129 hq=4 hk=2 d=64 causal chunk=16
+fwd bf16 b=1 s=257 h=3 d=80 causal window=20,0 chunk=48 softcap=20 max_logit
+fwd bf16 b=3 sq=1 sk=600 hq=8 hk=2 d=128 causal align=bottom_right chunk=64 lens_k=random:4
+fwd fp16 b=4 sq=5 sk=300 hq=8 hk=2 d=64 page=16 causal align=bottom_right chunk=7 lens_k=random:4
+fwd fp32 b=4 s=257 h=4 d=65 layout=thd lens=random:2 gaps=3 causal chunk=100 dropout=0.2 seed=5
+fwd fp32 b=1 sq=200 sk=130 h=2 d=32 causal align=bottom_right chunk=33 poison
+fwd fp32 b=1 sq=130 sk=200 h=2 d=32 causal align=top_left chunk=1
+bwd fp32 b=2 s=129 hq=6 hk=2 d=64 causal chunk=16 dlse
+bwd bf16 b=2 sq=200 sk=170 hq=4 hk=1 d=72 causal align=bottom_right chunk=50 bias=post/q grads=dbias
+bwd fp16 b=3 s=165 h=2 d=40 layout=thd lens=random:2 causal chunk=64
+bwd fp32 b=3 sq=33 sk=65 hq=2 hk=1 d=32 page=7 lens_k=random:8 causal align=bottom_right chunk=8
+"""
+
+# Band against the mask's rule, in 64 bits and in 32; and the field's way from a case to a Band.
+CHUNKED_BAND = """
+#include <algorithm>
+#include <cstdio>
+
+#include "conformance/conformance_case.h"
+#include "core/mask/sequence.h"
+
+template <typename Int>
+bool is_right(Int len_q, Int len_k, Int chunk, Int left, Int bottom_right) {
+  const auto band = tessera::BasicBand<Int>::of(
+      {.bottom_right = bottom_right, .chunk = chunk, .left = left, .right = 0}, len_q, len_k);
+  bool right = true;
+  Int lo = 0, hi = 0;
+  for (Int i = 0; i < len_q; ++i) {
+    right &= lo <= band.lo(i) && hi <= band.hi(i);
+    lo = band.lo(i), hi = band.hi(i);
+    const Int p = i + (bottom_right ? len_k - len_q : 0);
+    for (Int j = 0; j < len_k; ++j) {
+      const bool visible =
+          j <= p && (left < 0 || j >= p - left) && (chunk == 0 || p / chunk == j / chunk);
+      right &= band.row(i).contains(j) == visible;
+      right &= (band.first(j) <= i && i < band.end(j)) == visible;
+      right &= band.rows(j, j + 1).contains(i) == visible;
+    }
+  }
+  return right;
+}
+
+int main() {
+  for (int len_q = 0; len_q < 12; ++len_q)
+    for (int len_k = 0; len_k < 12; ++len_k)
+      for (int chunk = 0; chunk < 8; ++chunk)
+        for (int left = -1; left < 5; ++left)
+          for (int bottom_right = 0; bottom_right < 2; ++bottom_right)
+            if (!is_right<int32_t>(len_q, len_k, chunk, left, bottom_right) ||
+                !is_right<int64_t>(len_q, len_k, chunk, left, bottom_right))
+              return std::printf("%d %d %d %d %d\\n", len_q, len_k, chunk, left, bottom_right), 1;
+  auto made = tessera::ConformanceCase::create("fwd fp32 b=1 s=40 h=1 d=8 causal chunk=16");
+  if (!made.ok()) return 2;
+  const auto c = std::move(made).value();
+  const auto band = tessera::sequence_of(c->problem(), c->buffers(), 0).band;
+  return band.row(20).lo == 16 && band.row(20).hi == 21 ? 0 : 1;
+}
+"""
+
+# One kernel of each pass: folder and row of its table, and what makes it.
+CHUNKED_KERNELS = (("forward", "d64_lean", "lean"), ("decode", "d64_lean", "decode"),
+                   ("backward", "fused_d64_lean", "fused_lean"))
+
+
+def kernels_of(rows):
+    """A CUDA source of these rows, as CMake writes them."""
+    text = "".join(f'#include "cuda/sm80/{folder}/{make}.cuh"\n' for folder, _, make in rows)
+    text += "namespace tessera::cuda::sm80 {\n"
+    for folder, name, make in rows:
+        table = (ROOT / "src" / "cuda" / "sm80" / folder / "table.def").read_text()
+        features, columns = re.search(rf"ROW\({name}, (\w+), (.*?)\)", table, re.S).groups()
+        text += (f"struct Row_{folder} {{\n  static constexpr Tile kTile{{{columns}}};\n"
+                 f"  static constexpr uint32_t kFeatures = {features};\n}};\n"
+                 f"extern const Code {folder};\n"
+                 f"const Code {folder} = make_{make}<__half, Row_{folder}>();\n")
+    return text + "}\n"
+
+
+def differing(tree):
+    """Files of a copy that are not as in the sources."""
+    files = (path.relative_to(tree) for folder in ("src", "include", "python")
+             for path in (tree / folder).rglob("*") if path.is_file())
+    return {str(path) for path in files if (tree / path).read_bytes() != (ROOT / path).read_bytes()}
+
+
+@pytest.fixture(scope="module")
+def chunked(tmp_path_factory):
+    tree = copy_sources(tmp_path_factory.mktemp("chunked") / "tessera")
+    header = (tree / "include" / "tessera.h").read_text()
+    fields = int(re.search(r"int64_t reserved\[(\d+)\];  /\* 0 \*/\n  tessera_tensor", header)[1])
+    for file, old, new in CHUNKED:
+        replace(tree / file, old.replace("FIELDS", str(fields)),
+                new.replace("FIELDS", str(fields - 1)))
+    return tree
+
+
+def test_a_chunked_mask_changes_what_the_recipe_names_and_no_kernel(chunked):
+    recipe = (ROOT / "docs" / "recipes.md").read_text()
+    recipe = recipe[recipe.index("## A positional mask"):recipe.index("## A tensor")]
+    changed = differing(chunked)
+    assert changed == {file for file, _, _ in CHUNKED}
+    for file in changed:
+        assert f"`{file}`" in recipe or f"`{Path(file).name}`" in recipe, file
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("cmake", "ninja", "c++"))),
+                    reason="needs CMake, ninja and a compiler")
+def test_a_chunked_mask_runs_on_the_cpu_as_in_the_reference(chunked):
+    # Kernels of a release take twice as long to compile, and nobody waits for these.
+    run("cmake", "-G", "Ninja", "-B", "build", "-S", ".", "-DCMAKE_BUILD_TYPE=Release",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O1", "-DTESSERA_TESTS=OFF", "-DTESSERA_TORCH=OFF", cwd=chunked)
+    run("cmake", "--build", "build", "--target", "tessera", "tessera_conformance",
+        cwd=chunked)
+    tests = ROOT / "tests"
+
+    def program(*sources):
+        run("c++", "-std=c++20", "-O1", "-pthread", "-Isrc", "-Iinclude", f"-I{tests}", *sources,
+            *(chunked / "build").rglob("*.o"), "-o", "program", "-ldl", cwd=chunked)
+
+    (chunked / "band.cc").write_text(CHUNKED_BAND)
+    program("band.cc")
+    run("./program", cwd=chunked)
+    (chunked / "chunked.cases").write_text(CHUNKED_CASES)
+    program(tests / "conformance" / "check_cases.cc", tests / "conformance" / "random_cases.cc")
+    said = run("./program", "chunked.cases", "--backend", "cpu", cwd=chunked)
+    assert f"{len(CHUNKED_CASES.split(chr(10))) - 2} passed, 0 refused, 0 failed" in said
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_kernels_of_a_gpu_compile_with_a_chunked_mask(chunked):
+    (chunked / "kernels.cu").write_text(kernels_of(CHUNKED_KERNELS))
+    run("nvcc", "-std=c++20", "-O1", "-arch=sm_80", "-cubin", "-Isrc", "-Iinclude",
+        "-o", "kernels.cubin", "kernels.cu", cwd=chunked)
+
+
+# A flag and a tensor that the core has and no keyword names.
+KEYWORD = "python/tessera/_keywords.py", "class Forward(Keywords, total=False):", '''
+    v_in_k: Annotated[bool, _flag(_lib.V_IN_K, doc="Values are a part of k.")]
+    keep_tail: Annotated[Array | None, Tensor(
+        axes="b|1, hq|1, sq, sq", dtype="bool", refused=True, doc="Mask of the last sq keys.")]
+
+
+class Forward(Keywords, total=False):'''
+
+KEYWORD_CALLS = """
+import inspect
+import sys
+import numpy as np
+import tessera
+fronts = [(tessera, np.ones, np.float32)]
+try:
+    import torch
+    import tessera.torch
+    fronts.append((tessera.torch, torch.ones, torch.float32))
+except ImportError:
+    pass
+for front, ones, float32 in fronts:
+    for function in (front.attention, front.attention_backward):
+        parameters = inspect.signature(function).parameters
+        assert parameters["v_in_k"].default is False and parameters["keep_tail"].default is None
+        assert "Values are a part of k." in function.__doc__
+    x = ones((1, 4, 2, 8), dtype=float32)
+    mask = ones((1, 2, 4, 4), dtype=float32) == 1
+    assert " vink" in front.explain(x, x, x, v_in_k=True).headline
+    assert " vink" not in front.explain(x, x, x, v_in_k=False).headline
+    try:
+        front.attention(x, x, x, keep_tail=mask)
+    except tessera.Refused as error:
+        assert "keep_tail.shape=" in str(error), error
+    else:
+        raise AssertionError("keep_tail")
+    front.attention(x, x, x, v_in_k=False, keep_tail=None)
+    try:
+        front.attention(x, x, x, keep_tail=3)
+    except ValueError as error:
+        assert "keep_tail=3" in str(error), error
+    else:
+        raise AssertionError("keep_tail=3")
+print(tessera.__file__)
+"""
+
+
+@pytest.mark.skipif(not (BUILT / "libtessera.so").exists(), reason="needs a build in build/lib")
+def test_a_keyword_is_one_row(tmp_path):
+    tree = copy_sources(tmp_path / "tessera")
+    file, old, new = KEYWORD
+    replace(tree / file, old, new.lstrip("\n"))
+    assert differing(tree) == {file}
+    (tree / "build").mkdir()
+    (tree / "build" / "lib").symlink_to(BUILT)
+    assert str(tree) in run(sys.executable, "-c", KEYWORD_CALLS, cwd=tree)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import datetime
 import json
+import shlex
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +32,11 @@ dtype's native width), % DRAM of reading memory (where a case does little with e
 does), both measured between the samples.
 On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
 peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
-products and softmax: oneDNN's in bf16), numpy (unfused); on a GPU
+products and softmax: oneDNN's in bf16), numpy (unfused), paddle (its scaled_dot_product_attention,
+on the CPU in fp32); on a GPU
 also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed);
-build:PATH, where PATH is the libtessera.so of another build: what a change gains, by turns."""
+build:PATH, where PATH is the libtessera.so of another build: what a change gains, by turns;
+fa3:PATH, where PATH is FlashAttention-3 as a library of PyTorch operators."""
 
 
 def add_parser(commands):
@@ -78,9 +82,10 @@ def main(args) -> int:
         raise case_lines.UsageError("bench: give a case, --suite or --cases; see bench --help")
     against = [name for name in args.against.split(",") if name]
     for name in against:
-        if name not in peers.PEERS and not name.startswith(peers.BUILD):
-            raise case_lines.UsageError(f"--against {name}: must be one of "
-                                        f"{', '.join(peers.PEERS)}, or {peers.BUILD}PATH")
+        if name not in peers.PEERS and not name.startswith((peers.BUILD, peers.FA3)):
+            raise case_lines.UsageError(
+                f"--against {name}: must be one of {', '.join(peers.PEERS)}, {peers.BUILD}PATH or "
+                f"{peers.FA3}PATH")
     if args.plot:
         plot.require_matplotlib()
     if args.threads is not None:
@@ -95,13 +100,14 @@ def main(args) -> int:
         return _save(results, against, args)
     device = bench_devices.Cuda() if args.device == "cuda" else bench_devices.Cpu(args.threads)
     results = []
+    origin = _origin(device)
     stopped_by = None
     with terminal.Progress(len(cases), "bench") as progress:
         show_row = _silent if args.json == "-" else _printer(cases, against, progress.print)
         try:
             with _stopped_by_signals():
                 for case, opened in _opened(cases, device.cases_ahead):
-                    results.append(measure(case, opened, against, device, args))
+                    results.append({**measure(case, opened, against, device, args), **origin})
                     show_row(results[-1])
                     progress.step(case)
         except _Stopped as stop:
@@ -111,6 +117,12 @@ def main(args) -> int:
         return status
     print(f"stopped: {len(results)} of {len(cases)} cases measured", file=sys.stderr)
     return 128 + stopped_by
+
+
+def _origin(device) -> dict:
+    """Where, when and how: of every entry, so that a picture of it can say so."""
+    return {"machine": device.machine, "date": datetime.date.today().isoformat(),
+            "command": shlex.join(["python", "-m", "tessera", *sys.argv[1:]])}
 
 
 def _saved(path: str) -> list[dict]:
@@ -195,10 +207,16 @@ def measure(case: str, opened, against, device, args) -> dict:
             q, k, v = (arguments.pop(name) for name in "qkv")
             workload = peers.Workload(q, k, v, do, arguments, args.threads, device.name, args.backend,
                                       bench_devices.gradients(tokens), "dlse" in tokens)
-            return _timed(dict(result, backend=args.backend or why.backend), workload, o, ours, against,
+            return _timed(dict(result, backend=args.backend or why.backend, kernel=_kernel(why, args.backend)), workload, o, ours, against,
                           device, args)
     except (ValueError, tessera.Refused, MemoryError) as error:
         return dict(result, error=str(error))
+
+
+def _kernel(why, forced: str | None) -> str | None:
+    """Names of the kernels of the backend that is timed."""
+    return next((entry["kernel"] for entry in why.answer["backends"]
+                 if entry["name"] == (forced or why.backend)), None)
 
 
 def _timed(result, workload, o, ours, against, device, args) -> dict:

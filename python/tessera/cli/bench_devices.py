@@ -4,9 +4,12 @@ machine can do at most."""
 
 from __future__ import annotations
 
+import os
+import time
+
 import numpy as np
 
-from . import case_lines
+from . import case_lines, env
 
 _HALF = ("return_lse", "return_max_logit", "batch_invariant")  # keywords of the forward pass alone
 
@@ -25,6 +28,7 @@ class Cpu:
 
     def __init__(self, threads: int | None):
         self._threads = threads
+        self.machine = f"{env.cpu_model()}, {threads or len(os.sched_getaffinity(0))} threads"
 
     def problem(self, arguments: dict, tokens, backward: bool):
         """(o, do | None, a function of one call) of a case with these arguments."""
@@ -75,12 +79,13 @@ class Cuda:
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
         self.explained_as = "sm{}{}".format(*torch.cuda.get_device_capability())
+        self.machine = torch.cuda.get_device_name()
 
     def problem(self, arguments: dict, tokens, backward: bool):
         """(o, do | None as a NumPy array, a function of one call) of a case with these arguments."""
         from ..torch import attention
-        from ..torch.conformance import Placer, to_numpy
-        dtype, place = arguments["q"].dtype, Placer("cuda")
+        from ..torch.conformance import placer, to_numpy
+        dtype, place = arguments["q"].dtype, placer("cuda")
         arguments = {name: place(value) for name, value in arguments.items()}
         if not backward:
             def forward():
@@ -103,6 +108,8 @@ class Cuda:
     def contender(self, call):
         """A function of .calls calls that returns when they have ended."""
         call()
+        if hasattr(call, "wait"):
+            return self._queued(call)
         calls = int(self._WINDOW_SECONDS / max(_seconds(self._torch, call), 1e-6))
         calls = min(max(calls, 1), self._MAX_CALLS)
         graph = self._torch.cuda.CUDAGraph()
@@ -120,6 +127,20 @@ class Cuda:
         replay.call = call  # the graph reads its tensors
         return replay
 
+    def _queued(self, call):
+        """A contender of another runtime, which cannot be captured: its calls queue on its own stream."""
+        began = time.perf_counter()
+        call.wait(call())
+        calls = int(self._WINDOW_SECONDS / max(time.perf_counter() - began, 1e-6))
+        calls = min(max(calls, 1), self._MAX_CALLS)
+
+        def repeat():
+            for _ in range(calls):
+                result = call()
+            call.wait(result)
+        repeat.calls = calls
+        return repeat
+
     def peak(self, dtype):
         """A contender that is PyTorch's matrix product of 8192, with .tflops."""
         return _Gemm(self._torch, dtype)
@@ -129,7 +150,7 @@ class Cuda:
 
 
 def _seconds(torch, function) -> float:
-    """Of what the function queues."""
+    """How long the GPU takes for what the function queues."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     function()

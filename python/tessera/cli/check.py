@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import importlib.util
 import os
 import shlex
 import sys
@@ -18,6 +19,7 @@ examples:
   python -m tessera check                                    (the smoke cases, through NumPy)
   python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
   python -m tessera check --cases ci --through c --backend cpu
+  python -m tessera check --cases nightly --through c --device cuda --kernel "sm90/backward/d128_*"
 A failure prints one line that can be pasted back. A refusal for which tests/cases/refused.<backend> has
 no rule is a failure, and so is a case with a rule that runs. docs/cases.md describes a case."""
 
@@ -34,10 +36,13 @@ def add_parser(commands):
                         help="a file of cases, or smoke, ci or nightly")
     parser.add_argument("--backend", help="force a backend by name")
     parser.add_argument("--through", choices=_THROUGH, default="numpy",
-                        help="the front end that runs them")
+                        help="the front end that runs them (numpy: without the package "
+                        "ml_dtypes, C for bf16 and fp8)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="at most N threads")
     parser.add_argument("--isa", choices=_ISAS, help="of the CPU, lower than the machine's")
+    parser.add_argument("--kernel", metavar="NAME",
+                        help="only the cases that run in a kernel of this name, a glob, as explain says")
     parser.add_argument("--refused", metavar="FILE",
                         help="rules of what is refused (default: tests/cases/refused.<backend>)")
     parser.set_defaults(main=main)
@@ -48,6 +53,12 @@ def main(args) -> int:
     cases = case_lines.split(args.case)
     for name in args.cases or ([] if cases else ["smoke"]):
         cases += case_lines.read(name)
+    if args.kernel is not None:
+        cases = [case for case in cases if any(fnmatch.fnmatchcase(name, args.kernel)
+                                               for name in kernels_of(case, args))]
+        if not cases:
+            raise case_lines.UsageError(f"--kernel {args.kernel}: none of these cases runs in such a kernel; "
+                                        "see explain, or add --cases nightly")
     run = runner(args)
     refusals = _refusals(args)
     counts = {"passed": 0, "refused": 0, "failed": 0}
@@ -65,6 +76,16 @@ def main(args) -> int:
             progress.step(case)
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return 1 if counts["failed"] else 0
+
+
+def kernels_of(case: str, args) -> list[str]:
+    """Names of the kernels that the case runs in on the device, in the backend that is forced."""
+    from .. import _explain
+    device = _lib.Device(kind=_lib.CUDA if args.device == "cuda" else _lib.CPU)
+    why = _explain._answer(None, case, device)
+    backend = args.backend or why.backend
+    names = next((entry["kernel"] for entry in why.answer["backends"] if entry["name"] == backend), None)
+    return names.split(", ") if names else []
 
 
 def judge(text: str, run) -> tuple[str, str, str]:
@@ -88,6 +109,7 @@ def judge(text: str, run) -> tuple[str, str, str]:
 
 def runner(args):
     """A function that computes a case's outputs into its own arrays."""
+    from . import conformance
     if args.through == "c":
         device = _lib.Device(kind=_lib.CUDA if args.device == "cuda" else _lib.CPU)
         return lambda case: case.run(args.backend, device, args.threads or 0)
@@ -98,7 +120,10 @@ def runner(args):
         if args.threads is not None:
             import tessera
             tessera.set_num_threads(args.threads)
-        return lambda case: through_numpy(case, args.backend)
+        if importlib.util.find_spec("ml_dtypes") is not None:
+            return lambda case: through_numpy(case, args.backend)
+        return lambda case: through_numpy(case, args.backend) if conformance.numpy_knows(case) else \
+            case.run(args.backend, _lib.CPU_DEVICE, args.threads or 0)
     try:  # a front end brings its own runner beside it
         module = importlib.import_module(f"tessera.{args.through}.conformance")
     except ImportError as error:

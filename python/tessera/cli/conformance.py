@@ -13,8 +13,11 @@ from .. import _lib
 _Json = (c_int64, c_void_p, c_char_p, c_int64)
 
 
+_library = _lib.load("libtessera_check.so")
+
+
 def _declare(name, result, *arguments):
-    function = getattr(_lib.lib, name)
+    function = getattr(_library, name)
     function.restype, function.argtypes = result, arguments
     return function
 
@@ -73,7 +76,7 @@ class Case:
         memory = (ctypes.c_char * size).from_address(address)
         return np.ndarray(shape, dtype, memory, strides=strides)
 
-    def group(self, name: str) -> dict[str, np.ndarray]:
+    def group(self, name: str) -> dict[str, np.ndarray | tuple[np.ndarray, ...]]:
         """The arrays of "tensors", "backward" or "outputs", by keyword; pairs as tuples."""
         arrays = {}
         for keyword, index in self.spec.get(name, {}).items():
@@ -107,6 +110,12 @@ class Case:
     def _read(self, function) -> dict:
         return _lib.read_json(lambda buffer, capacity, _: function(self._handle, buffer, capacity),
                               "check")
+
+
+def numpy_knows(case: Case) -> bool:
+    """Whether every dtype of the case is NumPy's own."""
+    return not any(_NAMES.get(tensor.dtype, "").startswith(("bfloat16", "float8"))
+                   for tensor in case.problem.tensor)
 
 
 class PeakProbe:
@@ -154,3 +163,21 @@ def numpy_dtype(code: int) -> np.dtype:
         raise ValueError(f"tessera.check: dtype={name}: NumPy needs the package ml_dtypes for it; "
                          "pip install ml_dtypes, or use --through c") from error
     return np.dtype(getattr(ml_dtypes, name))
+
+
+class Placer:
+    """NumPy arrays as another library's, by `convert`; one array given twice stays one. What is no
+    array passes."""
+
+    def __init__(self, convert):
+        self.convert = convert
+        self.seen: dict[int, tuple] = {}  # id -> the array, kept alive, and what it became
+
+    def __call__(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self, value))
+        if not isinstance(value, np.ndarray):
+            return value
+        if id(value) not in self.seen:
+            self.seen[id(value)] = value, self.convert(value)
+        return self.seen[id(value)][1]

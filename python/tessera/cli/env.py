@@ -10,27 +10,36 @@ import os
 import platform
 import shutil
 import subprocess
+from pathlib import Path
 
-from . import terminal
+from . import case_lines, terminal
 
-_PACKAGES = ("tessera-attention", "numpy", "ml_dtypes", "torch", "jax", "paddlepaddle", "rich",
-             "matplotlib")
+_PACKAGES = ("tessera-attention", "numpy", "ml_dtypes", "torch", "jax", "paddlepaddle",
+             "paddlepaddle-gpu", "rich", "matplotlib")
 _VARIABLES = ("TESSERA_BACKEND", "TESSERA_LOG", "TESSERA_NUM_THREADS", "TESSERA_CPU_ISA")
 
 EPILOG = """\
 example:
-  python -m tessera env --json > report.json"""
+  python -m tessera env --json > report.json
+  cmake -DCMAKE_PREFIX_PATH=$(python -m tessera env --prefix) ...
+  PKG_CONFIG_PATH=$(python -m tessera env --prefix)/lib/pkgconfig pkg-config --cflags --libs tessera"""
 
 
 def add_parser(commands):
     parser = commands.add_parser("env", help="versions, CPU, GPUs, backends: for bug reports",
                                  description=__doc__, epilog=EPILOG,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--prefix", action="store_true", help="only the folder in which CMake and pkg-config "
+                      "find the C library of this package")
     parser.set_defaults(main=main)
 
 
 def main(args) -> int:
+    if args.prefix:
+        print(prefix())
+        return 0
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -42,7 +51,7 @@ def main(args) -> int:
 
 def collect() -> dict:
     import tessera
-    from tessera import _lib
+    from tessera import _bindings, _lib
     packages = {}
     for name in _PACKAGES:
         try:
@@ -58,9 +67,19 @@ def collect() -> dict:
         "cpu": cpu_model(),
         "cpus": {"of the machine": os.cpu_count(), "of this process": len(os.sched_getaffinity(0))},
         "gpus": gpus(),
+        "binding": _bindings.states(),
         "packages": packages,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
+
+
+def prefix() -> Path:
+    """Of an installed package its folder; a checkout has none before `cmake --install`."""
+    package = Path(__file__).resolve().parents[1]
+    if not (package / "lib" / "cmake").is_dir():
+        raise case_lines.UsageError("tessera.env: --prefix: this is a source checkout, which has none; install "
+                                    "the wheel, or `cmake --install build/cpu --prefix PLACE`")
+    return package
 
 
 def cpu_model() -> str:
@@ -102,9 +121,14 @@ def _flat(value, prefix=""):
         yield prefix, value
 
 
+_MOST_ITEMS = 16  # of a list in a line
+
+
 def _text(value) -> str:
     if isinstance(value, (list, dict)) and not value:
         return "none"
+    if isinstance(value, list) and len(value) > _MOST_ITEMS:
+        return f"{len(value)}, from {value[0]} to {value[-1]} (--json lists them)"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "-" if value is None else str(value)

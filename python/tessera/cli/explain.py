@@ -13,7 +13,8 @@ EPILOG = """\
 examples:
   python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal"
   python -m tessera explain "bwd fp16 b=4 s=300 h=8 d=64 layout=thd lens=random:7" --device sm90
-The device need not be there. docs/cases.md describes a case."""
+The device need not be there, nor the backend in this build: its rules and tables are. The exit status is 1
+where nothing can run a case. docs/cases.md describes a case."""
 
 
 def add_parser(commands):
@@ -32,7 +33,7 @@ def main(args) -> int:
     answers = [tessera.explain(case, device=args.device) for case in case_lines.split(args.case)]
     if args.json:
         print(json.dumps([answer.answer for answer in answers], indent=2))
-        return 0
+        return _status(answers)
     for answer in answers:
         if not terminal.is_rich(sys.stdout):
             print(answer)
@@ -40,4 +41,9 @@ def main(args) -> int:
         terminal.print_table(["<backend", "<answer"], answer.rows(), answer.headline)
         if answer.suggestion:
             print(f"try: {answer.suggestion}")
-    return 0
+    return _status(answers)
+
+
+def _status(answers) -> int:
+    """1 where nothing can run one of the cases."""
+    return int(any(answer.backend is None for answer in answers))

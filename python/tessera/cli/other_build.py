@@ -27,8 +27,8 @@ class Build:
         """A function of one call of the workload."""
         torch = peers.import_torch(w)
         from ..torch import _describe
-        from ..torch.conformance import Placer
-        place = Placer(w.device)
+        from ..torch.conformance import placer
+        place = placer(w.device)
         given = {name: place(value) for name, value in given_to_ours(w, torch).items()}
         call, o = self._caller(_describe.Call("attention", given), w)
         if not w.backward:

@@ -15,7 +15,8 @@ import numpy as np
 from . import work
 
 
-BUILD = "build:"
+# Peers that are files: what stands before their path.
+BUILD, FA3 = "build:", "fa3:"
 
 
 class Unsupported(Exception):
@@ -41,10 +42,13 @@ class Workload:
 
 
 def prepare(name: str, workload: Workload) -> Callable[[], object]:
-    """name: of PEERS, or build:PATH, another build of libtessera."""
+    """name: of PEERS, or build:PATH, another build of libtessera, or fa3:PATH, FlashAttention-3."""
     if name.startswith(BUILD):
         from .other_build import Build
         return Build(name[len(BUILD):]).peer(workload)
+    if name.startswith(FA3):
+        from .fa3 import Library
+        return Library(name[len(FA3):]).peer(workload)
     if name not in PEERS:
         raise Unsupported(f"no peer of this name; there are {', '.join(PEERS)}")
     return PEERS[name](workload)
@@ -59,7 +63,7 @@ def _bhsd(x, layout):
     return np.ascontiguousarray(x.transpose(_FORMATS[layout]))
 
 
-def _plain(w: Workload, name: str):
+def plain(w: Workload, name: str):
     """(q, k, v, do) as contiguous [b, h, s, d]; Unsupported for what has no such form."""
     kw = w.keywords
     layout = kw.get("layout", "bshd")
@@ -75,12 +79,12 @@ def _plain(w: Workload, name: str):
             None if w.do is None else _bhsd(w.do, layout_q))
 
 
-def _is_plain_causal(kw, sq, sk) -> bool:
+def is_plain_causal(kw, sq, sk) -> bool:
     return bool(kw.get("causal")) and kw.get("window") is None and \
         (sq == sk or kw.get("align") == "top_left")
 
 
-def _mask(w: Workload, b, hq, sq, sk) -> np.ndarray | None:
+def dense_mask(w: Workload, b, hq, sq, sk) -> np.ndarray | None:
     """Dense [b|1, hq|1, sq, sk], True = visible; None when everything is."""
     kw = w.keywords
     names = ("causal", "window", "seqlens_q", "seqlens_k", "keep", "drop", "key_ranges",
@@ -92,7 +96,7 @@ def _mask(w: Workload, b, hq, sq, sk) -> np.ndarray | None:
     return np.broadcast_to(mask, (len(mask), mask.shape[1], sq, sk))
 
 
-def _bias(w: Workload, sq, sk) -> np.ndarray | None:
+def dense_bias(w: Workload, sq, sk) -> np.ndarray | None:
     """Post-scale bias and ALiBi as one dense array of at most 4 axes."""
     kw = w.keywords
     bias = kw.get("bias")
@@ -140,15 +144,15 @@ def _torch_sdpa(w: Workload, kernel: str | None = None):
     kw = w.keywords
     if kw.get("softcap"):
         raise Unsupported("scaled_dot_product_attention has no softcap")
-    q, k, v, do = _plain(w, "scaled_dot_product_attention")
+    q, k, v, do = plain(w, "scaled_dot_product_attention")
     (b, hq, sq, _), sk = q.shape, k.shape[2]
-    causal = _is_plain_causal(kw, sq, sk)
+    causal = is_plain_causal(kw, sq, sk)
     others = dict(kw, causal=None) if causal else kw
-    mask = _mask(dataclasses.replace(w, keywords=others), b, hq, sq, sk)
-    bias = _bias(w, sq, sk)
+    mask = dense_mask(dataclasses.replace(w, keywords=others), b, hq, sq, sk)
+    bias = dense_bias(w, sq, sk)
     if bias is not None and (mask is not None or causal):
         if mask is None:
-            mask = _mask(w, b, hq, sq, sk)
+            mask = dense_mask(w, b, hq, sq, sk)
         causal = False
         bias = np.where(mask, bias, np.array(-np.inf, bias.dtype)).astype(q.dtype)
     tq, tk, tv = (_tensor(torch, x, w.device) for x in (q, k, v))
@@ -216,7 +220,7 @@ def _torch_flex(w: Workload):
     if w.backward and w.device == "cpu":
         raise Unsupported("FlexAttention on the CPU has no backward pass")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    q, k, v, do = _plain(w, "FlexAttention")
+    q, k, v, do = plain(w, "FlexAttention")
     (b, hq, sq, _), sk = q.shape, k.shape[2]
     shift = sk - sq if kw.get("align") == "bottom_right" else 0
     left, right = kw.get("window") or (-1, -1)
@@ -297,7 +301,7 @@ def _flash_attn_4(w: Workload):
         given = kw.get(keyword)
         if given is not None and not (isinstance(given, (int, float)) and given == 0):
             raise Unsupported(f"flash-attn-4: {keyword} is not translated by this bench")
-    q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in _plain(w, "flash-attn-4"))
+    q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in plain(w, "flash-attn-4"))
     if kw.get("causal") and q.shape[1] != k.shape[1] and kw.get("align") != "bottom_right":
         raise Unsupported("flash-attn-4 aligns a causal mask at the bottom right")
     inputs = [_tensor(torch, x, w.device) for x in (q, k, v)]
@@ -327,10 +331,10 @@ def _torch_matmul(w: Workload):
     kw = w.keywords
     if kw.get("softcap") or kw.get("dropout_p"):
         raise Unsupported("the unfused computation has no softcap and no dropout here")
-    q, k, v, do = _plain(w, "the unfused computation")
+    q, k, v, do = plain(w, "the unfused computation")
     (b, hq, sq, dqk), (hk, sk) = q.shape, k.shape[1:3]
     scale = dqk**-0.5 if kw.get("softmax_scale") is None else kw["softmax_scale"]
-    mask, bias = _mask(w, b, hq, sq, sk), _bias(w, sq, sk)
+    mask, bias = dense_mask(w, b, hq, sq, sk), dense_bias(w, sq, sk)
     tq, tk, tv = (_tensor(torch, x, w.device) for x in (q, k, v))
     hidden = None if mask is None else _tensor(torch, ~mask, w.device)
     bias = None if bias is None else _tensor(torch, bias, w.device)
@@ -358,11 +362,11 @@ def _unfused(w: Workload):
     kw = w.keywords
     if kw.get("dropout_p"):
         raise Unsupported("the unfused computation has no dropout here")
-    q, k, v, do = _plain(w, "the unfused computation")
+    q, k, v, do = plain(w, "the unfused computation")
     (b, hq, sq, dqk), (hk, sk) = q.shape, k.shape[1:3]
     scale = kw.get("softmax_scale")
     scale = np.float32(dqk**-0.5 if scale is None else scale)
-    mask, bias, cap = _mask(w, b, hq, sq, sk), _bias(w, sq, sk), kw.get("softcap")
+    mask, bias, cap = dense_mask(w, b, hq, sq, sk), dense_bias(w, sq, sk), kw.get("softcap")
     group = hq // hk
 
     def forward():
@@ -399,8 +403,21 @@ def _unfused(w: Workload):
     return backward
 
 
+def _paddle(w: Workload):
+    from .paddle_peer import peer
+    return peer(w)
+
+
+def _jax(implementation: str):
+    def peer(w: Workload):
+        from . import jax_peers
+        return jax_peers.prepare(w, implementation)
+    return peer
+
+
 PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "matmul": _torch_matmul, "numpy": _unfused,
          "cudnn": _torch_kernel("cudnn", "CUDNN_ATTENTION"),
          "flash-attn-2": _torch_kernel("flash-attn-2", "FLASH_ATTENTION"),
          "efficient": _torch_kernel("efficient", "EFFICIENT_ATTENTION"),
-         "flash-attn-4": _flash_attn_4}
+         "flash-attn-4": _flash_attn_4, "paddle": _paddle,
+         "jax-xla": _jax("xla"), "jax-cudnn": _jax("cudnn")}

@@ -26,9 +26,18 @@ def draw(kind: str, results, against, path: str):
     figure = _KINDS[kind](plt, results, against)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.suptitle(_TITLES[kind])
+    figure.text(0.01, 0.005, _origin(results), fontsize=6, color="grey", va="bottom")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _origin(results) -> str:
+    """Machine, date and command of the results; of files of several runs, each that differs."""
+    def of(key):
+        return " | ".join(dict.fromkeys(result.get(key, f"{key} not recorded") for result in results))
+    return f"{of('machine')}, {of('date')}\n{of('command')}"
 
 
 def _of_peer(result, name: str, key: str):
@@ -153,4 +162,6 @@ def _scaling(plt, results, against):
     return figure
 
 
+_TITLES = {"bars": "Attention: speed of each case", "roofline": "Attention: speed, and what bounds it",
+           "ratio": "Attention: how many times as long others take", "scaling": "Attention: speed over length"}
 _KINDS = {"bars": _bars, "roofline": _roofline, "ratio": _ratio, "scaling": _scaling}

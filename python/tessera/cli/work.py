@@ -112,7 +112,7 @@ def _stored(kw, name, n) -> int:
 
 
 def flops(scores: int, dqk: int, dv: int, backward: bool) -> int:
-    """Of the matrix products alone: 2 forward, 5 backward (S, dP, dQ, dK; dV)."""
+    """Operations of the matrix products alone: 2 forward, 5 backward (S, dP, dQ, dK; dV)."""
     return 2 * scores * ((3 * dqk + 2 * dv) if backward else (dqk + dv))
 
 

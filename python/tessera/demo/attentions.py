@@ -85,13 +85,13 @@ def unfused_padded():
 
 
 def padded_bytes(heads, cu_seqlens):
-    """Of the fp32 scores of unfused_padded."""
+    """Bytes of the fp32 scores of unfused_padded."""
     lengths = np.diff(cu_seqlens).astype(np.int64)
     return int(len(lengths) * heads * lengths.max() ** 2 * 4)
 
 
 def softmax(scores, head_dim):
-    """Of scores / sqrt(head_dim) along the last axis, in place, to spare a copy."""
+    """Softmax of scores / sqrt(head_dim) along the last axis, in place, to spare a copy."""
     scores *= scores.dtype.type(head_dim**-0.5)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)

@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def positions(self):
-        """Of each token inside its own sentence."""
+        """Where each token stands in its own sentence."""
         return np.arange(len(self.ids)) - np.repeat(self.cu_seqlens[:-1], self.lengths)
 
 

@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keywords of attention: one row each, from which everything about a keyword comes.
+
+The classes Keywords, Forward and Backward are the table. Static type checkers read them as the
+keywords that a function takes (``**keywords: Unpack[Forward]``). At run time their rows say how a
+value is checked and where in the C structs it goes (_args), how it travels through PyTorch's
+dispatcher (torch/_describe), what signatures and docstrings say of it (_documented).
+
+Order is that of the signatures, and of the scalars on the dispatcher's stack.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+
+from . import _lib
+
+Array = Any  # of the front end's library
+
+# Array axis that holds tensor axis i, None where the tensor has an axis of extent 1 of its own.
+ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
+SMOOTH = {"none": 0, "mean": _lib.SMOOTH_MEAN,
+          "mean+hadamard": _lib.SMOOTH_MEAN | _lib.SMOOTH_HADAMARD}
+_LENGTHS = "int32 or int64"
+
+
+def is_number(value) -> bool:
+    """A real Python or NumPy number (ml_dtypes scalars included), not a boolean, not an array."""
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        return False
+    if isinstance(value, numbers.Complex):
+        return isinstance(value, numbers.Real)
+    return getattr(value, "shape", None) == () and type(value).__name__ in _lib.DTYPES and \
+        type(value).__name__ != "bool"
+
+
+# ---- kinds of rows ----
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keyword:
+    doc: str               # what it means, and when it is illegal
+    default: Any = None
+    refused: bool = False  # every backend refuses it yet
+    name: str = ""         # the table's, like the next
+    type: Any = None
+
+    def fill(self, a, value):
+        """Puts an accepted value into the problem of `a`, _args.Arguments."""
+
+    @property
+    def form(self) -> str:
+        """What a value may be, in the words of documents."""
+        return ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(Keyword):
+    """An array to write into; the operation describes it."""
+    axes: str
+
+    @property
+    def form(self) -> str:
+        return f"[{self.axes}]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor(Keyword):
+    """An array, or for two tensors a pair of them."""
+    axes: str
+    dtype: str
+    tensors: tuple[str, ...] = ()         # of tessera_index; the keyword's name unless given
+    broadcasts: bool = False              # axes may be missing on the left
+    packs: tuple[str, ...] = ()           # for each tensor: "q" or "k", whose packed format lacks b
+    blocks: bool = False                  # the last axis may be missing, and then the first
+    shared: bool = False                  # one array stands for both tensors
+    differentiable: bool = False
+    flag: int = 0                         # set where it is given
+    words: Mapping[str, int] = dataclasses.field(default_factory=dict)  # texts in its place -> flag
+
+    @property
+    def form(self) -> str:
+        texts = "".join(f' or "{word}"' for word in self.words)
+        pair = ", or a pair" if len(self.tensors) == 2 else ""
+        return f"{self.dtype} [{self.axes}]{texts}{pair}"
+
+    def fill(self, a, value):
+        noun = f"a {a.adapter.noun}"
+        if self.words and isinstance(value, str):
+            a.problem.flags |= self.words[a.choice(self.name, value, tuple(self.words))]
+            return
+        if self.words and a.adapter.info(value) is None:
+            texts = " or ".join(f'"{word}"' for word in self.words)
+            raise a.error(self.name, value, f"must be {texts} or {noun} [{self.axes}]")
+        a.problem.flags |= self.flag
+        if len(self.tensors) == 1 or not isinstance(value, tuple):
+            for i in range(len(self.tensors) if self.shared else 1):
+                self._put(a, i, value, None)
+            return
+        if len(value) != 2:
+            raise a.error(self.name, value, f"must be {noun} or a pair of them")
+        for i, part in enumerate(value):
+            if a.adapter.info(part) is None:
+                raise a.error(f"{self.name}[{i}]", part, f"must be {noun}")
+            self._put(a, i, part, i)
+
+    def _put(self, a, i: int, value, part):
+        rank = self.axes.count(",") + 1
+        if self.broadcasts:
+            a.put(self.tensors[i], self.name, value, axes=self.axes, pad=rank, part=part)
+            return
+        order = tuple(range(rank))
+        if self.packs and a.packs(self.packs[i]):
+            order = (None, *range(rank - 1))
+        elif self.blocks:
+            info = a.adapter.info(value)
+            given = 0 if info is None else len(info.shape)
+            if given > 3:
+                raise a.error(f"{self.name}.shape", list(info.shape),
+                              f"must have at most 3 axes, [{self.axes}]")
+            order = order if given == 3 else (None,) * (2 - given) + (*range(given), None)
+        a.put(self.tensors[i], self.name, value, order, axes=self.axes, part=part)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option(Keyword):
+    """A value that becomes flags and fields. encode() takes what was accepted, or None, and answers
+    (flags, *fields); torch.compile traces through it. decode(flags, *fields) is its inverse."""
+    values: str                               # what it may be, in words
+    check: Callable[[Any, str, Any], Any]     # (a, name, value) -> the value, or ValueError
+    encode: Callable[[Any], tuple]
+    decode: Callable[..., Any] | None = None  # None: it never reaches an operator
+    # Fields of tessera_problem or of _args.Arguments -> their types in the dispatcher, "" where
+    # operators do not take them.
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_scalars(self) -> int:
+        """How many fields operators take; those come first."""
+        return sum(map(bool, self.fields.values()))
+
+    @property
+    def form(self) -> str:
+        return self.values
+
+    def fill(self, a, value):
+        flags, *values = self.encode(self.check(a, self.name, value))
+        a.problem.flags |= flags
+        for field, encoded in zip(self.fields, values):
+            a.set_field(field, encoded)
+
+
+def _flag(flag: int, **row) -> Option:
+    return Option(values="bool", check=lambda a, name, value: a.boolean(name, value),
+                  encode=lambda on: (flag if on else 0,), decode=lambda flags: bool(flags & flag),
+                  **{"default": False, **row})
+
+
+def _switch(name: str, **row) -> Option:
+    """A flag of the front end, which the core never sees."""
+    return Option(values="bool", check=lambda a, name, value: a.boolean(name, value), default=False,
+                  encode=lambda on: (0, bool(on)), fields={name: ""}, **row)
+
+
+def _number(name: str, flag: int, **row) -> Option:
+    """A number with a flag that says it is on: given, or not its default."""
+    off = row.get("default")
+    return Option(values="number", check=lambda a, name, value: a.number(name, value),
+                  encode=lambda x: (0, 0.0) if x is None or x == off else (flag, x),
+                  decode=lambda flags, x: x if flags & flag else None, fields={name: "float"}, **row)
+
+
+def _integer(name: str, flag: int, **row) -> Option:
+    return Option(values="int", check=lambda a, name, value: a.integer(name, value),
+                  encode=lambda n: (0, 0) if n is None else (flag, n),
+                  decode=lambda flags, n: n if flags & flag else None, fields={name: "SymInt"}, **row)
+
+
+def _word(flags: Mapping[str, int], **row) -> Option:
+    """One of a few texts, each with its flags."""
+    texts = tuple(flags)
+    return Option(values=" or ".join(f'"{text}"' for text in texts),
+                  check=lambda a, name, value: a.choice(name, value, texts),
+                  encode=lambda text: (flags[text] if text else 0,), **row)
+
+
+def _dtype(name: str, **row) -> Option:
+    return Option(values="dtype or its name", check=lambda a, name, value: a.dtype(name, value),
+                  encode=lambda dtype: (0, dtype), fields={name: ""}, refused=True, **row)
+
+
+# ---- options with rules of their own ----
+
+def _check_layout(a, name, value):
+    formats = tuple(_lib.FORMATS)
+    if isinstance(value, tuple) and len(value) == 2:
+        a.layout_q, a.layout_kv = (a.choice(f"layout[{i}]", x, formats) for i, x in enumerate(value))
+    elif isinstance(value, str) and value in formats:
+        a.layout_q = a.layout_kv = value
+    else:
+        raise a.error(name, value, "must be " + ", ".join(f'"{f}"' for f in formats) +
+                      ', or a pair such as ("bshd", "sbhd") for q and for k and v')
+    return a.layout_q, a.layout_kv
+
+
+def _encode_layout(layout):
+    q, kv = layout if isinstance(layout, tuple) else (layout, layout)
+    return 0, _lib.FORMATS[q or "bshd"], _lib.FORMATS[kv or "bshd"]
+
+
+def _decode_layout(flags, format_q, format_kv):
+    formats = tuple(_lib.FORMATS)
+    return formats[format_q], formats[format_kv]
+
+
+def _check_window(a, name, value):
+    return a.pair_of_integers(name, value, "(left, right)")
+
+
+def _encode_window(window):
+    return (0, 0, 0) if window is None else (_lib.WINDOW, window[0], window[1])
+
+
+def _decode_window(flags, left, right):
+    return (left, right) if flags & _lib.WINDOW else None
+
+
+def _check_align(a, name, value):
+    if is_number(value):
+        return a.integer(name, value)
+    if a.adapter.info(value) is None and (not isinstance(value, str) or value not in _lib.ALIGNS):
+        raise a.error(name, value, 'must be "top_left" or "bottom_right", or the diagonal: an '
+                      f"integer or a {a.adapter.noun} [b]")
+    return value
+
+
+def _encode_align(align):
+    if align is None:
+        return 0, 0, 0
+    if isinstance(align, str):
+        return 0, _lib.ALIGNS[align], 0
+    return 0, _lib.ALIGN_GIVEN, 0 if hasattr(align, "shape") else align
+
+
+def _decode_align(flags, align, shift):
+    if align == _lib.ALIGN_GIVEN:
+        return shift
+    return {code: name for name, code in _lib.ALIGNS.items()}.get(align)
+
+
+def _check_backend(a, name, value):
+    if not isinstance(value, str) or not 0 < len(value) < 16 or \
+            not (value.isascii() and value.isprintable()):
+        names = ", ".join(f'"{known}"' for known in _lib.backends())
+        raise a.error(name, value, f"must be one of {names}")
+    return value
+
+
+def _check_margin(a, name, value):
+    margin = a.integer(name, value)
+    if not 0 <= margin < 2**31:
+        raise a.error(name, margin, "must be 0 (none) or more multiprocessors")
+    return margin
+
+
+def _check_blocks(a, name, value):
+    blocks = a.pair_of_integers(name, value, "(rows of q, keys)")
+    if not all(0 <= block < 2**31 for block in blocks):
+        raise a.error(name, blocks, "must not be negative")
+    return blocks
+
+
+# ---- the table ----
+
+Format = Literal["bshd", "sbhd", "bhsd", "thd"]
+
+
+class Keywords(TypedDict, total=False):
+    """What attention and attention_backward take."""
+
+    layout: Annotated[Format | tuple[Format, Format], Option(
+        values='"bshd", "sbhd", "bhsd" or "thd", or a pair', default="bshd", check=_check_layout,
+        encode=_encode_layout, decode=_decode_layout, fields={"format_q": "int", "format_kv": "int"},
+        doc="Order of the axes of q, k, v and o; a pair gives q, o and k, v orders of their own.")]
+    softmax_scale: Annotated[float | None, _number(
+        "softmax_scale", _lib.SOFTMAX_SCALE,
+        doc="Factor on q kᵀ; None is 1/sqrt(dqk). Must be finite and >= 0.")]
+    causal: Annotated[bool, _flag(
+        _lib.CAUSAL, doc="Query i sees no key beyond i + shift; see align.")]
+    window: Annotated[tuple[int, int] | None, Option(
+        values="(left, right)", check=_check_window, encode=_encode_window, decode=_decode_window,
+        fields={"window_left": "SymInt", "window_right": "SymInt"},
+        doc="Query i sees keys i + shift - left to i + shift + right; -1 is unbounded. Both must be "
+            ">= -1, and with causal right must be -1 or 0.")]
+    align: Annotated[Literal["top_left", "bottom_right"] | int | Array | None, Option(
+        values='"top_left" or "bottom_right"', check=_check_align, encode=_encode_align,
+        decode=_decode_align, fields={"align": "int", "shift": "SymInt"},
+        doc="The diagonal, under which query i has key i + shift: shift is 0, or len_k - len_q of "
+            "each sequence. Must be given where causal, window or alibi_slopes are on, unless both "
+            "sides are known to be equally long. The shift itself, an integer or an integer array "
+            "[b], is Refused by every backend yet where it would matter.")]
+    seqlens_q: Annotated[Array | None, Tensor(
+        axes="b", dtype=_LENGTHS,
+        doc="True query lengths of a padded batch, 0 to sq; None is full. Illegal with thd.")]
+    seqlens_k: Annotated[Array | None, Tensor(
+        axes="b", dtype=_LENGTHS,
+        doc="True key lengths of a padded batch or of pages, 0 to sk; None is full. Illegal with thd; "
+            "must be given with page_table.")]
+    cu_seqlens_q: Annotated[Array | None, Tensor(
+        axes="b + 1", dtype=_LENGTHS,
+        doc="Where each query sequence of a packed buffer begins, from 0, never falling, and the end. "
+            "Must be given with thd, and with nothing else.")]
+    cu_seqlens_k: Annotated[Array | None, Tensor(
+        axes="b + 1", dtype=_LENGTHS, doc="As cu_seqlens_q, for keys.")]
+    cu_seqlens_q_padded: Annotated[Array | None, Tensor(
+        axes="b + 1", dtype=_LENGTHS,
+        doc="Where each query sequence is stored, if there are gaps: start + length <= next start. "
+            "Must come with cu_seqlens_q.")]
+    cu_seqlens_k_padded: Annotated[Array | None, Tensor(
+        axes="b + 1", dtype=_LENGTHS, doc="As cu_seqlens_q_padded, for keys.")]
+    max_seqlen_q: Annotated[int | None, _integer(
+        "max_seqlen_q", _lib.MAX_SEQLEN_Q,
+        doc="A bound on the lengths of cu_seqlens_q, with which it must come; must be given with a "
+            "dense mask or bias of packed queries.")]
+    max_seqlen_k: Annotated[int | None, _integer(
+        "max_seqlen_k", _lib.MAX_SEQLEN_K, doc="As max_seqlen_q, for keys.")]
+    keep: Annotated[Array | None, Tensor(
+        axes="b, hq, sq, sk", dtype="bool", tensors=("mask",), broadcasts=True,
+        doc="Mask, broadcastable to these axes: True = visible. Illegal with drop or key_ranges.")]
+    drop: Annotated[Array | None, Tensor(
+        axes="b, hq, sq, sk", dtype="bool", tensors=("mask",), broadcasts=True, flag=_lib.MASK_DROP,
+        doc="Mask, broadcastable to these axes: True = hidden. Illegal with keep or key_ranges.")]
+    key_ranges: Annotated[Array | None, Tensor(
+        axes="b|1, hq|1, sq|1, 2|4", dtype="int32", packs=("q",),
+        doc="One or two half-open intervals [start, end) of keys that a query sees, their union; "
+            "packed [hq|1, t|1, 2|4]. Illegal with keep or drop.")]
+    segment_ids: Annotated[Array | tuple[Array, Array] | None, Tensor(
+        axes="b, s", dtype="int32", tensors=("segment_ids_q", "segment_ids_k"), packs=("q", "k"),
+        shared=True,
+        doc="A query sees keys of its own segment only; packed [t]. One array is for both sides, whose "
+            "extents must agree; a pair is for q and for k.")]
+    bias: Annotated[Array | None, Tensor(
+        axes="b, hq, sq, sk", dtype="q's dtype or float32", broadcasts=True, differentiable=True,
+        doc="Added to scores, broadcastable to these axes; -inf hides a key.")]
+    bias_at: Annotated[Literal["post_scale", "pre_scale"], Option(
+        values='"post_scale" or "pre_scale"', default="post_scale",
+        check=lambda a, name, value: a.choice(name, value, ("post_scale", "pre_scale")),
+        encode=lambda at: (_lib.BIAS_PRE_SCALE if at == "pre_scale" else 0,),
+        decode=lambda flags: "pre_scale" if flags & _lib.BIAS_PRE_SCALE else "post_scale",
+        doc="Whether bias is added after softmax_scale and softcap, or before.")]
+    alibi_slopes: Annotated[Array | None, Tensor(
+        axes="b, hq", dtype="float32 or q's dtype", broadcasts=True, differentiable=True,
+        doc="slope * |i + shift - j| is taken from scores; [hq] for all sequences.")]
+    softcap: Annotated[float, _number(
+        "softcap", _lib.SOFTCAP, default=0.0,
+        doc="Scores x become softcap * tanh(x / softcap); 0 is off. Must be finite and >= 0.")]
+    sink: Annotated[Literal["off_by_one"] | Array | None, Tensor(
+        axes="hq", dtype="float32 or q's dtype", differentiable=True,
+        words={"off_by_one": _lib.SINK_OFF_BY_ONE},
+        doc='One more logit in the sum of each row, without a value; "off_by_one" is 0.')]
+    dropout_p: Annotated[float, _number(
+        "dropout_p", _lib.DROPOUT, default=0.0,
+        doc="Probability that a weight is dropped, in [0, 1). Needs rng_state.")]
+    rng_state: Annotated[Array | tuple[int, ...] | list[int] | None, Tensor(
+        axes="2|4", dtype="int64",
+        doc="(seed, offset) of dropout: an array, or a tuple or list of integers. With (seed, offset, "
+            "first, stride) head h of sequence n is head first + n * stride + h of the mask, as it is in "
+            "a larger problem.")]
+    page_table: Annotated[Array | tuple[Array, Array] | None, Tensor(
+        axes="b, max_pages", dtype="int32", tensors=("page_table_k", "page_table_v"),
+        doc="Pages of each sequence in the pools k and v, which are then [pages, page_size, hk, d]; a "
+            "pair gives k and v tables of their own. Needs seqlens_k.")]
+    k_scale: Annotated[Array | None, Tensor(
+        axes="b, hk, nk", dtype="float32", blocks=True,
+        doc="What an fp8 k is multiplied by: [], [hk] or [b, hk], or blocks of keys as well. "
+            "Illegal for a k that is not fp8.")]
+    v_scale: Annotated[Array | None, Tensor(
+        axes="b, hk, nk", dtype="float32", blocks=True, doc="As k_scale, for v.")]
+    q_start: Annotated[Array | None, Tensor(
+        axes="b", dtype=_LENGTHS,
+        doc="Position of the first query of each sequence, >= 0; None is 0. Diagonal, ALiBi and dropout, and "
+            "dense masks and biases of packed sequences, count from there.")]
+    k_start: Annotated[Array | None, Tensor(
+        axes="b", dtype=_LENGTHS,
+        doc="As q_start, for keys; key ranges are positions too.")]
+    q_scale: Annotated[Array | None, Tensor(
+        axes="b, hq, nq", dtype="float32", blocks=True, refused=True,
+        doc="What an fp8 q is multiplied by, as k_scale.")]
+    o_scale: Annotated[Array | None, Tensor(
+        axes="1", dtype="float32", broadcasts=True, refused=True,
+        doc="What an fp8 o is multiplied by.")]
+    deterministic: Annotated[bool | None, _flag(
+        _lib.DETERMINISTIC, default=True, doc="The same call gives the same bits at every run.")]
+    batch_invariant: Annotated[bool, _flag(
+        _lib.BATCH_INVARIANT,
+        doc="A sequence's result does not depend on its neighbours. Illegal in the backward pass and "
+            "with dropout.")]
+    backend: Annotated[str | None, Option(
+        values="str", check=_check_backend, encode=lambda name: (0, name or ""),
+        decode=lambda flags, name: name or None, fields={"backend": "str"},
+        doc="The backend to run, of tessera.backends(), or Refused with its reasons; None chooses.")]
+    allow_quadratic: Annotated[bool, _flag(
+        _lib.ALLOW_QUADRATIC,
+        doc="Permits memory of sq * sk elements, whose bytes are logged.")]
+    accumulate: Annotated[bool, _flag(
+        _lib.ACCUMULATE, refused=True, doc="Adds to what the given outputs hold.")]
+    sm_margin: Annotated[int, Option(
+        values="int", default=0, check=_check_margin, encode=lambda n: (0, n or 0),
+        decode=lambda flags, n: n, fields={"sm_margin": "int"},
+        doc="Multiprocessors of a GPU that kernels whose CTAs take tile after tile leave to others, 0 or "
+            "more; without effect elsewhere.")]
+    precision: Annotated[Literal["fp8"] | None, _word(
+        {"fp8": _lib.FP8_PRODUCTS}, refused=True, doc="Products in fp8.")]
+    smooth: Annotated[Literal["none", "mean", "mean+hadamard"] | None, _word(
+        SMOOTH, refused=True,
+        doc='How inputs are evened out before products in fp8; None is "mean+hadamard". Needs '
+            'precision="fp8".')]
+    scale_block: Annotated[tuple[int, int] | None, Option(
+        values="(rows of q, keys)", check=_check_blocks, encode=lambda blocks: (0, *(blocks or (0, 0))),
+        fields={"q_scale_block": "", "k_scale_block": ""}, refused=True,
+        doc="Rows and keys that share a scale, both >= 0.")]
+
+
+class Forward(Keywords, total=False):
+    """What attention takes."""
+
+    out_dtype: Annotated[object, _dtype(
+        "out_dtype", doc="dtype of o; None is q's, and any other is Refused.")]
+    return_lse: Annotated[bool, _switch(
+        "return_lse",
+        doc="Returns lse too, float32 [b, hq, sq], packed [hq, t]: the natural logarithm of each row's "
+            "sum; -inf for a row that sees nothing.")]
+    return_max_logit: Annotated[bool, _switch(
+        "return_max_logit", doc="Returns the largest visible score of each head too, float32 [hq].")]
+    out: Annotated[Array | None, Output(
+        axes="b, sq, hq, dv",
+        doc="Array to write o into and to return, of q's dtype and any strides; its elements must not "
+            "meet those of another argument.")]
+
+
+class Backward(Keywords, total=False):
+    """What attention_backward takes."""
+
+    do_scale: Annotated[Array | None, Tensor(
+        axes="b, hq, nq", dtype="float32", blocks=True, refused=True,
+        doc="What an fp8 do is multiplied by, as k_scale.")]
+    dq_scale: Annotated[Array | None, Tensor(
+        axes="1", dtype="float32", broadcasts=True, refused=True,
+        doc="What an fp8 dq is multiplied by.")]
+    dk_scale: Annotated[Array | None, Tensor(
+        axes="1", dtype="float32", broadcasts=True, refused=True,
+        doc="What an fp8 dk is multiplied by.")]
+    dv_scale: Annotated[Array | None, Tensor(
+        axes="1", dtype="float32", broadcasts=True, refused=True,
+        doc="What an fp8 dv is multiplied by.")]
+    partial: Annotated[bool, _flag(
+        _lib.PARTIAL,
+        doc="o and lse are those of a union of keys of which this call is a part (merge): each weight "
+            "is exp(x - lse) as it is, and the parts' gradients of q add up.")]
+    grad_dtype: Annotated[object, _dtype(
+        "grad_dtype", doc="dtype of dq, dk and dv; None is that of their inputs, and any other is Refused.")]
+
+
+class Every(Forward, Backward, total=False):
+    """What explain takes."""
+
+
+def _rows(table) -> dict[str, Keyword]:
+    rows = {}
+    for name, hint in get_type_hints(table, include_extras=True).items():
+        type_, row = get_args(hint)
+        named = {"tensors": (name,)} if isinstance(row, Tensor) and not row.tensors else {}
+        rows[name] = dataclasses.replace(row, name=name, type=type_, **named)
+    return rows
+
+
+SHARED, FORWARD, BACKWARD = _rows(Keywords), _rows(Forward), _rows(Backward)
+ALL = FORWARD | BACKWARD
+DIFFERENTIABLE = ("q", "k", "v", *sorted(
+    (name for name, row in SHARED.items() if isinstance(row, Tensor) and row.differentiable),
+    key=_lib.INDEX.get))
+
+
+def check_names(function: str, given, table):
+    """Raises what Python raises of keywords that are not in the table."""
+    for name in given:
+        if name not in table:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of array libraries whose arrays are reached by address: NumPy, Paddle.
+
+A call with shapes, dtypes and options that were seen before skips all of _args: the problem, its
+workspace size and a template of the buffers are kept in a bounded table, and only addresses and
+outputs are new. Values are validated by the C core on every call.
+
+To what _args asks of an adapter, these calls add
+    signature(x)                                 what of an argument decides the problem, hashable
+    device(x), stream(x)                         tessera_device of an array; its CUDA stream
+    pointer(x)                                   the address of an array's first element
+    dtype(name)                                  the library's dtype of a name in _lib.DTYPES
+    empty(operation, name, shape, dtype, like)   a new array where `like` is, or MemoryError
+    workspace(operation, size, like)             (address, owner) of `size` bytes, for this call
+    integers(words, like), int64(x)              int64 array of a few integers; x as one, without strides
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+from . import _args, _interrupt, _keywords, _lib
+
+_MAX_PREPARED = 512
+_DATA = _lib.Buffers.data.offset // 8
+_STREAM = _lib.Buffers.stream.offset // 8
+_WORKSPACE = _lib.Buffers.workspace.offset // 8
+_INTERRUPT = _lib.Buffers.interrupt.offset // 8
+_Words = ctypes.c_uint64 * (ctypes.sizeof(_lib.Buffers) // 8)
+
+_prepared: dict = {}
+num_threads = 0  # of every call; 0: the library's default
+
+
+def set_num_threads(n: int):
+    global num_threads
+    num_threads = n
+    _prepared.clear()
+
+
+class Prepared:
+    """A problem that was accepted, and how to fill the buffers of a call."""
+
+    def __init__(self, arguments: _args.Arguments, outputs, q):
+        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=num_threads,
+                               softmax_scale=arguments.softmax_scale, softcap=arguments.softcap,
+                               dropout_p=arguments.dropout_p, sm_margin=arguments.sm_margin)
+        self.arrays = arguments.adapter
+        self.operation = arguments.operation
+        self.problem = arguments.problem
+        self.address = ctypes.addressof(self.problem)
+        self.device = self.arrays.device(q)
+        self.device_address = ctypes.addressof(self.device)
+        self.template = bytes(buffers)
+        self.outputs = outputs  # one per result: (word, name, shape, dtype), an argument, or None
+        self.spelling = arguments.spelling
+        self.sources = [(_DATA + s.index, s.name, s.part) for s in arguments.sources]
+        self.workspace_bytes = 0
+        self.differentiable = set()  # sets of inputs whose gradients were accepted as well
+        self.on_cpu = self.device.kind == _lib.CPU
+        self.is_long = self.on_cpu and _interrupt.is_long(self.problem)
+
+    def prepare(self):
+        information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
+        error = _lib.error_of_thread()
+        code = _lib.prepare(self.address, self.device_address, num_threads,
+                            ctypes.addressof(information), ctypes.addressof(error))
+        _lib.check(code, error, self.operation, self.spelling)
+        self.workspace_bytes = information.workspace_bytes
+
+    def run(self, given: dict) -> list:
+        arrays, q = self.arrays, given["q"]
+        words, pointer = _Words.from_buffer_copy(self.template), arrays.pointer
+        for word, name, part in self.sources:
+            words[word] = pointer(given[name] if part is None else given[name][part])
+        results = []
+        for output in self.outputs:
+            if type(output) is tuple:
+                word, name, shape, dtype = output
+                array = arrays.empty(self.operation, name, shape, dtype, q)
+                words[word] = pointer(array)
+                results.append(array)
+            else:
+                results.append(None if output is None else given[output])
+        owner = None
+        if self.workspace_bytes:
+            words[_WORKSPACE], owner = arrays.workspace(self.operation, self.workspace_bytes, q)
+            words[_WORKSPACE + 1] = self.workspace_bytes
+        if not self.on_cpu:
+            words[_STREAM] = arrays.stream(q)
+        error = _lib.error_of_thread()
+        arguments = (self.address, self.device_address, ctypes.addressof(words),
+                     ctypes.addressof(error))
+        if self.is_long:
+            code = _interrupt.run(lambda: _lib.run(*arguments), words, _INTERRUPT)
+        else:
+            code = _lib.run(*arguments)
+        del owner  # the workspace lives until here
+        if code:
+            _lib.raise_error(error, self.operation, self.spelling)
+        return results
+
+
+def call(arrays, operation: str, describe, given: dict) -> list:
+    """The results of describe(arrays, operation, given), run on the arrays of `given`."""
+    return prepared(arrays, operation, describe, given).run(given)
+
+
+def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
+    """Whatever describe(arrays, operation, given) describes, once the library has accepted it."""
+    get = given.get
+    if "rng_state" in given:
+        given["rng_state"] = rng_array(arrays, operation, given["rng_state"], given["q"])
+    signature = arrays.signature
+    try:
+        key = (arrays, operation, *given, *map(signature, given.values()),
+               get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"))
+        found = _prepared.get(key)
+    except TypeError:  # something unhashable: not kept, and perhaps illegal
+        key = found = None
+    if found is None:
+        found = Prepared(*describe(arrays, operation, given), given["q"])
+        found.prepare()
+        if key is not None:
+            if len(_prepared) >= _MAX_PREPARED:
+                _prepared.clear()
+            _prepared[key] = found
+    return found
+
+
+# ---- outputs, and the inputs of the backward pass ----
+
+def describe_forward(arrays, operation: str, given: dict):
+    """(Arguments, outputs of Prepared) of keywords with q, k and v."""
+    _keywords.check_names(operation, given.keys() - {"q", "k", "v"}, _keywords.FORWARD)
+    a = _args.Arguments(arrays, operation)
+    _args.fill(a, given)
+    dtype = a.out_dtype or arrays.info(given["q"]).dtype
+    if given.get("out") is not None:
+        info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
+        outputs = ["out"]
+        if info.dtype != dtype:
+            raise a.error("out.dtype", info.dtype, "must be " + ("out_dtype" if a.out_dtype else
+                          "q's dtype") + f", {dtype}")
+    elif a.problem.flags & _lib.ACCUMULATE:
+        raise a.error("accumulate", True, "adds to what out= holds, which is not given")
+    else:
+        outputs = [_new_output(a, "o", _output_shape(a), dtype, a.order_q)]
+    statistics = _statistics(arrays, given["q"])
+    if a.return_lse:
+        outputs.append(_new_output(a, "lse", _row_shape(a), statistics, a.order_rows))
+    if a.return_max_logit:
+        hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
+        outputs.append(_new_output(a, "max_logit", (hq,), statistics, (0,)))
+    return a, outputs
+
+
+def describe_backward(arrays, operation: str, given: dict):
+    """As describe_forward; given also maps do, o, lse and dlse, and names of gradients, to arrays or
+    NEW."""
+    a = _args.Arguments(arrays, operation, backward=True)
+    _args.fill(a, given)
+    for name in ("do", "o"):
+        if given.get(name) is NEW:
+            _new_output(a, name, _output_shape(a), arrays.info(given["q"]).dtype, a.order_q)
+        else:
+            a.put(name, name, given.get(name), a.order_q, axes="b, sq, hq, dv")
+    for name in ("lse", "dlse"):
+        if given.get(name) is NEW:
+            _new_output(a, name, _row_shape(a), _statistics(arrays, given["q"]), a.order_rows)
+        elif name == "lse" or given.get(name) is not None:
+            a.put(name, name, given.get(name), a.order_rows, axes="b, hq, sq")
+    return a, [_gradient(a, name, given.get(name), given.get(name[1:])) for name in _args.GRADIENTS]
+
+
+def _gradient(a: _args.Arguments, name: str, output, of):
+    """The output `name` of the backward pass, the gradient of `of`."""
+    if output is None:
+        return None
+    orders = {"dq": (a.order_q, "b, sq, hq, dqk"), "dk": (a.order_kv, a.axes_kv("dqk")),
+              "dv": (a.order_kv, a.axes_kv("dv")), "dsink": ((0,), "hq")}
+    pads = {"dbias": (4, "b, hq, sq, sk"), "dalibi_slopes": (2, "b, hq")}
+    info = a.adapter.info(of)
+    if output is NEW:
+        if info is None:
+            raise a.error("grads", name, f"{name[1:]} is not a given array, so it has no gradient; "
+                          "leave it out")
+        rank = len(info.shape)
+        order = orders[name][0] if name in orders else \
+            (None,) * (pads[name][0] - rank) + tuple(range(rank))
+        if a.problem.flags & _lib.ACCUMULATE:
+            raise a.error("accumulate", True, "adds to what the arrays of grads= hold; map names "
+                          "to arrays")
+        wide = a.grad_dtype and name in ("dq", "dk", "dv")
+        return _new_output(a, name, info.shape, a.grad_dtype if wide else info.dtype, order)
+    given = a.adapter.info(output)
+    if info is not None and given is not None and given.shape != info.shape:
+        raise a.error(f"{name}.shape", list(given.shape),
+                      f"must be the shape of {name[1:]}, {list(info.shape)}")
+    order, axes, pad = None, "", 0
+    if name in orders:
+        order, axes = orders[name]
+    else:
+        pad, axes = pads[name]
+    a.put(name, name, output, order, axes=axes, pad=pad, output=True)
+    return name
+
+
+class _New:
+    """Stands for an array that is contiguous and not there yet."""
+
+
+NEW = _New()
+
+
+def gradient_outputs(arrays, grads) -> dict:
+    """The argument `grads`: gradient name -> array to write into, NEW, or None."""
+    operation = "attention_backward"
+    chosen = dict.fromkeys(_args.GRADIENTS)
+    if isinstance(grads, dict):
+        for name, array in grads.items():
+            if name in chosen and arrays.info(array) is None:
+                raise ValueError(f"tessera.{operation}: grads[{name!r}]={_args._text(array)}: must "
+                                 f"be a {arrays.noun} to write into")
+    elif not isinstance(grads, tuple):
+        raise ValueError(f"tessera.{operation}: grads={_args._text(grads)}: must be a tuple of "
+                         'names, such as ("dq", "dk", "dv"), or a dict of output arrays')
+    for i, name in enumerate(grads):
+        if not isinstance(name, str) or name not in chosen:
+            raise ValueError(f"tessera.{operation}: grads[{i}]={_args._text(name)}: must be one of "
+                             + ", ".join(_args.GRADIENTS))
+        if chosen[name] is not None:
+            raise ValueError(f"tessera.{operation}: grads[{i}]={_args._text(name)}: given twice")
+        chosen[name] = grads[name] if isinstance(grads, dict) else NEW
+    return chosen
+
+
+def rng_array(arrays, operation: str, rng_state, like):
+    """A list or tuple of (seed, offset[, first, stride]) as an int64 array; anything else unchanged."""
+    if type(rng_state) not in (list, tuple):
+        return rng_state
+    return arrays.integers(_args.rng_words(_args.Arguments(arrays, operation), rng_state), like)
+
+
+def _new_output(a: _args.Arguments, name: str, shape, dtype: str, order):
+    shape = a.put_new(name, dtype, shape, order)
+    return _DATA + _lib.INDEX[name], name, shape, a.adapter.dtype(dtype)
+
+
+def _output_shape(a: _args.Arguments):
+    """o's shape in q's layout: q's axes, with v's head dim."""
+    q, v = a.problem.tensor[_lib.INDEX["q"]], a.problem.tensor[_lib.INDEX["v"]]
+    extents = [q.extent[0], q.extent[1], q.extent[2], v.extent[3]]
+    shape = [0] * (3 if a.packed_q else 4)
+    for i, axis in enumerate(a.order_q):
+        if axis is not None:
+            shape[axis] = extents[i]
+    return shape
+
+
+def _row_shape(a: _args.Arguments):
+    """The shape of lse: [b, hq, sq], packed [hq, t]."""
+    b, sq, hq = a.problem.tensor[_lib.INDEX["q"]].extent[:3]
+    return (hq, sq) if a.packed_q else (b, hq, sq)
+
+
+def _statistics(arrays, q) -> str:
+    """The dtype of lse, dlse and max_logit."""
+    return "float64" if arrays.info(q).dtype == "float64" else "float32"
