@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import signatures  # noqa: E402
 import tessera  # noqa: E402
 import tessera.torch as tt  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -197,10 +198,56 @@ def test_dropout_is_drawn_replayed_and_shown():
     state = torch.tensor([7, 9])
     keep = tt.dropout_mask(2, 4, 33, 33, 0.5, state)
     np.testing.assert_array_equal(keep.numpy(), tessera.dropout_mask(2, 4, 33, 33, 0.5, (7, 9)))
+    starts = [torch.tensor([5, 0]), torch.tensor([1, 30], dtype=torch.int32)]
+    part = tt.dropout_mask(2, 2, 9, 9, 0.5, (7, 9, 1, 4), q_start=starts[0], k_start=starts[1])
+    np.testing.assert_array_equal(part.numpy(), tessera.dropout_mask(
+        2, 2, 9, 9, 0.5, (7, 9, 1, 4), q_start=starts[0].numpy(), k_start=starts[1].numpy()))
+    assert torch.equal(part[0], keep[0, 1:3, 5:14, 1:10])
     p = (torch.einsum("bihd,bjhd->bhij", q, k) / 4).softmax(-1) * keep * 2
     expected = torch.einsum("bhij,bjhd->bihd", p, v)
     for form in (state, (7, 9), [7, 9]):
         assert_same([tt.attention(q, k, v, dropout_p=0.5, rng_state=form)], [expected])
+
+
+def test_dropout_of_a_part_of_the_heads():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    whole = tt.attention(q, k, v, dropout_p=0.5, rng_state=(7, 9))
+    part = tt.attention(*(x[1:, :, 2:] for x in (q, k, v)), dropout_p=0.5, rng_state=(7, 9, 6, 4))
+    assert torch.equal(part, whole[1:, :, 2:])
+    expected = torch.autograd.grad(whole[1:, :, 2:].sum(), (q, k, v))
+    assert_same(torch.autograd.grad(part.sum(), (q, k, v)), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_positions(compiled):
+    q, k, v = (x.requires_grad_() for x in qkv())
+    tensors = dict(q_start=torch.tensor([5, 40]), k_start=torch.tensor([3, 16], dtype=torch.int32))
+    function = torch.compile(tt.attention, fullgraph=True, backend="aot_eager") if compiled else tt.attention
+    for align in (4, torch.tensor([3, -7]), "bottom_right"):
+        o = function(q, k, v, causal=True, align=align, dropout_p=0.3, rng_state=torch.tensor([1, 2]), sm_margin=3,
+                     **tensors)
+        numpy = {name: x.detach().numpy() for name, x in dict(q=q, k=k, v=v, **tensors).items()}
+        expected = tessera.attention(
+            **numpy, causal=True, align=align.numpy() if isinstance(align, torch.Tensor) else align, dropout_p=0.3,
+            rng_state=(1, 2))
+        np.testing.assert_allclose(o.detach().numpy(), expected, atol=1e-6)
+        (dq,) = torch.autograd.grad(o.sum(), q)
+        assert dq.isfinite().all() and dq.abs().sum() > 0
+
+
+def test_positions_under_vmap():
+    q, k, v = qkv(grad=False)
+    starts = torch.tensor([[5, 40], [0, 9], [33, 2]])
+    run = lambda start: tt.attention(q, k, v, causal=True, align=1, k_start=start)  # noqa: E731
+    assert_same([torch.func.vmap(run)(starts)], [torch.stack([run(start) for start in starts])])
+
+
+def test_merge_in_fp32():
+    parts = [(torch.randn(2, 5, 4, 8).bfloat16().requires_grad_(), torch.randn(2, 4, 5)) for _ in range(2)]
+    o, _ = tt.merge(parts, out_dtype=torch.float32)
+    assert o.dtype == torch.float32
+    o.sum().backward()
+    assert parts[0][0].grad.dtype == torch.bfloat16
 
 
 def test_checkpointing_replays_dropout():
@@ -226,7 +273,7 @@ def test_autocast():
 def test_deterministic_follows_the_framework(monkeypatch):
     flags = []
     operator = tt._ops.attention
-    monkeypatch.setattr(tt._ops, "attention", lambda *x: (flags.append(x[21]), operator(*x))[1])
+    monkeypatch.setattr(tt._ops, "attention", lambda *x: (flags.append((*x, 0)[4]), operator(*x))[1])
     q, k, v = qkv(grad=False)
     try:
         for on in (True, False):
@@ -265,7 +312,7 @@ def test_second_derivatives_are_refused():
     (dict(q=np.zeros((2, 33, 4, 16))), r"q=ndarray: must be a PyTorch tensor"),
     (dict(k=torch.zeros(2, 33, 4, 15)), r"k.shape"),
     (dict(v=torch.zeros(2, 33, 4, 16, dtype=torch.int32)), r"v.dtype=int32"),
-    (dict(q=torch.zeros(2, 33, 4, 16, device="meta")), r"q.device='meta': must be on the CPU"),
+    (dict(q=torch.zeros(2, 33, 4, 16, device="meta")), r"k.device=.cpu.: .*q is on meta"),
     (dict(k=torch.zeros(2, 33, 4, 16, device="meta")), r"k.device='meta'"),
     (dict(q=torch.zeros(2, 33, 4, 16).to_sparse()), r"q.layout=torch.sparse_coo"),
     (dict(causal=1), r"causal=1: must be True or False"),
@@ -312,19 +359,31 @@ def test_both_kernels_agree(monkeypatch):
     inputs = dict.fromkeys(tt._describe.INPUTS)
     inputs.update(q=q, k=k, v=v, bias=torch.randn(4, 33, 33), sink=torch.randn(4),
                   seqlens_k=torch.tensor([33, 0, 7]), alibi_slopes=torch.rand(3, 4))
-    values = tt._describe.scalars("bshd", 0.3, True, None, "bottom_right", None, None, "pre_scale",
-                                  20.0, 0.0, True, False, None, False, False, False, True, False)
-    arguments = *inputs.values(), *values
-    forward = tt._ops.attention(*arguments, True)
-    assert_same(forward, _kernels.attention(*arguments, True), rtol=0, atol=0)
+    values = tt._describe.scalars({"softmax_scale": 0.3, "causal": True, "align": "bottom_right",
+                                   "bias_at": "pre_scale", "softcap": 20.0})
+    arguments = tt._describe.pack([*inputs.values()], values, True)
+    forward = tt._ops.attention(*arguments)
+    assert_same(forward, _kernels.attention(*arguments), rtol=0, atol=0)
     o, lse, _ = forward
-    backward = torch.randn_like(o), o, lse, torch.randn_like(lse), *arguments, 63
+    backward = torch.randn_like(o), o, lse, torch.randn_like(lse), 63, *arguments
     assert_same(tt._ops.attention_backward(*backward), _kernels.attention_backward(*backward),
                 rtol=0, atol=0)
     mine, yours = torch.empty_like(o), torch.empty_like(o)
-    assert_same(tt._ops.attention_out(mine, *arguments, True),
-                _kernels.attention_out(yours, *arguments, True), rtol=0, atol=0)
+    assert_same(tt._ops.attention_out(mine, *arguments),
+                _kernels.attention_out(yours, *arguments), rtol=0, atol=0)
     assert_same([mine, yours], [o, o], rtol=0, atol=0)
+
+
+def test_an_operator_is_told_no_more_than_it_must():
+    describe = tt._describe
+    inputs = ["q", "k", "v", *[None] * (len(describe.INPUTS) - 3)]
+    causal = describe.scalars({"causal": True, "deterministic": False})
+    assert describe.trimmed(describe.pack(inputs, describe.ZEROS)) == ("q", "k", "v", [])
+    assert describe.trimmed(describe.pack(inputs, causal)) == ("q", "k", "v", [], tessera._lib.CAUSAL)
+    for scalars, max_logit in ((describe.ZEROS, True), (causal, False)):
+        for given in (inputs, [*inputs[:5], "key_ranges", *inputs[6:]]):
+            arguments = describe.trimmed(describe.pack(given, scalars, max_logit))
+            assert describe.unpack(arguments) == (given, scalars, max_logit)
 
 
 def test_two_translations_of_keywords_agree():
@@ -338,15 +397,25 @@ def test_two_translations_of_keywords_agree():
              dict(batch_invariant=True, deterministic=True), dict(align="bottom_right")]
     for case in cases:
         call = tt._describe.Call("attention", {"deterministic": False, **case, "q": q, "k": k, "v": v})
-        get = {"layout": "bshd", "causal": False, "bias_at": "post_scale", "softcap": 0.0,
-               "dropout_p": 0.0, "deterministic": False, "batch_invariant": False,
-               "allow_quadratic": False, **case}.get
-        names = ("layout", "softmax_scale", "causal", "window", "align", "max_seqlen_q",
-                 "max_seqlen_k", "bias_at", "softcap", "dropout_p", "deterministic",
-                 "batch_invariant", "backend", "allow_quadratic")
-        traced = tt._describe.scalars(*map(get, names), "sink" in case, "drop" in case,
-                                      "bias" in case, False)
-        assert traced == call.scalars(), case
+        _, options, flags = tt._describe.sort(q, k, v, {"deterministic": False, **case})
+        assert tt._describe.scalars(options, flags, "bias" in case) == call.scalars(), case
+
+
+@pytest.mark.parametrize("function", signatures.public_functions(tt), ids=lambda function: function.__name__)
+def test_docstrings_and_annotations_have_every_parameter(function):
+    signatures.assert_described(function)
+
+
+def test_two_of_one_mask_are_illegal_after_one_was_seen():
+    q, k, v = qkv(grad=False)
+    mask = torch.ones(33, 33, dtype=torch.bool)
+    ids = torch.zeros(2, 33, dtype=torch.int32)
+    for good, wrong in (({"drop": ~mask}, {"keep": mask, "drop": ~mask}),
+                        ({"sink": "off_by_one"}, {"sink": "off_by_two"}),
+                        ({"segment_ids": ids}, {"segment_ids": (ids, ids, ids)})):
+        tt.attention(q, k, v, **good)
+        with pytest.raises(ValueError, match="|".join(wrong)):
+            tt.attention(q, k, v, **wrong)
 
 
 def test_through_the_cases(capsys):
@@ -379,3 +448,30 @@ def test_host_cost_is_measured_beside_sdpa(monkeypatch, capsys):
     assert rows["inside the operator"][0] < rows["the operator, from Python"][0]
     printed = capsys.readouterr().out
     assert all(name in printed for name in rows) and "SDPA" in printed
+
+
+def test_backward_of_parts_on_raw_tensors():
+    q, k, v, do = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n))
+                   for n in (5, 9, 9, 5))
+    q.requires_grad_()
+    o, lse = tt.attention(q, k, v, return_lse=True)
+    (truth,) = torch.autograd.grad(o, q, do)
+    parts = [tt.attention_backward(do, q, k[:, part], v[:, part], o.detach(), lse.detach(),
+                                   partial=True, grads=("dq",))
+             for part in (slice(0, 4), slice(4, 9))]
+    assert parts[0].dk is None
+    torch.testing.assert_close(parts[0].dq + parts[1].dq, truth)
+    with pytest.raises(TypeError, match="return_lse"):
+        tt.attention_backward(do, q, k, v, o, lse, return_lse=True)
+    with pytest.raises(ValueError, match="grads"):
+        tt.attention_backward(do, q, k, v, o, lse, grads=("dx",))
+
+
+@pytest.mark.parametrize("more", [
+    {"precision": "fp8"}, {"out_dtype": torch.float32}, {"accumulate": True}], ids=lambda more: next(iter(more)))
+def test_what_no_backend_has_yet_is_refused(more):
+    q = torch.randn(2, 6, 2, 16).bfloat16()
+    with pytest.raises(tt.Refused):
+        tt.attention(q, q.clone(), q.clone(), **more)
+    torch.testing.assert_close(tt.attention(q, q, q, causal=True, align=0),
+                               tt.attention(q, q, q, causal=True))

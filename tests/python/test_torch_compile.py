@@ -11,21 +11,22 @@ def qkv(s, d=8, dtype=torch.float32):
     return [torch.randn(2, s, 2, d, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-def operator_arguments(**given):
+def operator_arguments(max_logit=False, **given):
     inputs = {**dict.fromkeys(tt._describe.INPUTS), **given}
-    return *inputs.values(), *(0,) * 8, "", 0.0, 0.0, 0.0
+    return tt._describe.pack([*inputs.values()], tt._describe.ZEROS, max_logit)
 
 
 def test_opcheck():
     q, k, v = qkv(7)
     bias, sink = torch.randn(7, 7, requires_grad=True), torch.randn(2, requires_grad=True)
-    arguments = operator_arguments(q=q, k=k, v=v, bias=bias, sink=sink)
-    torch.library.opcheck(tt._ops.attention, (*arguments, True))
-    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    o, lse, _ = tt._ops.attention(*arguments, False)
+    given = dict(q=q, k=k, v=v, bias=bias, sink=sink)
+    torch.library.opcheck(tt._ops.attention, operator_arguments(True, **given))
+    given = {name: x.detach() for name, x in given.items()}
+    o, lse, _ = tt._ops.attention(*operator_arguments(**given))
     torch.library.opcheck(tt._ops.attention_backward,
-                          (torch.ones_like(o), o, lse, None, *arguments, 0b11111))
-    torch.library.opcheck(tt._ops.attention_out, (torch.empty_like(o), *arguments, True))
+                          (torch.ones_like(o), o, lse, None, 0b11111, *operator_arguments(**given)))
+    torch.library.opcheck(tt._ops.attention_out,
+                          (torch.empty_like(o), *operator_arguments(True, **given)))
     parts = [o.requires_grad_()] * 2, [lse.requires_grad_()] * 2
     torch.library.opcheck(tt._ops.merge, (*parts, 0))
     torch.library.opcheck(tt._ops.dropout_mask, (torch.tensor([1, 2]), 2, 2, 7, 7, 0.5))

@@ -2,8 +2,12 @@
 """Three forms of one call: keywords (what users type), the arguments of an operator of the
 dispatcher, and a tessera_problem.
 
-An operator takes the tensors of enum tessera_index up to rng_state, in that order, then SCALARS.
-Everything that can be wrong with a call is said by problem(), which is _args on PyTorch tensors.
+An operator takes q, k, v, a list of the other INPUTS (tensors of enum tessera_index in its order, up to
+the last that is given; empty, and not None, as vmap looks for its tensors in lists alone), then SCALARS:
+flags, and the fields of _keywords that have a type in the dispatcher, in the order of the table. Scalars
+have defaults, and a call says no more than it must: an argument that is said costs 0.15 us on its way
+through PyTorch, one that is not 0.05.
+Everything that can be wrong with a call is said by Call, which is _args on PyTorch tensors.
 """
 
 from __future__ import annotations
@@ -12,64 +16,139 @@ import ctypes
 
 import torch
 
-from .. import _args, _lib
+from .. import _args, _keywords, _lib
 from . import _tensors
 
-INPUTS = _lib.TENSORS[:_lib.INDEX["rng_state"] + 1]
-SCALARS = ("flags", "align", "format_q", "format_kv", "window_left", "window_right",
-           "max_seqlen_q", "max_seqlen_k", "backend", "softmax_scale", "softcap", "dropout_p")
-GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink",
-               "dalibi_slopes": "alibi_slopes"}
-_FORMATS, _ALIGNS = tuple(_lib.FORMATS), {code: name for name, code in _lib.ALIGNS.items()}
-_FLAGS = {"causal": _lib.CAUSAL, "deterministic": _lib.DETERMINISTIC,
-          "batch_invariant": _lib.BATCH_INVARIANT, "allow_quadratic": _lib.ALLOW_QUADRATIC}
+INPUTS = (*_lib.TENSORS[:_lib.INDEX["rng_state"] + 1], "q_start", "k_start", "shift")
+# What operators take; other keywords belong to the front end, or are refused by every backend yet.
+OPTIONS = {name: row for name, row in _keywords.SHARED.items() if isinstance(row, _keywords.Option)
+           and row.decode and not row.refused}
+TENSORS = {name: row for name, row in _keywords.SHARED.items() if isinstance(row, _keywords.Tensor)
+           and row.tensors[0] in INPUTS}
+TYPES = {"flags": "int", **{field: type for row in OPTIONS.values()
+                            for field, type in row.fields.items() if type}}
+SCALARS = tuple(TYPES)
+ZEROS = tuple({"str": "", "float": 0.0}.get(type, 0) for type in TYPES.values())
+MORE = 3                   # the place of the list
+MAX_LOGIT = 1 << 32        # in flags, beside those of the C structs: max_logit is wanted
+DIFFERENTIABLE = tuple(map(INPUTS.index, _keywords.DIFFERENTIABLE))
+GRADIENT_OF = {f"d{name}": name for name in _keywords.DIFFERENTIABLE}
+
+# What scalars() and sort(), which are on the path of every call, need of the rows.
+_ENCODERS = tuple((name, row.default, row.encode, row.num_scalars)
+                  for name, row in OPTIONS.items())
+_PLACES = {name: tuple(map(INPUTS.index, row.tensors)) for name, row in TENSORS.items()}
+_FLAGS = {name: row.flag for name, row in TENSORS.items()}
+_WORDS = {name: row.words for name, row in TENSORS.items() if row.words}
+_SHIFT = INPUTS.index("shift")
+_SHARED = {name for name, row in TENSORS.items() if row.shared}
+_REFUSED = {name: row.default for name, row in _keywords.FORWARD.items() if row.refused}
+_REFUSED_NAMES = frozenset(_REFUSED)
+_NO_INPUTS = (None,) * (len(INPUTS) - 3)
+_LENGTHS = tuple(tuple(_PLACES[f"{kind}_{side}"][0] for side in "qk")
+                 for kind in ("seqlens", "cu_seqlens"))
 
 
-def scalars(layout, softmax_scale, causal, window, align, max_seqlen_q, max_seqlen_k, bias_at,
-            softcap, dropout_p, deterministic, batch_invariant, backend, allow_quadratic,
-            off_by_one, drop, bias, same_lengths) -> tuple:
-    """Keywords -> SCALARS, for keywords that problem() accepts. The last four say whether
-    sink="off_by_one", drop= and bias= are given, and whether one array gives both sides' lengths.
-    torch.compile traces through this."""
-    format_q, format_kv = layout if isinstance(layout, tuple) else (layout, layout)
-    left, right = (0, 0) if window is None else window
-    flags = 0
-    for flag, on in ((_lib.CAUSAL, causal), (_lib.WINDOW, window is not None),
-                     (_lib.MASK_DROP, drop), (_lib.BIAS_PRE_SCALE, bias and bias_at == "pre_scale"),
-                     (_lib.SOFTMAX_SCALE, softmax_scale is not None), (_lib.SOFTCAP, softcap),
-                     (_lib.DROPOUT, dropout_p), (_lib.SINK_OFF_BY_ONE, off_by_one),
-                     (_lib.DETERMINISTIC, deterministic), (_lib.BATCH_INVARIANT, batch_invariant),
-                     (_lib.ALLOW_QUADRATIC, allow_quadratic), (_lib.SAME_LENGTHS, same_lengths),
-                     (_lib.MAX_SEQLEN_Q, max_seqlen_q is not None),
-                     (_lib.MAX_SEQLEN_K, max_seqlen_k is not None)):
-        if on:
-            flags |= flag
-    return (flags, _lib.ALIGNS[align] if align else 0, _lib.FORMATS[format_q],
-            _lib.FORMATS[format_kv], left, right, max_seqlen_q or 0, max_seqlen_k or 0,
-            backend or "", softmax_scale or 0.0, softcap or 0.0, dropout_p or 0.0)
+def sort(q, k, v, keywords: dict) -> tuple[list, dict, int]:
+    """Keywords -> INPUTS, the keywords that are neither inputs nor refused, and the flags that inputs
+    set. What has no place is put where the operator will not have it. torch.compile traces through
+    it."""
+    inputs, options, flags = [q, k, v, *_NO_INPUTS], {}, 0
+    for name, value in keywords.items():
+        if value is None:
+            continue
+        places = _PLACES.get(name)
+        if name == "align" and isinstance(value, torch.Tensor):
+            inputs[_SHIFT], options[name] = value, 0
+            continue
+        if places is None:
+            if name not in _REFUSED:
+                options[name] = value
+            continue
+        if name in _WORDS and isinstance(value, str) and value in _WORDS[name]:
+            flags |= _WORDS[name][value]
+            continue
+        flags |= _FLAGS[name]
+        first = places[0]
+        if len(places) == 2 and isinstance(value, tuple) and len(value) == 2:
+            inputs[first], inputs[places[1]] = value
+        elif inputs[first] is not None:
+            inputs[first] = inputs[first], value  # keep= and drop=
+        else:
+            inputs[first] = value
+            if name in _SHARED:
+                inputs[places[1]] = value
+    for of_q, of_k in _LENGTHS:
+        if inputs[of_q] is not None and inputs[of_q] is inputs[of_k]:
+            flags |= _lib.SAME_LENGTHS
+    return inputs, options, flags
+
+
+def pack(inputs, scalars, max_logit=False) -> tuple:
+    """The arguments of an operator. torch.compile traces through it."""
+    if max_logit:
+        scalars = scalars[0] | MAX_LOGIT, *scalars[1:]
+    last = len(inputs)
+    while last > 3 and inputs[last - 1] is None:
+        last -= 1
+    return *inputs[:3], [*inputs[3:last]], *scalars
+
+
+def trimmed(arguments: tuple) -> tuple:
+    """What pack() answers for numbers that are known, less the defaults at the end."""
+    last = len(arguments)
+    while last > MORE + 1 and arguments[last - 1] == ZEROS[last - MORE - 2]:
+        last -= 1
+    return arguments[:last]
+
+
+def unpack(arguments) -> tuple[list, tuple, bool]:
+    """The arguments of an operator -> INPUTS, SCALARS, and whether max_logit is wanted. The dispatcher
+    leaves defaults at the end out when it calls Python."""
+    q, k, v, more, flags, *scalars = *arguments, *ZEROS[len(arguments) - MORE - 1:]
+    inputs = [q, k, v, *more, *_NO_INPUTS[len(more):]]
+    return inputs, (flags & ~MAX_LOGIT, *scalars), bool(flags & MAX_LOGIT)
+
+
+def is_unbuilt(keywords: dict) -> bool:
+    """Whether a keyword is given that operators do not take."""
+    if _REFUSED_NAMES.isdisjoint(keywords):
+        return False
+    return any(keywords.get(name) is not None and keywords[name] is not default
+               for name, default in _REFUSED.items())
+
+
+def scalars(options: dict, flags: int = 0, has_bias: bool = True) -> tuple:
+    """Keywords -> SCALARS, for keywords that problem() accepts, with the flags of sort().
+    torch.compile traces through it."""
+    fields = []
+    for name, default, encode, count in _ENCODERS:
+        value = options.get(name)
+        own, *encoded = encode(default if value is None else value)
+        flags |= own
+        fields += encoded[:count]
+    return (flags if has_bias else flags & ~_lib.BIAS_PRE_SCALE, *fields)
 
 
 def keywords(inputs, values) -> dict:
     """The arguments of an operator -> keywords."""
-    given = dict(zip(INPUTS, inputs))
-    at = dict(zip(SCALARS, map(_tensors.hint, values)))
-    flags = at["flags"]
-    given["drop" if flags & _lib.MASK_DROP else "keep"] = given.pop("mask")
-    for name, first, second in (("segment_ids", "_q", "_k"), ("page_table", "_k", "_v")):
-        pair = given.pop(name + first), given.pop(name + second)
-        given[name] = pair[0] if pair[1] is None else pair
-    if flags & _lib.SINK_OFF_BY_ONE:
-        given["sink"] = "off_by_one"
-    given.update({name: bool(flags & flag) for name, flag in _FLAGS.items()})
-    given["layout"] = _FORMATS[at["format_q"]], _FORMATS[at["format_kv"]]
-    given["align"] = _ALIGNS.get(at["align"])
-    given["bias_at"] = "pre_scale" if flags & _lib.BIAS_PRE_SCALE else "post_scale"
-    given["window"] = (at["window_left"], at["window_right"]) if flags & _lib.WINDOW else None
-    for name, flag in (("softmax_scale", _lib.SOFTMAX_SCALE), ("softcap", _lib.SOFTCAP),
-                       ("dropout_p", _lib.DROPOUT), ("max_seqlen_q", _lib.MAX_SEQLEN_Q),
-                       ("max_seqlen_k", _lib.MAX_SEQLEN_K)):
-        given[name] = at[name] if flags & flag else None
-    given["backend"] = at["backend"] or None
+    at = dict(zip(INPUTS, inputs))
+    given = {name: at[name] for name in "qkv"}
+    flags, *fields = map(_tensors.hint, values)
+    for name, row in TENSORS.items():
+        parts = tuple(at[tensor] for tensor in row.tensors)
+        words = [word for word, flag in row.words.items() if flags & flag]
+        if words:
+            given[name] = words[0]
+        elif parts[0] is not None:
+            given[name] = parts if parts[-1] is not None and len(parts) == 2 else parts[0]
+    given.pop("keep" if flags & _lib.MASK_DROP else "drop", None)
+    for name, row in OPTIONS.items():
+        given[name] = row.decode(flags, *fields[:row.num_scalars])
+        fields = fields[row.num_scalars:]
+    if at["shift"] is not None:
+        given["align"] = at["shift"]
+    given["partial"] = bool(flags & _lib.PARTIAL)
     return given
 
 
@@ -84,19 +163,20 @@ class Call:
         _args.fill(a, given)
         if same_lengths:
             a.problem.flags |= _lib.SAME_LENGTHS
-        self.given = given
+        self.given = dict(given)
         self.outputs: dict[str, tuple] = {}  # name -> (shape, dtype)
         q, v = given["q"], given["v"]
         rows = _tensors.statistics_dtype(q)
         o_shape, lse_shape = _tensors.output_shape(q, v), _tensors.row_shape(q, a.layout_q)
         if backward is None:
-            self._forward_output(given.get("out"), o_shape, q.dtype)
+            dtype = getattr(torch, a.out_dtype) if a.out_dtype else q.dtype
+            self._forward_output(given.get("out"), o_shape, dtype)
             self._new("lse", lse_shape, rows, a.order_rows)
             if max_logit:
                 hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
                 self._new("max_logit", (hq,), rows, (0,))
             return
-        self.given = {**given, **backward}
+        self.given |= backward
         for name, shape, dtype, order, axes in (
                 ("do", o_shape, q.dtype, a.order_q, "b, sq, hq, dv"),
                 ("o", o_shape, q.dtype, a.order_q, "b, sq, hq, dv"),
@@ -114,7 +194,9 @@ class Call:
                               "has no gradient; leave it out")
             rank = 4 if name == "dbias" else 2
             order = orders.get(name) or (None,) * (rank - of.dim()) + tuple(range(of.dim()))
-            self._new(name, tuple(of.shape), of.dtype, order)
+            wide = a.grad_dtype and name in ("dq", "dk", "dv")
+            dtype = getattr(torch, a.grad_dtype) if wide else of.dtype
+            self._new(name, tuple(of.shape), dtype, order)
 
     def _forward_output(self, out, shape, dtype):
         """o is new, or goes into `out`."""
@@ -124,7 +206,8 @@ class Call:
             return
         a.put("o", "out", out, a.order_q, axes="b, sq, hq, dv", output=True)
         if out.dtype != dtype:
-            raise a.error("out.dtype", out.dtype, f"must be q's dtype, {dtype}")
+            whose = "out_dtype" if a.out_dtype else "q's dtype"
+            raise a.error("out.dtype", out.dtype, f"must be {whose}, {dtype}")
 
     def _new(self, name, shape, dtype, order):
         self.outputs[name] = shape, dtype
@@ -133,10 +216,8 @@ class Call:
     def scalars(self) -> tuple:
         """SCALARS."""
         a = self.arguments
-        p = a.problem
-        return (p.flags, p.align, p.format_q, p.format_kv, p.window_left, p.window_right,
-                p.max_seqlen_q, p.max_seqlen_k, p.backend.decode(), a.softmax_scale, a.softcap,
-                a.dropout_p)
+        values = (getattr(a.problem if hasattr(a.problem, name) else a, name) for name in SCALARS)
+        return tuple(value.decode() if isinstance(value, bytes) else value for value in values)
 
     def tensors(self):
         """(index, tensor) of everything given."""
@@ -148,7 +229,7 @@ class Call:
         a = self.arguments
         buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=num_threads,
                                softmax_scale=a.softmax_scale, softcap=a.softcap,
-                               dropout_p=a.dropout_p)
+                               dropout_p=a.dropout_p, sm_margin=a.sm_margin)
         for index, tensor in self.tensors():
             buffers.data[index] = tensor.data_ptr()
         return buffers

@@ -1,94 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users call: keywords in, one operator of the dispatcher out.
 
-A set of options that was seen before costs one look-up; shapes are the operator's business. When the
-operator fails, the call is described once more by _args, which knows what to say and how the caller
-spelled it."""
+Keywords that were seen before cost one look-up, where none of them is a tensor, and options beside
+tensors another; shapes are the operator's business. When the operator fails, the call is described once
+more by _args, which knows what to say and how the caller spelled it."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _args, _explain, _lib
-from . import _describe, _ops, _tensors
+from .. import _args, _explain, _keywords, _lib
+from .._attention import Gradients
+from .._documented import documented
+from . import _describe, _nested, _ops, _tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_MAX_KEPT = 512
+_BIAS = _describe.INPUTS.index("bias")
+_DETERMINISTIC = (None, "None follows torch.use_deterministic_algorithms.")
+_RNG_STATE = (None, "None draws one from PyTorch's generator.")
+
+_FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
+
+# Keys hold the types of values too: 1, 1.0 and True are three.
+_kept: dict[tuple, tuple] = {}   # a set of options -> SCALARS
+_known: dict[tuple, tuple] = {}  # keywords without tensors -> (what the operator takes beside q, k and
+                                 # v, return_lse, return_max_logit)
 
 
-@functools.lru_cache(maxsize=512, typed=True)
-def _kept(*options) -> list:
-    """One list for each set of options, 1, 1.0 and True being three; holds SCALARS once known."""
-    return []
-
-
-def attention(q, k, v, *, layout="bshd", softmax_scale=None, causal=False, window=None, align=None,
-              seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None,
-              cu_seqlens_q_padded=None, cu_seqlens_k_padded=None, max_seqlen_q=None,
-              max_seqlen_k=None, keep=None, drop=None, key_ranges=None, segment_ids=None, bias=None,
-              bias_at="post_scale", alibi_slopes=None, softcap=0.0, sink=None, dropout_p=0.0,
-              rng_state=None, page_table=None, k_scale=None, v_scale=None, return_lse=False,
-              return_max_logit=False, deterministic=None, batch_invariant=False, backend=None,
-              allow_quadratic=False, out=None):
+@documented(_keywords.FORWARD, torch.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unpack[_keywords.Forward]
+              ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
 
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
-    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d], a pair gives q and k/v
-    layouts of their own. Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and
-    alibi_slopes, through o and lse. dropout_p > 0 without rng_state draws one from PyTorch's
-    generator. deterministic=None follows torch.use_deterministic_algorithms; autocast casts q, k, v.
-    o is written into `out` where that is given, whatever its strides, and where no gradient is
-    wanted. docs/semantics.md says what each keyword means and what is illegal (ValueError); Refused
-    is raised when no backend can.
+    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
+    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk.
+    Jagged nested tensors [b, j, h, d] (layout="bhsd": [b, h, j, d]) are packed sequences, o is one too.
+    Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes, through o and
+    lse. autocast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is the
+    contract.
 
     >>> o = tessera.torch.attention(q, k, v, causal=True)
     >>> o, lse = tessera.torch.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
     """
-    if type(window) is list:
-        window = tuple(window)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if rng_state is None:
-        if dropout_p and isinstance(q, torch.Tensor):
-            rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    elif type(rng_state) in (list, tuple):
-        rng_state = _state("attention", rng_state, q)
-    if torch._C._is_any_autocast_enabled():
-        q, k, v, bias, sink, alibi_slopes = _autocast(q, k, v, bias, sink, alibi_slopes)
-    ids_q, ids_k = segment_ids if type(segment_ids) is tuple else (segment_ids, segment_ids)
-    pages_k, pages_v = page_table if type(page_table) is tuple else (page_table, None)
-    off_by_one = type(sink) is str
-    tensors = (q, k, v, bias, keep if drop is None else drop, key_ranges, ids_q, ids_k,
-               None if off_by_one else sink, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens_q,
-               cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, pages_k, pages_v, k_scale,
-               v_scale, rng_state)
-    options = (layout, softmax_scale, causal, window, align, max_seqlen_q, max_seqlen_k, bias_at,
-               softcap, dropout_p, deterministic, batch_invariant, backend, allow_quadratic,
-               off_by_one, drop is not None, bias is not None,
-               seqlens_q is seqlens_k and seqlens_q is not None or
-               cu_seqlens_q is cu_seqlens_k and cu_seqlens_q is not None)
+    if type(q) is not torch.Tensor and _nested.is_nested(q, k, v):
+        return _nested.attention(attention, q, k, v, keywords)
     if torch.compiler.is_compiling():
-        o, lse, max_logit = _traced(out, (*tensors, *_describe.scalars(*options), return_max_logit))
-    else:
-        try:
-            kept = _kept(*options, return_lse, return_max_logit)
-        except TypeError:  # something unhashable, which is illegal
-            kept = []
-        try:
-            if not kept:
-                kept.append(_learn(locals()))
-            o, lse, max_logit = _apply(out, (*tensors, *kept[0], return_max_logit))
-        except (RuntimeError, TypeError, AttributeError, OverflowError) as error:
-            raise _diagnose("attention", locals(), error) from None
-    if not return_lse and not return_max_logit:
-        return o
-    return (o,) + (lse,) * return_lse + (max_logit,) * return_max_logit
+        return _compiled(q, k, v, keywords)
+    try:
+        key = (torch.are_deterministic_algorithms_enabled(), *keywords.items(),
+               *map(type, keywords.values()))
+        known = _known.get(key)
+    except TypeError:  # something unhashable
+        key = known = None
+    if known is None or torch._C._is_any_autocast_enabled():
+        return _described(q, k, v, keywords, key)
+    rest, want_lse, want_max_logit = known
+    try:
+        o, lse, max_logit = _ops.plain(q, k, v, *rest)
+    except _FAILURES as error:
+        _complete("attention", q, keywords)
+        raise _diagnose("attention", {"q": q, "k": k, "v": v, **keywords}, error) from None
+    return _returned(o, lse, max_logit, want_lse, want_max_logit) if want_lse or want_max_logit else o
 
 
-def merge(parts, *, layout="bshd"):
+def prepared(**keywords):
+    """(q, k, v) -> attention(q, k, v, **keywords), for callers whose keywords were accepted before and
+    hold no tensors: what attention looks up on every call is looked up once. It returns o, or
+    (o, max_logit)."""
+    inputs, options, flags = _describe.sort(None, None, None, {"deterministic": False, **keywords})
+    want_max_logit = options.get("return_max_logit", False)
+    scalars = _describe.scalars(options, flags, False)
+    rest = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit))[3:]
+
+    def run(q, k, v):
+        if torch._C._is_any_autocast_enabled():
+            return attention(q, k, v, **keywords)
+        try:
+            o, _, max_logit = _ops.plain(q, k, v, *rest)
+        except (RuntimeError, TypeError, AttributeError):
+            return attention(q, k, v, **keywords)  # knows what to say
+        return (o, max_logit) if want_max_logit else o
+    return run
+
+
+@documented(_keywords.BACKWARD, torch.Tensor, deterministic=_DETERMINISTIC)
+def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                       o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None = None,
+                       grads: tuple[str, ...] = ("dq", "dk", "dv"),
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+    """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
+    and lse themselves, parts of a union (partial=True) above all. No autograd.
+
+    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
+    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes); keywords are those of the
+    forward call, and partial. Returns an object with a member for each gradient, None where it was
+    not asked for.
+
+    >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
+    """
+    a = _args.Arguments(_tensors, "attention_backward")
+    _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
+    if not isinstance(grads, tuple) or not all(name in _args.GRADIENTS for name in grads):
+        raise a.error("grads", grads, "must be a tuple of names of " + ", ".join(_args.GRADIENTS))
+    _complete("attention_backward", q, keywords)
+    names = [name for name in _args.GRADIENTS if name in grads]
+    backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
+    for name, tensor in backward.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise a.error(name, tensor, f"must be a {_tensors.noun}")
+    call = _describe.Call("attention_backward", dict(keywords, q=q, k=k, v=v), backward, names)
+    if q.device.type == "cpu":
+        call.validate()
+    call.prepare(torch.get_num_threads())
+    _refuse_dtypes(call)
+    inputs = dict.fromkeys(_describe.INPUTS)
+    inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
+               if _lib.TENSORS[index] in inputs}
+    bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
+    with _ops.below_autograd():
+        results = _ops.attention_backward(
+            do, o, lse, dlse, bits, *_describe.pack([*inputs.values()], call.scalars()))
+    return Gradients(**dict(zip(names, results)))
+
+
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywords.Format = "bshd",
+          out_dtype: torch.dtype | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of disjoint key sets, from the (o, lse) of each; differentiable.
 
-    parts is a list of (o, lse), all of one shape and dtype. Returns a new (o, lse). A part's o is
-    not read where its lse is -inf; a sink belongs to one part only.
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
+    "sbhd", "bhsd" or "thd". Returns a new (o, lse); o has the parts' dtype, or out_dtype, float32
+    beside parts of 16 bits or the other way round. A part's o is not read where its lse is -inf; a
+    sink belongs to one part only. ValueError: anything else.
 
     >>> o, lse = tessera.torch.merge([(o1, lse1), (o2, lse2)])
     """
@@ -102,12 +151,20 @@ def merge(parts, *, layout="bshd"):
         for x, name in zip(part, ("o", "lse")):
             if not isinstance(x, torch.Tensor):
                 raise a.error(f"parts[{i}].{name}", x, f"must be a {_tensors.noun}")
-    return _ops.merge([o for o, _ in parts], [lse for _, lse in parts], _lib.FORMATS[layout])
+    dtype = None if out_dtype is None else getattr(torch, a.dtype("out_dtype", out_dtype))
+    return _ops.merge([o for o, _ in parts], [lse for _, lse in parts], _lib.FORMATS[layout], dtype)
 
 
-def dropout_mask(b, hq, sq, sk, dropout_p, rng_state):
+def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
+                 rng_state: torch.Tensor | tuple[int, ...] | list[int], *,
+                 q_start: torch.Tensor | None = None, k_start: torch.Tensor | None = None
+                 ) -> torch.Tensor:
     """The mask that attention(dropout_p=, rng_state=) applies: bool [b, hq, sq, sk], True = kept, on
     the device of rng_state.
+
+    b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset) or
+    (seed, offset, first, stride), int64 or integers; q_start and k_start, int32 or int64 [b], are the
+    positions of each sequence's first row and key, None: 0. ValueError: anything else.
 
     >>> keep = tessera.torch.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
     """
@@ -117,18 +174,20 @@ def dropout_mask(b, hq, sq, sk, dropout_p, rng_state):
             raise a.error(name, value, "must not be negative")
     if type(rng_state) in (list, tuple):
         rng_state = _state("dropout_mask", rng_state, None)
-    info = a.put("rng_state", "rng_state", rng_state, (0,), axes="seed and offset")
-    if info.dtype != "int64" or info.shape != (2,):
-        raise a.error("rng_state", f"{info.dtype}{list(info.shape)}", "must be int64 of shape [2]")
-    return _ops.dropout_mask(rng_state, b, hq, sq, sk, a.number("dropout_p", dropout_p))
+    _args.mask_inputs(a, b, rng_state, {"q_start": q_start, "k_start": k_start})
+    return _ops.dropout_mask(rng_state, b, hq, sq, sk, a.number("dropout_p", dropout_p), q_start,
+                             k_start)
 
 
-def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse=None, device=None,
-            **keywords):
+def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tensor | None = None, *,
+            backward: bool = False, grads: tuple[str, ...] = ("dq", "dk", "dv"),
+            dlse: torch.Tensor | None = None, device: str | None = None,
+            **keywords: Unpack[_keywords.Every]) -> _explain.Explanation:
     """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
 
-    Or explain(text) for a case line. device is that of q unless given: "cpu", "sm80", "sm90" or
-    "sm100"; the hardware need not be there. Raises the ValueErrors that attention would raise.
+    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
+    attention_backward, as are grads and dlse. device is that of q unless given: "cpu", "sm80", "sm90"
+    or "sm100"; the hardware need not be there. Raises the ValueErrors that attention would raise.
 
     >>> print(tessera.torch.explain(q, k, v, causal=True))
     """
@@ -136,18 +195,12 @@ def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse
         return _explain.explain(q, k, v, backward=backward, dlse=dlse, device=device or "cpu",
                                 **keywords)
     a = _args.Arguments(_tensors, "explain")
-    for name in keywords:
-        if name not in _args.ARRAYS[3:] + _args.OPTIONS + ("return_lse", "return_max_logit", "out"):
-            raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-    if type(keywords.get("rng_state")) in (list, tuple):
-        keywords["rng_state"] = _state("explain", keywords["rng_state"], q)
-    elif keywords.get("dropout_p") and keywords.get("rng_state") is None and \
-            isinstance(q, torch.Tensor):
-        keywords["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
-    if keywords.get("deterministic") is None:
-        keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    backward = a.boolean("backward", backward)
+    _keywords.check_names("explain", keywords,
+                          _keywords.BACKWARD if backward else _keywords.FORWARD)
+    _complete("explain", q, keywords)
     given = dict(keywords, q=q, k=k, v=v)
-    if a.boolean("backward", backward):
+    if backward:
         more = {"do": None, "o": None, "lse": None, **({} if dlse is None else {"dlse": dlse})}
         call = _describe.Call("explain", given, more, grads)
     else:
@@ -163,6 +216,90 @@ def explain(q, k=None, v=None, *, backward=False, grads=("dq", "dk", "dv"), dlse
 
 # ---- below: how ----
 
+def _described(q, k, v, keywords: dict, key: tuple | None):
+    """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
+    given = {"q": q, "k": k, "v": v}
+    inputs, options, flags, out = _sorted(q, k, v, keywords)
+    want_max_logit = options.get("return_max_logit", False)
+    try:
+        scalars = _scalars(q, k, v, keywords, options, flags, inputs[_BIAS] is None)
+        arguments = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit))
+        results = _apply(out, arguments)
+    except _FAILURES as error:
+        _keywords.check_names("attention", keywords, _keywords.FORWARD)
+        raise _diagnose("attention", {**given, **keywords}, error) from None
+    wanted = options.get("return_lse", False), want_max_logit
+    if key is not None and out is None and not any(x is not None for x in inputs[3:]):
+        if len(_known) >= _MAX_KEPT:
+            _known.clear()
+        _known[key] = arguments[3:], *wanted
+    return _returned(*results, *wanted)
+
+
+def _compiled(q, k, v, keywords: dict):
+    """attention as torch.compile traces it."""
+    inputs, options, flags, out = _sorted(q, k, v, keywords)
+    _keywords.check_names("attention", keywords, _keywords.FORWARD)
+    want_max_logit = options.get("return_max_logit", False)
+    scalars = _describe.scalars(options, flags, inputs[_BIAS] is not None)
+    q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit)
+    # AOTInductor hands an empty list on as None, which is no list.
+    results = _traced(out, (q, k, v, more or [None], *scalars))
+    return _returned(*results, options.get("return_lse", False), want_max_logit)
+
+
+def _sorted(q, k, v, keywords: dict):
+    """(inputs, options, flags) of _describe.sort, and out."""
+    _complete("attention", q, keywords)
+    if _describe.is_unbuilt(keywords):
+        _check_unbuilt({"q": q, "k": k, "v": v, **keywords})
+    inputs, options, flags = _describe.sort(q, k, v, keywords)
+    if torch._C._is_any_autocast_enabled():
+        _autocast(inputs)
+    return inputs, options, flags, options.pop("out", None)
+
+
+def _returned(o, lse, max_logit, want_lse: bool, want_max_logit: bool):
+    if not want_lse and not want_max_logit:
+        return o
+    return (o,) + (lse,) * want_lse + (max_logit,) * want_max_logit
+
+
+def _complete(operation: str, q, keywords: dict):
+    """Gives `keywords` the front end's own defaults, and other spellings their one form."""
+    if keywords.get("deterministic") is None:
+        keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if "window" in keywords and type(keywords["window"]) is list:
+        keywords["window"] = tuple(keywords["window"])
+    state = keywords.get("rng_state")
+    if type(state) in (list, tuple):
+        keywords["rng_state"] = _state(operation, state, q)
+    elif state is None and keywords.get("dropout_p") and isinstance(q, torch.Tensor):
+        if operation == "attention":
+            keywords["rng_state"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        elif operation == "explain":
+            keywords["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _check_unbuilt(given: dict):
+    """Raises what the core says of a call whose arguments operators do not take: Refused, unless they
+    change nothing."""
+    call = _describe.Call("attention", given, max_logit=bool(given.get("return_max_logit")))
+    if given["q"].device.type == "cpu":
+        call.validate()
+    call.prepare(torch.get_num_threads())
+    _refuse_dtypes(call)
+
+
+def _refuse_dtypes(call: _describe.Call):
+    """Operators return o in q's dtype and gradients in those of their inputs."""
+    a, q = call.arguments, call.given["q"]
+    for name, dtype in (("out_dtype", a.out_dtype), ("grad_dtype", a.grad_dtype)):
+        if dtype and getattr(torch, dtype) != q.dtype:
+            raise _lib.Refused(f"tessera.{a.operation}: {name}={dtype}: PyTorch's operators do not have "
+                               f"it yet; leave it out, or use tessera.{a.operation} on NumPy arrays")
+
+
 def _traced(out, arguments):
     if out is None:
         return _ops.attention(*arguments)
@@ -175,30 +312,34 @@ def _apply(out, arguments):
         return out, *_ops.attention_into(out, *arguments)
     if torch._C._are_functorch_transforms_active():
         return _ops.attention(*arguments)
-    q, k, v, bias = arguments[:4]
-    sink, slopes = arguments[8:10]
-    if torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or
-            (bias is not None and bias.requires_grad) or
-            (sink is not None and sink.requires_grad) or
-            (slopes is not None and slopes.requires_grad)) or _ops.has_duals():
+    if _ops.needs_gradient(arguments[:3], arguments):
         return _ops.Attention.of(arguments)
     with _ops.below_autograd():
         return _ops.attention(*arguments)
 
 
-def _learn(given: dict) -> tuple:
-    """SCALARS of options that were not seen before, all checked by _args."""
-    call = _describe.Call("attention", given)
-    for name in ("return_lse", "return_max_logit"):
-        call.arguments.boolean(name, given[name])
-    return call.scalars()
+def _scalars(q, k, v, keywords: dict, options: dict, *more) -> tuple:
+    """SCALARS of `options` and `more` about the inputs, checked by _args unless they were seen before."""
+    key = (*options.items(), *map(type, options.values()), *more)
+    try:
+        return _kept[key]
+    except KeyError:
+        pass
+    except TypeError:  # something unhashable, which is illegal
+        key = None
+    _keywords.check_names("attention", keywords, _keywords.FORWARD)
+    scalars = _describe.Call("attention", {"q": q, "k": k, "v": v, **keywords}).scalars()
+    if key is not None:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[key] = scalars
+    return scalars
 
 
 def _diagnose(operation: str, given: dict, error: Exception) -> Exception:
     """What to raise for a call whose operator failed with `error`."""
     try:
-        call = _describe.Call(operation, given, max_logit=given["return_max_logit"])
+        call = _describe.Call(operation, given, max_logit=bool(given.get("return_max_logit")))
         if given["q"].device.type == "cpu" and not torch._C._are_functorch_transforms_active():
             call.validate()
         call.prepare(torch.get_num_threads())
@@ -209,25 +350,22 @@ def _diagnose(operation: str, given: dict, error: Exception) -> Exception:
     return error
 
 
-def _autocast(q, *others):
-    """q, k, v in autocast's dtype, and what must be in q's dtype or fp32 with them."""
+def _autocast(inputs: list):
+    """q, k, v in autocast's dtype, and with them what must be in q's dtype or fp32."""
+    q = inputs[0]
     if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
-        return (q, *others)
+        return
     dtype = torch.get_autocast_dtype(q.device.type)
-
-    def cast(x, *kept):
-        eligible = isinstance(x, torch.Tensor) and x.dtype in _CAST and x.dtype not in kept
-        return x.to(dtype) if eligible else x
-
-    k, v, *more = others
-    return cast(q), cast(k), cast(v), *(cast(x, torch.float32) for x in more)
+    for place in _describe.DIFFERENTIABLE:
+        x = inputs[place]
+        if isinstance(x, torch.Tensor) and x.dtype in _CAST and (place < 3 or x.dtype != torch.float32):
+            inputs[place] = x.to(dtype)
 
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _state(operation: str, rng_state, q):
-    a = _args.Arguments(_tensors, operation)
-    pair = a.pair_of_integers("rng_state", rng_state, "(seed, offset)")
+    words = _args.rng_words(_args.Arguments(_tensors, operation), rng_state)
     device = q.device if isinstance(q, torch.Tensor) else None
-    return torch.tensor(pair, dtype=torch.int64, device=device)
+    return torch.tensor(words, dtype=torch.int64, device=device)

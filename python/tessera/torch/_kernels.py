@@ -13,27 +13,27 @@ from . import _describe, _tensors
 
 
 def attention(*arguments):
-    *inputs, max_logit = arguments
-    call = _call("attention", inputs, max_logit=max_logit)
+    *inputs, max_logit = _describe.unpack(arguments)
+    call = _call("attention", *inputs, max_logit=max_logit)
     outputs = _run(call)
     return outputs["o"], outputs["lse"], \
         outputs["max_logit"] if max_logit else outputs["lse"].new_empty(0)
 
 
 def attention_out(out, *arguments):
-    *inputs, max_logit = arguments
-    outputs = _run(_call("attention", inputs, out=out, max_logit=max_logit))
+    *inputs, max_logit = _describe.unpack(arguments)
+    outputs = _run(_call("attention", *inputs, out=out, max_logit=max_logit))
     return outputs["lse"], outputs["max_logit"] if max_logit else outputs["lse"].new_empty(0)
 
 
-def attention_backward(do, o, lse, dlse, *arguments):
-    *inputs, wanted = arguments
+def attention_backward(do, o, lse, dlse, wanted, *arguments):
+    *inputs, _ = _describe.unpack(arguments)
     if do.stride(-1) != 1:
         do = do.contiguous()
     backward = {"do": do, "o": o, "lse": lse}
     if dlse is not None:
         backward["dlse"] = dlse
-    call = _call("attention_backward", inputs, backward=backward, grads=grads_of(wanted))
+    call = _call("attention_backward", *inputs, backward=backward, grads=grads_of(wanted))
     return list(_run(call).values())
 
 
@@ -42,11 +42,11 @@ def grads_of(wanted: int) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(_describe.GRADIENT_OF) if wanted >> i & 1)
 
 
-def merge(os, lses, format_code):
+def merge(os, lses, format_code, out_dtype=None):
     layout = tuple(_lib.FORMATS)[format_code]
     a = _args.Arguments(_tensors, "merge")
     a.layout_q = layout
-    o = torch.empty_like(os[0], memory_format=torch.contiguous_format)
+    o = torch.empty_like(os[0], dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
     n = len(os)
     described, addresses = [], []
@@ -69,14 +69,16 @@ def merge(os, lses, format_code):
     return o, lse
 
 
-def dropout_mask(rng_state, b, hq, sq, sk, dropout_p):
+def dropout_mask(rng_state, b, hq, sq, sk, dropout_p, q_start=None, k_start=None):
     keep = torch.empty((b, hq, sq, sk), dtype=torch.bool, device=rng_state.device)
-    rng_state = rng_state.contiguous()
+    state, *starts = (None if x is None else x.to(torch.int64).contiguous()
+                      for x in (rng_state, q_start, k_start))
     device, context = _tensors.device(keep), _context(keep)
     error = _lib.error_of_thread()
-    code = _lib.dropout_mask(b, hq, sq, sk, dropout_p, rng_state.data_ptr(), keep.data_ptr(),
-                             ctypes.addressof(device), ctypes.addressof(context),
-                             ctypes.addressof(error))
+    code = _lib.dropout_mask_at(b, hq, sq, sk, dropout_p, state.data_ptr(), state.numel(),
+                                *(None if x is None else x.data_ptr() for x in starts),
+                                keep.data_ptr(), ctypes.addressof(device),
+                                ctypes.addressof(context), ctypes.addressof(error))
     _lib.check(code, error, "dropout_mask")
     return keep
 
@@ -90,10 +92,8 @@ def _context(tensor) -> _lib.Buffers:
     return buffers
 
 
-def _call(operation, inputs, out=None, **more) -> _describe.Call:
-    n = len(_describe.INPUTS)
-    values = inputs[n:]
-    return _describe.Call(operation, {**_describe.keywords(inputs[:n], values), "out": out},
+def _call(operation, inputs, values, out=None, **more) -> _describe.Call:
+    return _describe.Call(operation, {**_describe.keywords(inputs, values), "out": out},
                           same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
 
 

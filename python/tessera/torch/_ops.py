@@ -2,59 +2,45 @@
 """The operators tessera::* of PyTorch's dispatcher: schemas, and the rules of autograd, fake tensors
 and vmap. Kernels are binding.cc's, or _kernels.py's where that was not built.
 
-    attention(q, k, v, bias?, ... rng_state?, flags, ... dropout_p, max_logit) -> (o, lse, max_logit)
-    attention_out(out, q, ... max_logit) -> (lse, max_logit)
-    attention_backward(do, o, lse, dlse?, q, ... dropout_p, grads) -> Tensor[]
+    attention(q, k, v, flags, ... backend, more) -> (o, lse, max_logit)
+    attention_out(out, q, k, v, flags, ... backend, more) -> (lse, max_logit)
+    attention_backward(do, o, lse, dlse?, grads, q, k, v, flags, ... backend, more) -> Tensor[]
 
-max_logit is empty unless asked for; attention_backward returns the gradients of the bits of `grads`,
-in the order of _describe.GRADIENT_OF.
+_describe says what follows q, k and v. max_logit is empty unless flags ask for it; attention_backward
+returns the gradients of the bits of `grads`, in the order of _describe.GRADIENT_OF.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from .. import _lib
-from . import _describe, _kernels, _tensors, _vmap
+from .. import _bindings, _lib
+from . import _describe, _flops, _kernels, _tensors, _vmap
 
-_TYPES = {"backend": "str", "softmax_scale": "float", "softcap": "float", "dropout_p": "float",
-          "window_left": "SymInt", "window_right": "SymInt", "max_seqlen_q": "SymInt",
-          "max_seqlen_k": "SymInt"}
+_DEFAULT = {"str": "''", "float": "0.0"}
 _ARGUMENTS = ", ".join(
-    [f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in _describe.INPUTS] +
-    [f"{_TYPES.get(name, 'int')} {name}" for name in _describe.SCALARS])
-_NUM_INPUTS = len(_describe.INPUTS)
-_DIFFERENTIABLE = tuple(map(_describe.INPUTS.index, _describe.GRADIENT_OF.values()))
-_SINK = _describe.INPUTS.index("sink")
+    ["Tensor q", "Tensor k", "Tensor v", "Tensor?[] more"] +
+    [f"{type} {name}={_DEFAULT.get(type, 0)}" for name, type in _describe.TYPES.items()])
+# Where `more` has what may have a gradient.
+_LATER = tuple(place - 3 for place in _describe.DIFFERENTIABLE[3:])
+_FORMAT_Q = _describe.SCALARS.index("format_q")
 
 _library = torch.library.Library("tessera", "DEF")
-for _schema in (f"attention({_ARGUMENTS}, bool max_logit) -> (Tensor, Tensor, Tensor)",
-                f"attention_out(Tensor(a!) out, {_ARGUMENTS}, bool max_logit) -> (Tensor, Tensor)",
-                "attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, "
-                f"{_ARGUMENTS}, int grads) -> Tensor[]",
-                "merge(Tensor[] o, Tensor[] lse, int format) -> (Tensor, Tensor)",
+for _schema in (f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+                f"attention_out(Tensor(a!) out, {_ARGUMENTS}) -> (Tensor, Tensor)",
+                "attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, int grads, "
+                f"{_ARGUMENTS}) -> Tensor[]",
+                "merge(Tensor[] o, Tensor[] lse, int format, ScalarType? out_dtype=None) -> "
+                "(Tensor, Tensor)",
                 "dropout_mask(Tensor rng_state, SymInt b, SymInt hq, SymInt sq, SymInt sk, "
-                "float dropout_p) -> Tensor"):
+                "float dropout_p, Tensor? q_start=None, Tensor? k_start=None) -> Tensor"):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
 
-def _load_binding() -> bool:
-    """The compiled kernels: beside this file in a wheel, in build/lib in a checkout."""
-    here = Path(__file__).resolve().parent
-    for place in (here / "libtessera_torch.so",
-                  here.parents[2] / "build" / "lib" / "libtessera_torch.so"):
-        if place.exists():
-            torch.ops.load_library(str(place))
-            return True
-    return False
-
-
-has_binding = _load_binding()
+has_binding = _bindings.load("torch", torch.ops.load_library)  # the compiled kernels
 for _name in ("merge", "dropout_mask") if has_binding else \
         ("attention", "attention_out", "attention_backward", "merge", "dropout_mask"):
     for _key in ("CPU", "CUDA"):
@@ -67,10 +53,12 @@ merge = torch.ops.tessera.merge.default
 dropout_mask = torch.ops.tessera.dropout_mask.default
 
 
+_flops.register(torch.ops.tessera)
+
+
 # ---- fake tensors: shapes, and at trace time every error that shapes and options make ----
 
-def _refuse(operation: str, arguments, out=None, **more):
-    inputs, values = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
+def _refuse(operation: str, inputs, values, out=None, **more):
     try:
         call = _describe.Call(operation, {**_describe.keywords(inputs, values), "out": out},
                               same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
@@ -81,54 +69,54 @@ def _refuse(operation: str, arguments, out=None, **more):
     call.prepare(torch.get_num_threads())
 
 
-def _describe_backward(do, o, lse, dlse, *arguments):
-    *arguments, wanted = arguments
-    _refuse("attention_backward", arguments, grads=_kernels.grads_of(wanted),
+def _describe_backward(do, o, lse, dlse, wanted, *arguments):
+    *call, _ = _describe.unpack(arguments)
+    _refuse("attention_backward", *call, grads=_kernels.grads_of(wanted),
             backward={"do": None, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})})
 
 
 @torch.library.register_fake("tessera::attention", lib=_library)
 def _(*arguments):
-    *inputs, max_logit = arguments
-    _refuse("attention", inputs, max_logit=max_logit)
-    q, k, v = inputs[:3]
-    return q.new_empty(_tensors.output_shape(q, v)), *_row_outputs(arguments)
+    *call, max_logit = _describe.unpack(arguments)
+    _refuse("attention", *call, max_logit=max_logit)
+    q, _, v = arguments[:3]
+    return q.new_empty(_tensors.output_shape(q, v)), *_row_outputs(*call, max_logit)
 
 
 @torch.library.register_fake("tessera::attention_out", lib=_library)
 def _(out, *arguments):
-    *inputs, max_logit = arguments
-    _refuse("attention", inputs, max_logit=max_logit, out=out)
-    return _row_outputs(arguments)
+    *call, max_logit = _describe.unpack(arguments)
+    _refuse("attention", *call, max_logit=max_logit, out=out)
+    return _row_outputs(*call, max_logit)
 
 
-def _row_outputs(arguments):
+def _row_outputs(inputs, values, max_logit):
     """lse and max_logit."""
-    q, layout = arguments[0], tuple(_lib.FORMATS)[arguments[_NUM_INPUTS + 2]]
+    q, layout = inputs[0], tuple(_lib.FORMATS)[values[_FORMAT_Q]]
     rows = _tensors.statistics_dtype(q)
     heads = q.shape[-3] if layout == "bhsd" else q.shape[-2]
     return (q.new_empty(_tensors.row_shape(q, layout), dtype=rows),
-            q.new_empty(heads if arguments[-1] else 0, dtype=rows))
+            q.new_empty(heads if max_logit else 0, dtype=rows))
 
 
 @torch.library.register_fake("tessera::attention_backward", lib=_library)
-def _(do, o, lse, dlse, *arguments):
-    _describe_backward(do, o, lse, dlse, *arguments)
-    *arguments, wanted = arguments
-    names = _kernels.grads_of(wanted)
-    given = dict(zip(_describe.INPUTS, arguments))
+def _(do, o, lse, dlse, wanted, *arguments):
+    _describe_backward(do, o, lse, dlse, wanted, *arguments)
+    inputs = _describe.unpack(arguments)[0]
+    given = dict(zip(_describe.INPUTS, inputs))
     return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
-                             memory_format=torch.contiguous_format) for name in names]
+                             memory_format=torch.contiguous_format)
+            for name in _kernels.grads_of(wanted)]
 
 
 @torch.library.register_fake("tessera::merge", lib=_library)
-def _(os, lses, format):
-    return (torch.empty_like(os[0], memory_format=torch.contiguous_format),
+def _(os, lses, format, out_dtype=None):
+    return (torch.empty_like(os[0], dtype=out_dtype, memory_format=torch.contiguous_format),
             torch.empty_like(lses[0], memory_format=torch.contiguous_format))
 
 
 @torch.library.register_fake("tessera::dropout_mask", lib=_library)
-def _(rng_state, b, hq, sq, sk, dropout_p):
+def _(rng_state, b, hq, sq, sk, dropout_p, q_start=None, k_start=None):
     return rng_state.new_empty((b, hq, sq, sk), dtype=torch.bool)
 
 
@@ -146,9 +134,19 @@ def _applied(function, *arguments):
         return function.apply(*arguments)
 
 
+_OTHER = "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+
+
 def _no_forward_mode(ctx, *_):
     raise _lib.Refused("tessera.attention: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) "
-                       "do not exist yet; use torch.func.vjp, grad or jacrev")
+                       "do not exist yet; use torch.func.vjp, grad or jacrev, or PyTorch's attention: "
+                       + _OTHER)
+
+
+def _later(arguments) -> list:
+    """What may have a gradient, beside q, k and v, as far as it is given."""
+    more = arguments[_describe.MORE]
+    return [more[place] for place in _LATER if place < len(more)]
 
 
 class Attention(_SingleLevelFunction):
@@ -159,35 +157,49 @@ class Attention(_SingleLevelFunction):
 
     @staticmethod
     def of(arguments):
-        q, k, v, bias = arguments[:4]
-        return _applied(Attention, q, k, v, bias, *arguments[_SINK:_SINK + 2], arguments)
+        return _applied(Attention, *arguments[:3], *_later(arguments), arguments)
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, sink, alibi_slopes, arguments):
+    def forward(ctx, *inputs):
+        arguments = inputs[-1]
         with below_autograd():
             o, lse, max_logit = output = attention(*arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(max_logit)
-        ctx.save_for_backward(o, lse, *arguments[:_NUM_INPUTS])
-        ctx.values = arguments[_NUM_INPUTS:-1]
+        q, k, v, more, *ctx.values = arguments
+        ctx.save_for_backward(o, lse, q, k, v, *more)
         return output
 
     @staticmethod
     def backward(ctx, do, dlse, _):
         o, lse, *inputs = ctx.saved_tensors
-        wanted = [i for i, needed in zip(_DIFFERENTIABLE, ctx.needs_input_grad) if needed]
+        needed = ctx.needs_input_grad
+        wanted = [i for i, is_needed in zip(_describe.DIFFERENTIABLE, needed) if is_needed]
         results = iter(_gradients(do, dlse, o, lse, inputs, ctx.values, wanted))
-        return *(next(results) if needed else None for needed in ctx.needs_input_grad[:-1]), None
+        return tuple(next(results) if is_needed else None for is_needed in needed)
+
+
+def plain(*arguments):
+    """attention, past the dispatcher's autograd key where that is all it would decide, of arguments
+    without tensors beside q, k and v."""
+    q, k, v, *_ = arguments
+    if torch._C._are_functorch_transforms_active():
+        return attention(*arguments)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled() or \
+            has_duals():
+        return Attention.apply(q, k, v, arguments)
+    with below_autograd():
+        return attention(*arguments)
 
 
 def _gradients(do, dlse, o, lse, inputs, values, wanted) -> list:
-    """The gradients of the inputs `wanted`, in their order."""
+    """The gradients of the inputs `wanted`, in their order; `inputs` are those that were given."""
     if (do is None and dlse is None) or not wanted:
         return [None] * len(wanted)
     if do is None:
         do = o.new_zeros(o.shape[-1]).expand(o.shape)
-    bits = sum(1 << _DIFFERENTIABLE.index(i) for i in wanted)
-    arguments = (do, o, lse, dlse, *inputs, *values, bits)
+    bits = sum(1 << _describe.DIFFERENTIABLE.index(i) for i in wanted)
+    arguments = (do, o, lse, dlse, bits, *inputs[:3], inputs[3:], *values)
     try:
         return _apply_backward(arguments)
     except _lib.Refused:
@@ -209,7 +221,7 @@ class AttentionBackward(_SingleLevelFunction):
     @staticmethod
     def backward(ctx, *_):
         raise _lib.Refused("tessera.attention: create_graph=True: the gradient has no derivative of "
-                           "its own yet; differentiate once")
+                           "its own yet; differentiate once, or use PyTorch's attention: " + _OTHER)
 
 
 def _apply_backward(arguments):
@@ -223,13 +235,20 @@ def has_duals() -> bool:
     return forward_ad._current_level >= 0
 
 
-def _needs_gradient(arguments) -> bool:
-    return has_duals() or torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+def needs_gradient(tensors, arguments) -> bool:
+    """Whether one of `tensors`, or of what `arguments` has beside q, k and v, asks for one."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+        for x in _later(arguments):
+            if x is not None and x.requires_grad:
+                return True
+    return has_duals()
 
 
 def _attention_autograd(*arguments):
-    if _needs_gradient(arguments):
+    if needs_gradient(arguments[:3], arguments):
         return Attention.of(arguments)
     with below_autograd():
         return attention(*arguments)
@@ -237,7 +256,7 @@ def _attention_autograd(*arguments):
 
 def attention_into(out, *arguments):
     """attention_out as autograd lets it be called: nobody may want a gradient of it."""
-    if torch._C._are_functorch_transforms_active() or _needs_gradient((out, *arguments)):
+    if torch._C._are_functorch_transforms_active() or needs_gradient((out, *arguments[:3]), arguments):
         raise _lib.Refused("tessera.attention: out=Tensor: what is written into it has no gradient, "
                            "and a tensor here asks for one; use torch.no_grad(), or leave out= out")
     with below_autograd():
@@ -248,7 +267,7 @@ def attention_into(out, *arguments):
 
 
 def _attention_backward_autograd(*arguments):
-    if _needs_gradient(arguments):
+    if needs_gradient((*arguments[:4], *arguments[5:8]), arguments[5:]):
         return list(_applied(AttentionBackward, *arguments))
     with below_autograd():
         return attention_backward(*arguments)
@@ -260,7 +279,7 @@ _library.impl("attention_backward", _attention_backward_autograd, "Autograd")
 
 
 def _save_parts(ctx, inputs, output):
-    os, lses, ctx.format = inputs
+    os, lses, ctx.format, _ = inputs
     ctx.parts = len(os)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*os, *lses, *output)
@@ -284,13 +303,13 @@ def _merge_backward(ctx, do, dlse):
             dos.append(None)
             row = torch.zeros_like(w)
         else:
-            dos.append((as_o(w) * do).to(o.dtype))
+            dos.append((as_o(w) * do).to(o_i.dtype))
             difference = torch.where(live, o_i.to(w.dtype) - o.to(w.dtype), 0.0)
             row = (difference * do).sum(-1)
             row = row.movedim(0, 1) if layout == "sbhd" else row
             row = row if layout == "bhsd" else row.movedim(-1, -2)
         dlses.append(w * (row if dlse is None else row + dlse))
-    return dos, dlses, None
+    return dos, dlses, None, None
 
 
 torch.library.register_autograd("tessera::merge", _merge_backward, setup_context=_save_parts,

@@ -20,7 +20,7 @@ def info(x) -> ArrayInfo | None:
     if x.layout is not torch.strided or x.is_nested:
         flaw = f"layout={x.layout}: must be strided; use to_dense(), or layout=\"thd\" for lengths"
         return ArrayInfo(dtype, tuple(x.shape), (0,) * x.dim(), str(x.device), True, flaw)
-    if x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in ("cpu", "cuda", "meta"):
         flaw = f"device={str(x.device)!r}: must be on the CPU or on a CUDA device"
     elif x.is_conj() or x.is_neg():
         flaw = "is_neg()=True: must hold its values as they are; use resolve_neg()"
@@ -43,8 +43,12 @@ def hint(value):
     return value.node.hint
 
 
+def pointer(x: torch.Tensor) -> int:
+    return x.data_ptr()
+
+
 def device(tensor) -> _lib.Device:
-    if tensor.device.type == "cpu":
+    if tensor.device.type in ("cpu", "meta"):  # shapes on meta are asked of the CPU's backends
         return _lib.CPU_DEVICE
     return _lib.Device(kind=_lib.CUDA, ordinal=tensor.device.index or 0)
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.nn.functional.scaled_dot_product_attention by tessera, under its own name and, on request, under
+PyTorch's."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from .. import _lib
+from . import _functions, _nested
+
+_NAME = "tessera.torch.scaled_dot_product_attention"
+_SPELLING = {"q": "query", "k": "key", "v": "value", "keep": "attn_mask", "bias": "attn_mask",
+             "softmax_scale": "scale"}
+_original = functional.scaled_dot_product_attention
+
+
+class IllegalArgument(ValueError, RuntimeError):
+    """What tessera calls a ValueError and PyTorch a RuntimeError."""
+
+
+def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                                 attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+                                 is_causal: bool = False, *, scale: float | None = None,
+                                 enable_gqa: bool = False) -> torch.Tensor:
+    """softmax(query keyᵀ · scale + attn_mask) value, as torch.nn.functional has it.
+
+    query [..., hq, sq, e], key [..., hk, sk, e], value [..., hk, sk, ev] -> [..., hq, sq, ev]; two axes
+    at least, others broadcast; or jagged nested tensors [b, h, j, e]. attn_mask broadcasts to
+    [..., hq, sq, sk]: boolean, True = visible, or added to the scores, of query's dtype or float32, with
+    a gradient; or a torch.nn.attention.bias.CausalBias. is_causal is query i sees keys up to i.
+    enable_gqa lets hq be a multiple of hk. A row that sees nothing is 0.
+
+    Raises a ValueError that is a RuntimeError too for what is illegal, and tessera.Refused, a
+    RuntimeError, for what is legal but no backend has: float64, dropout_p=1.
+
+    >>> o = tessera.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
+    """
+    keywords = {"layout": "bhsd", "softmax_scale": scale}
+    if is_causal:
+        keywords.update(causal=True, align="top_left")
+    if dropout_p:
+        keywords["dropout_p"] = _probability(dropout_p)
+    try:
+        if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and \
+                not query.is_nested and query.shape[0] == key.shape[0] and \
+                query.shape[1] == key.shape[1] == value.shape[1] and (scale is None or scale >= 0):
+            return _functions.attention(*_readable(query, key, value), **keywords)
+        return _general(query, key, value, attn_mask, keywords, enable_gqa)
+    except IllegalArgument:
+        raise
+    except (ValueError, AttributeError) as error:
+        if not all(isinstance(x, torch.Tensor) for x in (query, key, value)):
+            raise TypeError(f"{_NAME}: query, key and value must be tensors") from None
+        raise _illegal(str(error)) from None
+
+
+def _general(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
+    if isinstance(attn_mask, CausalBias):
+        attn_mask = _as_keywords(attn_mask, keywords)
+    if attn_mask is not None and keywords.get("causal"):
+        raise _illegal("attn_mask and is_causal=True: one mask at a time; give one of them")
+    if _nested.is_nested(query, key, value):
+        return _of_nested(query, key, value, attn_mask, keywords, enable_gqa)
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise _illegal(f"query.dim()={query.dim()}, key.dim()={key.dim()}, value.dim()={value.dim()}: "
+                       "must have at least the axes [s, e]")
+    if not query.dtype == key.dtype == value.dtype:
+        raise _illegal(f"query.dtype={query.dtype}, key.dtype={key.dtype}, value.dtype={value.dtype}: "
+                       "must be one dtype")
+    rank = max(query.dim(), key.dim(), value.dim())
+    shape, (query, key, value) = _four_axes(query, key, value, enable_gqa)
+    scale = keywords["softmax_scale"]
+    if scale is not None and scale < 0:
+        query, keywords["softmax_scale"] = -query, -scale
+    if attn_mask is not None:
+        keywords.update(_mask(attn_mask, query, shape))
+    o = _functions.attention(*_readable(query, key, value), **keywords)
+    o = o.unflatten(0, shape[:-1]) if len(shape) > 2 else o
+    return o if rank == o.dim() else o.reshape(o.shape[o.dim() - rank:])
+
+
+def _four_axes(query, key, value, enable_gqa: bool):
+    """((batch axes..., heads) of the result, the three tensors as [b, h, s, e], broadcast)."""
+    tensors = [x if x.dim() > 3 else x[(None,) * (4 - x.dim())] for x in (query, key, value)]
+    heads = [x.shape[-3] for x in tensors]
+    if enable_gqa:
+        if heads[1] != heads[2] or heads[0] % heads[1]:
+            raise _illegal(f"query has {heads[0]} heads, key {heads[1]} and value {heads[2]}: with "
+                           "enable_gqa key and value must have as many, a divisor of query's")
+    else:
+        most = max(heads)
+        if any(n not in (1, most) for n in heads):
+            raise _illegal(f"query has {heads[0]} heads, key {heads[1]} and value {heads[2]}: must be "
+                           "equal, or 1, unless enable_gqa=True")
+        heads = [most, *(heads[1:] if heads[1] == heads[2] else [most, most])]
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+    except RuntimeError:
+        raise _illegal("query.shape, key.shape, value.shape=" + ", ".join(
+            str(list(x.shape)) for x in (query, key, value)) + ": batch axes must broadcast") from None
+    tensors = [x.expand(*batch, n, *x.shape[-2:]).flatten(0, len(batch) - 1)
+               for x, n in zip(tensors, heads)]
+    return (*batch, heads[0]), tensors
+
+
+def _mask(attn_mask, query, shape) -> dict:
+    """attn_mask as a keyword; `shape` is the batch axes and heads of the result."""
+    if not isinstance(attn_mask, torch.Tensor):
+        raise _illegal(f"attn_mask={type(attn_mask).__name__}: must be a tensor")
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise _illegal(f"attn_mask.dtype={attn_mask.dtype}: must be bool, float32 or query's dtype, "
+                       f"{query.dtype}")
+    if attn_mask.dim() > max(len(shape) + 2, 3):
+        raise _illegal(f"attn_mask.shape={list(attn_mask.shape)}: has more axes than the scores")
+    if len(shape) > 2 and attn_mask.dim() > 3:
+        mask = attn_mask.expand(*shape[:-1], *attn_mask.shape[-3:]).flatten(0, len(shape) - 2)
+    else:
+        mask = attn_mask
+    if mask.dim() and mask.stride(-1) not in (0, 1) and mask.shape[-1] > 1:
+        mask = mask.contiguous()
+    return {"keep" if mask.dtype == torch.bool else "bias": mask}
+
+
+def _as_keywords(mask: CausalBias, keywords: dict):
+    """A CausalBias as a band."""
+    if keywords.get("causal"):
+        raise _illegal("attn_mask=CausalBias and is_causal=True: one mask at a time; give one of them")
+    align = "top_left" if mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+    keywords.update(causal=True, align=align)
+
+
+def _of_nested(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
+    if attn_mask is not None:
+        raise _illegal("attn_mask: nested tensors take none here; tessera.torch.attention takes keep= "
+                       "and bias= beside them")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise _illegal(f"query has {query.shape[1]} heads and key {key.shape[1]}: must be equal, "
+                       "unless enable_gqa=True")
+    if keywords["softmax_scale"] is not None and keywords["softmax_scale"] < 0:
+        raise _illegal(f"scale={keywords['softmax_scale']}: must not be negative for nested tensors")
+    return _functions.attention(query, key, value, **keywords)
+
+
+def _readable(*tensors):
+    """The tensors, copied where the last axis is not dense: PyTorch takes any strides."""
+    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
+
+
+def _probability(dropout_p):
+    if dropout_p == 1:
+        raise _lib.Refused(f"{_NAME}: dropout_p=1: drops every weight, which no backend is built for; "
+                           "use torch.zeros")
+    return dropout_p
+
+
+def _illegal(text: str) -> IllegalArgument:
+    text = re.sub(r"^[\w.]+: ", "", text) if text.startswith("tessera.") else text
+    field = re.match(r"\w+", text)
+    if field and field[0] in _SPELLING:
+        text = _SPELLING[field[0]] + text[field.end():]
+    return IllegalArgument(f"{_NAME}: {text}")
+
+
+class patch_sdpa:
+    """Sends torch.nn.functional.scaled_dot_product_attention through tessera, wherever a module that is
+    loaded has it by name.
+
+    It holds from the call on; as a context manager until the end of the block, or until undo(). With
+    fallback=True what tessera refuses goes to PyTorch's own, with one warning for each reason; without,
+    it is Refused. Calls that PyTorch makes below Python (the fused encoder layer of eval mode) are not
+    seen. For all threads.
+
+    >>> with tessera.torch.patch_sdpa():
+    ...     logits = model(images)
+    >>> tessera.torch.patch_sdpa()          # for good
+    """
+
+    def __init__(self, *, fallback: bool = False):
+        function = _with_fallback if fallback else scaled_dot_product_attention
+        self._places = [(module, name) for module in list(sys.modules.values())
+                        for name, value in list(getattr(module, "__dict__", {}).items())
+                        if value is functional.scaled_dot_product_attention and
+                        module is not sys.modules[__name__] and
+                        getattr(module, "__name__", "") != "torch._C._nn"]
+        self._before = functional.scaled_dot_product_attention
+        for module, name in self._places:
+            setattr(module, name, function)
+
+    def undo(self):
+        """Restores what was there."""
+        while self._places:
+            setattr(*self._places.pop(), self._before)
+
+    def __enter__(self) -> patch_sdpa:
+        return self
+
+    def __exit__(self, *_):
+        self.undo()
+
+
+def _with_fallback(query, key, value, *arguments, **keywords):
+    try:
+        return scaled_dot_product_attention(query, key, value, *arguments, **keywords)
+    except _lib.Refused as refused:
+        warnings.warn(f"{refused}; PyTorch computes it", stacklevel=2)
+    return _original(query, key, value, *arguments, **keywords)

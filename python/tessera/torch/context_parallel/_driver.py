@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""keys and ring, forward and backward: for each group of kv heads and each stage, keys arrive while
+those before them are worked on; in the backward pass their gradients travel back to their owners,
+who add them in fp32, in the order of ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...context_parallel import schedule
+from ...context_parallel.shards import Shards
+from .. import _functions
+from ..comm import Topology, exchange
+from . import _local
+from ._rows import Rows
+
+
+class Step(NamedTuple):
+    """A stage on a device."""
+    hops: tuple  # of (group, [rows sent to each peer], [rows received], rows of the buffer)
+    tables: tuple[_local.Tables, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def steps(kind: str, shards_q: Shards, shards_k: Shards, band: schedule.Band, rank: int, inner: int,
+          device: torch.device) -> tuple[Step, ...]:
+    """The stages of a rank. Groups of hops are "all", "inner" and "outer"."""
+    begins: dict[int, int] = {}
+    for run in shards_q.runs[rank]:
+        begins[run.sequence] = min(run.at, begins.get(run.sequence, run.at))
+    made = []
+    for stage in schedule.stages(kind, shards_q, shards_k, band, rank, inner):
+        hops = []
+        for hop in stage.hops:
+            own = {"all": rank, "inner": rank % inner, "outer": rank // inner}[hop.group]
+            route = hop.route(own)
+            hops.append((hop.group, [Rows(rows, device) for rows in route.send],
+                         [Rows(rows, device) for rows in route.receive],
+                         sum(run.length for run in hop.wants[own])))
+        made.append(Step(tuple(hops), tuple(_local.Tables(call, band, begins, device)
+                                            for call in stage.calls)))
+    return tuple(made)
+
+
+class Driver:
+    """What one exchange of keys needs beside a problem. `groups` is how many groups of kv heads."""
+
+    def __init__(self, kind: str, shards_q: Shards, shards_k: Shards, band, topology: Topology,
+                 groups: int, device: torch.device):
+        self.topology, self.groups, self.is_ring = topology, groups, kind == "ring"
+        inner, rank = (topology.inner.size, topology.rank) if kind == "keys+keys" else \
+            (1, topology.outer.rank)
+        rows = [np.arange(run.at, run.at + run.length) for run in shards_q.runs[rank]]
+        self.rows = Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
+        self.steps = steps(kind, shards_q, shards_k, band, rank, inner, device)
+
+    def forward(self, p: _local.Problem, max_logit: bool):
+        """(o [rows, hq, dv], lse [hq, rows], max_logit [hq] or None). Rows that no run holds are 0,
+        their lse -inf."""
+        hq, dv = p.q.shape[1], p.v.shape[2]
+        dtype = torch.float32 if self.is_ring else p.q.dtype
+        o = p.q.new_zeros(p.q.shape[0], hq, dv, dtype=dtype)
+        lse = p.q.new_full((hq, p.q.shape[0]), -torch.inf, dtype=torch.float32)
+        peak = p.q.new_full((hq,), -torch.inf, dtype=torch.float32) if max_logit else None
+        if self.is_ring and p.sink is not None:  # a part like the others: o = 0, lse = sink
+            logits = _sink_logits(p.sink, hq, lse.device)[:, None]
+            self.rows.put(lse, logits.expand(hq, self.rows.count), 1)
+        for (heads, part, step), keys in self._pipeline(p):
+            mine = slice(*heads[:2])
+            for t in step.tables:
+                found = _local.forward(part, t, *keys, None if self.is_ring else part.sink, max_logit)
+                self._place(o[:, mine], lse[mine], t.rows, *found[:2])
+                if max_logit and found[2] is not None:
+                    peak[mine] = torch.maximum(peak[mine], found[2])
+        return o.to(p.q.dtype), lse, peak
+
+    def backward(self, p: _local.Problem, do, o, lse, dlse, wanted, sums: dict):
+        """dq, dk, dv of the rank's rows. Gradients of whole arguments are added to `sums`."""
+        if self.is_ring and "dsink" in wanted:
+            wanted = [name for name in wanted if name != "dsink"]
+            sums["dsink"].add_(self._dsink(p.sink, do, o, lse, dlse))
+        dq = torch.zeros_like(p.q, dtype=torch.float32 if self.is_ring else None)
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (p.k, p.v))
+        returning = None
+        for (heads, part, step), (k, v, ids) in self._pipeline(p):
+            q0, q1, k0, k1 = heads
+            own = _local.sums_of_heads(sums, q0, q1)
+            buffers = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+            for t in step.tables:
+                rows = [t.rows.take(x[:, q0:q1]) for x in (do, o)]
+                rows += [x if x is None else t.rows.take(x[q0:q1], 1) for x in (lse, dlse)]
+                found = _local.backward(part, t, k, v, ids, None if self.is_ring else part.sink,
+                                        *rows, wanted, own, self.is_ring)
+                t.rows.add(dq[:, q0:q1], found[0])
+                for buffer, x in zip(buffers, found[1:]):
+                    buffer.narrow(0, t.k_first, t.k_count).add_(x)
+            if returning is not None:
+                returning()
+            returning = self._give_back(step, buffers, (p.k.dtype, p.v.dtype),
+                                        [dk[:, k0:k1], dv[:, k0:k1]])
+        if returning is not None:
+            returning()
+        return dq.to(p.q.dtype), dk.to(p.k.dtype), dv.to(p.v.dtype)
+
+    # ---- below: how ----
+
+    def _pipeline(self, p: _local.Problem):
+        """((heads, their problem, step), (k, v, ids of keys)) in order; the next are under way."""
+        hq, hk = p.q.shape[1], p.k.shape[1]
+        items = []
+        for g in range(self.groups):
+            k0, k1 = schedule.head_range(hk, g, self.groups)
+            heads = hq // hk * k0, hq // hk * k1, k0, k1
+            items += [(heads, p.of_heads(*heads), step) for step in self.steps]
+        coming = self._fetch(items[0]) if items else None
+        for i, item in enumerate(items):
+            keys = coming()
+            coming = self._fetch(items[i + 1]) if i + 1 < len(items) else None
+            yield item, keys
+
+    def _fetch(self, item):
+        """Starts to bring the keys of an item; what it returns waits for them."""
+        _, part, step = item
+        tensors = [part.k, part.v] + ([] if part.ids_k is None else [part.ids_k])
+        finish = self._move(step.hops[0], tensors)
+
+        def wait():
+            found = finish()
+            for hop in step.hops[1:]:
+                found = self._move(hop, found)()
+            return (*found, None) if part.ids_k is None else tuple(found)
+        return wait
+
+    def _move(self, hop, tensors):
+        name, send, receive, count = hop
+        group = self.topology.of_hop(name)
+        if group.size == 1 and send[0].is_slice and send[0].count == count == tensors[0].shape[0]:
+            return lambda: tensors
+        buffers = [x.new_empty(count, *x.shape[1:]) for x in tensors]
+        outgoing = [[rows.take(x) for x in tensors] if peer != group.rank else []
+                    for peer, rows in enumerate(send)]
+        incoming = [[((rows.count, *x.shape[1:]), x.dtype) for x in tensors]
+                    if peer != group.rank else [] for peer, rows in enumerate(receive)]
+        pending = exchange(group, outgoing, incoming, tensors[0].device)
+        for x, buffer in zip(tensors, buffers):
+            receive[group.rank].put(buffer, send[group.rank].take(x))
+
+        def finish():
+            for rows, found in zip(receive, pending.wait()):
+                for buffer, x in zip(buffers, found):
+                    rows.put(buffer, x)
+            return buffers
+        return finish
+
+    def _give_back(self, step: Step, buffers, dtypes, totals):
+        """Starts to send gradients of the last hop's buffer to the owners of its rows; what it
+        returns adds up what came."""
+        def back(hop, buffers, totals):
+            name, send, receive, _ = hop
+            group = self.topology.of_hop(name)
+            peers = range(group.size)
+            # A message is rounded to the inputs' dtype; sums are fp32.
+            outgoing = [[receive[p].take(x).to(dtype) for x, dtype in zip(buffers, dtypes)]
+                        if p != group.rank else [] for p in peers]
+            incoming = [[((send[p].count, *x.shape[1:]), dtype) for x, dtype in zip(buffers, dtypes)]
+                        if p != group.rank else [] for p in peers]
+            pending = exchange(group, outgoing, incoming, buffers[0].device)
+
+            def finish():
+                for p, found in enumerate(pending.wait()):
+                    found = [receive[p].take(x) for x in buffers] if p == group.rank else found
+                    for total, x in zip(totals, found):
+                        send[p].add(total, x)
+            return finish
+
+        if len(step.hops) == 1:
+            return back(step.hops[0], buffers, totals)
+        outer, inner = step.hops
+        middle = [x.new_zeros(outer[3], *x.shape[1:]) for x in buffers]
+        finish = back(inner, buffers, middle)
+
+        def both():
+            finish()
+            back(outer, middle, totals)()
+        return both
+
+    def _dsink(self, sink, do, o, lse, dlse):
+        """sum over rows of P_sink (dlse - delta), with P_sink = exp(sink - lse)."""
+        do, o = (self.rows.take(x).float() for x in (do, o))
+        lse = self.rows.take(lse, 1)
+        delta = (do * o).sum(-1).T
+        weight = (_sink_logits(sink, len(lse), lse.device)[:, None] - lse).exp()
+        row = -delta if dlse is None else self.rows.take(dlse, 1) - delta
+        return (weight * row).sum(1)
+
+    def _place(self, o, lse, rows: Rows, o_part, lse_part):
+        """Rows of a part into o and lse; a ring's are merged with what is there."""
+        if self.is_ring:
+            before = rows.take(o), rows.take(lse, 1)
+            after = o_part.float(), lse_part
+            o_part, lse_part = _functions.merge([tuple(x.contiguous() for x in before), after],
+                                                layout="thd")
+        rows.put(o, o_part)
+        rows.put(lse, lse_part, 1)
+
+
+def _sink_logits(sink, hq: int, device) -> torch.Tensor:
+    return torch.zeros(hq, device=device) if isinstance(sink, str) else sink.float()

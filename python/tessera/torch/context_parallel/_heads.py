@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""heads: every rank of a group receives its heads of all rows of the group, works on them as one rank
+does, and sends back what belongs to the others' rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from ...context_parallel import schedule
+from ...context_parallel.shards import Shards
+from ..comm import Group, exchange
+from . import _local
+from ._rows import Rows
+
+
+@functools.lru_cache(maxsize=256)
+def _routes(shards: Shards, first: int, size: int, rank: int, device: torch.device):
+    """(rows of mine that all want, [rows that each peer's become], rows of the group)."""
+    hop, node = schedule.heads_hop(shards, range(first, first + size))
+    route = hop.route(rank)
+    return (Rows(route.send[rank], device), [Rows(rows, device) for rows in route.receive],
+            sum(run.length for run in node))
+
+
+class Exchange:
+    """Heads of the rows of a group, and back. `first` is the group's first rank in the shards."""
+
+    def __init__(self, group: Group, shards_q: Shards, shards_k: Shards, first: int, hq: int, hk: int,
+                 device: torch.device):
+        self.group, self.hq, self.hk, self.device = group, hq, hk, device
+        self.q = _routes(shards_q, first, group.size, group.rank, device)
+        self.k = _routes(shards_k, first, group.size, group.rank, device)
+        self.ranges = []  # of each peer: its q heads, and the kv heads that they read
+        for peer in range(group.size):
+            q0, q1 = schedule.head_range(hq, peer, group.size)
+            per = hq // hk
+            self.ranges.append((q0, q1, q0 // per, -(-q1 // per) if q1 > q0 else q0 // per))
+
+    @property
+    def mine(self) -> tuple[int, int, int, int]:
+        return self.ranges[self.group.rank]
+
+    def pieces(self):
+        """(q heads, kv heads) of my calls, as (from, to, from, to) of the whole problem."""
+        q0, q1, _, _ = self.mine
+        return schedule.head_pieces(self.hq, self.hk, q0, q1) if q1 > q0 else []
+
+    def gather(self, of_q, of_k, rows_q=(), rows_k=()):
+        """Tensors [rows, heads, ...] of q's and of k's heads, and tensors [rows, ...] without heads,
+        of all rows of the group and my heads; four lists."""
+        outgoing, incoming = [], []
+        (mine_q, _, _), (mine_k, _, _) = self.q, self.k
+        for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
+            outgoing.append([mine_q.take(x[:, q0:q1]) for x in of_q] +
+                            [mine_k.take(x[:, k0:k1]) for x in of_k] +
+                            [mine_q.take(x) for x in rows_q] + [mine_k.take(x) for x in rows_k])
+            nq, nk = self.q[1][peer].count, self.k[1][peer].count
+            q0, q1, k0, k1 = self.mine
+            incoming.append([((nq, q1 - q0, *x.shape[2:]), x.dtype) for x in of_q] +
+                            [((nk, k1 - k0, *x.shape[2:]), x.dtype) for x in of_k] +
+                            [((nq, *x.shape[1:]), x.dtype) for x in rows_q] +
+                            [((nk, *x.shape[1:]), x.dtype) for x in rows_k])
+        pending = exchange(self.group, outgoing, incoming, self.device)
+        sides = [self.q] * len(of_q) + [self.k] * len(of_k) + [self.q] * len(rows_q) + \
+            [self.k] * len(rows_k)
+        whole = [x.new_zeros(side[2], *what[0][1:]) for x, side, what in
+                 zip((*of_q, *of_k, *rows_q, *rows_k), sides, incoming[0])]
+        for peer, found in enumerate(pending.wait()):
+            for x, side, values in zip(whole, sides, found):
+                side[1][peer].put(x, values)
+        cuts = (len(of_q), len(of_q) + len(of_k), len(of_q) + len(of_k) + len(rows_q))
+        return whole[:cuts[0]], whole[cuts[0]:cuts[1]], whole[cuts[1]:cuts[2]], whole[cuts[2]:]
+
+    def give_back(self, of_q, of_k, into_q, into_k):
+        """Results of my heads and all rows to the rows' owners: those of q's heads are put into
+        into_q [rows, hq, ...], those of k's added to into_k, fp32, in the order of ranks."""
+        outgoing, incoming = [], []
+        for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
+            outgoing.append([self.q[1][peer].take(x) for x in of_q] +
+                            [self.k[1][peer].take(x) for x in of_k])
+            incoming.append([((self.q[0].count, q1 - q0, *x.shape[2:]), x.dtype) for x in of_q] +
+                            [((self.k[0].count, k1 - k0, *x.shape[2:]), x.dtype) for x in of_k])
+        found = exchange(self.group, outgoing, incoming, self.device).wait()
+        for (q0, q1, k0, k1), values in zip(self.ranges, found):
+            for x, value in zip(into_q, values):
+                self.q[0].put(x[:, q0:q1], value)
+            for x, value in zip(into_k, values[len(into_q):]):
+                self.k[0].add(x[:, k0:k1], value)
+
+
+def gathered(exchange_: Exchange, p: _local.Problem):
+    """(the problems of my calls on all rows of the group, with their q heads counted from mine)."""
+    (q,), (k, v), rows_q, rows_k = exchange_.gather(
+        (p.q,), (p.k, p.v),
+        rows_q=[x for x in (p.ids_q, _rows_first(p)) if x is not None],
+        rows_k=[] if p.ids_k is None else [p.ids_k])
+    more = {}
+    if p.ids_q is not None:
+        more["ids_q"], more["ids_k"] = rows_q.pop(0), rows_k[0]
+    whole = p
+    if rows_q:
+        whole = dataclasses.replace(whole, ranges=rows_q[0].movedim(0, 1))
+    first_q, _, first_k, _ = exchange_.mine
+    parts = []
+    for q0, q1, k0, k1 in exchange_.pieces():
+        part = whole.of_heads(q0, q1, k0, k1, q=q[:, q0 - first_q:q1 - first_q],
+                              k=k[:, k0 - first_k:k1 - first_k], v=v[:, k0 - first_k:k1 - first_k],
+                              **more)
+        parts.append(((q0, q1, k0, k1), part))
+    return parts
+
+
+def _rows_first(p: _local.Problem):
+    """Ranges as [rows, hq|1, n]. One for all rows becomes one for each: a rank with a single row could
+    not be told from it."""
+    if p.ranges is None:
+        return None
+    return p.ranges.expand(-1, p.q.shape[0], -1).movedim(1, 0)
+
+
+def forward(exchange_: Exchange, driver, p: _local.Problem, max_logit: bool):
+    """As Driver.forward."""
+    q0, q1, _, _ = exchange_.mine
+    count = exchange_.q[2]
+    o = p.q.new_empty(count, q1 - q0, p.v.shape[2])
+    lse = p.q.new_empty(count, q1 - q0, dtype=torch.float32)
+    peak = p.q.new_full((exchange_.hq,), -torch.inf, dtype=torch.float32) if max_logit else None
+    for (a, b, _, _), part in gathered(exchange_, p):
+        found = driver.forward(part, max_logit)
+        o[:, a - q0:b - q0], lse[:, a - q0:b - q0] = found[0], found[1].T
+        if max_logit:
+            peak[a:b] = found[2]
+    whole = p.q.new_zeros(p.q.shape[0], exchange_.hq, p.v.shape[2])
+    lses = p.q.new_full((p.q.shape[0], exchange_.hq), -torch.inf, dtype=torch.float32)
+    exchange_.give_back((o, lse), (), (whole, lses), ())
+    return whole, lses.T.contiguous(), peak
+
+
+def backward(exchange_: Exchange, driver, p: _local.Problem, do, o, lse, dlse, wanted, sums):
+    """As Driver.backward."""
+    rows = [do, o, lse.T] + ([] if dlse is None else [dlse.T])
+    (do, o, lse, *dlses), _, _, _ = exchange_.gather(rows, ())
+    q0, q1, k0, k1 = exchange_.mine
+    dq = do.new_zeros(exchange_.q[2], q1 - q0, p.q.shape[2])
+    dk, dv = (x.new_zeros(exchange_.k[2], k1 - k0, x.shape[2]) for x in (p.k, p.v))
+    for (a, b, c, d), part in gathered(exchange_, p):
+        own = slice(a - q0, b - q0)
+        found = driver.backward(part, do[:, own], o[:, own], lse[:, own].T.contiguous(),
+                                dlses[0][:, own].T.contiguous() if dlses else None, wanted,
+                                _local.sums_of_heads(sums, a, b))
+        dq[:, own] = found[0]
+        for x, value in zip((dk, dv), found[1:]):
+            x[:, c - k0:d - k0] += value
+    whole = torch.zeros_like(p.q, memory_format=torch.contiguous_format)
+    totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v)]
+    exchange_.give_back((dq,), (dk, dv), (whole,), totals)
+    return whole, *(total.to(x.dtype) for total, x in zip(totals, (p.k, p.v)))

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators tessera::cp_attention and cp_attention_backward: those of tessera::attention, on one
+rank's packed rows, told by a text what lies where and by names who takes part.
+
+    cp_attention(q, k, v, ... flags, ..., max_logit, spec, inner, outer) -> (o, lse, max_logit, rng)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from ... import _lib
+from ...context_parallel import schedule
+from .. import _describe, _kernels, _ops
+from ..comm import Topology, to_all
+from . import _check, _heads, _local
+from ._driver import Driver
+from ._spec import Spec, topology_of
+
+_NUM_INPUTS = len(_describe.INPUTS)
+_log = logging.getLogger("tessera.cp")
+_LOGS = not {"cp", "all"}.isdisjoint(os.environ.get("TESSERA_LOG", "").split(","))
+_OPTIONS = ("softmax_scale", "softcap", "dropout_p", "bias_at", "deterministic", "batch_invariant",
+            "backend", "allow_quadratic")
+
+# INPUTS and SCALARS, each an argument of its own; a tensor and a number say the diagonal.
+_ARGUMENTS = ", ".join(
+    [f"Tensor{'' if name in 'qkv' else '?'} {'shifts' if name == 'shift' else name}"
+     for name in _describe.INPUTS] + [f"{type} {name}" for name, type in _describe.TYPES.items()])
+for _schema in (f"cp_attention({_ARGUMENTS}, bool max_logit, str spec, str inner, str outer) -> "
+                "(Tensor, Tensor, Tensor, Tensor)",
+                "cp_attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, "
+                f"{_ARGUMENTS}, int grads, str spec, str inner, str outer) -> Tensor[]"):
+    _ops._library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+
+class _Run:
+    """One pass of one call on this rank."""
+
+    def __init__(self, arguments, spec: str, inner: str, outer: str):
+        self.spec = Spec.parse(spec)
+        self.topology = topology_of(inner, outer, self.spec.exchange)
+        self.given = _describe.keywords(arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:])
+        self.device = self.given["q"].device
+
+    def agree(self, key: tuple):
+        inputs = tuple(None if not isinstance(x, torch.Tensor) else (x.shape, x.dtype, x.device.type)
+                       for x in key)
+        _check.agree((self.spec, inputs, *(x for x in key if not isinstance(x, torch.Tensor))),
+                     self.topology, self.device,
+                     lambda: _check.check(self.given, self.spec, self.topology),
+                     lambda: _check.fields(self.given, self.spec))
+
+    def log(self, which: str):
+        if _LOGS:
+            _log.info("%s: rank %d of %d: %s, %d group(s) of kv heads, q%s k%s, %r", which,
+                      self.topology.rank, self.topology.size, self.spec.exchange, self.spec.groups,
+                      list(self.given["q"].shape), list(self.given["k"].shape), self.spec.shards_q)
+
+    def problem(self, rng) -> _local.Problem:
+        given = self.given
+        ids = given.get("segment_ids")
+        ids_q, ids_k = ids if isinstance(ids, tuple) else (ids, ids)
+        dense = {name: given[name][(None,) * (4 - given[name].dim())]
+                 for name in ("keep", "drop", "bias") if given.get(name) is not None}
+        return _local.Problem(
+            given["q"], given["k"], given["v"], dense, given.get("key_ranges"), ids_q, ids_k,
+            given.get("alibi_slopes"), given.get("sink"), given.get("k_scale"), given.get("v_scale"),
+            rng, {name: given.get(name) for name in _OPTIONS if name != "bias_at" or "bias" in dense})
+
+    def driver(self) -> tuple[_heads.Exchange | None, Driver]:
+        """What exchanges heads, if anything does, and what exchanges keys."""
+        spec, topology = self.spec, self.topology
+        if not spec.by_heads:
+            return None, Driver(spec.exchange, spec.shards_q, spec.shards_k, spec.band, topology,
+                                spec.groups, self.device)
+        inner = topology.inner.size
+        heads = _heads.Exchange(topology.inner, spec.shards_q, spec.shards_k,
+                                topology.outer.rank * inner, self.given["q"].shape[1],
+                                self.given["k"].shape[1], self.device)
+        nodes = [schedule.node_shards(shards, inner) for shards in (spec.shards_q, spec.shards_k)]
+        return heads, Driver("ring" if spec.exchange == "heads+ring" else "keys", *nodes, spec.band,
+                             Topology(topology.outer, topology.outer), 1, self.device)
+
+    def state(self):
+        """The four words of dropout, the same on every rank, or None."""
+        state = self.given.get("rng_state")
+        if state is None or not self.given.get("dropout_p"):
+            return None
+        if state.numel() == 2:
+            state = torch.cat([state, state.new_tensor([0, self.given["q"].shape[1]])])
+        return self._first(state) if self.spec.draws else state
+
+    def _first(self, x):
+        """Rank 0's x on every rank."""
+        for group in self.topology:
+            if group.size > 1:
+                x = to_all(group, x, [x.shape] * group.size)[0]
+        return x
+
+    def largest(self, x):
+        """The largest of each element over all ranks."""
+        for group in self.topology:
+            if group.size > 1:
+                x = torch.stack(to_all(group, x, [x.shape] * group.size)).amax(0)
+        return x
+
+
+def _forward(*arguments):
+    *inputs, max_logit, spec, inner, outer = arguments
+    run = _Run(inputs, spec, inner, outer)
+    run.agree(tuple(inputs))
+    run.log("forward")
+    with torch.no_grad():
+        rng = run.state()
+        problem = run.problem(rng)
+        heads, driver = run.driver()
+        o, lse, peak = driver.forward(problem, max_logit) if heads is None else \
+            _heads.forward(heads, driver, problem, max_logit)
+        peak = run.largest(peak) if max_logit else lse.new_empty(0)
+    return o, lse, peak, lse.new_empty(0, dtype=torch.int64) if rng is None else rng.clone()
+
+
+def _backward(do, o, lse, dlse, *arguments):
+    *inputs, wanted, spec, inner, outer = arguments
+    run = _Run(inputs, spec, inner, outer)
+    run.log("backward")
+    names = _kernels.grads_of(wanted)
+    with torch.no_grad():
+        rng = run.given.get("rng_state") if run.given.get("dropout_p") else None
+        problem = run.problem(rng)
+        whole = [name for name in names if name not in ("dq", "dk", "dv")]
+        sums = {name: torch.zeros(run.given[name[1:]].shape, dtype=torch.float32, device=run.device)
+                for name in whole}
+        dense = {name: x[(None,) * (4 - x.dim())] if name == "dbias" else x
+                 for name, x in sums.items()}
+        heads, driver = run.driver()
+        rows = problem, do.contiguous(), o, lse, dlse, whole, dense
+        found = driver.backward(*rows) if heads is None else _heads.backward(heads, driver, *rows)
+    results = dict(zip(("dq", "dk", "dv"), found))
+    results |= {name: x.to(run.given[name[1:]].dtype) for name, x in sums.items()}
+    return [results[name].contiguous() for name in names]
+
+
+for _name, _kernel in (("cp_attention", _forward), ("cp_attention_backward", _backward)):
+    for _key in ("CPU", "CUDA"):
+        _ops._library.impl(_name, _kernel, _key)
+
+attention = torch.ops.tessera.cp_attention.default
+attention_backward = torch.ops.tessera.cp_attention_backward.default
+
+
+@torch.library.register_fake("tessera::cp_attention", lib=_ops._library)
+def _(*arguments):
+    *inputs, max_logit, _spec, _inner, _outer = arguments
+    q, _, v = inputs[:3]
+    rows, hq = q.shape[:2]
+    drops = inputs[_NUM_INPUTS] & _lib.DROPOUT
+    return (q.new_empty(rows, hq, v.shape[2]), q.new_empty((hq, rows), dtype=torch.float32),
+            q.new_empty(hq if max_logit else 0, dtype=torch.float32),
+            q.new_empty(4 if drops else 0, dtype=torch.int64))
+
+
+@torch.library.register_fake("tessera::cp_attention_backward", lib=_ops._library)
+def _(do, o, lse, dlse, *arguments):
+    *inputs, wanted, _spec, _inner, _outer = arguments
+    given = dict(zip(_describe.INPUTS, inputs))
+    return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
+                             memory_format=torch.contiguous_format)
+            for name in _kernels.grads_of(wanted)]
+
+
+class Attention(torch.autograd.Function):
+    """cp_attention with its gradient; applied, like _ops.Attention, to what may have one and to a
+    tuple of all arguments."""
+
+    @staticmethod
+    def of(arguments):
+        return Attention.apply(*[arguments[i] for i in _describe.DIFFERENTIABLE], arguments)
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *_, arguments = inputs
+        with _ops.below_autograd():
+            o, lse, max_logit, rng = output = attention(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(max_logit, rng)
+        ctx.save_for_backward(o, lse, rng, *arguments[:_NUM_INPUTS])
+        ctx.values = arguments[_NUM_INPUTS:]
+        return output
+
+    @staticmethod
+    def backward(ctx, do, dlse, *_):
+        o, lse, rng, *inputs = ctx.saved_tensors
+        if rng.numel():
+            inputs[_describe.INPUTS.index("rng_state")] = rng
+        *values, _, spec, inner, outer = ctx.values
+        wanted = [i for i, needed in zip(_describe.DIFFERENTIABLE, ctx.needs_input_grad) if needed]
+        # Every rank takes part, whether or not its own loss depends on o.
+        do = o.new_zeros(o.shape) if do is None else do
+        bits = sum(1 << _describe.DIFFERENTIABLE.index(i) for i in wanted)
+        results = iter(attention_backward(do, o, lse, dlse, *inputs, *values, bits, spec, inner,
+                                          outer))
+        return *(next(results) if needed else None for needed in ctx.needs_input_grad[:-1]), None
+
+
+def _autograd(*arguments):
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
+                                       for x in arguments):
+        return Attention.of(arguments)
+    with _ops.below_autograd():
+        return attention(*arguments)
+
+
+_ops._library.impl("cp_attention", _autograd, "Autograd")

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.torch.scaled_dot_product_attention beside torch.nn.functional's."""
+import inspect
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+
+import tessera.torch as tt  # noqa: E402
+from dropins import close, normal, same_gradients  # noqa: E402
+
+THEIRS = F.scaled_dot_product_attention
+Q, K, V = (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4)
+KEEP = torch.arange(35).reshape(5, 7) % 3 > 0
+
+
+@pytest.mark.parametrize("shapes, keywords", [
+    ((Q, K, V), {}),
+    ((Q, K, V), dict(is_causal=True)),
+    ((Q, K, V), dict(scale=0.3)),
+    ((Q, K, V), dict(scale=-0.3)),
+    ((Q, K, V), dict(attn_mask=KEEP)),
+    ((Q, K, V), dict(attn_mask=KEEP.T.contiguous().T)),
+    ((Q, K, V), dict(attn_mask=torch.zeros(5, 7, dtype=torch.bool))),
+    ((Q, K, V), dict(attn_mask=causal_lower_right(5, 7))),
+    ((Q, K, V), dict(attn_mask=causal_upper_left(5, 7))),
+    ((Q[2:], K[2:], V[2:]), dict(attn_mask=KEEP)),
+    ((Q[1:], K[1:], V[1:]), dict(attn_mask=KEEP.expand(3, 5, 7))),
+    (((4, *Q), (4, *K), (4, *V)), dict(attn_mask=KEEP.expand(4, 1, 1, 5, 7))),
+    (((4, *Q), K, V), {}),
+    ((Q, (1, *K[1:]), (1, *V[1:])), {}),
+    ((Q, (2, 1, 7, 8), (2, 1, 7, 4)), {}),
+    (((2, 1, 5, 8), K, V), {}),
+    (((2, 6, 5, 8), K, V), dict(enable_gqa=True)),
+    (((2, 6, 5, 8), K, V), dict(enable_gqa=True, is_causal=True)),
+    ((Q, (2, 3, 0, 8), (2, 3, 0, 4)), {}),
+    (((2, 3, 0, 8), K, V), {}),
+], ids=str)
+def test_agrees_with_gradients(shapes, keywords):
+    inputs = [normal(*shape, grad=True, seed=i) for i, shape in enumerate(shapes)]
+    ours, theirs = tt.scaled_dot_product_attention(*inputs, **keywords), THEIRS(*inputs, **keywords)
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    close(ours, theirs)
+    same_gradients(ours, theirs, inputs)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7)])
+def test_a_float_mask_has_a_gradient(shape):
+    inputs = [normal(*s, grad=True, seed=i) for i, s in enumerate((Q, K, V, shape))]
+    ours, theirs = tt.scaled_dot_product_attention(*inputs), THEIRS(*inputs)
+    close(ours, theirs)
+    same_gradients(ours, theirs, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_with_a_float32_mask(dtype):
+    q, k, v = (normal(*s, dtype=dtype, seed=i) for i, s in enumerate((Q, K, V)))
+    mask = normal(5, 7)
+    close(tt.scaled_dot_product_attention(q, k, v, mask),
+          THEIRS(q.float(), k.float(), v.float(), mask), 2e-2)
+
+
+def test_strides_of_any_kind():
+    q, k, v = (normal(*s[:2], s[3], s[2], seed=i).transpose(2, 3) for i, s in enumerate((Q, K, V)))
+    close(tt.scaled_dot_product_attention(q, k, v), THEIRS(q, k, v))
+
+
+def test_signature_is_the_original():
+    theirs = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, " \
+        "enable_gqa=False"
+    ours = inspect.signature(tt.scaled_dot_product_attention)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in ours.parameters.values()]
+    assert str(inspect.Signature(bare)) == f"({theirs})"
+    q, k, v = (normal(*s) for s in (Q, K, V))
+    with pytest.raises(TypeError):
+        tt.scaled_dot_product_attention(q, k, v, None, 0.0, False, 0.3)
+
+
+def bad_calls():
+    q, k, v = (normal(*s) for s in (Q, K, V))
+    yield (q, k, v), dict(attn_mask=KEEP, is_causal=True), "attn_mask and is_causal"
+    yield (q, k, v), dict(attn_mask=causal_lower_right(5, 7), is_causal=True), "CausalBias"
+    yield (q, k, v), dict(attn_mask=KEEP.int()), r"attn_mask.dtype=torch.int32"
+    yield (q, k, v), dict(attn_mask=KEEP.half()), r"attn_mask.dtype=torch.float16"
+    yield (q, k, v), dict(attn_mask=torch.ones(4, 7, dtype=torch.bool)), r"attn_mask.shape"
+    yield (q, k, v), dict(attn_mask=KEEP.expand(1, 2, 3, 5, 7)), "attn_mask.shape"
+    yield (q, k.half(), v), {}, "key.dtype"
+    yield (q.int(), k.int(), v.int()), {}, "query.dtype=int32"
+    yield (q[0, 0, 0], k, v), {}, r"query.dim\(\)=1"
+    yield (normal(2, 6, 5, 8), k, v), {}, "query has 6 heads"
+    yield (normal(2, 5, 5, 8), k, v), dict(enable_gqa=True), "query has 5 heads"
+    yield (normal(2, 6, 5, 8), k, v[:, :2]), dict(enable_gqa=True), "value 2"
+    yield (q[..., :4], k, v), {}, "key.shape"
+    yield (q, k[:, :, :6], v), {}, "value.shape"
+    yield (normal(3, 3, 5, 8), k, v), {}, "batch axes"
+    yield (q, k, v), dict(dropout_p=1.5), "dropout_p=1.5"
+    yield (q, k, v), dict(dropout_p=-1.0), "dropout_p=-1"
+    yield (q, k, v), dict(scale=float("inf")), "scale=inf"
+
+
+@pytest.mark.parametrize("arguments, keywords, message", list(bad_calls()), ids=lambda x: x if
+                         isinstance(x, str) else "")
+def test_errors_are_named_and_of_the_type_that_pytorch_raises(arguments, keywords, message):
+    with pytest.raises(RuntimeError, match=message) as caught:
+        tt.scaled_dot_product_attention(*arguments, **keywords)
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith("tessera.torch.scaled_dot_product_attention: ")
+
+
+def test_what_is_legal_and_not_built_is_refused():
+    q, k, v = (normal(*s) for s in (Q, K, V))
+    with pytest.raises(tt.Refused, match="dropout_p=1"):
+        tt.scaled_dot_product_attention(q, k, v, dropout_p=1.0)
+    with pytest.raises(tt.Refused, match="fp64"):
+        tt.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    with pytest.raises(TypeError, match="must be tensors"):
+        tt.scaled_dot_product_attention([1.0], k, v)
+
+
+def test_dropout_is_drawn_from_the_generator():
+    q, k, v = (normal(*s) for s in (Q, K, V))
+    torch.manual_seed(3)
+    a = tt.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    b = tt.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(a, tt.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_in_one_graph(dynamic):
+    torch._dynamo.reset()
+    inputs = [normal(*s, grad=True, seed=i) for i, s in enumerate((Q, K, V))]
+    for keywords in (dict(is_causal=True), dict(attn_mask=KEEP)):
+        compiled = torch.compile(lambda *x: tt.scaled_dot_product_attention(*x, **keywords),
+                                 fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        close(compiled(*inputs), THEIRS(*inputs, **keywords))
+        same_gradients(compiled(*inputs), THEIRS(*inputs, **keywords), inputs)
+
+
+# ---- nested tensors ----
+
+def jagged(lengths, h=2, d=8, grad=False, seed=0):
+    return torch.nested.nested_tensor([normal(n, h, d, seed=seed + i) for i, n in enumerate(lengths)],
+                                      layout=torch.jagged, requires_grad=grad)
+
+
+@pytest.mark.parametrize("keywords", [{}, dict(scale=0.2)])
+def test_jagged_agrees_with_gradients(keywords):
+    q, k = jagged((3, 0, 5), grad=True), jagged((4, 2, 6), grad=True, seed=20)
+    inputs = (q, k)
+    for keys in (q, k):
+        a, b = (f(q.transpose(1, 2), keys.transpose(1, 2), keys.transpose(1, 2), **keywords)
+                for f in (tt.scaled_dot_product_attention, THEIRS))
+        assert a.shape == q.transpose(1, 2).shape  # the same ragged extent
+        a, b = (x.transpose(1, 2).values() for x in (a, b))
+        close(a, b)
+        cotangent = normal(*a.shape, seed=3)
+        for x, y in zip(torch.autograd.grad(a, inputs[:1 + (keys is k)], cotangent),
+                        torch.autograd.grad(b, inputs[:1 + (keys is k)], cotangent)):
+            close(x.values(), y.values(), 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_jagged_attention_is_each_sequence_alone(layout):
+    x = jagged((3, 1, 5))
+    bias = normal(1, 2, 5, 5)
+    q = x if layout == "bshd" else x.transpose(1, 2)
+    o, lse = tt.attention(q, q, q, layout=layout, causal=True, bias=bias, return_lse=True)
+    o = o if layout == "bshd" else o.transpose(1, 2)
+    ends = [0, 3, 4, 9]
+    for i, alone in enumerate(x.unbind()):
+        n = len(alone)
+        expected, rows = tt.attention(*[alone[None]] * 3, causal=True, bias=bias[..., :n, :n],
+                                      return_lse=True)
+        close(o.unbind()[i], expected[0])
+        close(lse[:, ends[i]:ends[i + 1]], rows[0])
+
+
+def test_jagged_with_gaps():
+    buffer = normal(2, 6, 2, 8)
+    x = torch.nested.narrow(buffer, 1, torch.tensor([0, 1]), torch.tensor([3, 4]), layout=torch.jagged)
+    o = tt.attention(x, x, x, causal=True)
+    assert o.shape == x.shape
+    for i, (start, n) in enumerate(((0, 3), (1, 4))):
+        alone = buffer[i:i + 1, start:start + n]
+        close(o.unbind()[i], tt.attention(alone, alone, alone, causal=True)[0])
+
+
+def test_what_nested_tensors_cannot_say_is_named():
+    x, other = jagged((3, 5)), jagged((3, 5))
+    dense = normal(2, 5, 2, 8)
+    for arguments, keywords, message in (
+            ((x, dense, dense), {}, "must all be nested"), ((x, x, other), {}, "v=.*lengths of k"),
+            ((x, x, x), dict(layout="bhsd"), "ragged in axis 2"),
+            ((x, x, x), dict(layout="thd"), "layout='thd'"),
+            ((x, x, x), dict(seqlens_k=torch.tensor([1, 2])), "seqlens_k.*lengths themselves")):
+        with pytest.raises(ValueError, match=message):
+            tt.attention(*arguments, **keywords)
+    q = x.transpose(1, 2)
+    with pytest.raises(RuntimeError, match="attn_mask: nested"):
+        tt.scaled_dot_product_attention(q, q, q, KEEP)
+
+
+# ---- patch_sdpa ----
+
+def test_patch_reaches_modules_and_comes_off():
+    importer = types.ModuleType("an_importer")
+    importer.attention = THEIRS
+    sys.modules["an_importer"] = importer
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = normal(2, 5, 16)
+    try:
+        expected = layer(x, x, x, need_weights=False)[0]
+        with tt.patch_sdpa():
+            assert F.scaled_dot_product_attention is tt.scaled_dot_product_attention
+            assert importer.attention is tt.scaled_dot_product_attention
+            close(layer(x, x, x, need_weights=False)[0], expected)
+            with pytest.raises(tt.Refused):
+                F.scaled_dot_product_attention(*[normal(*Q).double()] * 3)
+        assert F.scaled_dot_product_attention is THEIRS and importer.attention is THEIRS
+    finally:
+        del sys.modules["an_importer"]
+
+
+def test_patch_for_good_and_undone():
+    patch = tt.patch_sdpa()
+    try:
+        assert F.scaled_dot_product_attention is tt.scaled_dot_product_attention
+    finally:
+        patch.undo()
+        patch.undo()
+    assert F.scaled_dot_product_attention is THEIRS
+
+
+def test_patch_with_a_fallback_warns_and_lets_pytorch_compute():
+    inputs = [normal(*s).double() for s in (Q, K, V)]
+    with tt.patch_sdpa(fallback=True):
+        with pytest.warns(UserWarning, match="PyTorch computes it"):
+            o = F.scaled_dot_product_attention(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            F.scaled_dot_product_attention(*[x.float() for x in inputs])
+    close(o, THEIRS(*inputs))
+
+
+def test_a_vision_transformer_trains_the_same(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples" / "torch")
+    import vit
+    curves = vit.main(["--steps", "3"])
+    assert curves["tessera"] == pytest.approx(curves["PyTorch"], rel=1e-3)
+    assert "of new pictures right" in capsys.readouterr().out
+    assert F.scaled_dot_product_attention is THEIRS

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch's tools see of tessera's operators: meta tensors, the counter of operations, torch.export,
+AOTInductor."""
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+import tessera.torch as tt  # noqa: E402
+from dropins import close, normal  # noqa: E402
+
+CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 8], [0, 4, 5]))
+
+
+def test_meta_tensors_have_shapes_and_errors():
+    q, k, v = (torch.empty(2, s, h, d, device="meta", requires_grad=True)
+               for s, h, d in ((5, 4, 8), (7, 2, 8), (7, 2, 6)))
+    o, lse = tt.attention(q, k, v, causal=True, align="top_left", return_lse=True)
+    assert o.is_meta and o.shape == (2, 5, 4, 6) and lse.shape == (2, 4, 5)
+    assert [g.shape for g in torch.autograd.grad(o.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+    with pytest.raises(ValueError, match="k.shape"):
+        tt.attention(q, k[..., :3], v)
+    with pytest.raises(ValueError, match="must be on one device"):
+        tt.attention(q, k, v, seqlens_k=torch.tensor([1, 2]))
+    assert tt.explain(q, k, v).backend == "cpu"
+
+
+def flops(function, *inputs):
+    with FlopCounterMode(display=False) as counter:
+        function(*[x.clone().requires_grad_() for x in inputs]).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("q, k, v", [((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+                                     ((1, 4, 16, 16), (1, 4, 16, 16), (1, 4, 16, 16))])
+def test_operations_are_counted_as_of_sdpa(q, k, v):
+    inputs = [normal(*shape) for shape in (q, k, v)]
+    assert flops(tt.scaled_dot_product_attention, *inputs) == \
+        flops(F.scaled_dot_product_attention, *inputs) > 0
+
+
+def test_operations_of_packed_and_paged_calls():
+    q, k = normal(8, 4, 16), normal(5, 2, 16)
+    packed = dict(layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K)
+    pairs = 4 * (3 * 4 + 5 * 1)
+    assert flops(lambda q, k: tt.attention(q, k, k, **packed), q, k) == 2 * pairs * (32 + 80)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tt.attention(normal(2, 1, 4, 16), *[normal(3, 4, 2, 16)] * 2, seqlens_k=torch.tensor([4, 7]),
+                     page_table=torch.tensor([[0, 1], [2, 0]], dtype=torch.int32))
+    assert counter.get_total_flops() == 2 * 2 * 4 * 8 * 32
+
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v, bias, seqlens):
+        o = tt.attention(q.sin(), k, v, causal=True, align="top_left", softmax_scale=0.3, bias=bias,
+                         sink="off_by_one", seqlens_k=seqlens)
+        return tt.scaled_dot_product_attention(o.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                               is_causal=True) + 1
+
+
+def example(s=6):
+    return (*(normal(2, s, 2, 8, seed=i) for i in range(3)), normal(1, 1, 1, s),
+            torch.tensor([s, s - 1], dtype=torch.int32))
+
+
+def test_export_saves_and_runs_at_other_lengths(tmp_path):
+    s = torch.export.Dim("s", min=2, max=64)
+    shapes = ({1: s}, {1: s}, {1: s}, {3: s}, None)
+    program = torch.export.export(Model(), example(), dynamic_shapes=shapes)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert "tessera.attention.default" in names
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for n in (6, 33):
+        close(loaded(*example(n)), Model()(*example(n)))
+    assert program.run_decompositions() is not None
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="AOTInductor needs a C++ compiler")
+def test_aot_inductor(tmp_path):
+    program = torch.export.export(Model(), example())
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    close(torch._inductor.aoti_load_package(path)(*example()), Model()(*example()))
+
+
+def test_second_derivatives_and_forward_mode_name_what_to_use():
+    q = normal(1, 2, 5, 8, grad=True)
+    gradient, = torch.autograd.grad(tt.scaled_dot_product_attention(q, q, q).square().sum(), q,
+                                    create_graph=True)
+    with pytest.raises(tt.Refused, match="differentiate once.*SDPBackend.MATH"):
+        gradient.sum().backward()
+    with pytest.raises(tt.Refused, match="torch.func.vjp.*SDPBackend.MATH"):
+        torch.func.jvp(lambda x: tt.scaled_dot_product_attention(x, x, x), (q.detach(),), (q.detach(),))
