@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attn_with_kvcache of both versions: new keys go into the cache, then queries attend to it. A
+cache of rows is a pool whose pages are its rows, so that cache_batch_idx is a page table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import _translate as to
+
+
+class New(NamedTuple):
+    """Keys and values to write: [b, new, hk, d], or packed [t, hk, d] with cu_seqlens [b + 1]."""
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+
+class Rotary(NamedTuple):
+    cos: torch.Tensor | None      # [positions, rotary_dim / 2], as sin
+    sin: torch.Tensor | None
+    interleaved: bool             # pairs (0, 1), (2, 3)...; otherwise (0, r/2), (1, r/2 + 1)...
+    offsets: torch.Tensor | None  # [b], where the first new position is another than the length
+
+
+class Cache(NamedTuple):
+    seqlens: torch.Tensor | int | None
+    batch_idx: torch.Tensor | None
+    leftpad: torch.Tensor | None
+    page_table: torch.Tensor | None
+
+
+class Queries(NamedTuple):
+    """Packed queries [t, hq, d] have cu_seqlens [b + 1]."""
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+
+
+@torch.no_grad()
+def attend(name: str, q, k_cache, v_cache, *, new: New, rotary: Rotary, cache: Cache, causal, window_size,
+           return_lse: bool, queries: Queries = Queries(), attention_chunk: int = 0, **score):
+    """out, or (out, lse)."""
+    packed = queries.cu_seqlens is not None
+    batch = len(queries.cu_seqlens) - 1 if packed else q.shape[0]
+    table, before = _pages(name, k_cache, cache, new, batch)
+    start = before if cache.leftpad is None else before - cache.leftpad
+    if rotary.offsets is not None:
+        start = rotary.offsets
+    after = before
+    if new.k is not None:
+        sequence, place, count = _tokens(new.k, new.cu_seqlens, batch)
+        position = before[sequence] + place
+        k = _rotated(new.k.flatten(0, -3), rotary, start[sequence] + place)
+        _check_room(name, position, table.shape[1] * k_cache.shape[1])
+        for pool, values in ((k_cache, k), (v_cache, new.v.flatten(0, -3))):
+            _write(pool, values, table, sequence, position)
+        after = before + count
+    band = to.band(causal, window_size)
+    if rotary.cos is not None:
+        sequence, place, _ = _tokens(q, queries.cu_seqlens, batch)
+        moves = causal or "window" in band
+        q = _rotated(q.flatten(0, -3), rotary,
+                     start[sequence] + (place if moves else 0)).reshape(q.shape)
+    keywords = {"layout": "thd", "cu_seqlens_q": queries.cu_seqlens,
+                "max_seqlen_q": queries.max_seqlen} if packed else {}
+    if attention_chunk:
+        keywords |= _chunks(q, queries, after, cache.leftpad, attention_chunk, batch)
+    elif cache.leftpad is not None:  # a mask of keys alone, behind which a cache may hold anything
+        places = torch.arange(table.shape[1] * k_cache.shape[1], device=q.device)
+        keywords["keep"] = (places >= cache.leftpad[:, None])[:, None, None]
+    return to.attention(q, k_cache, v_cache, page_table=table, seqlens_k=after,
+                        return_lse=return_lse, **band, **keywords, **score)
+
+
+def _pages(name: str, k_cache, cache: Cache, new: New, batch: int):
+    """(page table [b, pages] int32, lengths [b] int32) of the cache as it is."""
+    device = k_cache.device
+    if (new.k is None) != (new.v is None):
+        raise ValueError(f"tessera.{name}: k and v: give both or none")
+    if cache.page_table is not None and cache.batch_idx is not None:
+        raise ValueError(f"tessera.{name}: cache_batch_idx: a page table says where sequences are; "
+                         "give one of them")
+    table = cache.page_table
+    if table is None:
+        rows = cache.batch_idx
+        if rows is None:
+            rows = torch.arange(batch, device=device)
+            if batch > k_cache.shape[0]:
+                raise ValueError(f"tessera.{name}: k_cache.shape={list(k_cache.shape)}: must have a "
+                                 f"row for each of {batch} sequences, or cache_batch_idx")
+        table = rows.to(torch.int32)[:, None]
+    lengths = cache.seqlens
+    if lengths is None:
+        if new.k is not None:
+            raise ValueError(f"tessera.{name}: cache_seqlens: must be given with k and v, which are "
+                             "written after what is there")
+        lengths = table.shape[1] * k_cache.shape[1]
+    if not isinstance(lengths, torch.Tensor):
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=device)
+    return table, lengths.to(torch.int32)
+
+
+def _tokens(x, cu_seqlens, batch: int):
+    """(sequence, place in it) of each token of x, int64 [tokens], and how many a sequence has."""
+    if cu_seqlens is None:
+        n = x.shape[1]
+        each = torch.arange(batch * n, device=x.device)
+        return each // max(n, 1), each % max(n, 1), n
+    sequence, places = to.sequence_of(cu_seqlens, x.shape[0])
+    return sequence, (places - cu_seqlens[sequence]).long(), cu_seqlens.diff().to(torch.int32)
+
+
+def _check_room(name: str, position, capacity: int):
+    """Nothing is written unless all of it has a place; on a GPU what has none is left out."""
+    if position.device.type == "cpu" and position.numel() and not \
+            0 <= int(position.min()) <= int(position.max()) < capacity:
+        raise ValueError(f"tessera.{name}: cache_seqlens: k and v would reach position "
+                         f"{int(position.max())} of a sequence that has room for {capacity}")
+
+
+def _write(pool, values, table, sequence, position):
+    """pool[page of position, slot] = values, for tokens [n, hk, d]."""
+    size = pool.shape[1]
+    inside = (position >= 0) & (position < table.shape[1] * size)
+    place = torch.where(inside, position, 0)
+    page, slot = table[sequence, place // size].long(), place % size
+    inside &= (page >= 0) & (page < pool.shape[0])
+    page = torch.where(inside, page, 0)
+    if pool.device.type == "cpu":
+        page, slot, values = page[inside], slot[inside], values[inside]
+    else:
+        values = torch.where(inside[:, None, None], values, pool[page, slot])
+    pool[page, slot] = values.to(pool.dtype)
+
+
+def _rotated(x, rotary: Rotary, position):
+    """Tokens x [n, h, d] with the first rotary_dim of each head turned by the angle of its position."""
+    if rotary.cos is None:
+        return x
+    position = position.clamp(0, rotary.cos.shape[0] - 1).long()
+    cos, sin = (table[position].float()[:, None] for table in (rotary.cos, rotary.sin))
+    size = 2 * rotary.cos.shape[1]
+    head = x[..., :size].float()
+    if rotary.interleaved:
+        a, b = head[..., 0::2], head[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = head.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
+
+
+def _chunks(q, queries: Queries, after, leftpad, attention_chunk: int, batch: int) -> dict:
+    """Keys from leftpad on, of the query's own chunk of positions."""
+    sequence, place, count = _tokens(q, queries.cu_seqlens, batch)
+    start = torch.zeros_like(after) if leftpad is None else leftpad
+    start = start[sequence].long()
+    count = count[sequence] if isinstance(count, torch.Tensor) else count
+    positions = place + after[sequence] - start - count
+    shape = (1, -1, 2) if queries.cu_seqlens is not None else (batch, 1, -1, 2)
+    ranges = to.chunk_ranges(attention_chunk, positions, shape)["key_ranges"]
+    return {"key_ranges": ranges + start.to(torch.int32).reshape(*shape[:-1], 1)}

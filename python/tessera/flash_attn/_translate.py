@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attn's arguments as keywords of tessera.torch.attention. The diagonal is always bottom-right; a
+negative window side is unbounded, and causal overrides its right side."""
+
+from __future__ import annotations
+
+import torch
+
+from .._lib import Refused
+from ..torch import attention
+
+
+def band(causal: bool, window_size) -> dict:
+    """The visible band."""
+    left, right = (max(int(side), -1) for side in window_size)
+    keywords = {"align": "bottom_right"}
+    if causal:
+        keywords["causal"], right = True, 0
+    if left >= 0 or right > 0 or right == 0 and not causal:
+        keywords["window"] = left, right
+    return keywords
+
+
+def score(softmax_scale, softcap, alibi_slopes=None) -> dict:
+    """What shapes a score; a softcap of 0 or less is off."""
+    return {"softmax_scale": softmax_scale, "softcap": softcap if softcap > 0 else 0.0,
+            "alibi_slopes": alibi_slopes}
+
+
+def lengths(max_seqlen_q, max_seqlen_k) -> dict:
+    """Bounds of packed lengths, where they are known without asking a device."""
+    given = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return {name: None if isinstance(value, torch.Tensor) or value is None else int(value)
+            for name, value in given.items()}
+
+
+def dropout(name: str, dropout_p: float, wants_probabilities: bool) -> dict:
+    if wants_probabilities and dropout_p > 0:
+        raise Refused(f"tessera.{name}: return_attn_probs=True with dropout_p={dropout_p}: S_dmask, the "
+                      "weights with their dropout, is not made; tessera.torch.attention takes "
+                      "rng_state=, and tessera.torch.dropout_mask says what it drops")
+    return {"dropout_p": dropout_p}
+
+
+def deterministic(on: bool) -> bool | None:
+    """False leaves it to torch.use_deterministic_algorithms."""
+    return True if on else None
+
+
+def chunk_ranges(attention_chunk: int, positions, shape) -> dict:
+    """Queries at `positions` see keys of their own chunk: key_ranges of `shape`."""
+    if not attention_chunk:
+        return {}
+    start = positions.div(attention_chunk, rounding_mode="floor") * attention_chunk
+    ranges = torch.stack([start, start + attention_chunk], -1).clamp_(min=0)
+    return {"key_ranges": ranges.to(torch.int32).reshape(shape)}
+
+
+def sequence_of(cu_seqlens, tokens: int):
+    """The sequence of each of `tokens` packed tokens, int64; tokens after the last get the last."""
+    places = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    found = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True)
+    return found.clamp_(max=max(len(cu_seqlens) - 2, 0)), places
+
+
+def cumulative(lengths_):
+    """cu_seqlens of lengths [b]."""
+    return torch.nn.functional.pad(lengths_.cumsum(0), (1, 0)).to(torch.int32)
+
+
+__all__ = ["attention", "band", "score", "lengths", "dropout", "deterministic", "chunk_ranges",
+           "sequence_of", "cumulative", "Refused"]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of flash_attn 2.8. Shapes are [b, s, h, d], or packed [t, h, d]; hq is a multiple of hk.
+Gradients reach q, k, v and alibi_slopes; an lse that is returned may be differentiated through."""
+
+from __future__ import annotations
+
+from . import _kvcache, _translate as to
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+                    softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """Attention of q [b, sq, hq, d] over k, v [b, sk, hk, d] -> [b, sq, hq, d].
+
+    return_attn_probs: (out, lse [b, hq, sq], None). The last is S_dmask, which flash_attn makes for
+    tests of dropout alone and which is Refused here with dropout.
+    """
+    results = to.attention(q, k, v, return_lse=return_attn_probs,
+                           **_keywords("flash_attn_func", dropout_p, softmax_scale, causal,
+                                       window_size, softcap, alibi_slopes, deterministic,
+                                       return_attn_probs))
+    return (*results, None) if return_attn_probs else results
+
+
+def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False,
+                              window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                              deterministic=False, return_attn_probs=False):
+    """flash_attn_func of qkv [b, s, 3, h, d]."""
+    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap,
+                           alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False,
+                             window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                             deterministic=False, return_attn_probs=False):
+    """flash_attn_func of q and kv [b, sk, 2, hk, d]."""
+    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap,
+                           alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                           dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+                           softcap=0.0, alibi_slopes=None, deterministic=False,
+                           return_attn_probs=False, block_table=None):
+    """Attention of packed q [tq, hq, d] over k, v [tk, hk, d], or with block_table [b, pages] int32
+    over pools [pages, page_size, hk, d] -> [tq, hq, d].
+
+    return_attn_probs: (out, lse [hq, tq], None), as for flash_attn_func.
+    """
+    where = {"layout": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+             **to.lengths(max_seqlen_q, max_seqlen_k)}
+    if block_table is not None:
+        del where["max_seqlen_k"], where["cu_seqlens_k"]
+        where.update(seqlens_k=cu_seqlens_k.diff(), page_table=block_table)
+    results = to.attention(q, k, v, return_lse=return_attn_probs, **where,
+                           **_keywords("flash_attn_varlen_func", dropout_p, softmax_scale, causal,
+                                       window_size, softcap, alibi_slopes, deterministic,
+                                       return_attn_probs))
+    return (*results, None) if return_attn_probs else results
+
+
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None,
+                                     causal=False, window_size=(-1, -1), softcap=0.0,
+                                     alibi_slopes=None, deterministic=False,
+                                     return_attn_probs=False):
+    """flash_attn_varlen_func of qkv [t, 3, h, d]."""
+    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+                                  dropout_p, softmax_scale, causal, window_size, softcap,
+                                  alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                    dropout_p=0.0, softmax_scale=None, causal=False,
+                                    window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                                    deterministic=False, return_attn_probs=False):
+    """flash_attn_varlen_func of q and kv [tk, 2, hk, d]."""
+    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                  max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+                                  softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
+                            cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None,
+                            block_table=None, softmax_scale=None, causal=False,
+                            window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
+                            alibi_slopes=None, num_splits=0, return_softmax_lse=False):
+    """Attention of q [b, sq, hq, d] over a cache [b_cache, s, hk, d], or with block_table over pools of
+    pages [pages, page_size, hk, d], into which k and v [b, new, hk, d] are written first, from position
+    cache_seqlens on, rotated by rotary_cos and rotary_sin [positions, rotary_dim / 2].
+
+    cache_seqlens is the length of each sequence before, an integer or int32 [b]; cache_batch_idx int32
+    [b] says which row of the cache belongs to a sequence, cache_leftpad int32 [b] where its keys begin.
+    num_splits has no effect. No gradient. Returns out, or (out, lse [b, hq, sq]).
+    """
+    return _kvcache.attend(
+        "flash_attn_with_kvcache", q, k_cache, v_cache,
+        new=_kvcache.New(k, v, None),
+        rotary=_kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, None),
+        cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
+        causal=causal, window_size=window_size, return_lse=return_softmax_lse,
+        **to.score(softmax_scale, softcap, alibi_slopes))
+
+
+def _keywords(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+              deterministic, return_attn_probs) -> dict:
+    return {**to.band(causal, window_size), **to.score(softmax_scale, softcap, alibi_slopes),
+            **to.dropout(name, dropout_p, return_attn_probs),
+            "deterministic": to.deterministic(deterministic)}

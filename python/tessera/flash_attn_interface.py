@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of flash_attn_interface, FlashAttention 3, computed by tessera: change the import line.
+
+    from tessera.flash_attn_interface import flash_attn_func     # was: from flash_attn_interface import
+
+Shapes are [b, s, h, d], or packed [t, h, d]; dv may differ from d; descales are [b, hk]. num_splits,
+pack_gqa and scheduler_metadata have no effect. qv is refused by name. tessera.flash_attn is version 2's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .flash_attn import _kvcache, _translate as to
+from .flash_attn._translate import Refused
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+           "flash_attn_with_kvcache", "Refused"]
+
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+                    v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
+                    pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
+    """Attention of q [b, sq, hq, d] over k [b, sk, hk, d], v [b, sk, hk, dv] -> [b, sq, hq, dv], or with
+    return_attn_probs (out, lse [b, hq, sq]). A query sees keys of its own attention_chunk positions."""
+    _refuse_qv("flash_attn_func", qv)
+    positions = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+    return to.attention(q, k, v, return_lse=return_attn_probs,
+                        **to.chunk_ranges(attention_chunk, positions, (1, 1, -1, 2)),
+                        **_keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale,
+                                    v_descale, sm_margin),
+                        deterministic=to.deterministic(deterministic))
+
+
+def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None,
+                              v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+                              deterministic=False, num_heads_q=None, sm_margin=0,
+                              return_attn_probs=False):
+    """flash_attn_func of qkv [b, s, 3, h, d], or [b, s, hq + 2 hk, d] with num_heads_q=hq."""
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(2)
+    elif num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2:
+        raise ValueError("tessera.flash_attn_qkvpacked_func: num_heads_q="
+                         f"{num_heads_q}: must be given with qkv [b, s, hq + 2 hk, d]")
+    else:
+        hk = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, hk, hk], 2)
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale,
+                           window_size, attention_chunk, softcap, deterministic=deterministic,
+                           sm_margin=sm_margin, return_attn_probs=return_attn_probs)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                           seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, qv=None,
+                           q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+                           attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
+                           deterministic=False, sm_margin=0, return_attn_probs=False):
+    """Attention of packed q [tq, hq, d] over k [tk, hk, d], v [tk, hk, dv] -> [tq, hq, dv], or with
+    return_attn_probs (out, lse [hq, tq]). seqused [b] is how much of a sequence's place is used."""
+    _refuse_qv("flash_attn_varlen_func", qv)
+    where = {"layout": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+             **to.lengths(max_seqlen_q, max_seqlen_k)}
+    used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
+    used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    for side, used, cu_seqlens in (("q", seqused_q, cu_seqlens_q), ("k", seqused_k, cu_seqlens_k)):
+        if used is not None:
+            where[f"cu_seqlens_{side}"] = to.cumulative(used).to(cu_seqlens.dtype)
+            where[f"cu_seqlens_{side}_padded"] = cu_seqlens
+    if attention_chunk:
+        sequence, places = to.sequence_of(cu_seqlens_q, q.shape[0])
+        positions = places - cu_seqlens_q[sequence] + (used_k - used_q)[sequence]
+        where |= to.chunk_ranges(attention_chunk, positions, (1, -1, 2))
+    return to.attention(q, k, v, return_lse=return_attn_probs, **where,
+                        **_keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale,
+                                    v_descale, sm_margin),
+                        deterministic=to.deterministic(deterministic))
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None,
+                            rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+                            cache_leftpad=None, page_table=None, cu_seqlens_q=None,
+                            cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+                            q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+                            causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+                            rotary_interleaved=True, scheduler_metadata=None, num_splits=0,
+                            pack_gqa=None, sm_margin=0, return_softmax_lse=False):
+    """tessera.flash_attn.flash_attn_with_kvcache, with queries [b, sq, hq, d] or packed [tq, hq, d] by
+    cu_seqlens_q, new keys packed by cu_seqlens_k_new, and rotary_seqlens [b], the position of the first
+    new token where that is not the cache's length. Returns out, or (out, lse)."""
+    _refuse_qv("flash_attn_with_kvcache", qv)
+    given = _keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale, v_descale,
+                      sm_margin)
+    for name in ("causal", "window", "align"):
+        given.pop(name, None)
+    return _kvcache.attend(
+        "flash_attn_with_kvcache", q, k_cache, v_cache,
+        new=_kvcache.New(k, v, cu_seqlens_k_new),
+        rotary=_kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, page_table),
+        queries=_kvcache.Queries(cu_seqlens_q, to.lengths(max_seqlen_q, None)["max_seqlen_q"]),
+        causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+        return_lse=return_softmax_lse, **given)
+
+
+def _keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale, v_descale,
+              sm_margin) -> dict:
+    return {**to.band(causal, window_size), **to.score(softmax_scale, softcap),
+            "q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale, "sm_margin": sm_margin}
+
+
+def _refuse_qv(name: str, qv):
+    if qv is not None:
+        raise Refused(f"tessera.{name}: qv: no backend has a second product of its own; the same is "
+                      "q=torch.cat([q, qv], -1), k=torch.cat([k, v], -1)")

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What public functions say of themselves."""
+
+import inspect
+import re
+
+
+def public_functions(module):
+    functions = (getattr(module, name) for name in module.__all__)
+    return [function for function in functions if inspect.isfunction(function)]
+
+
+def assert_described(function):
+    """Each parameter has a type and stands in the docstring; the result has a type."""
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not signature.empty
+    for name, parameter in signature.parameters.items():
+        assert parameter.annotation is not parameter.empty, name
+        assert re.search(rf"\b{name}\b", function.__doc__), name
