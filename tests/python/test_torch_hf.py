@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import signatures  # noqa: E402
+import tessera  # noqa: E402
 import tessera.hf  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
@@ -101,6 +103,19 @@ def test_left_padded_generation(name, cache, used):
     assert torch.bool not in used
 
 
+@pytest.mark.parametrize("name, cache", [("llama", "sliding_window"), ("gemma2", "sliding_window"),
+                                         ("gemma2", "hybrid"), ("llama", "fp8")])
+def test_generation_with_other_caches(name, cache, used):
+    if cache == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no fp8 cache")
+    out = []
+    for model in build(MODELS[name]()):
+        given = dict(past_key_values=transformers.QuantizedCache("fp8", model.config)) \
+            if cache == "fp8" else dict(cache_implementation=cache)
+        out.append(model.generate(tokens(), max_new_tokens=8, do_sample=False, disable_compile=True, **given))
+    assert torch.equal(*out) and used
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_packing_by_position_ids(name, used):
     positions = torch.cat([torch.arange(n) for n in (5, 9, 3)])[None].expand(2, -1)
@@ -119,8 +134,8 @@ def test_packing_by_cumulative_lengths(name, positions, used):
     parts = ids.split(lengths, 1)
     cu = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
     where = torch.cat([torch.arange(n) for n in lengths])[None]
-    # Without position_ids transformers rotates by the place in the row, which rotary embeddings
-    # make the same, and nothing but the lengths says where sequences end.
+    # transformers rotates, without position_ids, by the place in the row, which rotary embeddings make the same, and
+    # nothing but the lengths says where sequences end.
     more = {"position_ids": where} if positions else {}
     results = []
     for model, logits in ((eager, lambda: torch.cat([eager(x, use_cache=False).logits
@@ -256,6 +271,7 @@ def test_ranges_say_what_the_functions_say():
                              kv_offset=kv_offset, mask_function=function, attention_mask=mask)
                 dense = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
                 ranges = tessera.hf.attention_mask(**sizes, allow_is_causal_skip=False)
+                ranges = ranges.plain()
                 assert ranges.dtype == torch.int32 and ranges.shape[1:] == (1, q, 2)
                 j = torch.arange(kv)
                 shown = (j >= ranges[..., :1]) & (j < ranges[..., 1:])
@@ -267,15 +283,21 @@ def test_users_functions_become_a_logged_mask(caplog):
     config._attn_implementation = "tessera"
     mask = masking_utils.create_causal_mask(
         config, torch.zeros(2, 9, 32), None, None,
-        or_mask_function=lambda b, h, i, j: (i < 3) & (j < 3))
+        or_mask_function=lambda b, h, i, j: (i < 3) & (j < 3)).plain()
     assert mask.dtype == torch.bool and mask[0, 0, 0, 2] and not mask[0, 0, 4, 6]
     assert "bytes" in caplog.text
 
 
 def test_what_is_not_known_is_refused():
     _, model = build(MODELS["llama"]())
-    with pytest.raises(ValueError):
+    with pytest.raises(tessera.Refused, match="output_attentions"):
         model(tokens(), output_attentions=True)
     q = torch.zeros(1, 4, 3, 8)
-    with pytest.raises(ValueError, match="tessera.hf: score_mod=function"):
+    with pytest.raises(tessera.Refused, match="score_mod=function"):
         tessera.hf.attention_forward(model, q, q, q, None, score_mod=lambda x: x)
+
+
+@pytest.mark.parametrize("function", [tessera.hf.attention_forward, tessera.hf.attention_mask],
+                         ids=lambda function: function.__name__)
+def test_docstrings_and_annotations_have_every_parameter(function):
+    signatures.assert_described(function)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face transformers on tessera: import this, then
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tessera")
+
+It registers two things under that name: the attention function, and the function that makes masks.
+transformers describes a mask by a function of (batch, head, query, key); the patterns of its own are
+recognised and become key ranges, int32 [b|1, 1, sq, 2], in O(sequence) memory, 2-D padding included.
+Whatever users compose with functions of their own becomes a boolean mask, and its bytes are logged.
+
+A model that computes attention by itself is refused: by name as it is built (_models.py), and where
+its code does not show it, as soon as it computes with a mask that is not for it (_masks.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import (AttentionInterface, AttentionMaskInterface, GenerationConfig,
+                          masking_utils)
+
+from .._lib import Refused
+from ..torch import attention
+from . import _models, _parallel
+from ._masks import CausalMask, Mask, attention_mask
+from ._parallel import context_parallel as context_parallel
+
+# What models pass along that says nothing about scores.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
+             "output_router_logits", "num_items_in_batch", "past_key_values", "layer_idx",
+             "deterministic", "logits_to_keep", "labels", "shift_labels", "mm_token_type_ids",
+             "token_type_ids",
+             # Models that transcribe pass on what generate() takes.
+             *vars(GenerationConfig())} - {"output_attentions"}
+
+
+def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+                      value: torch.Tensor, attention_mask: torch.Tensor | None,
+                      dropout: float = 0.0, scaling: float | None = None,
+                      is_causal: bool | None = None, sliding_window: int | None = None,
+                      softcap: float | None = None, s_aux: torch.Tensor | None = None,
+                      position_bias: torch.Tensor | None = None,
+                      cu_seq_lens_q: torch.Tensor | None = None,
+                      cu_seq_lens_k: torch.Tensor | None = None, max_length_q: int | None = None,
+                      max_length_k: int | None = None, **others: object
+                      ) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query, key, value [b, h, s, d] -> (o [b, s, h, d], None).
+
+    attention_mask is what attention_mask() made, or a mask of the user's own: boolean (True = visible)
+    or additive. Without one, is_causal and sliding_window decide. cu_seq_lens_q and cu_seq_lens_k,
+    int32 [sequences + 1], say where the sequences of a packed row begin: none sees another;
+    max_length_q and max_length_k bound their lengths.
+
+    module is the layer that calls. dropout is a probability, scaling the factor on scores (None:
+    1/sqrt(d)), softcap their cap (None: off), s_aux [h] a learnable sink, position_bias what is added
+    to scores, broadcastable to [b, h, sq, sk]. others, what models pass along, are harmless by name or
+    Refused. ValueError as tessera.torch.attention."""
+    for name, value_ in others.items():
+        if name not in _HARMLESS and value_ is not None and value_ is not False:
+            raise Refused(f"tessera.hf: {type(module).__name__}: {name}={type(value_).__name__}: "
+                          'attn_implementation="tessera" does not know this argument; use '
+                          'attn_implementation="eager"')
+    if isinstance(attention_mask, _parallel.BandMask) or _parallel.is_on():
+        return _on_ranks(module, query, key, value, attention_mask, position_bias, dict(
+            softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
+            sink=None if s_aux is None else s_aux.float())), None
+    packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
+    keywords = {}
+    if isinstance(attention_mask, CausalMask):  # as in eager, the mask decides, whatever the module says
+        attention_mask, is_causal, sliding_window = None, True, None
+    elif isinstance(attention_mask, Mask):
+        attention_mask = attention_mask.plain()
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        keywords.update(_band(causal, sliding_window, query.shape[2], packed))
+    elif attention_mask.dtype == torch.int32:
+        keywords["key_ranges"] = attention_mask
+    elif attention_mask.dtype == torch.bool:
+        keywords["keep"] = attention_mask[..., :key.shape[2]]
+    else:
+        mask = attention_mask[..., :key.shape[2]]
+        position_bias = mask if position_bias is None else position_bias + mask
+    if position_bias is not None:
+        fits = position_bias.dtype in (query.dtype, torch.float32)
+        bias = position_bias if fits else position_bias.to(query.dtype)
+        keywords["bias"] = bias if bias.stride(-1) in (0, 1) else bias.contiguous()  # T5 permutes it
+    if s_aux is not None:
+        keywords["sink"] = s_aux.float()
+    keywords.update(softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
+    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous()
+               for x in (query, key, value))  # a few models permute what they have projected
+    if packed and attention_mask is None and position_bias is None:
+        longest = {f"max_seqlen_{side}": length for side, length in
+                   (("q", max_length_q), ("k", max_length_k)) if isinstance(length, int)}
+        o = attention(q[0], k[0], v[0], layout="thd", cu_seqlens_q=cu_seq_lens_q,
+                      cu_seqlens_k=cu_seq_lens_k, **longest, **keywords)
+        return o[None], None
+    if packed:  # the mask counts positions of the row
+        keywords["segment_ids"] = _sequence_of_each(cu_seq_lens_q, q), \
+            _sequence_of_each(cu_seq_lens_k, k)
+    return attention(q, k, v, **keywords), None
+
+
+# ---- below: how ----
+
+def _on_ranks(module, query, key, value, mask, position_bias, keywords) -> torch.Tensor:
+    """A layer of a model of context_parallel."""
+    if not isinstance(mask, _parallel.BandMask) or position_bias is not None:
+        what = "position_bias" if position_bias is not None else "attention_mask"
+        raise Refused(f"tessera.hf.context_parallel: {type(module).__name__}: {what}=...: is not known "
+                      "for tokens on several ranks; masks that transformers makes are")
+    return _parallel.attend(mask, *(x.transpose(1, 2) for x in (query, key, value)), keywords)
+
+
+def _mask(*arguments, mask_function=masking_utils.causal_mask_function, **others):
+    """attention_mask, or the band of a model of context_parallel."""
+    if _parallel.is_on():
+        return _parallel.band(mask_function)
+    return attention_mask(*arguments, mask_function=mask_function, **others)
+
+
+def _packed_row(query, cu_seq_lens_q, cu_seq_lens_k) -> bool:
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return False
+    for name, lengths in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if not isinstance(lengths, torch.Tensor) or lengths.dim() != 1:
+            raise ValueError(f"tessera.hf: {name}={lengths!r}: must be a tensor [sequences + 1], as "
+                             "the other side's is given")
+    if query.shape[0] != 1:
+        raise ValueError(f"tessera.hf: cu_seq_lens_q={list(cu_seq_lens_q.shape)}: packs sequences "
+                         f"into one row, but the batch has {query.shape[0]}; flatten it to one")
+    return True
+
+
+def _band(causal, sliding_window, sq: int, packed: bool) -> dict:
+    """What is visible where transformers made no mask: in one row that begins at position 0, or
+    that continues a cache, or in each sequence of a packed row, which ends where its keys end."""
+    align = "bottom_right" if packed or sq == 1 else "top_left"
+    if sliding_window is not None:
+        left, right = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
+        return dict(window=(left, right), align=align)
+    return dict(causal=True, align=align) if causal and (packed or sq > 1) else {}
+
+
+def _sequence_of_each(cu_seq_lens, x) -> torch.Tensor:
+    """int32 [1, s]: which sequence of a packed row each token of x [1, s, h, d] belongs to."""
+    positions = torch.arange(x.shape[1], dtype=cu_seq_lens.dtype, device=x.device)
+    return torch.searchsorted(cu_seq_lens[1:].contiguous(), positions, right=True,
+                              out_int32=True)[None]
+
+
+_models.install()
+AttentionInterface.register("tessera", attention_forward)
+AttentionMaskInterface.register("tessera", _mask)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' masks for tessera: key ranges where they are intervals, and in a form that nothing but
+tessera's attention function can use, so that a model which computes attention itself cannot be wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from transformers import masking_utils
+
+from .._lib import Refused
+
+_log = logging.getLogger("tessera.hf")
+
+
+class Mask(torch.Tensor):
+    """A mask that may be looked at, sliced, moved and handed on, but not computed with.
+
+    It holds key ranges, int32 [b|1, 1, sq, 2], or True where visible, bool [b|1, 1, sq, sk]. A model
+    that does not call transformers' attention interface adds its mask to its scores: a sum with
+    key ranges is a wrong result or an obscure error. Any tensor made of a Mask, except by _HANDED_ON,
+    raises tessera.Refused. `mask.plain()` is the tensor itself."""
+
+    model_type = ""  # of the model whose mask it is
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                result = function(*args, **(kwargs or {}))
+            except RuntimeError as error:  # shapes that do not fit, as a rule
+                raise _refusal(name, args) from error
+            if not isinstance(result, torch.Tensor) or function == _BASE or \
+                    isinstance(function, torch._ops.OpOverload):  # only compiled graphs call these
+                return result
+            mask = args[0]
+            if name in _HANDED_ON and isinstance(mask, Mask) and result.dtype == mask.dtype:
+                return _of(result.as_subclass(type(mask)), mask.model_type)
+        raise _refusal(name, args)
+
+    def plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()  # as_subclass is not for torch.compile
+
+
+class CausalMask(Mask):
+    """The whole lower triangle of [b, 1, s, s], which has that shape and one byte."""
+
+
+# What generate and layers do to a mask on its way to the attention function.
+_HANDED_ON = {"__getitem__", "to", "cuda", "cpu", "contiguous", "clone", "detach", "expand", "__deepcopy__"}
+_BASE = torch.Tensor._base.__get__  # torch.compile asks for what a mask is a view of
+
+
+def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0,
+                   kv_offset: int = 0, mask_function: Callable = masking_utils.causal_mask_function,
+                   attention_mask: torch.Tensor | None = None, **others: object) -> Mask | None:
+    """transformers' mask function: a Mask. CausalMask for a plain causal square; key ranges for
+    patterns of transformers' own; else a boolean mask; None where nothing is masked.
+
+    batch_size, q_length and kv_length are the extents of the scores, q_offset and kv_offset the
+    positions of their first query and key; mask_function says of (batch, head, query, key) what is
+    visible; attention_mask, bool [b, keys], which keys are no padding. others are transformers'
+    settings, such as config and device."""
+    mask = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **others)
+    return None if mask is None else _of(mask, getattr(others.get("config"), "model_type", ""))
+
+
+# ---- below: how ----
+
+def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **others):
+    simple = attention_mask is None and kv_offset == 0 and \
+        not isinstance(q_offset, torch.Tensor) and q_offset == 0 and q_length == kv_length
+    if mask_function is masking_utils.causal_mask_function and simple and \
+            others.get("allow_is_causal_skip", True):
+        whole = torch.empty(1, dtype=torch.int8, device=others.get("device", "cpu"))
+        return whole.expand(batch_size, 1, q_length, kv_length).as_subclass(CausalMask)
+    if mask_function is masking_utils.bidirectional_mask_function and attention_mask is None and \
+            others.get("allow_is_bidirectional_skip", False):
+        return None
+    device = others.get("device", "cpu") if attention_mask is None else attention_mask.device
+    rows = torch.arange(q_length, device=device)[None] + q_offset  # [1, sq], absolute
+    try:
+        start, end = _interval(mask_function, rows)
+        if attention_mask is not None:
+            first, last = _padding(attention_mask)
+            start, end = torch.maximum(start, first), torch.minimum(end, last)
+    except _NotAnInterval:
+        return _dense(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
+                      attention_mask, **others).as_subclass(Mask)
+    ranges = torch.stack(torch.broadcast_tensors(start, end), -1) - kv_offset
+    return ranges.clamp(0, kv_length).to(torch.int32)[:, None].as_subclass(Mask)
+
+
+def _of(mask: Mask, model_type: str) -> Mask:
+    """Remembers whose mask it is, for the message; torch.compile has no room for it."""
+    if not torch.compiler.is_compiling():
+        mask.model_type = model_type
+    return mask
+
+
+def _refusal(name: str, arguments) -> Refused:
+    model_type = next((x.model_type for x in arguments if isinstance(x, Mask)), "")
+    return Refused(f'tessera.hf: attn_implementation="tessera": model_type="{model_type}": {name} of a mask: this '
+                   "model computes with its mask outside transformers' attention interface; use "
+                   'attn_implementation="eager", in a composite model for this part alone: {"": "tessera", '
+                   '"name_of_its_sub_config": "eager"}')
+
+
+class _NotAnInterval(Exception):
+    pass
+
+
+def _interval(function, rows):
+    """[start, end) of the keys that `function` shows to the queries at absolute positions `rows`,
+    int64 [b|1, sq] each."""
+    if function is masking_utils.causal_mask_function:
+        return torch.zeros_like(rows), rows + 1
+    if function is masking_utils.bidirectional_mask_function:
+        return torch.zeros_like(rows), torch.full_like(rows, _FAR)
+    maker = getattr(function, "__qualname__", "").partition(".")[0]
+    if getattr(function, "__module__", "") != masking_utils.__name__ or maker not in _PATTERNS:
+        raise _NotAnInterval
+    names = function.__code__.co_freevars
+    captured = {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or ())}
+    return _PATTERNS[maker](rows, **captured)
+
+
+_FAR = 2**31 - 1
+
+
+def _and(rows, mask_functions):
+    start, end = _interval(mask_functions[0], rows)
+    for function in mask_functions[1:]:
+        other_start, other_end = _interval(function, rows)
+        start, end = torch.maximum(start, other_start), torch.minimum(end, other_end)
+    return start, end
+
+
+def _window(rows, sliding_window):
+    return rows - sliding_window + 1, torch.full_like(rows, _FAR)
+
+
+def _window_both_sides(rows, sliding_window):
+    return rows - sliding_window, rows + sliding_window + 1
+
+
+def _chunk(rows, chunk_size, left_padding):
+    left = left_padding.to(rows.device)[:, None]
+    start = left + (rows - left).div(chunk_size, rounding_mode="floor") * chunk_size
+    return start, start + chunk_size
+
+
+def _packed(rows, packed_sequence_mask):
+    """The extent of each token's sequence: ids of packed sequences never decrease."""
+    ids = packed_sequence_mask.contiguous()
+    return torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+
+
+def _remapped(rows, mask_function, position_ids):
+    """A pattern in positions that count from the start of each packed sequence."""
+    start, end = _interval(mask_function, position_ids)
+    shift = rows - position_ids
+    return start + shift, torch.where(end >= _FAR, end, end + shift)
+
+
+_PATTERNS = {"and_masks": _and, "sliding_window_overlay": _window, "chunked_overlay": _chunk,
+             "sliding_window_bidirectional_overlay": _window_both_sides,
+             "packed_sequence_mask_function": _packed,
+             "remap_positions_for_packed_sequence": _remapped}
+
+
+def _padding(mask):
+    """[first, last) of the real tokens of each sequence, int64 [b, 1] each."""
+    mask = mask.to(torch.bool)
+    n = mask.shape[-1]
+    position = torch.arange(n, device=mask.device)
+    first = torch.where(mask, position, n).amin(-1, keepdim=True)
+    last = torch.where(mask, position + 1, 0).amax(-1, keepdim=True)
+    whole = (mask.sum(-1, keepdim=True) == (last - first).clamp(min=0)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(whole, "tessera.hf: attention_mask: must be padding on the left or right "
+                                   "under torch.compile; a mask with holes works in eager mode")
+    elif not whole:
+        raise _NotAnInterval
+    return first, last
+
+
+def _dense(*arguments, **others):
+    others.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    mask = masking_utils.sdpa_mask(*arguments, **others)
+    shown = sum((n - 1) * stride for n, stride in zip(mask.shape, mask.stride())) + 1
+    _log.warning("this mask is not an interval of keys: a boolean mask of %d bytes", shown)
+    return mask

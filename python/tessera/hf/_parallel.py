@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers whose sequences lie on several ranks: its batch becomes this rank's shard on
+the way in, and its attention layers compute the whole.
+
+Masks that transformers makes become a band (BandMask), which knows the shards: what a layer recomputes
+in a checkpoint's backward pass is what it computed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+
+import torch
+from transformers import masking_utils
+
+from .._lib import Refused
+from ..context_parallel import Shards
+from ..context_parallel.shards import TILE
+from ..torch import context_parallel as cp
+from ..torch.comm import by_name
+from ..torch.context_parallel._spec import names_of
+from . import _masks
+
+_current: contextvars.ContextVar[Spread | None] = contextvars.ContextVar("spread", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Where the tokens of a batch lie. `packed` rows hold all sequences, one after another."""
+    shards: Shards
+    group: object
+    packed: bool
+    exchange: str = "auto"
+    padded: bool = False  # on the right, which causal layers never see
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of [b, s, ...]."""
+        return cp.shard(x, self.shards, self.group, 1)
+
+    def positions(self, device) -> torch.Tensor:
+        rows = cp.positions(self.shards, self.group, device)
+        return rows[None] if self.packed else rows.view(len(self.shards.lengths), -1)
+
+
+class BandMask(_masks.Mask):
+    """A mask of sequences on several ranks: a window (left, right), and where they lie."""
+    window: tuple[int, int] | None = None
+    spread: Spread | None = None
+
+
+def context_parallel(model: torch.nn.Module, group, *, exchange: str = "auto") -> Parallel:
+    """From now on model(**batch), called on every rank of `group` with the same whole batch, computes
+    on this rank's tokens; `remove()` of what it returns ends that.
+
+    The model is one built with attn_implementation="tessera". Batches hold input_ids [b, s], or one
+    row of documents whose position_ids begin again at 0, or with cu_seq_lens_q; labels are shifted
+    before they are cut. Layers keep their windows, caps and sinks. logits are of this rank's tokens, in
+    the order of spread().shards; loss is this rank's share: the sum over ranks is the loss of one
+    device, and so are gradients. attention_mask may pad on the right of causal models. group is what
+    tessera.torch.context_parallel.attention takes. ValueError or Refused for anything else.
+
+    >>> parallel = tessera.hf.context_parallel(model, group)
+    >>> model(input_ids=ids, labels=ids).loss.backward()
+    """
+    return Parallel(model, group, exchange)
+
+
+class Parallel:
+    """The hooks of context_parallel."""
+
+    def __init__(self, model, group, exchange):
+        self.group, self.exchange, self._spread = group, exchange, None
+        self._tokens = []
+        self._handles = [model.register_forward_pre_hook(self._before, with_kwargs=True),
+                         model.register_forward_hook(self._after, always_call=True)]
+
+    def spread(self) -> Spread | None:
+        """Where the tokens of the last batch lie."""
+        return self._spread
+
+    def remove(self):
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module, args, keywords):
+        keywords = dict(keywords)
+        if args:
+            keywords["input_ids"] = args[0]
+        if len(args) > 1 or keywords.get("past_key_values") is not None or \
+                keywords.get("inputs_embeds") is not None:
+            raise ValueError("tessera.hf.context_parallel: a batch must be keywords with input_ids; of "
+                             "caches use tessera.torch.context_parallel.decode")
+        ids = keywords["input_ids"]
+        spread = self._spread = self._of(ids, keywords)
+        keywords.pop("attention_mask", None)
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+            keywords.pop(name, None)
+        keywords["input_ids"] = spread.shard(ids)
+        keywords["position_ids"] = spread.positions(ids.device)
+        keywords["use_cache"] = False
+        labels = keywords.get("labels")
+        if labels is not None:
+            following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            keywords["labels"] = keywords["shift_labels"] = spread.shard(following)
+            if keywords.get("num_items_in_batch") is None:
+                keywords["num_items_in_batch"] = (following != -100).sum()
+        self._tokens.append(_current.set(spread))
+        return (), keywords
+
+    def _after(self, module, args, output):
+        if self._tokens:
+            _current.reset(self._tokens.pop())
+
+    def _of(self, ids, keywords) -> Spread:
+        b, s = ids.shape
+        lengths, size = _documents(ids, keywords), _size(self.group)
+        padded = _is_padded(keywords.get("attention_mask"))
+        if len(lengths) > 1:
+            return Spread(Shards.balanced(lengths, size), self.group, True, self.exchange, padded)
+        align = TILE if s >= 2 * size * TILE else 1  # no rank without tokens
+        return Spread(Shards.zigzag([s] * b, size, align=align), self.group, False, self.exchange,
+                      padded)
+
+
+def band(mask_function) -> BandMask | None:
+    """The mask of `mask_function` while a batch is spread, else None."""
+    spread = _current.get()
+    if spread is None:
+        return None
+    window = _window(mask_function)
+    if spread.padded and window[1] != 0:
+        raise Refused("tessera.hf.context_parallel: attention_mask=Tensor: pads sequences, and a layer "
+                      "that is not causal would see the padding; pack documents by position_ids")
+    mask = torch.empty(0, dtype=torch.int8).as_subclass(BandMask)
+    mask.window, mask.spread = window, spread
+    return mask
+
+
+def is_on() -> bool:
+    return _current.get() is not None
+
+
+def attend(mask: BandMask, q, k, v, keywords: dict) -> torch.Tensor:
+    """o [b, s, h, d] of q, k, v [b, s, h, d] of this rank's tokens."""
+    spread = mask.spread
+    words = dict(keywords, window=mask.window, shards=spread.shards, group=spread.group,
+                 exchange=spread.exchange)
+    if not spread.packed:
+        return cp.attention(q, k, v, **words)
+    return cp.attention(q[0], k[0], v[0], layout="thd", **words)[None]
+
+
+# ---- below: how ----
+
+def _window(function) -> tuple[int, int]:
+    """(left, right) of a pattern of transformers' own; documents are in the shards."""
+    if function is masking_utils.causal_mask_function:
+        return -1, 0
+    if function is masking_utils.bidirectional_mask_function:
+        return -1, -1
+    maker = getattr(function, "__qualname__", "").partition(".")[0]
+    known = getattr(function, "__module__", "") == masking_utils.__name__ and maker in _PATTERNS
+    if not known:
+        raise Refused(f"tessera.hf.context_parallel: mask_function={maker or function!r}: is no band; "
+                      "causal masks, sliding windows and packed documents are")
+    names = function.__code__.co_freevars
+    captured = {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or ())}
+    return _PATTERNS[maker](**captured)
+
+
+def _and(mask_functions):
+    windows = [_window(function) for function in mask_functions]
+    return tuple(min((side for side in sides if side >= 0), default=-1) for sides in zip(*windows))
+
+
+_PATTERNS = {"and_masks": _and, "sliding_window_overlay": lambda sliding_window: (sliding_window - 1, -1),
+             "sliding_window_bidirectional_overlay":
+                 lambda sliding_window: (sliding_window, sliding_window),
+             "packed_sequence_mask_function": lambda packed_sequence_mask: (-1, -1),
+             "remap_positions_for_packed_sequence":
+                 lambda mask_function, position_ids: _window(mask_function)}
+
+
+def _documents(ids, keywords) -> list[int]:
+    """Lengths of the documents that one row holds; of several rows, none are looked for."""
+    lengths, positions = keywords.get("cu_seq_lens_q"), keywords.get("position_ids")
+    if lengths is None and positions is None or ids.shape[0] != 1:
+        return [ids.shape[1]]
+    if lengths is not None:
+        return lengths.diff().tolist()
+    starts = (positions[0] == 0).nonzero()[:, 0].tolist()
+    if not starts or starts[0] != 0:
+        raise ValueError(f"tessera.hf.context_parallel: position_ids[0]={int(positions[0, 0])}: must "
+                         "begin at 0, and again where a document begins")
+    return [b - a for a, b in zip(starts, [*starts[1:], ids.shape[1]])]
+
+
+def _is_padded(mask) -> bool:
+    if mask is None:
+        return False
+    if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(f"tessera.hf.context_parallel: attention_mask.shape={list(mask.shape)}: must "
+                         "be [b, s] with padding on the right, which a causal model never sees")
+    return not bool(mask.all())
+
+
+def _size(group) -> int:
+    inner, outer = names_of(group)
+    return by_name(inner).size * by_name(outer).size

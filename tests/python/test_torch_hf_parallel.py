@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers models whose sequences lie on two processes over gloo, against one: logits, loss and
+gradients, with windows, caps, sinks, packed documents and checkpointing."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import torch.distributed as dist  # noqa: E402
+
+import tessera.hf  # noqa: E402
+from cp_pool import Pool  # noqa: E402
+from test_torch_hf import MODELS  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    pool = Pool(tmp_path_factory.mktemp("gloo"))
+    yield pool
+    pool.close()
+
+
+def build(name):
+    torch.manual_seed(0)
+    config = MODELS[name]()
+    config._experts_implementation = "eager"
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera")
+
+
+def compare(rank, group, name, batch, checkpointing):
+    model = build(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    want = model(**batch)
+    want.loss.backward()
+    wants = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    parallel = tessera.hf.context_parallel(model, group)
+    found = model(**batch)
+    found.loss.backward()
+    loss = found.loss.detach().clone()
+    dist.all_reduce(loss, group=group)
+    torch.testing.assert_close(loss, want.loss)
+    for key, p in model.named_parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad, group=group)
+            torch.testing.assert_close(p.grad, wants[key], rtol=1e-3, atol=1e-5, msg=key)
+    torch.testing.assert_close(found.logits, parallel.spread().shard(want.logits), rtol=1e-4,
+                               atol=1e-5)
+    parallel.remove()
+    torch.testing.assert_close(model(**batch).loss, want.loss)
+
+
+def tokens(rows, length, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (rows, length), generator=generator)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_models(pool, name, checkpointing):
+    ids = tokens(2, 37)
+    labels = ids.clone()
+    labels[0, :10] = -100
+    pool.run(compare, 2, 1, name, dict(input_ids=ids, labels=labels), checkpointing)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_packed_documents(pool, name):
+    lengths = [30, 11, 25, 7]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = tokens(1, sum(lengths))
+    # With a cache, transformers itself would not tell documents apart; gpt_oss needs their ends.
+    batch = dict(input_ids=ids, labels=ids, position_ids=positions, use_cache=False)
+    if name == "gpt_oss":
+        cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        batch |= dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    pool.run(compare, 2, 1, name, batch, False)
+
+
+def padding(rank, group):
+    model = build("llama").eval()
+    ids = tokens(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, 14:] = 0
+    want = model(input_ids=ids, attention_mask=mask).logits
+    parallel = tessera.hf.context_parallel(model, group)
+    found = model(input_ids=ids, attention_mask=mask).logits
+    real = parallel.spread().shard(mask).bool()
+    torch.testing.assert_close(found[real], parallel.spread().shard(want)[real], rtol=1e-4, atol=1e-5)
+    texts = []
+    for batch in (dict(input_ids=ids, attention_mask=mask.flip(1)), dict(inputs_embeds=torch.ones(1)),
+                  dict(input_ids=ids[:1], position_ids=torch.arange(20)[None] + 3)):
+        try:
+            model(**batch)
+        except ValueError as error:
+            texts.append(str(error))
+    assert not tessera.hf._parallel.is_on(), "an error must not leave it on"
+    return texts
+
+
+def test_padding_and_what_is_refused(pool):
+    first, second = pool.run(padding, 2, 1)
+    assert first == second and len(first) == 3
+    assert "padding on the right" in first[0] and "begin at 0" in first[2]
