@@ -10,9 +10,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
+    _attention_backends, _selection)
+
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
          "padding_causal_bottom_right", "arbitrary")
 HEADS = 4
+
+
+@pytest.fixture
+def fresh_selection(monkeypatch):
+    """No switch is set, there is no GPU, and nothing has been selected yet."""
+    for name in _selection.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _attention_backends["backend_selection_requires_update"] = True
 
 
 @dataclasses.dataclass

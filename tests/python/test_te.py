@@ -437,7 +437,7 @@ def test_constructor_misuse(given, message):
         DotProductAttention(4, 8, **given)
 
 
-@pytest.mark.parametrize("given", [dict(inference_params=object()), dict(score_mod=max),
+@pytest.mark.parametrize("given", [dict(score_mod=max),
                                    dict(fp8_output=True)], ids=lambda given: next(iter(given)))
 def test_what_comes_later_is_refused_by_name(given):
     with pytest.raises(tessera.torch.Refused, match=next(iter(given))):

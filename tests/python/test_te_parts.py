@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
-from tessera.te.pytorch import DotProductAttention, constants  # noqa: E402
+from tessera.te.pytorch import DotProductAttention, InferenceParams, constants  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
     _attention_backends, _selection, backends, utils)
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
@@ -57,8 +57,10 @@ RULES = {
     "fp8": (dict(fp8=True), {}, True, None, {name: "FP8 attention" for name in _selection.NAMES}),
     "fp8 elsewhere": (dict(fp8=True, fp8_meta={"recipe": SimpleNamespace(fp8_dpa=False)}), {}, True,
                       FUSED, {}),
-    "ring": (dict(context_parallel=True), {}, True, None, {FUSED: "context parallelism"}),
-    "cache": (dict(inference_params=object()), {}, True, None, {FLASH: "inference_params"}),
+    "ring": (dict(context_parallel=True), {}, True, FUSED, {UNFUSED: "context parallelism"}),
+    "cache": (dict(inference_params=InferenceParams(2, 16, 2, 8, is_paged=True, page_size=4),
+                   qkv_layout="paged_kv_thd_bshd_bshd", attn_mask_type="padding_causal"), {}, True,
+              FUSED, {}),
     "integers": (dict(qkv_dtype=torch.int8), {}, True, None,
                  {UNFUSED: "torch.int8", FUSED: "torch.int8"}),
 }
@@ -240,6 +242,8 @@ def test_the_submodule_is_found_from_the_top():
     assert tessera.te.pytorch.DotProductAttention is DotProductAttention
     with pytest.raises(AttributeError, match="attention only"):
         tessera.te.common
+    with pytest.raises(ImportError, match="attention only"):
+        from tessera.te import common  # noqa: F401
 
 
 # ---- utilities ----
@@ -472,10 +476,26 @@ def test_names_that_are_not_here_say_why(module):
     found = importlib.import_module(f"tessera.te.pytorch{module}")
     with pytest.raises(AttributeError, match="tessera has TE's attention only"):
         found.LayerNormLinear
-    with pytest.raises(AttributeError, match="yet; .*DotProductAttention"):
-        found.MultiheadAttention
-    with pytest.raises(ImportError):
-        exec(f"from tessera.te.pytorch{module} import TransformerLayer")
+    with pytest.raises(AttributeError, match="yet; pass 16-bit tensors"):
+        found.fp8_autocast
+    with pytest.raises(ImportError, match="yet; a bias, ALiBi or an arbitrary mask may do"):
+        exec(f"from tessera.te.pytorch{module} import flex_attention")
+    with pytest.raises(ImportError, match="attention only; import what is not attention from"):
+        exec(f"from tessera.te.pytorch{module} import Linear")
+    assert not hasattr(found, "Linear") and getattr(found, "Linear", None) is None
+
+
+@pytest.mark.parametrize("line, instead", [
+    ("attention.dot_product_attention.context_parallel import AttnFuncWithCPAndKVP2P",
+     "attn_forward_func_with_cp"),
+    ("attention.dot_product_attention.backends import FP8EmulationFunc", "16-bit"),
+    ("attention.dot_product_attention import context_parallel as m; m.AttnFuncWithCPAndQKVOA2A",
+     "attn_forward_func_with_cp"),
+    (" import fp8_autocast", "16-bit")])
+def test_what_comes_later_says_what_to_use(line, instead):
+    separator = "" if line.startswith(" ") else "."
+    with pytest.raises((ImportError, AttributeError), match=f"yet; .*{instead}"):
+        exec(f"from tessera.te.pytorch{separator}{line}")
 
 
 # ---- the benchmarks run, and print what TE's print ----

@@ -2,20 +2,15 @@
 """TransformerEngine's attention, by TransformerEngine's names.
 
     from tessera.te.pytorch import DotProductAttention    # was: from transformer_engine.pytorch
+    from tessera.te.jax.attention import fused_attn       # was: from transformer_engine.jax...
+    from tessera.te.paddle import DotProductAttention     # was: from transformer_engine.paddle
 
 Module paths mirror TE's, so that the import line is the migration; TE itself is neither imported
-nor needed. Everything below translates to tessera.torch, whose meaning is docs/semantics.md, and
-decides nothing about kernels. What is not attention is not here.
+nor needed. Everything below translates to tessera.torch, .jax and .paddle, whose meaning is
+docs/semantics.md, and decides nothing about kernels. What is not attention is not here.
 """
-
-import importlib
 
 from ._names import missing
 
-_missing = missing(__name__)
-
-
-def __getattr__(name: str):
-    if name == "pytorch":  # imported when it is used, as it needs PyTorch
-        return importlib.import_module(f"{__name__}.pytorch")
-    return _missing(name)
+# The submodules need their frameworks.
+__getattr__ = missing(__name__, lazy=("pytorch", "jax", "paddle", "transformer_engine_paddle"))

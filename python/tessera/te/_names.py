@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said about TE's names that are not here."""
 
-# TE's attention that tessera does not have yet, and what to use meanwhile.
+import dis
+import importlib
+import sys
+
+_SPREAD = "call attn_forward_func_with_cp, or tessera.torch.context_parallel.attention"
+_FP8 = "pass 16-bit tensors"
+_SCORES = "a bias, ALiBi or an arbitrary mask may do"
+
+# TE's attention for PyTorch that tessera does not have yet, and what to use meanwhile.
 LATER = {
-    "MultiheadAttention": "project with torch.nn.Linear and call DotProductAttention",
-    "TransformerLayer": "build the layer from torch.nn and DotProductAttention",
-    "InferenceParams": "give tessera.torch.attention a page_table or seqlens_k",
-    "RotaryPositionEmbedding": "rotate query_layer and key_layer before DotProductAttention",
-    "apply_rotary_pos_emb": "rotate query_layer and key_layer before DotProductAttention",
-    "apply_fused_qkv_rotary_pos_emb": "rotate query_layer and key_layer before DotProductAttention",
-    "attn_forward_func_with_cp": "merge the parts of each rank with tessera.torch.merge",
-    "combine_and_quantize": "pass 16-bit tensors",
-    "combine_and_dequantize": "pass 16-bit tensors",
+    **dict.fromkeys(("AttnFuncWithCPAndKVP2P", "AttnFuncWithCPAndKVAllGather",
+                     "AttnFuncWithCPAndQKVOA2A"), _SPREAD),
+    **dict.fromkeys(("fp8_autocast", "autocast", "fp8_model_init", "quantized_model_init",
+                     "FP8EmulationFunc", "combine_and_quantize", "combine_and_dequantize",
+                     "mxfp8_quantize_fast_path", "Float8Tensor", "Float8Quantizer",
+                     "Float8CurrentScalingQuantizer", "MXFP8Quantizer"), _FP8),
+    **dict.fromkeys(("FusedAttentionWithScoreModFunc", "flex_attention"), _SCORES),
 }
 
 
-def missing(module: str):
-    """A module's __getattr__: why TE's name is not in it."""
+def missing(module: str, lazy=(), later=LATER):
+    """A module's __getattr__: imports the submodules `lazy`, and says of TE's other names why they
+    are not in it, of those in `later` what to use meanwhile. Raises AttributeError, and ImportError
+    for `from ... import Name`, which would replace an AttributeError's text by its own."""
     def __getattr__(name: str):
-        if name in LATER:
-            raise AttributeError(f"{module}.{name}: tessera does not have this part of TE's "
-                                 f"attention yet; {LATER[name]}")
-        raise AttributeError(f"{module}.{name}: tessera has TE's attention only; import what is "
-                             "not attention from transformer_engine")
+        if name in lazy:
+            return importlib.import_module(f"{module}.{name}")
+        if name in later:
+            why = f"tessera does not have this part of TE's attention yet; {later[name]}"
+        else:
+            why = "tessera has TE's attention only; import what is not attention from " \
+                "transformer_engine"
+        kind = ImportError if _imports(sys._getframe(1)) else AttributeError
+        raise kind(f"{module}.{name}: {why}")
     return __getattr__
+
+
+def _imports(frame) -> bool:
+    """Whether `frame` stands at a `from ... import Name`."""
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]

@@ -7,9 +7,12 @@
 
 from .._names import missing
 from . import attention, constants, cpp_extensions, distributed, utils
-from .attention import DotProductAttention
+from .attention import (DotProductAttention, InferenceParams, MultiheadAttention,
+                        RotaryPositionEmbedding, apply_rotary_pos_emb)
+from .transformer import TransformerLayer
 from .utils import get_cudnn_version, get_device_compute_capability, is_bf16_available
 
-__all__ = ["DotProductAttention", "attention", "constants", "cpp_extensions", "distributed",
+__all__ = ["DotProductAttention", "InferenceParams", "MultiheadAttention",
+           "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb", "attention", "constants", "cpp_extensions", "distributed",
            "get_cudnn_version", "get_device_compute_capability", "is_bf16_available", "utils"]
 __getattr__ = missing(__name__)

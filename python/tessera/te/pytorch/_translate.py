@@ -51,10 +51,23 @@ class Call:
     softmax_scale: float | None = None
     softmax_type: str = "vanilla"
     softmax_offset: torch.Tensor | None = None
+    deterministic: bool | None = False        # None follows PyTorch's
+    return_max_logit: bool = False
 
     def __post_init__(self):
         self.max_seqlen_q = _words.max_seqlen("max_seqlen_q", self.max_seqlen_q)
         self.max_seqlen_kv = _words.max_seqlen("max_seqlen_kv", self.max_seqlen_kv)
+
+    @classmethod
+    def of_layout(cls, q, k, v, qkv_layout: str, mask, window, bottom_right, **more) -> Call:
+        """A call that names the layout, as backends and fused_attn_fwd are called."""
+        mask = _words.mask_type(mask)
+        q_format, kv_format = _words.formats_of(_words.qkv_layout(qkv_layout))
+        if more.get("page_table_k") is not None and kv_format == "sbhd":
+            k, v, kv_format = k.transpose(0, 1), v.transpose(0, 1), "bshd"  # as tessera's pools
+        window = None if window is None or tuple(window) == (-1, -1) else window
+        return cls(q, k, v, q_format, kv_format, mask, _words.check_set_window_size(mask, window),
+                   _words.bottom_right(mask, bottom_right), **more)
 
     @property
     def packed(self) -> bool:
@@ -81,18 +94,14 @@ class Call:
             return None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return self.max_seqlen_q if side == "q" else self.max_seqlen_kv
 
-    def keywords(self) -> dict:
-        """Keywords of tessera.torch.attention but for dropout, or a ValueError."""
-        _words.tensors(query_layer=self.q, key_layer=self.k, value_layer=self.v,
-                       cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_kv=self.cu_seqlens_kv,
-                       cu_seqlens_q_padded=self.cu_seqlens_q_padded,
-                       cu_seqlens_kv_padded=self.cu_seqlens_kv_padded,
-                       core_attention_bias=self.bias, alibi_slopes=self.alibi_slopes,
-                       softmax_offset=self.softmax_offset)
-        if self.page_table_k is None:
-            _words.shapes(self.q, self.k, self.v, self.q_format, self.kv_format)
+    def keywords(self, checked=False) -> dict:
+        """Keywords of tessera.torch.attention but for dropout, or a ValueError. `checked` says that
+        a call with tensors that look the same was accepted before."""
+        if not checked:
+            self._check_tensors()
         given = {"layout": (self.q_format, self.kv_format), "softmax_scale": self.softmax_scale,
-                 "align": "bottom_right" if self.bottom_right else "top_left"}
+                 "align": "bottom_right" if self.bottom_right else "top_left",
+                 "deterministic": self.deterministic, "return_max_logit": self.return_max_logit}
         self._band(given)
         if self.masked:
             self._padding_by_mask(given)
@@ -103,11 +112,21 @@ class Call:
         if self.page_table_k is not None:
             self._pages(given)
         self._scores(given)
-        if self.softmax_type == "off-by-one":
+        if self.softmax_type == "off-by-one" and self.softmax_offset is None:
             given["sink"] = "off_by_one"
-        elif self.softmax_type == "learnable":
+        elif self.softmax_type != "vanilla":
             given["sink"] = self._offset()
         return given
+
+    def _check_tensors(self):
+        _words.tensors(query_layer=self.q, key_layer=self.k, value_layer=self.v,
+                       cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_kv=self.cu_seqlens_kv,
+                       cu_seqlens_q_padded=self.cu_seqlens_q_padded,
+                       cu_seqlens_kv_padded=self.cu_seqlens_kv_padded,
+                       core_attention_bias=self.bias, alibi_slopes=self.alibi_slopes,
+                       softmax_offset=self.softmax_offset)
+        if self.page_table_k is None:
+            _words.shapes(self.q, self.k, self.v, self.q_format, self.kv_format)
 
     def _band(self, given):
         given["causal"] = "causal" in self.mask
@@ -249,8 +268,8 @@ class Call:
         offset = self.softmax_offset
         if offset is None or offset.numel() != heads:
             shape = None if offset is None else list(offset.shape)
-            raise _words.error("softmax_offset.shape", shape, 'softmax_type="learnable" needs one '
-                               f"number for each of {heads} heads")
+            raise _words.error("softmax_offset.shape", shape, f'softmax_type="{self.softmax_type}" '
+                               f"needs one number for each of {heads} heads")
         return offset.reshape(heads).float()
 
 

@@ -9,15 +9,39 @@ import warnings
 
 import torch
 
-from .constants import AttnBiasTypes, AttnMaskTypes, QKVFormats, SoftmaxTypes
+from ... import _lib
+from .constants import AttnBiasTypes, AttnMaskTypes, QKVFormats, QKVLayouts, SoftmaxTypes
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SPELLINGS = {frozenset(re.split("_", name)): name for name in AttnMaskTypes}
+LAYOUTS = (*QKVLayouts, "bhsd_bhsd_bhsd")
 _FORMAT = re.compile(r"[^bshdt]")
 
 
 def error(name: str, value, rule: str) -> ValueError:
     return ValueError(f"DotProductAttention: {name}={value!r}: {rule}")
+
+
+def later(name: str, value: str, feature: str, instead: str) -> _lib.Refused:
+    """What is said of a part of TE that is not here yet."""
+    return _lib.Refused(f"DotProductAttention: {name}={value}: tessera.te does not have {feature} "
+                        f"yet; {instead}")
+
+
+def one_rank(cp_group):
+    """A group of one rank is none."""
+    groups = cp_group if isinstance(cp_group, list) else [cp_group] if cp_group else []
+    for group in groups:
+        ranks = torch.distributed.get_world_size(group)
+        if ranks > 1:
+            raise later("cp_group", f"{ranks} ranks", "context parallelism",
+                        "call DotProductAttention or attn_forward_func_with_cp")
+
+
+def dropout(value) -> float:
+    if not isinstance(value, numbers.Real) or not 0 <= value < 1:
+        raise error("attention_dropout", value, "must be in [0, 1)")
+    return value
 
 
 def quoted(words) -> str:
@@ -34,6 +58,10 @@ def mask_type(value) -> str:
 
 def qkv_format(value) -> str:
     return _one_of("qkv_format", value, QKVFormats)
+
+
+def qkv_layout(value) -> str:
+    return _one_of("qkv_layout", value, LAYOUTS)
 
 
 def bias_type(value) -> str:
@@ -135,10 +163,11 @@ def cu_seqlens(name: str, x, why: str) -> torch.Tensor:
 
 def max_seqlen(name: str, value) -> int | None:
     """As an integer; a tensor is read, which on a GPU waits for it."""
+    if value is None or type(value) is int:
+        return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
         value = int(value)
-    if value is None or isinstance(value, (numbers.Integral, torch.SymInt)) and \
-            not isinstance(value, bool):
+    if isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool):
         return value
     raise error(name, value, "must be an integer, or a tensor of one")
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """TE's words for masks, biases, layouts and kinds of attention, and its tags of dtypes."""
 
-import enum
-
 import torch
 
 from .._names import missing
+from .._tables import DType
 
 AttnMaskTypes = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
                  "padding_causal_bottom_right", "arbitrary")
@@ -19,12 +18,6 @@ QKVLayouts = ("sb3hd", "sbh3d", "sbhd_sb2hd", "sbhd_sbh2d", "sbhd_sbhd_sbhd",
               "sbhd_bshd_bshd", "bshd_sbhd_sbhd", "thd_bshd_bshd", "thd_sbhd_sbhd",
               "paged_kv_bshd_bshd_bshd", "paged_kv_bshd_sbhd_sbhd", "paged_kv_sbhd_bshd_bshd",
               "paged_kv_sbhd_sbhd_sbhd", "paged_kv_thd_bshd_bshd", "paged_kv_thd_sbhd_sbhd")
-
-
-class DType(enum.IntEnum):
-    """What callers of fused_attn_fwd pass as fake_dtype, where the dtype of q speaks for itself."""
-    kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 = 0, 2, 4, 5, 6, 7, 8
-
 
 TE_DType = {torch.uint8: DType.kByte, torch.int32: DType.kInt32, torch.float32: DType.kFloat32,
             torch.float16: DType.kFloat16, torch.bfloat16: DType.kBFloat16,

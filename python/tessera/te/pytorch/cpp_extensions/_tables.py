@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import enum
 
-from ..constants import QKVLayouts, SoftmaxTypes
+from .._words import LAYOUTS
+from ..constants import SoftmaxTypes
 
 
 class FusedAttnBackend(enum.IntEnum):
@@ -15,6 +16,7 @@ class FusedAttnBackend(enum.IntEnum):
     F16_arbitrary_seqlen = 1
     FP8 = 2
     F16_max512_seqlen = 0
+    F16_arbitrary = 1
 
     @classmethod
     def cast(cls, value) -> FusedAttnBackend:
@@ -22,7 +24,6 @@ class FusedAttnBackend(enum.IntEnum):
         return cls[value] if isinstance(value, str) else cls(int(value))
 
 
-_LAYOUTS = (*QKVLayouts, "bhsd_bhsd_bhsd")
 _FORMATS = ("sbhd", "bshd", "thd", "bshd_2sbhd", "sbhd_2bshd", "thd_2bshd", "thd_2sbhd", "bhsd")
 _BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
@@ -35,7 +36,7 @@ def _table(name: str, words) -> dict[str, enum.IntEnum]:
     return dict(zip(words, members))
 
 
-QKVLayout = _table("NVTE_QKV_Layout", _LAYOUTS)
+QKVLayout = _table("NVTE_QKV_Layout", LAYOUTS)
 QKVFormat = _table("NVTE_QKV_Format", _FORMATS)
 AttnBiasType = _table("NVTE_Bias_Type", _BIASES)
 AttnMaskType = _table("NVTE_Mask_Type", _MASKS)

@@ -9,18 +9,20 @@
 
 aux = [stats, rng_state(, bias)(, softmax_offset)]: stats are fp32 log-sum-exps, [b, h, sq, 1], of
 packed sequences [t, h, 1]; rng_state is int64 [seed, offset]. Gradients are dense and in the
-formats of dqkv_layout.
+formats of dqkv_layout. Both take Q=, K=, V=, ... too: _documented.py.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .... import _lib
 from ...._args import ORDERS
 from ....torch import _describe, _ops, attention
 from .. import _words
 from .._translate import Call
 from ..._names import missing
+from . import _documented
 from ._tables import (META_DO, META_DP, META_DQKV, META_O, META_QKV, META_S, AttnBiasType,
                       AttnMaskType, FusedAttnBackend, QKVFormat, QKVLayout, SoftmaxType)
 
@@ -30,6 +32,7 @@ __all__ = ["fused_attn_fwd", "fused_attn_bwd", "QKVLayout", "QKVFormat", "AttnBi
 __getattr__ = missing(__name__)
 
 
+@_documented.forward
 def fused_attn_fwd(is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v,
                    fake_dtype, fused_attention_backend, attn_bias=None, cu_seqlens_q_padded=None,
                    cu_seqlens_kv_padded=None, page_table_k=None, page_table_v=None,
@@ -42,23 +45,27 @@ def fused_attn_fwd(is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_se
     _sixteen_bits(fused_attention_backend, s_quantizer=s_quantizer, o_quantizer=o_quantizer,
                   qkv_scale_inv_format=qkv_scale_inv_format)
     call = _call(q, k, v, qkv_layout, attn_mask_type, window_size, bottom_right_diagonal,
-                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-                 max_seqlen_q, max_seqlen_kv, attn_bias_type, attn_bias, attn_scale, softmax_type,
-                 softmax_offset, page_table_k, page_table_v)
+                 attn_bias_type, softmax_type, cu_seqlens_q=cu_seqlens_q,
+                 cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
+                 cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q,
+                 max_seqlen_kv=max_seqlen_kv, page_table_k=page_table_k, page_table_v=page_table_v,
+                 bias=attn_bias, softmax_scale=attn_scale, softmax_offset=softmax_offset,
+                 deterministic=None, return_max_logit=return_max_logit)
     rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device,
                               generator=rng_gen)
     keywords = call.keywords()
     if is_training and dropout:
         keywords.update(dropout_p=dropout, rng_state=rng_state)
     with torch.no_grad():
-        o, lse, *max_logit = attention(call.q, call.k, call.v, **keywords, return_lse=True,
-                                       return_max_logit=return_max_logit)
+        o, lse, *max_logit = attention(call.q, call.k, call.v, **keywords, return_lse=True)
     stats = lse.transpose(0, 1) if call.q_format == "thd" else lse
     aux = [stats.unsqueeze(-1), rng_state]
-    aux += [attn_bias] * ("bias" in keywords) + [softmax_offset] * (softmax_type == "learnable")
+    aux += [attn_bias] * ("bias" in keywords)
+    aux += [softmax_offset] * ("sink" in keywords and softmax_offset is not None)
     return _formatted(o, call.q_format, o_format), aux, *max_logit
 
 
+@_documented.backward
 def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o,
                    fake_dtype, aux_ctx_tensors, fused_attention_backend, cu_seqlens_q_padded=None,
                    cu_seqlens_kv_padded=None, s_quantizer=None, dp_quantizer=None,
@@ -73,13 +80,14 @@ def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, 
                   do_scale_inv_format=do_scale_inv_format)
     stats, rng_state, *more = aux_ctx_tensors
     bias = more.pop(0) if attn_bias_type.endswith("scale_bias") else None
-    offset = more.pop(0) if softmax_type == "learnable" else None
+    offset = more.pop(0) if softmax_type != "vanilla" and more else None
     call = _call(q, k, v, qkv_layout, attn_mask_type, window_size, bottom_right_diagonal,
-                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-                 max_seqlen_q, max_seqlen_kv, attn_bias_type, bias, attn_scale, softmax_type,
-                 offset)
+                 attn_bias_type, softmax_type, cu_seqlens_q=cu_seqlens_q,
+                 cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
+                 cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q,
+                 max_seqlen_kv=max_seqlen_kv, bias=bias, softmax_scale=attn_scale,
+                 softmax_offset=offset, deterministic=deterministic)
     keywords = call.keywords()
-    keywords["deterministic"] = deterministic
     if dropout:
         keywords.update(dropout_p=dropout, rng_state=rng_state)
     lse = stats.squeeze(-1)
@@ -95,35 +103,23 @@ def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, 
             grads["dsink"].reshape(offset.shape) if offset is not None else None)
 
 
-def _call(q, k, v, qkv_layout, mask, window, bottom_right, cu_seqlens_q, cu_seqlens_kv,
-          cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, bias_type, bias,
-          attn_scale, softmax_type, softmax_offset, page_table_k=None, page_table_v=None) -> Call:
-    if qkv_layout not in QKVLayout:
-        raise _words.error("qkv_layout", qkv_layout, f"must be one of {_words.quoted(QKVLayout)}")
-    mask = _words.mask_type(mask)
+def _call(q, k, v, qkv_layout, mask, window, bottom_right, bias_type, softmax_type,
+          **more) -> Call:
     if mask == "arbitrary":
         raise _words.error("attn_mask_type", mask, "has no place for the mask here; use "
                            "DotProductAttention, or a bias of -inf")
-    q_format, kv_format = _words.formats_of(qkv_layout)
-    if page_table_k is not None and kv_format == "sbhd":  # pages come first in tessera's pools
-        k, v, kv_format = k.transpose(0, 1), v.transpose(0, 1), "bshd"
-    window = None if window is None or tuple(window) == (-1, -1) else window
-    return Call(q, k, v, q_format, kv_format, mask,
-                _words.check_set_window_size(mask, window), _words.bottom_right(mask, bottom_right),
-                None, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-                max_seqlen_q, max_seqlen_kv, page_table_k, page_table_v,
-                _words.bias_type(bias_type), bias, None, attn_scale,
-                _words.softmax_type(softmax_type), softmax_offset)
+    return Call.of_layout(q, k, v, qkv_layout, mask, window, bottom_right,
+                          bias_type=_words.bias_type(bias_type),
+                          softmax_type=_words.softmax_type(softmax_type), **more)
 
 
 def _backward(do, o, lse, given: dict, names) -> dict:
     """The operator that autograd calls."""
     call = _describe.Call("attention_backward", given, {"do": do, "o": o, "lse": lse}, names)
-    inputs = dict(call.tensors())
+    inputs = {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()}
     bits = sum(1 << i for i, name in enumerate(_describe.GRADIENT_OF) if name in names)
-    grads = _ops.attention_backward(do, o, lse, None,
-                                    *(inputs.get(i) for i in range(len(_describe.INPUTS))),
-                                    *call.scalars(), bits)
+    inputs = list(map(inputs.get, _describe.INPUTS))
+    grads = _ops.attention_backward(do, o, lse, None, bits, *_describe.pack(inputs, call.scalars()))
     return dict(zip(names, grads))
 
 

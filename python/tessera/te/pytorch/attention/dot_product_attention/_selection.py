@@ -18,16 +18,19 @@ except ImportError:
     from torch.torch_version import TorchVersion as Version
 
 from ..... import __version__, _explain, _lib, backends
+from ...._logging import AttentionLogging, logger, switch
 from ..._words import formats_of
 from ...cpp_extensions._tables import FusedAttnBackend
-from ._logging import AttentionLogging, logger, switch
 
 NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
 _FLASH, _FUSED, _UNFUSED = NAMES
 _SWITCHES = {_FLASH: "NVTE_FLASH_ATTN", _FUSED: "NVTE_FUSED_ATTN", _UNFUSED: "NVTE_UNFUSED_ATTN"}
 _VERSIONS = tuple(f"NVTE_FLASH_ATTN_V{n}" for n in (2, 3, 4))  # tessera's kernels stand for each
+_SUB_BACKEND = "NVTE_FUSED_ATTN_BACKEND"
+SWITCHES = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
            torch.float64: "fp64"}
+_CACHE_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _MAX512 = 512  # the longest sequence of F16_max512
 
 # The last selection, by TE's keys: callers may ask for a new one.
@@ -77,10 +80,15 @@ class AttentionParams:
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int = 1
+    has_score_mod: bool = False
+    has_score_mod_bprop: bool = False
+    cp_size: int = 1
+    fp8_output: bool = False
+    checkpoint_core_attention: bool = False
     device: torch.device | str | None = None
 
     def __eq__(self, other):
-        """Of fp8_meta the recipe only."""
+        """Compares all fields, but of fp8_meta the recipe alone."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
         mine, others = vars(self), vars(other)
@@ -97,19 +105,39 @@ class Selection:
     reasons: dict[str, list[str]]
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionParams))
+_FLASH_VERSION = Version(__version__)
+
+
 def flash_version() -> Version:
     """The version of FlashAttention, which is tessera's."""
-    return Version(__version__)
+    return _FLASH_VERSION
 
 
-def get_attention_backend(attention_params: AttentionParams = None):
+def get_attention_backend(attention_params: AttentionParams | None = None):
     """(use_flash_attention, flash_attention_backend, use_fused_attention, fused_attention_backend,
     use_unfused_attention, available_backends): flags of which one is True at most, the version of
     FlashAttention, the sub-backend of FusedAttention, and a list of what each could do."""
-    chosen = select(attention_params or AttentionParams())
-    available = [chosen.available[name] for name in NAMES]
-    return (chosen.selected == _FLASH, flash_version() if available[0] else None,
-            chosen.selected == _FUSED, chosen.fused_backend, chosen.selected == _UNFUSED, available)
+    params = attention_params or AttentionParams()
+    if torch.compiler.is_compiling():
+        selected, available, fused_backend = _traced(*[getattr(params, name) for name in _FIELDS])
+        available = list(available)
+    else:
+        chosen = select(params)
+        selected, fused_backend = chosen.selected, chosen.fused_backend
+        available = [chosen.available[name] for name in NAMES]
+    return (selected == _FLASH, _FLASH_VERSION if available[0] else None, selected == _FUSED,
+            None if fused_backend is None else FusedAttnBackend(fused_backend),
+            selected == _UNFUSED, available)
+
+
+@torch.compiler.assume_constant_result
+def _traced(*fields):
+    """select() as torch.compile traces it: once for a graph, switches included, of constants and
+    to constants."""
+    chosen = select(AttentionParams(*fields))
+    sub_backend = None if chosen.fused_backend is None else int(chosen.fused_backend)
+    return chosen.selected, tuple(chosen.available[name] for name in NAMES), sub_backend
 
 
 def select(params: AttentionParams) -> Selection:
@@ -144,15 +172,17 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
     if capability < (8, 0):
         reasons[_FLASH].append("compute capability < sm80")
         reasons[_FUSED].append("compute capability < sm80")
+    later = "which tessera.te does not have yet"
     for flag, reason in (
-            (_in_fp8(params), "FP8 attention, which tessera.te does not have yet; leave the fp8 region"),
-            (params.context_parallel, "context parallelism, which tessera.te does not have yet; "
-             "merge the parts of each rank with tessera.torch.merge"),
-            (params.inference_params is not None, "inference_params, which tessera.te does not "
-             "have yet; give tessera.torch.attention a page_table")):
+            (_in_fp8(params), f"FP8 attention, {later}; leave the fp8 region"),
+            (params.fp8_output, f"FP8 attention, {later}; leave fp8_output=False"),
+            (params.has_score_mod or params.has_score_mod_bprop,
+             f"score_mod, {later}; a bias, ALiBi or an arbitrary mask may do")):
         if flag:
             for name in NAMES:
                 reasons[name].append(reason)
+    if params.context_parallel or params.cp_size > 1:
+        reasons[_UNFUSED].append("context parallelism, which the others have")
     if params.qkv_dtype not in _DTYPES:
         reasons[_UNFUSED].append(f"unsupported qkv_dtype = {params.qkv_dtype}")
     if not _has_kernels(_device(params)) and not asked_for_unfused:
@@ -199,7 +229,7 @@ def _prefer(params, reasons, capability) -> Selection:
 def _sub_backend(params) -> FusedAttnBackend:
     """NVTE_FUSED_ATTN_BACKEND=0 asks for F16_max512, where it applies."""
     short = max(params.max_seqlen_q, params.max_seqlen_kv) <= _MAX512
-    if short and switch("NVTE_FUSED_ATTN_BACKEND", 1) == FusedAttnBackend.F16_max512:
+    if short and switch(_SUB_BACKEND, 1) == FusedAttnBackend.F16_max512:
         return FusedAttnBackend.F16_max512
     return FusedAttnBackend.F16_arbitrary_seqlen
 
@@ -212,6 +242,8 @@ def case_lines(params: AttentionParams) -> list[str]:
     words = [_DTYPES[p.qkv_dtype], f"b={max(p.batch_size, 1)}", f"sq={max(p.max_seqlen_q, 1)}",
              f"sk={max(p.max_seqlen_kv, 1)}", f"hq={p.num_heads}", f"hk={p.num_gqa_groups}",
              f"dqk={p.head_dim_qk}", f"dv={p.head_dim_v}", f"layout={_layout(p)}"]
+    if p.inference_params is not None:
+        words += _cache_words(p)
     mask = p.attn_mask_type
     bottom_right = mask.endswith("bottom_right") or \
         mask not in ("causal", "padding_causal") and p.bottom_right_diagonal is not False
@@ -251,6 +283,15 @@ def case_lines(params: AttentionParams) -> list[str]:
     if p.is_training if p.requires_backward is None else p.requires_backward:
         lines.append(" ".join(["bwd", *words] + [f"grads={','.join(grads)}"] * bool(grads)))
     return lines
+
+
+def _cache_words(p: AttentionParams) -> list[str]:
+    """Pages, and fp8 keys and values, of the caches of inference_params."""
+    cache = p.inference_params
+    words = [f"kv={_CACHE_DTYPES[cache.dtype]}"] if cache.dtype in _CACHE_DTYPES else []
+    if p.qkv_layout.startswith("paged"):
+        words.append(f"page={cache.page_size or cache.max_sequence_length}")
+    return words
 
 
 def _layout(p: AttentionParams) -> str:

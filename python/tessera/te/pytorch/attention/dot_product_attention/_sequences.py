@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cumulative lengths, and copies between padded and packed tensors, which no kernel here needs."""
+"""Cumulative lengths, and copies between layouts, which no kernel here needs."""
 
 from __future__ import annotations
 
@@ -81,6 +81,14 @@ class ConvertBSHDtoTHD:
     def apply(bshd_tensor, cu_seqlens):
         positions = torch.arange(bshd_tensor.shape[1], device=cu_seqlens.device)
         return bshd_tensor[positions < cu_seqlens.diff()[:, None]]
+
+
+class _PrepareQKVForFA:
+    """q, k, v [s, b, h, d], views of one buffer or not -> each dense and [b, s, h, d]."""
+
+    @staticmethod
+    def apply(query_layer, key_layer, value_layer):
+        return tuple(x.transpose(0, 1).contiguous() for x in (query_layer, key_layer, value_layer))
 
 
 def _filled(tokens, size):

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three backends of DotProductAttention. Each takes query, key and value and the keywords of
-tessera.torch.attention, and returns out, or (out, max_logit); DotProductAttention chooses one.
+"""The three backends of DotProductAttention, which chooses one. Each can be called on its own too, by
+TE's keywords, as TE documents:
+
+    fused_attn = FusedAttention()
+    out = fused_attn(query_layer=q, key_layer=k, value_layer=v, qkv_layout="bshd_bshd_bshd",
+                     attn_mask_type="causal")                               # [b, s, h * dv]
+
+or by those of tessera.torch.attention: out [b, s, h, dv].
 
 FlashAttention and FusedAttention run tessera's kernels, the former also the public flash-attn
 packages, for those who ask for one by name. UnfusedDotProductAttention is plain
@@ -9,43 +15,103 @@ PyTorch, on any device, and the only one that materialises the scores.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+
 import torch
 
 from .....torch import attention
+from ...._logging import AttentionLogging, fused_logger
 from ...._names import missing
+from ... import _words
 from ...cpp_extensions._tables import FusedAttnBackend
 from ...cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
-from . import _packages, _unfused
+from . import _direct, _packages, _unfused
+from ._sequences import _PrepareQKVForFA  # noqa: F401 - where TE has it
 
 __getattr__ = missing(__name__)
 
 
-class FlashAttention(torch.nn.Module):
+class _Backend(torch.nn.Module):
+    """What TE's keywords mean where forward does not say it. DotProductAttention says all."""
+
+    def __init__(self, softmax_scale=None, *, attention_dropout=0.0,
+                 attention_dropout_ctx=contextlib.nullcontext, attention_type="self",
+                 layer_number=None, deterministic=False, softmax_type="vanilla",
+                 return_max_logit=False):
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        self.attention_dropout = _words.dropout(attention_dropout)
+        self.attention_dropout_ctx = attention_dropout_ctx
+        self.attention_type, self.layer_number = attention_type, layer_number
+        self.deterministic = deterministic
+        self.softmax_type = _words.softmax_type(softmax_type)
+        self.return_max_logit = return_max_logit
+
+    def forward(self, query_layer, key_layer, value_layer, **words):
+        """[.., h * dv] by TE's keywords; [.., h, dv] by those of tessera.torch.attention, which are
+        meant when none of TE's own is given. With return_max_logit a pair with [h]."""
+        if _direct.WORDS.isdisjoint(words):
+            return self.function()(query_layer, key_layer, value_layer, **words)
+        *tensors, keywords = _direct.translated(self, query_layer, key_layer, value_layer, **words)
+        return _direct.merged(self.function()(*tensors, **keywords))
+
+
+def function_of(backend: torch.nn.Module):
+    """What runs a backend by tessera's keywords: past its forward, which looks for TE's, unless
+    somebody hooked it or put another module in its place."""
+    if isinstance(backend, _Backend) and not (
+            backend._forward_hooks or backend._forward_pre_hooks or
+            backend._backward_hooks or backend._backward_pre_hooks):
+        return backend.function()
+    return backend
+
+
+class FlashAttention(_Backend):
     """package="flash_attn" or "flash_attn_interface" asks for a public package instead of tessera's
     kernels. It is imported when it runs."""
 
-    def __init__(self, package: str | None = None):
-        super().__init__()
+    def __init__(self, package: str | None = None, **options):
+        if not isinstance(package, (str, type(None))):  # TE's first argument
+            options.setdefault("softmax_scale", package)
+            package = None
+        super().__init__(**options)
         self.package = package
 
-    def forward(self, query_layer, key_layer, value_layer, **keywords):
+    def function(self):
         if self.package is not None:
-            return _packages.attention(self.package, query_layer, key_layer, value_layer, **keywords)
-        return attention(query_layer, key_layer, value_layer, **keywords)
+            return functools.partial(_packages.attention, self.package)
+        return attention
 
 
-class FusedAttention(torch.nn.Module):
-    def forward(self, query_layer, key_layer, value_layer,
-                fused_attention_backend=FusedAttnBackend.F16_arbitrary_seqlen, **keywords):
-        if fused_attention_backend == FusedAttnBackend.FP8:
+class FusedAttention(_Backend):
+    def forward(self, query_layer, key_layer, value_layer, fused_attention_backend=None, **words):
+        if fused_attention_backend is not None and \
+                FusedAttnBackend.cast(fused_attention_backend) == FusedAttnBackend.FP8:
             raise ValueError("FusedAttention: fused_attention_backend=FP8: tessera.te has no FP8 "
                              "attention yet; F16_arbitrary_seqlen would work")
-        return attention(query_layer, key_layer, value_layer, **keywords)
+        return super().forward(query_layer, key_layer, value_layer, **words)
+
+    def function(self):
+        if torch.compiler.is_compiling() or not fused_logger.isEnabledFor(logging.DEBUG):
+            return attention
+        return _logged
 
 
-class UnfusedDotProductAttention(torch.nn.Module):
-    def forward(self, query_layer, key_layer, value_layer, **keywords):
-        return _unfused.attention(query_layer, key_layer, value_layer, **keywords)
+class UnfusedDotProductAttention(_Backend):
+    def function(self):
+        return _unfused.attention
+
+
+def _logged(q, k, v, **keywords):
+    """attention, saying that its forward pass runs, and of its backward pass when it begins."""
+    fused_logger.debug("Running forward in %s", q.dtype)
+    result = attention(q, k, v, **keywords)
+    out = result[0] if isinstance(result, tuple) else result
+    if out.requires_grad:
+        out.register_hook(lambda grad: fused_logger.debug("Running backward in %s", grad.dtype))
+    return result
 
 
 class FusedAttnFunc(torch.autograd.Function):
@@ -63,6 +129,9 @@ class FusedAttnFunc(torch.autograd.Function):
         if fp8 or fp8_output:
             raise ValueError("FusedAttnFunc: fp8=True: tessera.te has no FP8 attention yet; "
                              "fp8=False would work")
+        if not AttentionLogging._is_logging_setup:
+            AttentionLogging.setup_logging()
+        fused_logger.debug("Running forward in %s", q.dtype)
         options = dict(attn_scale=attn_scale, fast_zero_fill=fast_zero_fill, qkv_layout=qkv_layout,
                        o_format=o_format, attn_bias_type=attn_bias_type,
                        attn_mask_type=attn_mask_type, softmax_type=softmax_type,
@@ -86,6 +155,7 @@ class FusedAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, *_):
+        fused_logger.debug("Running backward in %s", d_out.dtype)
         q, k, v, out, *aux = ctx.saved_tensors
         dq, dk, dv, dbias, doffset = fused_attn_bwd(
             *ctx.lengths, q, k, v, out, d_out.contiguous(), d_out.dtype, aux, ctx.backend,

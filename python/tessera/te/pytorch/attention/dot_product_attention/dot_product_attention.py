@@ -4,26 +4,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..... import _lib
+from .....torch import attention
+from ...._logging import logger, switch
 from ...._names import missing
 from ... import _words
+from ..._linear import Stateful
 from ..._translate import Call
 from ...constants import AttnTypes
-from . import _packed, _selection
+from . import _packed, _plans, _selection
 from . import utils as dpa_utils
-from ._logging import logger, switch
+from ._direct import merged
 from ._selection import AttentionParams, _attention_backends
-from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention
+from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention, function_of
+from .context_parallel import Spread
 
 __all__ = ["DotProductAttention", "_attention_backends"]
 __getattr__ = missing(__name__)
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(Stateful):
     """TransformerEngine's attention between projections: [.., h, d] in, [.., h * dv] out.
 
     Arguments mean what TE documents; what TE sends to its unfused path or refuses runs on tessera's
@@ -45,8 +49,6 @@ class DotProductAttention(torch.nn.Module):
         if attention_type not in AttnTypes:
             raise _words.error("attention_type", attention_type,
                                f"must be one of {_words.quoted(AttnTypes)}")
-        if not 0 <= attention_dropout < 1:
-            raise _words.error("attention_dropout", attention_dropout, "must be in [0, 1)")
         self.qkv_format = _words.qkv_format(qkv_format)
         self.attn_mask_type = _words.mask_type(attn_mask_type)
         self.window_size = _words.check_set_window_size(self.attn_mask_type, window_size)
@@ -68,7 +70,7 @@ class DotProductAttention(torch.nn.Module):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = pair
         self.softmax_scale = pair[0] ** -0.5 if softmax_scale is None else softmax_scale
         self.attention_type = attention_type
-        self.attention_dropout = attention_dropout
+        self.attention_dropout = _words.dropout(attention_dropout)
         self.rng_states_tracker = None
         self.attention_dropout_ctx = contextlib.nullcontext
         if get_rng_state_tracker is not None and not sequence_parallel:
@@ -82,20 +84,21 @@ class DotProductAttention(torch.nn.Module):
         self.fp8_meta, self.quantizers = {}, {}
         self.softmax_type = _words.softmax_type(softmax_type)
         self.softmax_offset = self._new_offset(num_attention_heads // self.tp_size)
-        self.flash_attention = FlashAttention()
-        self.fused_attention = FusedAttention()
-        self.unfused_attention = UnfusedDotProductAttention()
+        options = dict(softmax_scale=self.softmax_scale, attention_dropout=attention_dropout,
+                       attention_dropout_ctx=self.attention_dropout_ctx,
+                       attention_type=attention_type, layer_number=layer_number,
+                       deterministic=self.deterministic, softmax_type=softmax_type,
+                       return_max_logit=return_max_logit)
+        self.flash_attention = FlashAttention(**options)
+        self.fused_attention = FusedAttention(**options)
+        self.unfused_attention = UnfusedDotProductAttention(**options)
         self.logger = logger
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
-        """A group of one rank is none."""
-        groups = cp_group if isinstance(cp_group, list) else [cp_group] if cp_group else []
-        for group in groups:
-            ranks = torch.distributed.get_world_size(group)
-            if ranks > 1:
-                raise _later("cp_group", f"{ranks} ranks", "context parallelism",
-                             "merge the parts of each rank with tessera.torch.merge")
+        """From now on q, k and v are this rank's rows of sequences on the ranks of cp_group, in TE's
+        layout, and lengths are the whole batch's. None leaves; a group of one rank is none."""
+        self._spread = Spread.of(cp_group, cp_comm_type)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 
@@ -114,46 +117,51 @@ class DotProductAttention(torch.nn.Module):
         attention_mask and cu_seqlens_* matter to padding masks, the former to "arbitrary" too.
         fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own.
         """
-        for what, value, feature, instead in (
-                ("inference_params", inference_params, "TE's KV cache",
-                 "give tessera.torch.attention a page_table or seqlens_k"),
-                ("score_mod", score_mod or score_mod_bprop or score_mod_tensors or
-                 score_mod_bprop_tensors, "score_mod", "a bias, ALiBi or an arbitrary mask may do"),
-                ("fp8_output", fp8_output or bf16_backward, "FP8 attention", "leave it False")):
-            if value:
-                raise _later(what, type(value).__name__, feature, instead)
+        if score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors or \
+                fp8_output or bf16_backward:
+            _refuse(score_mod=score_mod or score_mod_bprop or score_mod_tensors or
+                    score_mod_bprop_tensors, fp8_output=fp8_output or bf16_backward)
         q_format = self.qkv_format if qkv_format is None else _words.qkv_format(qkv_format)
         q, k, v, layout = _packed.separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer,
                                            qkv_interleave_dim, q_format)
-        mask = self.attn_mask_type if attn_mask_type is None else _words.mask_type(attn_mask_type)
-        window = self.window_size if window_size is None and attn_mask_type is None else \
-            _words.check_set_window_size(mask, window_size or self._window_for(mask))
-        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else \
-            bottom_right_diagonal
-        call = Call(q, k, v, q_format, q_format, mask, window,
-                    _words.bottom_right(mask, bottom_right), attention_mask, cu_seqlens_q,
-                    cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
-                    max_seqlen_kv, None, None, _words.bias_type(core_attention_bias_type),
-                    core_attention_bias, alibi_slopes, self.softmax_scale, self.softmax_type,
-                    self.softmax_offset if self.softmax_type == "learnable" else None)
-        keywords = call.keywords()
-        self._check_heads(call)
-        keywords["deterministic"] = self.deterministic
-        keywords["return_max_logit"] = self.return_max_logit
+        tensors = (attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+                   cu_seqlens_kv_padded, core_attention_bias, alibi_slopes, self._offset())
+        words = (q_format, attn_mask_type, window_size, bottom_right_diagonal,
+                 _words.max_seqlen("max_seqlen_q", max_seqlen_q),
+                 _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type)
+        if inference_params is not None:
+            return self._with_cache(inference_params, q, k, v, tensors, words)
+        if self._spread is not None:
+            return self._on_ranks(self._call(q, k, v, tensors, words), checkpoint_core_attention)
+        if torch.compiler.is_compiling():
+            keywords = self._call(q, k, v, tensors, words).keywords()
+            backend = self._switched_backend()
+        else:
+            backend, keywords = self._prepared(q, k, v, tensors, words, layout,
+                                               checkpoint_core_attention)
         if self.attention_dropout and self.training:
-            keywords["dropout_p"] = self.attention_dropout
             with self.attention_dropout_ctx():
-                keywords["rng_state"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64,
-                                                      device=q.device)
-        backend = self._backend(call, keywords, layout)
+                state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+            keywords = {**keywords, "dropout_p": self.attention_dropout, "rng_state": state}
         if checkpoint_core_attention:
             result = checkpoint(backend, q, k, v, use_reentrant=False, **keywords)
         else:
             result = backend(q, k, v, **keywords)
-        if not self.return_max_logit:
-            return result.flatten(-2)
-        out, max_logit = result
-        return out.flatten(-2), max_logit.to(out.dtype)
+        return merged(result) if self.return_max_logit else result.flatten(-2)
+
+    def _on_ranks(self, call: Call, checkpointing: bool):
+        self._check_heads(call)
+        if self._switched_backend() is self.unfused_attention:
+            raise _words.error("cp_group", f"{self._spread.size} ranks", "context parallelism needs "
+                               "NVTE_FLASH_ATTN or NVTE_FUSED_ATTN; unset one of them")
+        dropout = self.attention_dropout if self.training else 0.0
+
+        def attend(q, k, v):
+            with self.attention_dropout_ctx() if dropout else contextlib.nullcontext():
+                return self._spread.attention(dataclasses.replace(call, q=q, k=k, v=v), dropout)
+        qkv = call.q, call.k, call.v
+        result = checkpoint(attend, *qkv, use_reentrant=False) if checkpointing else attend(*qkv)
+        return merged(result) if self.return_max_logit else result.flatten(-2)
 
     def init_fp8_metadata(self, num_gemms: int = 1):
         raise _of_fp8("init_fp8_metadata")
@@ -164,25 +172,41 @@ class DotProductAttention(torch.nn.Module):
     def get_qkv_quantization_capabilities(self, **_):
         raise _of_fp8("get_qkv_quantization_capabilities")
 
-    # ---- state dicts: TE keeps FP8's state beside the parameters ----
-
-    def get_extra_state(self):
-        return getattr(self, "_extra_state", torch.empty(0, dtype=torch.uint8))
-
-    def set_extra_state(self, state):
-        """Kept as it is, and never unpickled, for the next state_dict()."""
-        self._extra_state = state
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys,
-                              unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict, prefix, *more):
         state_dict.pop(f"{prefix}fused_attention._extra_state", None)  # where TE 1.6 kept it
-        before = len(missing_keys)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys,
-                                      unexpected_keys, error_msgs)
-        missing_keys[before:] = [key for key in missing_keys[before:]
-                                 if key != f"{prefix}_extra_state"]
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     # ---- below: how ----
+
+    def _with_cache(self, inference_params, q, k, v, tensors, words):
+        """Appends k and v to the cache of this layer; q sees all of it, along the bottom right."""
+        mask = self.attn_mask_type if words[1] is None else _words.mask_type(words[1])
+        if "padding" not in mask:
+            raise _words.error("attn_mask_type", mask, 'must be a padding mask beside inference_params: '
+                               '"padding", "padding_causal" or "padding_causal_bottom_right"')
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise _words.error("inference_params", type(inference_params).__name__,
+                               "a cache has no gradient; use torch.no_grad() or torch.inference_mode()")
+        mask = "padding_causal_bottom_right" if "causal" in mask else mask
+        q_format = words[0]
+        k, v, table, cu_q, cu_kv = inference_params.append(self.layer_number, k, v, q_format)
+        call = self._call(q, k, v, tensors, (q_format, mask, *words[2:]))
+        call.kv_format, call.page_table_k = "bshd", table
+        call.attention_mask, call.cu_seqlens_q, call.cu_seqlens_kv = None, cu_q, cu_kv
+        call.cu_seqlens_q_padded = call.cu_seqlens_kv_padded = None
+        if q_format == "thd":
+            call.max_seqlen_q = inference_params.max_seqlen_q
+        call.max_seqlen_kv = inference_params.max_sequence_length
+        params = self._params(call, call.keywords(), f"{q_format}_bshd_bshd" if table is None else
+                              f"paged_kv_{q_format}_bshd_bshd", False)
+        self._select(dataclasses.replace(params, inference_params=inference_params,
+                                         is_training=False, requires_backward=False))
+        backend = self._selected_backend()
+        if backend is function_of(self.unfused_attention) and table is not None:
+            call.k, call.v = (pool[table.long()].flatten(1, 2) for pool in (k, v))
+            call.page_table_k = None
+        result = backend(call.q, call.k, call.v, **call.keywords())
+        return merged(result) if self.return_max_logit else result.flatten(-2)
 
     def _new_offset(self, heads: int):
         if self.softmax_type == "vanilla":
@@ -190,12 +214,36 @@ class DotProductAttention(torch.nn.Module):
         zeros = torch.zeros(heads, device="cuda" if torch.cuda.is_available() else None)
         return zeros if self.softmax_type == "off-by-one" else torch.nn.Parameter(zeros)
 
+    def _offset(self):
+        """The offset where it is learnt. That of "off-by-one" is when its owner wants a gradient."""
+        offset = self.softmax_offset
+        return offset if offset is not None and offset.requires_grad or \
+            self.softmax_type == "learnable" else None
+
     def _window_for(self, mask: str):
         """The module's window beside another mask: what mask types add themselves is left out."""
         left, right = self.window_size
         if "causal" in mask:
             return left, 0
         return (-1, -1) if "causal" in self.attn_mask_type and left < 0 else (left, right)
+
+    def _call(self, q, k, v, tensors, words) -> Call:
+        """What forward was called with, in canonical words."""
+        (q_format, attn_mask_type, window_size, bottom_right, max_seqlen_q, max_seqlen_kv,
+         bias_type) = words
+        (attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+         bias, alibi_slopes, offset) = tensors
+        mask = self.attn_mask_type if attn_mask_type is None else _words.mask_type(attn_mask_type)
+        window = self.window_size if window_size is None and attn_mask_type is None else \
+            _words.check_set_window_size(mask, window_size or self._window_for(mask))
+        if bottom_right is None:
+            bottom_right = self.bottom_right_diagonal
+        return Call(q, k, v, q_format, q_format, mask, window,
+                    _words.bottom_right(mask, bottom_right), attention_mask, cu_seqlens_q,
+                    cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
+                    max_seqlen_kv, None, None, _words.bias_type(bias_type), bias, alibi_slopes,
+                    self.softmax_scale, self.softmax_type, offset, self.deterministic,
+                    self.return_max_logit)
 
     def _check_heads(self, call: Call):
         heads = self.num_attention_heads // self.tp_size
@@ -209,28 +257,54 @@ class DotProductAttention(torch.nn.Module):
                 raise _words.error(f"{name}.shape", list(x.shape),
                                    f"must end with [{h}, {d}], this module's heads and head dim")
 
-    def _backend(self, call: Call, keywords: dict, layout: str | None):
-        """The module that runs; raises every reason when none can."""
-        if torch.compiler.is_compiling():
-            return self._switched_backend()
-        params = self._params(call, keywords, layout)
+    def _prepared(self, q, k, v, tensors, words, layout, checkpointing: bool):
+        """(the module that runs, its keywords but for dropout). Calls that look alike are checked
+        once, and share a selection while it is the last one or the switches stay as they were."""
+        key = _plans.key(q, k, v, tensors, (*words, layout, checkpointing, *self._settings()))
+        plan = _plans.find(key)
+        if plan is not None:
+            backend = self._selected_backend()
+            if backend is attention and plan.kernels is not None and \
+                    not (self.attention_dropout and self.training):
+                return plan.kernels, {}
+            keywords = plan.keywords or self._call(q, k, v, tensors, words).keywords(checked=True)
+            return backend, keywords
+        call = self._call(q, k, v, tensors, words)
+        keywords = call.keywords()
+        self._check_heads(call)
+        self._select(self._params(call, keywords, layout, checkpointing))
+        _plans.keep(key, keywords)
+        return self._selected_backend(), keywords
+
+    def _settings(self) -> tuple:
+        """What this module adds to a call."""
+        return (self.training, self.deterministic, self.attention_dropout, self.softmax_scale,
+                self.softmax_type, self.return_max_logit, self.num_attention_heads, self.tp_size,
+                self.num_gqa_groups_per_partition, self.hidden_size_per_attention_head_k,
+                self.hidden_size_per_attention_head_v, self.attn_mask_type, self.window_size,
+                self.bottom_right_diagonal)
+
+    def _select(self, params: AttentionParams):
+        """Writes a selection to _attention_backends; raises every reason when none can."""
         cache = _attention_backends
         if cache["attention_params"] != params:
             cache["attention_params"] = params
             cache["backend_selection_requires_update"] = True
-        if cache["backend_selection_requires_update"]:
-            *chosen, _ = dpa_utils.get_attention_backend(params)
-            cache.update(zip(("use_flash_attention", "flash_attention_backend",
-                              "use_fused_attention", "fused_attention_backend",
-                              "use_unfused_attention"), chosen))
-            selected = any(chosen[::2])
-            cache["backend_selection_requires_update"] = not selected
-            if not selected:
-                raise ValueError(_nothing_fits(_selection.why_not(params)))
-            self._announce(cache)
-        if cache["use_fused_attention"]:
-            return self.fused_attention
-        return self.flash_attention if cache["use_flash_attention"] else self.unfused_attention
+        if not cache["backend_selection_requires_update"]:
+            return
+        *chosen, _ = dpa_utils.get_attention_backend(params)
+        cache.update(zip(_plans.CHOSEN, chosen))
+        selected = any(chosen[::2])
+        cache["backend_selection_requires_update"] = not selected
+        if not selected:
+            raise ValueError(_nothing_fits(_selection.why_not(params)))
+        self._announce(cache)
+
+    def _selected_backend(self):
+        name = "fused_attention" if _attention_backends["use_fused_attention"] else \
+            "flash_attention" if _attention_backends["use_flash_attention"] else \
+            "unfused_attention"
+        return function_of(self._modules[name])
 
     def _switched_backend(self):
         """While torch.compile traces: by the switches alone, without a log. A call that tessera's
@@ -243,7 +317,8 @@ class DotProductAttention(torch.nn.Module):
                 return module
         raise ValueError(_nothing_fits(off))
 
-    def _params(self, call: Call, keywords: dict, layout: str | None) -> AttentionParams:
+    def _params(self, call: Call, keywords: dict, layout: str | None,
+                checkpointing: bool) -> AttentionParams:
         bias = keywords.get("bias")
         slopes = call.alibi_slopes
         starts = "cu_seqlens_q_padded" in keywords or "cu_seqlens_k_padded" in keywords
@@ -261,10 +336,11 @@ class DotProductAttention(torch.nn.Module):
             core_attention_bias_type=call.bias_type,
             core_attention_bias_shape=None if bias is None else _bias_shape(bias),
             core_attention_bias_requires_grad=bias is not None and bias.requires_grad,
-            pad_between_seqs=starts, attention_dropout=keywords.get("dropout_p", 0.0),
+            pad_between_seqs=starts,
+            attention_dropout=self.attention_dropout if self.training else 0.0,
             deterministic=self.deterministic, is_training=self.training,
             softmax_type=self.softmax_type, return_max_logit=self.return_max_logit,
-            device=str(call.q.device))
+            checkpoint_core_attention=checkpointing, device=str(call.q.device))
 
     def _announce(self, cache: dict):
         if cache["use_fused_attention"]:
@@ -288,10 +364,13 @@ def _nothing_fits(reasons: dict) -> str:
                       *lines])
 
 
-def _of_fp8(method: str) -> _lib.Refused:
-    return _later(method, "called", "FP8 attention", "pass 16-bit tensors")
+def _refuse(**given):
+    for name, feature, instead in (
+            ("score_mod", "score_mod", "a bias, ALiBi or an arbitrary mask may do"),
+            ("fp8_output", "FP8 attention", "leave it False")):
+        if given[name]:
+            raise _words.later(name, type(given[name]).__name__, feature, instead)
 
 
-def _later(name: str, value: str, feature: str, instead: str) -> _lib.Refused:
-    return _lib.Refused(f"DotProductAttention: {name}={value}: tessera.te does not have {feature} "
-                        f"yet; {instead}")
+def _of_fp8(method: str) -> Exception:
+    return _words.later(method, "called", "FP8 attention", "pass 16-bit tensors")

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from ...._logging import AttentionLogging
 from ...._names import missing
 from ..._words import check_set_window_size
 from ._layouts import get_qkv_format, get_qkv_layout
-from ._logging import AttentionLogging
 from ._masks import get_alibi, get_full_mask, get_padding_mask
 from ._selection import AttentionParams, flash_version, get_attention_backend
 from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
@@ -32,6 +32,11 @@ _alibi_cache = {
 }
 
 
+def _get_supported_versions(version_min, version_max) -> str:
+    """The range of versions, as TE's messages spell it."""
+    return f">= {version_min}, <= {version_max}"
+
+
 class FlashAttentionUtils:
     """FlashAttention is tessera's kernels: always installed, with everything that flash-attn 2 came
     to have in its versions. flash-attn 3 and 4 are no part of it."""
@@ -44,3 +49,15 @@ class FlashAttentionUtils:
     v3_is_installed = v3_0_0_beta = use_v3 = False
     v4_is_installed = use_v4 = False
     fa3_version = fa4_version = type(version)("0")
+    _get_supported_versions = staticmethod(_get_supported_versions)
+
+    @classmethod
+    def is_version_supported(cls, version=None) -> bool:
+        """Whether a version of FlashAttention, by default the one that is here, lies between
+        version_required and max_version."""
+        try:
+            version = cls.version if version is None else type(cls.version)(str(version))
+        except ValueError as error:
+            raise ValueError(f"FlashAttentionUtils: version={version!r}: must be a version such as "
+                             f'"{cls.version}"') from error
+        return cls.version_required <= version <= cls.max_version

@@ -7,6 +7,7 @@ import logging
 import os
 
 logger = logging.getLogger("DotProductAttention")
+fused_logger = logging.getLogger("FusedAttnFunc")
 
 
 def switch(name: str, default: int) -> int:
@@ -32,7 +33,8 @@ class AttentionLogging:
         levels = {0: logging.WARNING, 1: logging.INFO}
         AttentionLogging._log_level = levels.get(level, logging.DEBUG)
         AttentionLogging._stream_handler.setFormatter(AttentionLogging._formatter)
-        logger.setLevel(AttentionLogging._log_level)
-        if not logger.hasHandlers():
-            logger.addHandler(AttentionLogging._stream_handler)
+        for one in (logger, fused_logger):
+            one.setLevel(AttentionLogging._log_level)
+            if not one.hasHandlers():
+                one.addHandler(AttentionLogging._stream_handler)
         AttentionLogging._is_logging_setup = True

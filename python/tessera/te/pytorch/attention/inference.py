@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's key and value caches for inference, padded and paged, on the CPU and on CUDA.
+
+    params = InferenceParams(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype)
+    params.allocate_memory(layer_number)                   # once for each layer
+    params.pre_step(OrderedDict({sequence_id: new_tokens}))  # once for each step
+    out = attention(q, k, v, attn_mask_type="padding_causal", inference_params=params, ...)
+
+A sequence that a step leaves out is finished, and its room is free again. Both caches are pools of
+pages to the kernels, that of a padded cache one page a sequence: nothing is copied when sequences
+come, go or change their order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from ....torch import append_kv
+from ..._names import missing
+from .. import _words
+
+__all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"]
+__getattr__ = missing(__name__)
+
+
+class KVCacheManager:
+    """What a manager offers; custom_cache_manager= takes another class of these methods."""
+
+    def __init__(self, *_, **__):
+        self.cache: dict[int, tuple] = {}    # layer number -> (k_cache, v_cache)
+        self.sequences: OrderedDict[int, int] = OrderedDict()  # id -> tokens, with this step's
+
+    def allocate_memory(self, layer_number: int):
+        self.cache[layer_number] = (None, None)
+
+    def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
+        """{id: new tokens} -> {id: all tokens}, in the order of the step."""
+        return self.sequences
+
+    def step(self, layer_number: int, new_k, new_v, cu_new_seqlens, cu_cached_seqlens,
+             qkv_format: str):
+        """Appends; returns (k_cache, v_cache, page_table | None)."""
+        return *self.cache[layer_number], None
+
+    def reset(self):
+        self.sequences = OrderedDict()
+
+
+class _PoolManager(KVCacheManager):
+    """Pages [pages, page_size, heads, head_dim] and a table int32 [max_batch_size, pages a sequence],
+    whose first rows are the sequences of the step."""
+
+    def __init__(self, total_num_pages: int, page_size: int, num_heads: int, head_dim_k: int,
+                 dtype: torch.dtype, max_batch_size: int, max_seqlen: int,
+                 head_dim_v: int | None = None):
+        super().__init__()
+        self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
+        self.num_heads, self.dtype = num_heads, dtype
+        self.head_dim_k = head_dim_k
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.total_num_pages, self.page_size = total_num_pages, page_size
+        self.max_pages_per_seq = -(-max_seqlen // page_size)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.page_table = torch.zeros(max_batch_size, self.max_pages_per_seq, dtype=torch.int32,
+                                      device=self.device)
+        self.reset()
+
+    def reset(self):
+        super().reset()
+        self._pages: dict[int, list[int]] = {}  # of each sequence
+        self._free = list(range(self.total_num_pages - 1, -1, -1))
+
+    def allocate_memory(self, layer_number: int):
+        self.cache[layer_number] = tuple(
+            torch.zeros(self.total_num_pages, self.page_size, self.num_heads, d, dtype=self.dtype,
+                        device=self.device) for d in (self.head_dim_k, self.head_dim_v))
+
+    def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
+        lengths = OrderedDict((id, self.sequences.get(id, 0) + new) for id, new in step_dict.items())
+        for id, length in lengths.items():
+            if length > self.max_seqlen:
+                raise ValueError(f"InferenceParams: sequence {id} comes to {length} tokens: must be at "
+                                 f"most max_sequence_length={self.max_seqlen}")
+        self._reserve(lengths)
+        self.sequences = lengths
+        rows = [pages + [0] * (self.max_pages_per_seq - len(pages))
+                for pages in (self._pages[id] for id in lengths)]
+        if rows:
+            self.page_table[:len(rows)].copy_(_uploaded(rows, self.device), non_blocking=True)
+        return lengths
+
+    def _reserve(self, lengths: OrderedDict):
+        """Frees the pages of sequences that are gone and takes those that are missing, or raises and
+        changes nothing."""
+        gone = [id for id in self._pages if id not in lengths]
+        free = len(self._free) + sum(len(self._pages[id]) for id in gone)
+        missing = {id: max(-(-length // self.page_size) - len(self._pages.get(id, ())), 0)
+                   for id, length in lengths.items()}
+        if sum(missing.values()) > free:
+            wanting = [id for id, pages in missing.items() if pages]
+            raise ValueError(f"InferenceParams: sequences {wanting} need {sum(missing.values())} pages of "
+                             f"{self.page_size} tokens: {free} are free; finish a sequence, or give a larger "
+                             "total_num_pages")
+        for id in gone:
+            self._free += reversed(self._pages.pop(id))
+        for id, pages in missing.items():
+            taken = [self._free.pop() for _ in range(pages)]
+            self._pages.setdefault(id, []).extend(taken)
+
+    def append(self, layer_number: int, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format):
+        """Appends; returns (k_pool, v_pool, page_table [b, pages])."""
+        if layer_number not in self.cache:
+            raise ValueError(f"InferenceParams: layer_number={layer_number}: has no cache; call "
+                             "allocate_memory(layer_number) first")
+        k_pool, v_pool = self.cache[layer_number]
+        b = len(self.sequences)
+        table = self.page_table[:b]
+        new = cu_new_seqlens[:b + 1]
+        lengths = {"cu_seqlens": new} if qkv_format == "thd" else {"seqlens_q": new.diff()}
+        with torch.no_grad():
+            append_kv(new_k.detach(), new_v.detach(), k_pool, v_pool,
+                      cu_cached_seqlens[:b + 1].diff() - new.diff(), layout=qkv_format,
+                      page_table=table, **_scales(k_pool, new_k), **lengths)
+        return k_pool, v_pool, table
+
+
+class NonPagedKVCacheManager(_PoolManager):
+    """Caches [max_batch_size, max_seqlen, heads, head_dim], a row a sequence for as long as it lives."""
+
+    def __init__(self, max_batch_size: int, max_seqlen: int, num_heads: int, head_dim_k: int,
+                 dtype: torch.dtype, head_dim_v: int | None = None):
+        super().__init__(max_batch_size, max_seqlen, num_heads, head_dim_k, dtype, max_batch_size,
+                         max_seqlen, head_dim_v)
+
+    def step(self, layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format):
+        """(k_cache [b, s, h, d], v_cache, None), a row a sequence in the order of the step: views where
+        the rows of the cache are in that order already, copies where they are not."""
+        k, v, table = self.append(layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens,
+                                  qkv_format)
+        rows = [self._pages[id][0] for id in self.sequences if self._pages[id]]
+        if rows == list(range(len(self.sequences))):
+            return k[:len(rows)], v[:len(rows)], None
+        return k[table[:, 0].long()], v[table[:, 0].long()], None
+
+
+class PagedKVCacheManager(_PoolManager):
+    """Caches [total_num_pages, page_size, heads, head_dim] and a page table."""
+
+    step = _PoolManager.append
+
+
+class InferenceParams:
+    """What a model keeps between the steps of inference.
+
+    max_batch_size sequences of at most max_sequence_length tokens, of num_heads_kv heads of
+    head_dim_k and head_dim_v (default head_dim_k) elements of `dtype`. is_paged keeps them in
+    total_num_pages (default: as many as all sequences can need) pages of page_size tokens. qkv_format is
+    what the model computes in. max_ctx_len bounds the new tokens of a sequence of a step. A
+    torch.float8_e4m3fn cache has scales of 1.
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int = 16,
+                 head_dim_k: int = 64, dtype: torch.dtype = None, head_dim_v: int | None = None,
+                 is_paged: bool = False, total_num_pages: int | None = None,
+                 page_size: int | None = None, max_ctx_len: int | None = None,
+                 qkv_format: str = "bshd", custom_cache_manager: type | None = None):
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.is_paged, self.page_size = is_paged, page_size
+        self.max_ctx_len = max_sequence_length if max_ctx_len is None else max_ctx_len
+        self.qkv_format = _words.qkv_format(qkv_format)
+        self.cache_qkv_format = "bshd"
+        self.input_qkv_format = self.qkv_format
+        sizes = dict(num_heads=num_heads_kv, head_dim_k=head_dim_k, dtype=self.dtype,
+                     max_batch_size=max_batch_size, max_seqlen=max_sequence_length,
+                     head_dim_v=self.head_dim_v)
+        if is_paged:
+            sizes.update(total_num_pages=self._check_pages(total_num_pages), page_size=page_size)
+        manager = custom_cache_manager or (PagedKVCacheManager if is_paged else
+                                           NonPagedKVCacheManager)
+        self.cache_manager = manager(**sizes)
+        device = getattr(self.cache_manager, "device", None) or \
+            torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.cu_seqlens_q = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=device)
+        self.cu_seqlens_kv = torch.zeros_like(self.cu_seqlens_q)
+        self.reset()
+
+    def _check_pages(self, total_num_pages: int | None) -> int:
+        if not self.page_size or self.page_size < 1 or self.max_sequence_length % self.page_size:
+            raise ValueError(f"InferenceParams: page_size={self.page_size}: must divide "
+                             f"max_sequence_length={self.max_sequence_length}")
+        self.total_num_pages = self.max_batch_size * (self.max_sequence_length // self.page_size) \
+            if total_num_pages is None else total_num_pages
+        return self.total_num_pages
+
+    def reset(self):
+        """Forgets all sequences; the memory stays."""
+        self.sequences: OrderedDict[int, int] = OrderedDict()
+        self.sequences_pre_step: OrderedDict[int, int] = OrderedDict()
+        self.batch_size = 0
+        self.max_seqlen_q = 0
+        self.cache_manager.reset()
+
+    def allocate_memory(self, layer_number: int):
+        self.cache_manager.allocate_memory(layer_number)
+
+    def pre_step(self, step_dict: OrderedDict):
+        """Plans a step of {sequence id: new tokens}; sequences that it leaves out are finished.
+        ValueError, with everything as it was: too many sequences or tokens, too few pages."""
+        if len(step_dict) > self.max_batch_size:
+            raise ValueError(f"InferenceParams: step_dict has {len(step_dict)} sequences: must be at most "
+                             f"max_batch_size={self.max_batch_size}")
+        for id, new in step_dict.items():
+            if not 0 <= new <= self.max_ctx_len:
+                raise ValueError(f"InferenceParams: step_dict[{id}]={new}: must be from 0 to "
+                                 f"max_ctx_len={self.max_ctx_len}")
+        self.sequences = self.cache_manager.pre_step(OrderedDict(step_dict))
+        self.sequences_pre_step = OrderedDict((id, length - step_dict[id])
+                                              for id, length in self.sequences.items())
+        self.batch_size = len(step_dict)
+        self.max_seqlen_q = max(step_dict.values(), default=0)
+        for cu_seqlens, lengths in ((self.cu_seqlens_q, step_dict.values()),
+                                    (self.cu_seqlens_kv, self.sequences.values())):
+            cu_seqlens.copy_(_uploaded(_cumulated(lengths, self.max_batch_size), cu_seqlens.device),
+                             non_blocking=True)
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """int32 [b]: tokens of each sequence before this step."""
+        return torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32,
+                            device=self.cu_seqlens_q.device)
+
+    def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str):
+        """Appends a layer's new keys and values, [b, s, h, d], [s, b, h, d] or [t, h, d]; returns
+        (k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, qkv_format), the last as
+        "thd_2bshd"."""
+        self.input_qkv_format = _words.qkv_format(qkv_format)
+        k, v, self._table = self.cache_manager.step(layer_number, new_k, new_v, self.cu_seqlens_q,
+                                                    self.cu_seqlens_kv, qkv_format)
+        merged = qkv_format if qkv_format == "bshd" else f"{qkv_format}_2bshd"
+        return k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, merged
+
+    def append(self, layer_number: int, new_k, new_v, qkv_format: str):
+        """step() as DotProductAttention wants it: (k, v, page_table, cu_seqlens_q [b + 1],
+        cu_seqlens_kv [b + 1]), page_table None where a custom manager has none."""
+        manager = self.cache_manager
+        append = getattr(manager, "append", manager.step)
+        k, v, table = append(layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv,
+                             qkv_format)
+        cut = slice(0, self.batch_size + 1)
+        return k, v, table, self.cu_seqlens_q[cut], self.cu_seqlens_kv[cut]
+
+    def convert_paged_to_nonpaged(self, layer_number: int):
+        """(k, v) [b, max_sequence_length, h, d] of the sequences of this step, as copies."""
+        table = self.cache_manager.page_table[:self.batch_size].long()
+        return tuple(cache[table].flatten(1, 2) for cache in self.cache_manager.cache[layer_number])
+
+
+def _cumulated(lengths, most: int) -> list[int]:
+    """[0, a, a + b, ...], filled up to most + 1 with the last."""
+    total, cumulated = 0, [0]
+    for length in lengths:
+        total += length
+        cumulated.append(total)
+    return cumulated + [total] * (most + 1 - len(cumulated))
+
+
+def _uploaded(values, device) -> torch.Tensor:
+    """int32 on its way to `device`, without a wait."""
+    on_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=torch.int32, pin_memory=on_cuda)
+
+
+def _scales(pool, new) -> dict:
+    if pool.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return {}
+    ones = new.new_ones(pool.shape[2], dtype=torch.float32)
+    return {"k_scale": ones, "v_scale": ones}

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's smaller promises: fields of AttentionParams, versions, tracing, gradients of off-by-one."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tessera.te.pytorch import DotProductAttention  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
+    _attention_backends, _selection, utils)
+from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
+from te_oracle import HEADS, Problem, fresh_selection  # noqa: E402,F401
+
+pytestmark = pytest.mark.usefixtures("fresh_selection")
+
+
+@pytest.mark.parametrize("given, reason", [
+    (dict(has_score_mod=True), "score_mod"), (dict(has_score_mod_bprop=True), "score_mod"),
+    (dict(fp8_output=True), "FP8"), (dict(cp_size=2, context_parallel=True), None),
+    (dict(cp_size=1, checkpoint_core_attention=True), None)], ids=str)
+def test_what_a_selection_is_told(given, reason):
+    chosen = _selection.select(utils.AttentionParams(device="cpu", **given))
+    assert chosen.selected == (None if reason else "FusedAttention")
+    for name in _selection.NAMES if reason else ():
+        assert reason in chosen.reasons[name][0]
+
+
+def test_the_module_tells_a_selection_of_checkpointing():
+    q = torch.randn(3, 1, 2, 8)
+    for checkpointing in (True, False):
+        DotProductAttention(2, 8)(q, q, q, checkpoint_core_attention=checkpointing)
+        params = _attention_backends["attention_params"]
+        assert params.checkpoint_core_attention == checkpointing
+
+
+def test_versions_of_flash_attention():
+    flash = utils.FlashAttentionUtils
+    assert flash.is_version_supported() and flash.is_version_supported(str(flash.version))
+    assert not flash.is_version_supported("0.0.1") and not flash.is_version_supported("999")
+    assert utils._get_supported_versions("2.1.1", "2.8") == ">= 2.1.1, <= 2.8"
+    assert flash._get_supported_versions("1", "2") == ">= 1, <= 2"
+    with pytest.raises(ValueError, match="version='two'"):
+        flash.is_version_supported("two")
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+@pytest.mark.parametrize("switch", [None, "NVTE_FUSED_ATTN"])
+def test_a_selection_is_traced(switch, made_inside, monkeypatch):
+    if switch:
+        monkeypatch.setenv(switch, "0")
+    torch._dynamo.reset()
+    given = dict(qkv_dtype=torch.float32, qkv_layout="bshd_bshd_bshd", device="cpu",
+                 attn_mask_type="causal", window_size=(4, 0), max_seqlen_q=32)
+    outside = utils.AttentionParams(**given)
+
+    def ask(x):
+        params = utils.AttentionParams(**given) if made_inside else outside
+        flash, _, use_fused, sub, unfused, available = utils.get_attention_backend(params)
+        if use_fused:
+            x = x + int(sub)
+        return x + 2 * flash + 4 * unfused + 8 * sum(available)
+
+    x = torch.zeros(3)
+    assert torch.equal(torch.compile(ask, fullgraph=True, backend="eager")(x), ask(x))
+    assert utils.get_attention_backend(outside)[2] == (switch is None)
+
+
+@pytest.mark.parametrize("off", [(), ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")], ids=["fused", "unfused"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_off_by_one_has_a_gradient_when_asked_for(wanted, off, monkeypatch):
+    for name in off:
+        monkeypatch.setenv(name, "0")
+    p = Problem("causal", softmax="learnable")
+    p.offset.zero_()
+    module = DotProductAttention(HEADS, p.dqk, qkv_format="bshd", softmax_type="off-by-one")
+    module.softmax_offset.requires_grad = wanted
+    q = p.q.clone().requires_grad_()
+    out = module(q, p.k, p.v)
+    (out.unflatten(-1, (HEADS, p.dv)) * p.do).sum().backward()
+    expected = p.expected()
+    torch.testing.assert_close(q.grad.double(), expected["dq"], rtol=2e-5, atol=2e-5)
+    if not wanted:
+        assert module.softmax_offset.grad is None
+        return
+    assert not dict(module.named_parameters())
+    torch.testing.assert_close(module.softmax_offset.grad.double(), expected["doffset"],
+                               rtol=2e-5, atol=2e-5)
+
+
+def test_fused_attn_bwd_of_off_by_one():
+    p = Problem("causal", softmax="off-by-one")
+    p.offset.zero_()
+    offset = p.offset.view(1, HEADS, 1, 1)
+    options = dict(attn_scale=1 / math.sqrt(p.dqk), qkv_layout="bshd_bshd_bshd", o_format="bshd",
+                   attn_mask_type="causal", softmax_type="off-by-one")
+    lengths = p.sq, p.sk, None, None
+    out, aux = fused.fused_attn_fwd(True, *lengths, p.q, p.k, p.v, p.q.dtype, 1,
+                                    softmax_offset=offset, **options)
+    assert aux[2] is offset
+    *_, doffset = fused.fused_attn_bwd(*lengths, p.q, p.k, p.v, out, p.do, p.q.dtype, aux, 1,
+                                       do_format="bshd", dqkv_layout="bshd_bshd_bshd", **options)
+    p.softmax = "learnable"
+    expected = p.expected()
+    torch.testing.assert_close(out.double(), expected["out"], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(doffset.flatten().double(), expected["doffset"], rtol=2e-5,
+                               atol=2e-5)
+    out, aux = fused.fused_attn_fwd(True, *lengths, p.q, p.k, p.v, p.q.dtype, 1, **options)
+    assert len(aux) == 2
+    torch.testing.assert_close(out.double(), expected["out"], rtol=2e-5, atol=2e-5)

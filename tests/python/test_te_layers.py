@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's MultiheadAttention and TransformerLayer against PyTorch's own operators, in fp64."""
+
+from collections import OrderedDict
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F  # noqa: E402
+
+from tessera.te.pytorch import (  # noqa: E402
+    InferenceParams, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer,
+    apply_rotary_pos_emb)
+
+HIDDEN, H, G, D = 24, 6, 3, 4
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def named(module):
+    return {name for name, _ in module.named_parameters()}
+
+
+def norm(module, x, prefix="layer_norm_", zero_centered=False):
+    weight = getattr(module, f"{prefix}weight") + zero_centered
+    bias = getattr(module, f"{prefix}bias")
+    if bias is None:
+        return F.rms_norm(x, (x.shape[-1],), weight, module.eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, module.eps)
+
+
+def sdpa(q, k, v, causal):
+    """[b, s, h, d] -> [b, s, h * d]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return o.transpose(1, 2).flatten(2)
+
+
+def by_hand(module, x, causal=True, rope=None, source=None):
+    """A MultiheadAttention of layout bshd from the names of its parameters."""
+    first = next(getattr(module, name) for name in ("layernorm_qkv", "qkv", "layernorm_query", "query_layer")
+                 if hasattr(module, name))
+    if hasattr(first, "layer_norm_weight"):
+        x = norm(first, x, zero_centered=first.zero_centered_gamma)
+
+    def heads(projection, x, part):
+        if hasattr(projection, f"{part}_weight"):
+            y = F.linear(x, getattr(projection, f"{part}_weight"), getattr(projection, f"{part}_bias"))
+            return y.unflatten(-1, (-1, D))
+        y = F.linear(x, projection.weight, projection.bias)
+        parts = ["query"] * (H // G) + ["key", "value"]
+        if module.attention_type == "cross":
+            parts = ["query"] if part == "query" else ["key", "value"]
+        if parts == ["query"]:
+            return y.unflatten(-1, (-1, D))
+        at = [i for i, name in enumerate(parts) if name == part]
+        if module.qkv_weight_interleaved:
+            return y.unflatten(-1, (G, len(parts), D))[..., at, :].flatten(-3, -2)
+        return y.unflatten(-1, (len(parts), G, D))[..., at, :, :].flatten(-3, -2)
+
+    kv = first if source is None else module.key_value
+    source = x if source is None else source
+    q, k, v = heads(first, x, "query"), heads(kv, source, "key"), heads(kv, source, "value")
+    if module.qk_norm_before_rope:
+        q, k = module.q_norm(q), module.k_norm(k)
+    if rope is not None:
+        q, k = (apply_rotary_pos_emb(y, rope, "bshd", interleaved=module.rotary_pos_interleaved)
+                for y in (q, k))
+    if not module.qk_norm_before_rope:
+        q, k = module.q_norm(q), module.k_norm(k)
+    return F.linear(sdpa(q, k, v, causal), module.proj.weight, module.proj.bias)
+
+
+OPTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "fused": {"fuse_qkv_params": True},
+    "fused, apart": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "norm": {"input_layernorm": True},
+    "norm, fused": {"input_layernorm": True, "fuse_qkv_params": True, "normalization": "RMSNorm"},
+    "zero-centred": {"input_layernorm": True, "zero_centered_gamma": True},
+    "L2": {"qk_norm_type": "L2Normalization"},
+    "norms before rope": {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True},
+    "layer norms of heads": {"qk_norm_type": "LayerNorm", "rotary_pos_interleaved": True},
+}
+
+
+def attention(**options):
+    module = MultiheadAttention(HIDDEN, H, num_gqa_groups=G, attention_dropout=0.0, qkv_format="bshd",
+                                **options)
+    for parameter in module.parameters():  # norms at 1 and 0 would hide a mistake
+        torch.nn.init.normal_(parameter, 0.3, 0.5)
+    return module
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_multihead_attention(name, kind):
+    module = attention(**OPTIONS[name], attention_type=kind,
+                       attn_mask_type="causal" if kind == "self" else "no_mask")
+    x = torch.randn(2, 5, HIDDEN, requires_grad=True)
+    source = None if kind == "self" else torch.randn(2, 7, HIDDEN)
+    rope = RotaryPositionEmbedding(D, interleaved=module.rotary_pos_interleaved)(8) if "rope" in name or \
+        "heads" in name else None
+    expected = by_hand(module, x, kind == "self", rope, source)
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *module.parameters()])
+    # The kernels compute in fp32 at most.
+    small, x32 = module.float(), x.detach().float().requires_grad_()
+    out = small(x32, encoder_output=None if source is None else source.float(), rotary_pos_emb=rope)
+    got = torch.autograd.grad(out.square().sum(), [x32, *small.parameters()])
+    # Some gradients are sums that cancel (that of the keys' bias is 0): others say what is small.
+    largest = max(float(gradient.abs().max()) for gradient in wanted)
+    torch.testing.assert_close(out.detach().double(), expected.detach(), rtol=2e-4, atol=1e-4)
+    for ours, theirs in zip(got, wanted):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=2e-4, atol=2e-5 * largest)
+
+
+def test_names_are_tes():
+    assert named(attention()) == {
+        f"{layer}{kind}" for kind in ("weight", "bias")
+        for layer in ("qkv.query_", "qkv.key_", "qkv.value_", "proj.")}
+    assert named(attention(fuse_qkv_params=True, input_layernorm=True, qk_norm_type="RMSNorm")) == {
+        "layernorm_qkv.layer_norm_weight", "layernorm_qkv.layer_norm_bias", "layernorm_qkv.weight",
+        "layernorm_qkv.bias", "proj.weight", "proj.bias", "q_norm.weight", "k_norm.weight"}
+    assert named(attention(attention_type="cross", bias=False)) == {
+        "query_layer.weight", "key_value.key_weight", "key_value.value_weight", "proj.weight"}
+    layer = TransformerLayer(HIDDEN, 48, H, layer_type="decoder", fuse_qkv_params=True, bias=False,
+                             normalization="RMSNorm", output_layernorm=True)
+    assert named(layer) == {
+        "self_attention.qkv.weight", "self_attention.proj.weight",
+        "inter_attention.layernorm_query.layer_norm_weight", "inter_attention.layernorm_query.weight",
+        "inter_attention.key_value.weight", "inter_attention.proj.weight", "layernorm.weight",
+        "layernorm_mlp.layer_norm_weight", "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight"}
+
+
+def test_a_state_dict_with_fp8_state_loads():
+    layer = TransformerLayer(HIDDEN, 48, H)
+    state = {name: value for name, value in layer.state_dict().items() if "_extra_state" not in name}
+    layer.load_state_dict(state)
+    state["layernorm_mlp._extra_state"] = torch.arange(3, dtype=torch.uint8)
+    layer.load_state_dict(state)
+    assert layer.state_dict()["layernorm_mlp._extra_state"].tolist() == [0, 1, 2]
+
+
+def test_returns():
+    module = attention(input_layernorm=True, return_bias=True, return_layernorm_output=True)
+    x = torch.randn(2, 5, HIDDEN)
+    out, bias, normed = module.float()(x.float())
+    assert bias is module.proj.bias
+    torch.testing.assert_close(normed, norm(module.layernorm_qkv, x.float()))
+    whole = attention(input_layernorm=True).float()
+    whole.load_state_dict(module.state_dict())
+    torch.testing.assert_close(out + bias, whole(x.float()))
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x), "srelu": lambda x: F.relu(x) ** 2}
+
+
+def mlp(module, x):
+    x = norm(module, x)
+    y = F.linear(x, module.fc1_weight, module.fc1_bias)
+    name = module.activation
+    gated = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "qgeglu": "qgelu", "sreglu": "srelu"}
+    if name in gated:
+        a, b = y.chunk(2, -1)
+        y = ACTIVATIONS[gated[name]](a) * b
+    elif name == "glu":
+        a, b = y.chunk(2, -1)
+        y = a.sigmoid() * b
+    else:
+        y = ACTIVATIONS[name](y)
+    return F.linear(y, module.fc2_weight, module.fc2_bias), x
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "geglu", "reglu", "swiglu", "qgeglu", "sreglu", "glu"])
+def test_encoder_layer(activation):
+    layer = TransformerLayer(HIDDEN, 40, H, G, hidden_dropout=0.0, attention_dropout=0.0,
+                             attn_input_format="bshd", activation=activation).float()
+    x = torch.randn(2, 5, HIDDEN).float()
+    y = x + by_hand(layer.self_attention, x)
+    torch.testing.assert_close(layer(x), y + mlp(layer.layernorm_mlp, y)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_other_shapes_of_a_layer():
+    common = dict(num_gqa_groups=G, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd")
+    x, source = torch.randn(2, 2, 5, HIDDEN).float()
+    layer = TransformerLayer(HIDDEN, 40, H, **common, parallel_attention_mlp=True).float()
+    torch.testing.assert_close(
+        layer(x), x + by_hand(layer.self_attention, x) + mlp(layer.layernorm_mlp, x)[0],
+        rtol=1e-4, atol=1e-5)
+    layer = TransformerLayer(HIDDEN, 40, H, **common, output_layernorm=True).float()
+    y = x + by_hand(layer.self_attention, x)
+    torch.testing.assert_close(layer(x), norm(layer.layernorm, y + mlp(layer.layernorm_mlp, y)[0], ""),
+                               rtol=1e-4, atol=1e-5)
+    layer = TransformerLayer(HIDDEN, 40, H, **common,
+                             apply_residual_connection_post_layernorm=True).float()
+    y = norm(layer.self_attention.layernorm_qkv, x) + by_hand(layer.self_attention, x)
+    z, normed = mlp(layer.layernorm_mlp, y)
+    torch.testing.assert_close(layer(x), normed + z, rtol=1e-4, atol=1e-5)
+    layer = TransformerLayer(HIDDEN, 40, H, **common, layer_type="decoder").float()
+    y = x + by_hand(layer.self_attention, x)
+    y = y + by_hand(layer.inter_attention, y, False, source=source)
+    torch.testing.assert_close(layer(x, encoder_output=source), y + mlp(layer.layernorm_mlp, y)[0],
+                               rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_and_drop_path_are_for_training():
+    layer = TransformerLayer(HIDDEN, 40, H, hidden_dropout=0.5, attention_dropout=0.1,
+                             drop_path_rate=0.5).float()
+    x = torch.randn(5, 2, HIDDEN).float()
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "thd"])
+def test_step_by_step_is_the_whole(qkv_format):
+    """Two layers with rotary embedding over caches give what the whole sequences give."""
+    layers = [TransformerLayer(HIDDEN, 40, H, G, hidden_dropout=0.0, attention_dropout=0.0,
+                               attn_input_format=qkv_format, layer_number=number,
+                               self_attn_mask_type="padding_causal").float().eval() for number in (1, 2)]
+    freqs = RotaryPositionEmbedding(D)(32)
+    x = torch.randn(2, 9, HIDDEN).float()
+    params = InferenceParams(2, 32, G, D, torch.float32, qkv_format=qkv_format)
+    for layer in layers:
+        params.allocate_memory(layer.self_attention.layer_number)
+
+    def run(y, inference_params=None, **lengths):
+        for layer in layers:
+            y = layer(y, rotary_pos_emb=freqs, inference_params=inference_params, **lengths)
+        return y
+
+    def laid_out(y):
+        return {"bshd": y, "sbhd": y.transpose(0, 1), "thd": y.flatten(0, 1)}[qkv_format]
+
+    with torch.no_grad():
+        cu_seqlens = torch.tensor([0, 9, 18], dtype=torch.int32)
+        whole = run(laid_out(x), cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                    **({"max_seqlen_q": 9, "max_seqlen_kv": 9} if qkv_format == "thd" else {}))
+        parts, at = [], 0
+        for count in (4, 1, 1, 3):
+            params.pre_step(OrderedDict([(0, count), (1, count)]))
+            out = run(laid_out(x[:, at:at + count]), params)
+            parts.append({"bshd": out, "sbhd": out.transpose(0, 1),
+                          "thd": out.unflatten(0, (2, -1)) if qkv_format == "thd" else out}[qkv_format])
+            at += count
+    torch.testing.assert_close(laid_out(torch.cat(parts, 1)), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"tp_size": 2}, {"sequence_parallel": True},
+                                   {"fuse_wgrad_accumulation": True}])
+@pytest.mark.parametrize("make", [lambda **given: MultiheadAttention(HIDDEN, H, **given),
+                                  lambda **given: TransformerLayer(HIDDEN, 40, H, **given)])
+def test_what_distributes_is_refused_by_name(make, given):
+    with pytest.raises(NotImplementedError, match=next(iter(given))):
+        make(**given)
+
+
+def test_bad_arguments():
+    for make, text in ((lambda: MultiheadAttention(HIDDEN, H, attention_type="both"), "attention_type='both'"),
+                       (lambda: MultiheadAttention(HIDDEN, H, qk_norm_type="max"), "qk_norm_type='max'"),
+                       (lambda: MultiheadAttention(HIDDEN, H, normalization="Batch",
+                                                   input_layernorm=True), "normalization='Batch'"),
+                       (lambda: TransformerLayer(HIDDEN, 40, H, layer_type="middle"), "layer_type='middle'"),
+                       (lambda: TransformerLayer(HIDDEN, 40, H, activation="tan"), "activation='tan'"),
+                       (lambda: TransformerLayer(HIDDEN, 40, H, parallel_attention_mlp=True,
+                                                 layer_type="decoder"), "parallel_attention_mlp")):
+        with pytest.raises(ValueError, match=text):
+            make()
+    with pytest.raises(ValueError, match="encoder_output=None"):
+        attention(attention_type="cross")(torch.randn(1, 2, HIDDEN))
