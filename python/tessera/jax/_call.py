@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call as JAX's transformations see it, from the outside in:
+
+    jit                  ours, so that an eager call is one program
+    shard_map            for axes of type Explicit (_partition)
+    custom_vjp           the backward pass is a call of its own, for the gradients that are wanted
+    custom_vmap          one call for all examples (_vmap)
+    custom_partitioning  batch and heads are split over a mesh without communication (_partition)
+    the primitive        is lowered to the custom call of its platform; only here a platform is known,
+                         so only here a backend may refuse
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _lib
+from . import _arrays, _binding, _partition, _vmap
+from ._spec import DIFFERENTIABLE, Spec
+
+_ARCHS = (80, 89, 90, 100, 120)  # of CUDA devices, where none is at hand
+
+# ---- the primitive ----
+
+_call_p = Primitive("tessera_attention")
+_call_p.multiple_results = True
+
+
+@_call_p.def_abstract_eval
+def _(*avals, spec: Spec):
+    first = avals[0]
+    everywhere = NamedSharding(first.sharding.mesh, PartitionSpec())
+    return [first.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=everywhere)
+            for x in spec.results(avals)]
+
+
+@_call_p.def_impl
+def _(*operands, spec: Spec):
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_call_p.bind, spec=spec))(*operands)
+
+
+def _lower_cpu(ctx, *operands, spec: Spec):
+    if not _arrays.is_symbolic(ctx.avals_in):
+        spec.prepare(ctx.avals_in, _lib.CPU_DEVICE)
+    return _custom_call(ctx, operands, spec)
+
+
+def _lower_cuda(ctx, *operands, spec: Spec):
+    if _arrays.is_symbolic(ctx.avals_in):
+        raise _lib.Refused(f"tessera.{spec.operation}: q.shape=symbolic: on CUDA the workspace must be "
+                           "known when a program is lowered; give constant shapes")
+    size = _workspace(spec, ctx.avals_in, _archs(ctx.module_context))
+    workspace = jax.core.ShapedArray((size,), np.dtype(np.uint8))
+    return _custom_call(ctx.replace(avals_out=[*ctx.avals_out, workspace]), operands, spec)[:-1]
+
+
+def _lower_elsewhere(ctx, *_, spec: Spec):
+    raise _lib.Refused(f"tessera.{spec.operation}: platform={ctx.module_context.platforms[0]!r}: must "
+                       "be cpu or cuda")
+
+
+def _custom_call(ctx, operands, spec: Spec):
+    return jax.ffi.ffi_lowering(_binding.ATTENTION)(ctx, *operands, **_binding.attributes(spec))
+
+
+mlir.register_lowering(_call_p, _lower_elsewhere)
+mlir.register_lowering(_call_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(_call_p, _lower_cuda, platform="cuda")
+
+
+def _archs(context) -> tuple[int, ...]:
+    """Compute capabilities, 90 for 9.0, that a program is lowered for; all that are known, if nothing
+    says which."""
+    devices = getattr(context.axis_context, "device_assignment", None)
+    if devices is None:
+        try:
+            devices = jax.local_devices(backend="cuda")
+        except RuntimeError:
+            devices = ()
+    texts = {getattr(device, "compute_capability", None) for device in devices} - {None}
+    return tuple(sorted(int(text.replace(".", "")) for text in texts)) or _ARCHS
+
+
+def _workspace(spec: Spec, operands, archs) -> int:
+    sizes, refusals = [], []
+    for arch in archs:
+        try:
+            sizes.append(spec.prepare(operands, _lib.Device(kind=_lib.CUDA, arch=arch)))
+        except _lib.Refused as refusal:
+            refusals.append(refusal)
+    if not sizes:
+        raise refusals[0]
+    return max(sizes)
+
+
+# ---- examples and shards ----
+
+def apply(spec: Spec, operands) -> list[jax.Array]:
+    """The results of the call, without gradients."""
+    operands = aligned(operands)
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    call = jax.custom_batching.custom_vmap(_partitioned(spec, mesh))
+    call.def_vmap(functools.partial(_vmap.rule, apply, spec))
+    return call(*operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _partitioned(spec: Spec, mesh):
+    return _partition.partitioned(spec, mesh, functools.partial(_call_p.bind, spec=spec))
+
+
+def aligned(operands) -> list[jax.Array]:
+    """The operands, varying over the same manual axes of a mesh. Where one is made to vary, its
+    gradient becomes the sum over the axis."""
+    varying = [_varying(x) for x in operands]
+    union = frozenset().union(*varying)
+    return [x if own == union else jax.lax.pcast(x, tuple(union - own), to="varying")
+            for x, own in zip(operands, varying)]
+
+
+def _varying(x) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+# ---- gradients ----
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(spec: Spec, *operands):
+    return apply(spec, operands)
+
+
+def _attention_forward(spec: Spec, *operands):
+    values = [x.value for x in operands]
+    wanted = sum(1 << i for i, x in enumerate(operands) if x.perturbed)
+    results = _once(spec, *values)
+    results[:2] = (checkpoint_name(x, "tessera_attention") for x in results[:2])
+    # JAX caches this function's jaxpr for each set of perturbed inputs, but keeps the structure of the
+    # residuals of the last trace: what is wanted may be in the shape of a residual only.
+    return results, (values, *results[:2], jnp.zeros((wanted, 0), bool))
+
+
+def _attention_backward(spec: Spec, residuals, cotangents):
+    operands, o, lse, bits = residuals
+    differentiable = {operand for operand, index, _, _ in spec.inputs if index in DIFFERENTIABLE}
+    wanted = tuple(i for i in sorted(differentiable) if bits.shape[0] >> i & 1)
+    do, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents[:2])
+    gradients = [None] * len(operands)
+    if wanted and not (do is None and dlse is None):
+        do = jnp.zeros_like(o) if do is None else do
+        rows = (do, o, lse) + (() if dlse is None else (dlse,))
+        backward = spec.backward(wanted, dlse is not None)
+        for i, gradient in zip(wanted, gradients_of(backward, *rows, *operands)):
+            gradients[i] = gradient
+    return tuple(gradients)
+
+
+_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _once(spec: Spec, *operands):
+    """A call that is the end of differentiation: of a backward pass, or of the forward pass in a
+    program that was differentiated."""
+    return apply(spec, operands)
+
+
+def _no_second_derivative(spec: Spec, *_):
+    raise _lib.Refused(f"tessera.{spec.operation}: the gradient has no derivative of its own yet; "
+                       "differentiate once")
+
+
+_once.defvjp(_no_second_derivative, _no_second_derivative)
+
+
+# ---- what front ends call ----
+
+@functools.partial(jax.jit, static_argnums=0)
+def attention_of(spec: Spec, *operands) -> list[jax.Array]:
+    """[o, lse, max_logit?]"""
+    return _partition.explicit(spec, lambda *own: _attention(spec, *aligned(own)), operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradients_of(spec: Spec, *operands) -> list[jax.Array]:
+    """The gradients of a Spec of the backward pass."""
+    return _partition.explicit(spec, lambda *own: _once(spec, *aligned(own)), operands)

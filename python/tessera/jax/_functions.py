@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call: keywords in, a Spec and its operands out.
+
+A call with options, dtypes and shapes that were seen before costs one look-up; others are described by
+_args, which knows what to say."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from .. import _args, _explain, _keywords, _lib, _numpy, _prepared
+from .._attention import Gradients
+from .._documented import documented
+from . import _arrays, _binding, _call
+from ._spec import Described
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+FORWARD = {name: row for name, row in _keywords.FORWARD.items() if name != "out"}
+BACKWARD = _keywords.BACKWARD
+_DETERMINISTIC = (None, "None follows --xla_gpu_deterministic_ops and "
+                  "--xla_gpu_exclude_nondeterministic_ops of XLA_FLAGS; the CPU always is.")
+_RNG_STATE = (None, "A JAX key, typed or raw, uint32 [2] or [4], is taken too.")
+_OPTIONS = {name for name, row in _keywords.ALL.items()
+            if isinstance(row, _keywords.Option) and name != "align"}  # which may be an array
+_MAX_KEPT = 512
+_ASKED_DETERMINISTIC = any(
+    f"--xla_gpu_{name}=true" in os.environ.get("XLA_FLAGS", "").split()
+    for name in ("deterministic_ops", "exclude_nondeterministic_ops"))
+# What libtessera looks into before it computes, on the CPU.
+_WITH_VALUES = {name for name, row in _keywords.ALL.items() if isinstance(row, _keywords.Tensor)} - \
+    {"bias", "keep", "drop", "rng_state"}
+
+_kept: dict[tuple, Described] = {}
+jax.tree_util.register_dataclass(Gradients, [field.name for field in dataclasses.fields(Gradients)], [])
+
+
+@documented(FORWARD, jax.Array, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keywords.Forward]
+              ) -> jax.Array | tuple[jax.Array, ...]:
+    """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
+
+    q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
+    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
+    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk. Each
+    may be a tessera.jax.Slice of an interleaved array. Returns o[, lse][, max_logit]; gradients reach
+    q, k, v, bias, sink and alibi_slopes, through o and lse. docs/semantics.md is the contract.
+
+    >>> o = tessera.jax.attention(q, k, v, causal=True)
+    >>> o, lse = tessera.jax.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
+    """
+    given = _given("attention", q, k, v, keywords)
+    want_lse, want_max_logit = given.get("return_lse", False), given.get("return_max_logit", False)
+    described = _described("attention", given)
+    results = _call.attention_of(described.spec, *_operands(described, given))
+    if not want_lse and not want_max_logit:
+        return results[0]
+    return (results[0], *((results[1],) if want_lse else ()), *results[2:])
+
+
+@documented(BACKWARD, jax.Array, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
+def attention_backward(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, o: jax.Array,
+                       lse: jax.Array, dlse: jax.Array | None = None,
+                       grads: tuple[str, ...] = ("dq", "dk", "dv"),
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+    """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
+    and lse themselves, parts of a union (partial=True) above all.
+
+    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
+    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes); keywords are those of the
+    forward call, and partial. Returns an object with a member for each gradient, None where it was
+    not asked for; gradients of slices of one array are that array's.
+
+    >>> g = tessera.jax.attention_backward(do, q, k, v, o, lse, causal=True)
+    """
+    operation = "attention_backward"
+    names = _gradient_names(operation, grads)
+    given = _given(operation, q, k, v, keywords)
+    rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
+    rows = {name: _arrays.accepted(operation, name, x) for name, x in rows.items()}
+    described = _described(operation, given, rows, names)
+    results = _call.gradients_of(described.spec, *_operands(described, {**given, **rows}))
+    places = {row[1]: row[0] for row in described.spec.outputs}
+    return Gradients(**{name: results[places[_lib.INDEX[name]]] for name in names})
+
+
+def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None = None, *,
+            backward: bool = False, grads: tuple[str, ...] = ("dq", "dk", "dv"),
+            dlse: jax.Array | None = None, device: str | None = None,
+            **keywords: Unpack[_keywords.Every]) -> _explain.Explanation:
+    """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
+
+    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
+    attention_backward, as are grads and dlse. device is that of q unless given, or JAX's default for
+    a traced q: "cpu", "sm80", "sm90" or "sm100"; the hardware need not be there. Arrays may be
+    jax.ShapeDtypeStruct. Raises the ValueErrors that attention would raise.
+
+    >>> print(tessera.jax.explain(q, k, v, causal=True))
+    """
+    if isinstance(q, str):
+        return _explain.explain(q, k, v, backward=backward, dlse=dlse, device=device or "cpu",
+                                **keywords)
+    a = _args.Arguments(_arrays, "explain")
+    backward = a.boolean("backward", backward)
+    given = _given("explain", q, k, v, keywords, BACKWARD if backward else FORWARD)
+    if backward:
+        described = _described_backward(given, dlse, _gradient_names("explain", grads))
+    elif dlse is None:
+        described = _described("explain", given)
+    else:
+        raise a.error("dlse", dlse, "belongs to the backward pass; give backward=True")
+    operands = _operands(described, given)
+    described.arguments.problem, _ = _binding.describe(
+        described.spec, operands, described.spec.results(operands))
+    target = _device(q) if device is None else _explain._device(a, device)
+    return _explain._answer(described.arguments, None, target)
+
+
+# ---- below: how ----
+
+def _given(operation: str, q, k, v, keywords: dict, table=None) -> dict:
+    """The arguments of a call as Described takes them, by name; None is left out."""
+    _keywords.check_names(operation, keywords,
+                          table or (FORWARD if operation == "attention" else BACKWARD))
+    given = {"q": q, "k": k, "v": v}
+    given.update((name, value) for name, value in keywords.items() if value is not None)
+    converted: dict[int, jax.Array] = {}  # one array given twice stays one
+    for name, value in given.items():
+        if type(value) in (np.ndarray, list, tuple, _arrays.Slice) and name != "rng_state":
+            if id(value) not in converted:
+                converted[id(value)] = _arrays.accepted(operation, name, value)
+            given[name] = converted[id(value)]
+        elif name in _OPTIONS and _arrays.is_traced(value):
+            raise _args.Arguments(_arrays, operation).error(
+                name, value, "is traced; must be a Python value: close over it, or name it in "
+                "static_argnames of jit")
+    _arrays.index_parts(given)
+    if "rng_state" in given:
+        given["rng_state"] = _arrays.rng_words(operation, given["rng_state"])
+    if "deterministic" not in given:
+        given["deterministic"] = _ASKED_DETERMINISTIC
+    return given
+
+
+def _described(operation: str, given: dict, rows=None, grads=()) -> Described:
+    """The call's description, after what is illegal by shapes and options was raised."""
+    everything = {**given, **rows} if rows else given
+    get = given.get
+    try:
+        key = (operation, grads, *everything, *map(_signature, everything.values()),
+               get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"),
+               *(_arrays.array_of(get(x)) is _arrays.array_of(get(y)) for x, y in ("qk", "kv", "qv")))
+        described = _kept.get(key)
+    except TypeError:  # something unhashable, which is illegal
+        key = described = None
+    if described is None:
+        described = Described(operation, given, rows, grads)
+        _check(described, _operands(described, everything))
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[key] = described
+    if not _WITH_VALUES.isdisjoint(given):
+        _validate(described, _operands(described, everything))
+    return described
+
+
+def _described_backward(given: dict, dlse, names) -> Described:
+    """Of the backward pass of attention(**given), with o, lse and do yet to come."""
+    forward = _described("explain", {name: x for name, x in given.items()
+                                     if name in FORWARD or name in ("q", "k", "v")})
+    o, lse = forward.spec.results(_operands(forward, given))[:2]
+    rows = {"do": o, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
+    described = Described("explain", given, rows, names)
+    given.update(rows)
+    _check(described, _operands(described, given))
+    return described
+
+
+def _device(q) -> _lib.Device:
+    """Where a call on q runs: q's device, or JAX's default."""
+    x = _arrays.array_of(q)
+    placed = isinstance(x, jax.Array) and not _arrays.is_traced(x)
+    device = next(iter(x.devices())) if placed else jax.devices()[0]
+    if device.platform == "cpu":
+        return _lib.CPU_DEVICE
+    return _lib.Device(kind=_lib.CUDA, arch=int(device.compute_capability.replace(".", "")))
+
+
+def _signature(x):
+    """What of an argument decides the call; 1, 1.0 and True are three."""
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype
+    if type(x) is tuple:
+        return tuple(map(_signature, x))
+    if isinstance(x, _arrays.Slice):
+        return x.axis, x.index, x.array.shape, x.array.dtype
+    if isinstance(x, _arrays.Words):
+        return x.shape
+    return type(x), x
+
+
+def _operands(described: Described, given: dict) -> list[jax.Array]:
+    return [_arrays.array_of(given[name] if part is None else given[name][part])
+            for name, part in described.sources]
+
+
+def _check(described: Described, operands):
+    """Raises the ValueError of shapes and options; whether a backend can is for the lowering."""
+    a = described.arguments
+    q, k, v = np.zeros((3, 1, 1, 1, 1), np.float32)
+    scalars = dict(q=q, k=k, v=v, softcap=a.softcap, dropout_p=a.dropout_p,
+                   rng_state=np.zeros(2, np.int64))
+    if a.problem.flags & _lib.SOFTMAX_SCALE:
+        scalars["softmax_scale"] = a.softmax_scale
+    _explain.validate(_prepared.describe_forward(_numpy, a.operation, scalars)[0], scalars)
+    if _arrays.is_symbolic(operands):
+        return
+    try:
+        described.spec.prepare(operands, _lib.CPU_DEVICE)
+    except _lib.Refused:
+        pass
+
+
+def _validate(described: Described, operands):
+    """Raises the ValueError of values, where they are at hand: an eager call on the CPU."""
+    if all(isinstance(x, jax.Array) and not _arrays.is_traced(x) and x.is_fully_addressable and
+           [device.platform for device in x.devices()] == ["cpu"] for x in operands):
+        described.spec.validate(operands, [x.unsafe_buffer_pointer() for x in operands])
+
+
+def _gradient_names(operation: str, grads) -> tuple[str, ...]:
+    if not isinstance(grads, tuple) or not all(name in _args.GRADIENTS for name in grads):
+        raise _args.Arguments(_arrays, operation).error(
+            "grads", grads, "must be a tuple of names of " + ", ".join(_args.GRADIENTS))
+    return tuple(name for name in _args.GRADIENTS if name in grads)
+
+
+def _forward_only(keywords: dict) -> dict:
+    return {name: x for name, x in keywords.items() if name in FORWARD}

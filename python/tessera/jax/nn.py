@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""jax.nn.dot_product_attention, by tessera: the same names, and those that flax's modules hand to their
+attention_fn."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from .. import _lib
+from ._functions import attention
+
+
+def dot_product_attention(
+        query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
+        mask: jax.Array | None = None, *, scale: float | None = None, is_causal: bool = False,
+        query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
+        local_window_size: int | tuple[int, int] | None = None, implementation: None = None,
+        return_residual: bool = False, dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0, broadcast_dropout: bool = False, deterministic: bool = False,
+        dtype=None, precision=None, module=None) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of query [b, t, n, h] to key and value [b, s, k, h], or without b; n is a multiple of k.
+
+    bias and mask (True = visible) broadcast to [b, n, t, s]; scale is 1/sqrt(h) unless given; a causal
+    mask and local_window_size, (left, right) or one number for both, begin at the top left; lengths are
+    int32 [b]. Returns the output, and with return_residual (output, lse [b, t, n] in key's dtype), lse
+    without gradient. A row that sees nothing is 0, where jax.nn gives it the mean of all values.
+
+    Flax: dropout_rate drops weights by dropout_rng, unless deterministic, for each weight of its own:
+    broadcast_dropout, module (sow_weights) and a precision are Refused. dtype is what query, key and
+    value are cast to. implementation must be None; ValueError: what tessera.jax.attention calls so.
+    """
+    _refuse(dropout_rate and not deterministic and broadcast_dropout, "broadcast_dropout=True: weights "
+            "are dropped one by one; pass broadcast_dropout=False")
+    _refuse(module is not None, "module=...: the weights to sow never exist; use flax's own attention_fn")
+    _refuse(precision is not None, f"precision={precision!r}: sums are float32 always; leave it None")
+    if implementation is not None:
+        raise ValueError(f"tessera.dot_product_attention: implementation={implementation!r}: must be "
+                         "None; other implementations are jax.nn's")
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    shape = query.shape
+    if query.ndim == 3:
+        query, key, value = (x[None] for x in (query, key, value))
+    left, right = local_window_size if isinstance(local_window_size, tuple) else \
+        (-1, -1) if local_window_size is None else (local_window_size, local_window_size)
+    if bias is not None and bias.dtype not in (query.dtype, jnp.float32):
+        bias = bias.astype(jnp.float32)
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)  # flax makes masks of floats
+    dropout = {} if deterministic or not dropout_rate else \
+        {"dropout_p": dropout_rate, "rng_state": dropout_rng}
+    o, lse = attention(
+        query, key, value, softmax_scale=scale, causal=is_causal, align="top_left",
+        window=None if local_window_size is None else (left, 0 if is_causal else right), bias=bias,
+        keep=mask, seqlens_q=query_seq_lengths, seqlens_k=key_value_seq_lengths, return_lse=True,
+        **dropout)
+    o = o.reshape(*shape[:-1], o.shape[-1])
+    if not return_residual:
+        return o
+    lse = jnp.moveaxis(jax.lax.stop_gradient(lse), 1, 2).astype(key.dtype)
+    return o, lse.reshape(shape[:-1])
+
+
+def _refuse(condition, why: str):
+    if condition:
+        raise _lib.Refused(f"tessera.dot_product_attention: {why}")

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformer_engine.jax, as far as it is attention.
+
+    out = attention.fused_attn((q, k, v), None, SequenceDescriptor.from_seqlens(lengths), seed, ...)
+    module = flax.DotProductAttention(head_dim=64, num_attention_heads=16)      # needs flax
+
+`transformer_engine_jax` has what TE's extension module of this name has.
+"""
+
+from . import attention, cpp_extensions, sharding, transformer_engine_jax
+from ._words import missing
+from .sharding import MeshResource, autocast, fp8_autocast
+
+__all__ = ["MeshResource", "attention", "autocast", "cpp_extensions", "fp8_autocast", "sharding",
+           "transformer_engine_jax"]
+__getattr__ = missing(__name__, lazy=("flax",))

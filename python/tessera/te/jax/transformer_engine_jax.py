@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's extension module `transformer_engine_jax`, as far as it is attention: NVTE_* numbers, what
+machines can, sizes of workspaces, and names of custom calls."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+
+import jax
+
+from ...jax import _binding
+from .._tables import DType
+from ._words import missing
+
+__all__ = ["DType", "FusedAttnBackwardFFI", "FusedAttnForwardFFI", "NVTE_Bias_Type",
+           "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout",
+           "NVTE_Softmax_Type", "get_cudnn_version", "get_device_compute_capability",
+           "get_fused_attn_backend", "get_fused_attn_bwd_workspace_sizes",
+           "get_fused_attn_fwd_workspace_sizes", "nvte_get_qkv_format"]
+__getattr__ = missing(__name__)
+
+# Targets of the custom calls: one handler of libtessera runs both passes.
+FusedAttnForwardFFI = FusedAttnBackwardFFI = _binding.ATTENTION
+
+NVTE_Bias_Type = enum.IntEnum("NVTE_Bias_Type", [
+    ("NVTE_NO_BIAS", 0), ("NVTE_PRE_SCALE_BIAS", 1), ("NVTE_POST_SCALE_BIAS", 2),
+    ("NVTE_ALIBI", 3)])
+NVTE_Mask_Type = enum.IntEnum("NVTE_Mask_Type", [
+    ("NVTE_NO_MASK", 0), ("NVTE_PADDING_MASK", 1), ("NVTE_CAUSAL_MASK", 2),
+    ("NVTE_PADDING_CAUSAL_MASK", 3), ("NVTE_CAUSAL_BOTTOM_RIGHT_MASK", 4),
+    ("NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK", 5)])
+NVTE_Softmax_Type = enum.IntEnum("NVTE_Softmax_Type", [
+    ("NVTE_VANILLA_SOFTMAX", 0), ("NVTE_OFF_BY_ONE_SOFTMAX", 1), ("NVTE_LEARNABLE_SOFTMAX", 2)])
+NVTE_QKV_Format = enum.IntEnum("NVTE_QKV_Format", [
+    ("NVTE_SBHD", 0), ("NVTE_BSHD", 1), ("NVTE_THD", 2)])
+NVTE_QKV_Layout = enum.IntEnum("NVTE_QKV_Layout", [
+    ("NVTE_BS3HD", 5), ("NVTE_BSHD_BS2HD", 7), ("NVTE_BSHD_BSHD_BSHD", 9), ("NVTE_T3HD", 10),
+    ("NVTE_THD_T2HD", 12), ("NVTE_THD_THD_THD", 14)])
+NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", [
+    ("NVTE_No_Backend", -1), ("NVTE_F16_arbitrary_seqlen", 1), ("NVTE_FP8", 2)])
+
+
+def nvte_get_qkv_format(qkv_layout: NVTE_QKV_Layout) -> NVTE_QKV_Format:
+    packed = NVTE_QKV_Layout(qkv_layout) >= NVTE_QKV_Layout.NVTE_T3HD
+    return NVTE_QKV_Format.NVTE_THD if packed else NVTE_QKV_Format.NVTE_BSHD
+
+
+def get_device_compute_capability(gpu_id: int = 0) -> int:
+    """90 for sm90; the CPU chooses as Hopper does, 90."""
+    device = jax.local_devices()[gpu_id if jax.default_backend() == "gpu" else 0]
+    return int(getattr(device, "compute_capability", "9.0").replace(".", ""))
+
+
+def get_cudnn_version() -> int:
+    """91002 for the 9.10.2 that pip installed beside JAX, 0 without one. tessera uses none."""
+    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            major, minor, patch = importlib.metadata.version(name).split(".")[:3]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return 10000 * int(major) + 100 * int(minor) + int(patch)
+    return 0
+
+
+def get_fused_attn_backend(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type,
+                           softmax_type, dropout_probability, q_attn_heads, kv_attn_heads,
+                           q_max_seqlen, kv_max_seqlen, qk_head_dim, v_head_dim, window_size_left,
+                           window_size_right, return_max_logit=False, deterministic=None
+                           ) -> NVTE_Fused_Attn_Backend:
+    """NVTE_F16_arbitrary_seqlen where libtessera has a backend on JAX's device. Dtypes are TE's
+    tags or JAX's; None for `deterministic` is what NVTE_ALLOW_NONDETERMINISTIC_ALGO says."""
+    helper = _helper(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type, softmax_type,
+                     dropout_probability, q_attn_heads, kv_attn_heads, q_max_seqlen, kv_max_seqlen,
+                     qk_head_dim, v_head_dim, (window_size_left, window_size_right),
+                     return_max_logit=return_max_logit)
+    return helper.get_fused_attn_backend(deterministic)
+
+
+def get_fused_attn_fwd_workspace_sizes(input_batch, bias_batch, q_max_seqlen, kv_max_seqlen,
+                                       attn_heads, num_gqa_groups, bias_heads, qk_head_dim,
+                                       v_head_dim, scaling_factor, dropout_probability, bias_type,
+                                       mask_type, softmax_type, qkv_layout, dtype, is_training,
+                                       max_segments_per_seq, window_size_left, window_size_right,
+                                       *options):
+    """([bytes], DType.kByte) of the forward pass's workspace on JAX's device. TE's versions end
+    with return_max_logit, bottom_right_diagonal, or neither, which change no workspace."""
+    helper = _helper(is_training, dtype, dtype, qkv_layout, bias_type, mask_type, softmax_type,
+                     dropout_probability, attn_heads, num_gqa_groups, q_max_seqlen, kv_max_seqlen,
+                     qk_head_dim, v_head_dim, (window_size_left, window_size_right),
+                     batch_size=input_batch, bias_batch=bias_batch, bias_heads=bias_heads,
+                     max_segments_per_seq=max_segments_per_seq)
+    return [helper.workspace_bytes(backward=False)], DType.kByte
+
+
+def get_fused_attn_bwd_workspace_sizes(input_batch, bias_batch, q_max_seqlen, kv_max_seqlen,
+                                       attn_heads, num_gqa_groups, bias_heads, qk_head_dim,
+                                       v_head_dim, scaling_factor, dropout_probability, bias_type,
+                                       mask_type, softmax_type, qkv_layout, dtype, is_training,
+                                       deterministic, max_segments_per_seq, window_size_left,
+                                       window_size_right, *options):
+    """([bytes], DType.kByte) of the backward pass's workspace on JAX's device."""
+    helper = _helper(is_training, dtype, dtype, qkv_layout, bias_type, mask_type, softmax_type,
+                     dropout_probability, attn_heads, num_gqa_groups, q_max_seqlen, kv_max_seqlen,
+                     qk_head_dim, v_head_dim, (window_size_left, window_size_right),
+                     batch_size=input_batch, bias_batch=bias_batch, bias_heads=bias_heads,
+                     max_segments_per_seq=max_segments_per_seq)
+    return [helper.workspace_bytes(backward=True, deterministic=deterministic)], DType.kByte
+
+
+_DTYPES = {DType.kFloat32: "float32", DType.kFloat16: "float16", DType.kBFloat16: "bfloat16"}
+
+
+def _helper(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type, softmax_type,
+            *sizes, **more):
+    from . import attention, cpp_extensions  # which lean on the numbers above
+    q_dtype, kv_dtype = (_DTYPES[x] if isinstance(x, DType) else x for x in (q_dtype, kv_dtype))
+    return cpp_extensions.FusedAttnHelper(
+        is_training, q_dtype, kv_dtype, attention.QKVLayout(qkv_layout),
+        attention.AttnBiasType(bias_type), attention.AttnMaskType(mask_type),
+        attention.AttnSoftmaxType(softmax_type), *sizes, **more)

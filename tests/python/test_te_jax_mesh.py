@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.te.jax on a mesh of four devices, which a process has from its start or never: the tests
+below run in one of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from flax import linen as nn  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import tessera.jax  # noqa: E402
+from tessera.te.jax import autocast, sharding  # noqa: E402
+from tessera.te.jax.attention import (  # noqa: E402
+    AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout, SequenceDescriptor,
+    fused_attn)
+from tessera.te.jax.flax import (  # noqa: E402
+    DotProductAttention, MultiHeadAttention, extend_logical_axis_rules)
+
+DEVICES = 4
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+KEY = jax.random.key(1)
+on_a_mesh = pytest.mark.skipif(jax.device_count() < DEVICES, reason="test_on_four_devices runs it")
+
+
+@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="is what it starts")
+def test_on_four_devices():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS":
+                   f"--xla_force_host_platform_device_count={DEVICES}"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:xdist", "-v", __file__],
+                          env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+def mesh(names=("dp", "tp")):
+    return Mesh(np.array(jax.devices()[:DEVICES]).reshape(2, 2), names)
+
+
+def resource(**names):
+    return sharding.MeshResource(**{"dp_resource": "dp", "tp_resource": "tp", **names})
+
+
+def collectives(compiled) -> list[str]:
+    text = compiled.as_text()
+    return [name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text]
+
+
+# ---- helpers ----
+
+@on_a_mesh
+def test_axes_of_the_resource():
+    assert not sharding.is_mesh_available() and sharding.get_num_devices_in_mesh() == 1
+    assert sharding.get_sharding_map_logic_axis_to_mesh_axis() == {}
+    with jax.set_mesh(mesh()), sharding.global_shard_guard(resource()):
+        axes = sharding.get_sharding_map_logic_axis_to_mesh_axis()
+        assert axes[sharding.BATCH_AXES] == "dp" and axes[sharding.HEAD_AXES] == "tp"
+        assert axes[sharding.W_TP_AXES] == "tp" and axes[sharding.SEQLEN_AXES] is None
+        assert sharding.get_mesh_axis_size("tp") == 2 and sharding.get_num_devices_in_mesh() == 4
+        assert sharding.dp_or_fsdp_axis_size() == 2 and sharding.tpsp_axis_size() == 1
+        assert sharding.get_active_resource_axis("dp_resource") == "dp"
+        assert sharding.get_active_resource_axis("cp_resource") is None
+        with pytest.raises(ValueError, match="axis='pp': must be an axis of the mesh"):
+            sharding.get_mesh_axis_size("pp")
+        with sharding.global_shard_guard(resource(fsdp_resource="tp", tp_resource=None)):
+            axes = sharding.get_sharding_map_logic_axis_to_mesh_axis()
+            assert axes[sharding.BATCH_AXES] == "tp" and axes[sharding.HEAD_AXES] is None
+        assert sharding.global_mesh_resource() == resource()
+    with pytest.raises(ValueError, match="mesh_resource=None: is not set"):
+        sharding.global_mesh_resource()
+    both = sharding.MeshResource(tp_resource="tp", tpsp_resource="tpsp")
+    with jax.set_mesh(mesh(("tp", "tpsp"))), sharding.global_shard_guard(both):
+        with pytest.raises(ValueError, match="tp_resource, tpsp_resource"):
+            sharding.global_mesh_resource()
+
+
+@on_a_mesh
+@pytest.mark.filterwarnings("ignore:.*mesh:DeprecationWarning")
+def test_mesh_of_a_with_block():
+    with mesh(), sharding.global_shard_guard(resource()):
+        assert sharding.get_all_mesh_axes() == ("dp", "tp")
+        split = jax.jit(lambda x: sharding.with_sharding_constraint_by_logical_axes(
+            x, (sharding.BATCH_AXES,)))(jnp.zeros(4))
+    assert split.sharding.spec == PartitionSpec("dp")
+
+
+@on_a_mesh
+def test_constraints_follow_the_resource():
+    x = jnp.zeros((4, 6, 8))
+    names = (sharding.BATCH_AXES, None, sharding.HEAD_AXES)
+    assert sharding.with_sharding_constraint_by_logical_axes(x, names) is x
+
+    def constrained(x):
+        return sharding.with_sharding_constraint_by_logical_axes(x, names)
+    with jax.set_mesh(mesh()), sharding.global_shard_guard(resource()):
+        assert jax.jit(constrained)(x).sharding.spec == PartitionSpec("dp", None, "tp")
+        inside = jax.shard_map(constrained, mesh=mesh(), in_specs=PartitionSpec("dp", None, "tp"),
+                               out_specs=PartitionSpec("dp", None, "tp"))
+        assert jax.jit(inside)(x).shape == x.shape  # axes that a shard_map took constrain nothing
+        rules = extend_logical_axis_rules((("embed", "tp"),))
+        assert ("embed", "tp") in rules and (sharding.BATCH_AXES, "dp") in rules
+        with nn.logical_axis_rules(rules):
+            assert jax.jit(constrained)(x).sharding.spec == PartitionSpec("dp", None, "tp")
+        with pytest.raises(ValueError, match="rules=.*must be 'dp'"):
+            extend_logical_axis_rules(((sharding.BATCH_AXES, "tp"),))
+
+
+@on_a_mesh
+def test_sums_over_devices():
+    def reduced(x):
+        return (sharding.all_reduce_sum_along_dp_fsdp(x, mesh()),
+                sharding.all_reduce_max_along_all_axes_except_PP(x, mesh()))
+    with jax.set_mesh(mesh()), sharding.global_shard_guard(resource()):
+        run = jax.shard_map(reduced, mesh=mesh(), in_specs=PartitionSpec("dp", "tp"),
+                            out_specs=(PartitionSpec(None, "tp"), PartitionSpec()))
+        total, largest = run(jnp.arange(4.0).reshape(2, 2))
+    assert total.tolist() == [[2, 4]] and largest.tolist() == [[3]]
+
+
+@on_a_mesh
+def test_autocast_carries_the_resource():
+    with jax.set_mesh(mesh()), autocast(enabled=False, mesh_resource=resource()):
+        assert sharding.global_mesh_resource() == resource()
+    with pytest.raises(tessera.jax.Refused, match="enabled=True: tessera.te does not have FP8"):
+        with autocast(enabled=True):
+            pass
+
+
+# ---- attention ----
+
+@on_a_mesh
+@pytest.mark.parametrize("layout", [QKVLayout.BS3HD, QKVLayout.BSHD_BS2HD,
+                                    QKVLayout.BSHD_BSHD_BSHD])
+def test_batch_and_heads_are_split_without_communication(layout):
+    q, k, v = (jax.random.normal(key, (4, 12, 4, 8)) for key in jax.random.split(KEY, 3))
+    qkv = (jnp.stack([q, k, v], 2),) if layout.is_qkvpacked() else \
+        (q, jnp.stack([k, v], 2)) if layout.is_kvpacked() else (q, k, v)
+    lengths = SequenceDescriptor.from_seqlens(jnp.asarray([12, 5, 9, 1], jnp.int32))
+
+    def loss(qkv, lengths):
+        out = fused_attn(qkv, None, lengths, KEY, AttnBiasType.NO_BIAS,
+                         AttnMaskType.PADDING_CAUSAL_MASK, layout, AttnSoftmaxType.VANILLA_SOFTMAX,
+                         0.3, 0.2, True)
+        return out
+    both = jax.jit(lambda qkv, lengths, d: (lambda out, pull: (out, pull(d)[0]))(
+        *jax.vjp(lambda qkv: loss(qkv, lengths), qkv)))
+    d = jax.random.normal(KEY, q.shape)
+    expected = both(qkv, lengths, d)
+    devices = mesh()
+    with jax.set_mesh(devices), sharding.global_shard_guard(resource()):
+        def placed(x):
+            middle = (None,) * (x.ndim - 3)
+            spec = PartitionSpec("dp", *middle, "tp", None) if x.ndim > 1 else PartitionSpec("dp")
+            return jax.device_put(x, NamedSharding(devices, spec if x.size else PartitionSpec()))
+        arguments = jax.tree.map(placed, (qkv, lengths, d))
+        assert collectives(both.lower(*arguments).compile()) == []
+        results = both(*arguments)
+    for mine, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+@on_a_mesh
+def test_module_on_a_mesh():
+    """Megatron's split: one sum over heads' devices behind the output projection, and no other."""
+    x = jax.random.normal(KEY, (4, 12, 32))
+    module = MultiHeadAttention(8, 4, enable_rotary_pos_emb=True)
+    variables = nn.meta.unbox(module.init(KEY, x, x))
+    expected, _ = module.apply(variables, x, x)
+    devices = mesh()
+    with jax.set_mesh(devices), sharding.global_shard_guard(resource()):
+        specs = {"qkv": {"kernel": PartitionSpec(None, None, "tp")},
+                 "out": {"kernel": PartitionSpec("tp", None)}}
+
+        def placed(path, p):
+            spec = specs.get(path[-2].key, {}).get(path[-1].key, PartitionSpec())
+            return jax.device_put(p, NamedSharding(devices, spec))
+        placed_variables = jax.tree.map_with_path(placed, variables)
+        split = jax.device_put(x, NamedSharding(devices, PartitionSpec("dp")))
+        run = jax.jit(lambda variables, x: module.apply(variables, x, x)[0])
+        compiled = run.lower(placed_variables, split).compile()
+        assert collectives(compiled) == ["all-reduce"]
+        np.testing.assert_allclose(run(placed_variables, split), expected, atol=1e-5)
+
+
+@on_a_mesh
+@pytest.mark.parametrize("named", [True, False])
+def test_context_parallelism_is_refused(named):
+    """Over an axis of several devices, that is named or is the resource's."""
+    q, k, v = (jax.random.normal(KEY, (4, 12, 4, 8)) for _ in range(3))
+    lengths = SequenceDescriptor.from_seqlens(jnp.full((4,), 12))
+    arguments = (AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
+                 AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
+    axis = dict(context_parallel_axis="cp", context_parallel_strategy=CPStrategy.RING)
+    alone = fused_attn((q, k, v), None, lengths, None, *arguments, **axis)  # no mesh: one device
+    with jax.set_mesh(mesh(("dp", "cp"))), sharding.global_shard_guard(sharding.MeshResource(
+            dp_resource="dp", cp_resource=None if named else "cp")):
+        with pytest.raises(tessera.jax.Refused, match=r"context_parallel_axis='cp' "
+                           r"\(context_parallel_strategy=.*, 2 devices\): .*parallelism yet"):
+            fused_attn((q, k, v), None, lengths, None, *arguments, **(axis if named else {}))
+        with pytest.raises(tessera.jax.Refused, match="context parallelism yet"):
+            DotProductAttention(8, 4, context_parallel_axis="cp" if named else "",
+                                context_parallel_strategy="ring").apply({}, q, k, v)
+    one = Mesh(np.array(jax.devices()[:1]), ("cp",))
+    with jax.set_mesh(one), sharding.global_shard_guard(sharding.MeshResource(cp_resource="cp")):
+        out = fused_attn((q, k, v), None, lengths, None, *arguments, **axis)
+    np.testing.assert_array_equal(out, alone)
