@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call: keywords in, one call of the C library out, under a PyLayer where a gradient is
+wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import paddle
+
+from .. import _args, _explain, _keywords, _prepared, _utilities
+from .._attention import Gradients
+from .._documented import documented
+from . import _autograd, _static, _tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_DETERMINISTIC = (None, "None follows FLAGS_cudnn_deterministic.")
+_RNG_STATE = (None, "None draws one from Paddle's generator.")
+
+
+@paddle.jit.not_to_static
+@documented(_keywords.FORWARD, paddle.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
+def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
+              **keywords: Unpack[_keywords.Forward]) -> paddle.Tensor | tuple[paddle.Tensor, ...]:
+    """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
+
+    q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
+    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
+    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk.
+    Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes, through o and
+    lse. amp.auto_cast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is
+    the contract.
+
+    >>> o = tessera.paddle.attention(q, k, v, causal=True)
+    >>> o, lse = tessera.paddle.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
+    """
+    given = {"q": q, "k": k, "v": v, **_completed("attention", q, keywords)}
+    dtype = _tensors.autocast_dtype()
+    if dtype is not None:
+        _autocast(given, getattr(paddle, dtype))
+    if not paddle.in_dynamic_mode():
+        return _static.attention(given)
+    wanted = _wanted(given)
+    if wanted:
+        _check_differentiable(given)
+        return _autograd.Attention.apply(_autograd.Call(given, wanted),
+                                         *(given[name] for name in wanted))
+    results = _prepared.call(_tensors, "attention", _prepared.describe_forward, given)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+@documented(_keywords.BACKWARD, paddle.Tensor, deterministic=_DETERMINISTIC)
+def attention_backward(do: paddle.Tensor, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
+                       o: paddle.Tensor, lse: paddle.Tensor, dlse: paddle.Tensor | None = None,
+                       grads: tuple[str, ...] | dict[str, paddle.Tensor] = ("dq", "dk", "dv"),
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+    """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
+    and lse themselves, parts of a union (partial=True) above all. No autograd.
+
+    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
+    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to tensors to
+    write into; keywords are those of the forward call, and partial. Returns an object with a member
+    for each gradient, None where it was not asked for.
+
+    >>> g = tessera.paddle.attention_backward(do, q, k, v, o, lse, causal=True)
+    """
+    _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
+    given = dict(_completed("attention_backward", q, keywords), q=q, k=k, v=v, do=do, o=o, lse=lse,
+                 dlse=dlse, **_prepared.gradient_outputs(_tensors, grads))
+    return Gradients(*_prepared.call(_tensors, "attention_backward", _prepared.describe_backward,
+                                     given))
+
+
+def merge(parts: Sequence[tuple[paddle.Tensor, paddle.Tensor]], *, layout: _keywords.Format = "bshd"
+          ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Attention over the union of disjoint key sets, from the (o, lse) of each; differentiable.
+
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
+    "sbhd", "bhsd" or "thd". Returns a new (o, lse). A part's o is not read where its lse is -inf; a
+    sink belongs to one part only. ValueError: anything else.
+
+    >>> o, lse = tessera.paddle.merge([(o1, lse1), (o2, lse2)])
+    """
+    if paddle.is_grad_enabled() and _is_pairs(parts):
+        tensors = [x for part in parts for x in part]
+        if not all(x.stop_gradient for x in tensors):
+            return _autograd.Merge.apply(layout, *tensors)
+    return _utilities.merged(_tensors, parts, layout)
+
+
+def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
+                 rng_state: paddle.Tensor | tuple[int, int] | list[int]) -> paddle.Tensor:
+    """The mask that attention(dropout_p=, rng_state=) applies: bool [b, hq, sq, sk], True = kept,
+    where rng_state is.
+
+    b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset), int64
+    [2] or two integers. ValueError: anything else.
+
+    >>> keep = tessera.paddle.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
+    """
+    return _utilities.masked(_tensors, b, hq, sq, sk, dropout_p, rng_state)
+
+
+def alibi_slopes(hq: int) -> paddle.Tensor:
+    """The usual ALiBi slopes, fp32 [hq], as tessera.alibi_slopes.
+
+    >>> o = tessera.paddle.attention(q, k, v, alibi_slopes=tessera.paddle.alibi_slopes(16))
+    """
+    return paddle.to_tensor(_utilities.alibi_slopes(hq))
+
+
+def explain(q: paddle.Tensor | str, k: paddle.Tensor | None = None, v: paddle.Tensor | None = None, *,
+            backward: bool = False,
+            grads: tuple[str, ...] | dict[str, paddle.Tensor] = ("dq", "dk", "dv"),
+            dlse: paddle.Tensor | None = None, device: str | None = None,
+            **keywords: Unpack[_keywords.Every]) -> _explain.Explanation:
+    """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
+
+    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
+    attention_backward, as are grads and dlse. device is that of q unless given: "cpu", "sm80", "sm90"
+    or "sm100"; the hardware need not be there. Raises the ValueErrors that attention would raise.
+
+    >>> print(tessera.paddle.explain(q, k, v, causal=True))
+    """
+    if not isinstance(q, str):
+        _completed("explain", q, keywords)
+    return _explain.explained(_tensors, q, k, v, backward, grads, dlse, device, keywords)
+
+
+# ---- below: how ----
+
+def _completed(operation: str, q, keywords: dict) -> dict:
+    """`keywords`, with the front end's own defaults in them."""
+    if keywords.get("deterministic") is None:
+        keywords["deterministic"] = _tensors.is_deterministic()
+    if type(keywords.get("window")) is list:
+        keywords["window"] = tuple(keywords["window"])
+    if keywords.get("rng_state") is None and keywords.get("dropout_p"):
+        if operation == "attention":
+            keywords["rng_state"] = _tensors.random_words(q)
+        elif operation == "explain":
+            keywords["rng_state"] = (0, 0)
+    return keywords
+
+
+def _wanted(given: dict) -> tuple[str, ...]:
+    """Names of the arguments that want gradients."""
+    if not paddle.is_grad_enabled():
+        return ()
+    return tuple(name for name in _keywords.DIFFERENTIABLE
+                 if isinstance(given.get(name), paddle.Tensor) and not given[name].stop_gradient)
+
+
+def _check_differentiable(given: dict):
+    """What is for calls without gradients."""
+    for name in ("out", "batch_invariant"):
+        if given.get(name) is not None and given[name] is not False:
+            raise _args.Arguments(_tensors, "attention").error(
+                name, given[name], "is for calls in which no gradient is wanted; use "
+                "paddle.no_grad(), or leave it out")
+
+
+def _autocast(given: dict, dtype):
+    """q, k, v in autocast's dtype, and with them what must be in q's dtype or fp32."""
+    for name in _keywords.DIFFERENTIABLE:
+        x = given.get(name)
+        if isinstance(x, (paddle.Tensor, _static.Value)) and _tensors.dtype_name(x.dtype) in _CAST \
+                and x.dtype != dtype and (name in ("q", "k", "v") or x.dtype != paddle.float32):
+            given[name] = x.astype(dtype)
+
+
+_CAST = ("float32", "bfloat16", "float16")
+
+
+def _is_pairs(parts) -> bool:
+    return isinstance(parts, (list, tuple)) and all(
+        isinstance(part, (list, tuple)) and len(part) == 2 and
+        all(isinstance(x, paddle.Tensor) for x in part) for part in parts)
