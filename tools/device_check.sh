@@ -68,7 +68,7 @@ for stage in $stages; do
       say "exact properties, streams, graphs, large problems"
       run 300 build/cuda/tests/cuda/tessera_cuda_properties ;;
     sanitizer)
-      # Where it may not attach to the device it says so, and has no summary of errors.
+      # It says so if it may not attach to the device, and then has no summary of errors.
       if ! timeout -s KILL 60 compute-sanitizer "$cases" --cuda 0 tests/cases/smoke.cases --every 1000 2>&1 |
         grep -q "ERROR SUMMARY"; then
         echo "compute-sanitizer: unavailable"; continue

