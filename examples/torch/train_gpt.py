@@ -16,6 +16,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -100,6 +101,8 @@ def train(name, args, text):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     starts = torch.randint(len(text) - args.context - 1, (args.steps, args.batch),
                            generator=torch.Generator().manual_seed(1))
+    if args.export:
+        np.savez(args.export, starts=starts, **{name: x.cpu() for name, x in model.state_dict().items()})
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
@@ -162,6 +165,8 @@ def parse(arguments=None):
         parser.add_argument(f"--{name}", type=int, default=gpu if on_gpu else cpu)
     parser.add_argument("--lr", type=float, default=3e-4 if on_gpu else 2e-3)
     parser.add_argument("--plot", metavar="FILE", default="train_gpt.png")
+    parser.add_argument("--export", metavar="FILE.npz", help="write the initial weights and where the "
+                        "batches start, from which examples/paddle/train_gpt.py trains too")
     return parser.parse_args(arguments)
 
 
