@@ -59,6 +59,20 @@ static void* workspace_of(int64_t bytes, void** block) {
   return bytes ? (void*)(((uintptr_t)*block + 63) / 64 * 64) : NULL;
 }
 
+/* A tessera_allocate: what it was asked for, and where the memory is; none if there is no block. */
+typedef struct Lender {
+  int64_t asked;
+  int calls;
+  void** block;
+} Lender;
+
+static void* lend(void* context, int64_t bytes) {
+  Lender* lender = (Lender*)context;
+  lender->asked = bytes;
+  ++lender->calls;
+  return lender->block ? workspace_of(bytes, lender->block) : NULL;
+}
+
 static void runs(void) {
   tessera_problem p = forward_problem();
   tessera_error e = new_error();
@@ -66,6 +80,7 @@ static void runs(void) {
   tessera_buffers b;
   float q[COUNT], k[COUNT], v[COUNT], o[COUNT], lse[B * H * S];
   void* block;
+  Lender lender = {0, 0, &block};
   int i, row;
   for (i = 0; i < COUNT; ++i) {
     q[i] = 0.0f; /* every visible key weighs the same */
@@ -96,6 +111,18 @@ static void runs(void) {
     CHECK(strstr(e.message, "tessera.attention: workspace_bytes=") == e.message);
   }
   free(block);
+
+  block = NULL; /* and without tessera_prepare */
+  b.workspace = NULL, b.workspace_bytes = 0;
+  b.allocate = lend, b.allocate_context = &lender;
+  o[0] = -1.0f;
+  CHECK(tessera_run(&p, &kCpu, &b, &e) == TESSERA_OK && o[0] == 0.0f);
+  CHECK(lender.asked == info.workspace_bytes && lender.calls == (info.workspace_bytes > 0));
+  free(block);
+  CHECK(info.workspace_bytes > 0);
+  lender.block = NULL;
+  CHECK(tessera_run(&p, &kCpu, &b, &e) == TESSERA_OUT_OF_MEMORY);
+  CHECK(strstr(e.message, "tessera.attention: workspace: allocate answered NULL") == e.message);
 }
 
 static void errors(void) {

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -141,17 +142,15 @@ class Call {
       buffers_.num_threads = static_cast<int32_t>(torch::stable::get_num_threads());
       buffers_.parallel_for = on_torch_threads;
     }
-    tessera_info info{};
-    info.struct_size = sizeof info;
-    tessera_error error;
-    error.struct_size = sizeof error;
-    if (tessera_prepare(&problem_, &device_, buffers_.num_threads, &info, &error) != TESSERA_OK) {
-      fail(error.message);
-    }
-    const std::optional<Tensor> workspace = take_workspace(info.workspace_bytes);
+    buffers_.allocate = allocate;
+    buffers_.allocate_context = this;
     std::optional<tessera_torch::InterruptScope> scope;
     if (device_.kind == TESSERA_CPU && is_long()) buffers_.interrupt = scope.emplace().interrupt();
-    if (tessera_run(&problem_, &device_, &buffers_, &error) != TESSERA_OK) fail(error.message);
+    tessera_error error;
+    error.struct_size = sizeof error;
+    const int32_t code = tessera_run(&problem_, &device_, &buffers_, &error);
+    if (thrown_) std::rethrow_exception(thrown_);
+    if (code != TESSERA_OK) fail(error.message);
   }
 
  private:
@@ -165,10 +164,19 @@ class Call {
 
   bool paged() const { return inputs_[TESSERA_PAGE_TABLE_K].has_value(); }
 
-  std::optional<Tensor> take_workspace(int64_t bytes) {
+  // The library's tessera_allocate; what PyTorch throws goes round it.
+  static void* allocate(void* context, int64_t bytes) {
+    Call& call = *static_cast<Call*>(context);
+    try {
+      return call.workspace_of(bytes);
+    } catch (...) {
+      call.thrown_ = std::current_exception();
+      return nullptr;
+    }
+  }
+
+  void* workspace_of(int64_t bytes) {
     constexpr int64_t kKeptWorkspace = 16 << 20, kAlignment = 64, one = 1;
-    if (bytes == 0) return {};
-    buffers_.workspace_bytes = bytes;
     if (device_.kind == TESSERA_CPU && bytes <= kKeptWorkspace) {
       thread_local std::unique_ptr<char[]> kept;
       thread_local int64_t capacity = 0;
@@ -177,12 +185,12 @@ class Call {
         capacity = bytes;
       }
       const auto address = reinterpret_cast<uintptr_t>(kept.get());
-      buffers_.workspace = kept.get() + (kAlignment - address % kAlignment) % kAlignment;
-      return {};
+      return kept.get() + (kAlignment - address % kAlignment) % kAlignment;
     }
-    Tensor tensor = empty(1, &bytes, &one, aoti_torch_dtype_uint8());
-    check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.workspace));
-    return tensor;
+    workspace_ = empty(1, &bytes, &one, aoti_torch_dtype_uint8());
+    void* data = nullptr;
+    check(aoti_torch_get_data_ptr(workspace_->get(), &data));
+    return data;
   }
 
   // The handle of a stream lives in libtorch_cuda, which is there exactly when a CUDA tensor is.
@@ -211,6 +219,8 @@ class Call {
   bool wants_max_logit_ = false;
   int32_t device_type_ = 0, device_index_ = -1;
   std::array<std::optional<Tensor>, kNumInputs> inputs_;
+  std::optional<Tensor> workspace_;
+  std::exception_ptr thrown_;
 };
 
 // lse, and max_logit or an empty tensor: what a forward call fills beside o.
