@@ -137,18 +137,20 @@ def describe_forward(arrays, operation: str, given: dict):
     a = _args.Arguments(arrays, operation)
     _args.fill(a, given)
     dtype = a.out_dtype or arrays.info(given["q"]).dtype
+    adds = _args.accumulates(a, given)
     if given.get("out") is not None:
         info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
         outputs = ["out"]
-        if info.dtype != dtype:
+        if info.dtype != dtype and (a.out_dtype or not adds):
             raise a.error("out.dtype", info.dtype, "must be " + ("out_dtype" if a.out_dtype else
                           "q's dtype") + f", {dtype}")
-    elif a.problem.flags & _lib.ACCUMULATE:
-        raise a.error("accumulate", True, "adds to what out= holds, which is not given")
     else:
         outputs = [_new_output(a, "o", _output_shape(a), dtype, a.order_q)]
     statistics = _statistics(arrays, given["q"])
-    if a.return_lse:
+    if adds:
+        a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
+        outputs += ["lse"] * a.return_lse
+    elif a.return_lse:
         outputs.append(_new_output(a, "lse", _row_shape(a), statistics, a.order_rows))
     if a.return_max_logit:
         hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]

@@ -30,7 +30,9 @@ TYPES = {"flags": "int", **{field: type for row in OPTIONS.values()
 SCALARS = tuple(TYPES)
 ZEROS = tuple({"str": "", "float": 0.0}.get(type, 0) for type in TYPES.values())
 MORE = 3                   # the place of the list
-MAX_LOGIT = 1 << 32        # in flags, beside those of the C structs: max_logit is wanted
+# In flags, beside those of the C structs: max_logit is wanted; and from these bits on, four of enum
+# tessera_dtype each, what o, or dq, dk and dv, are to be (0: as their inputs).
+MAX_LOGIT, OUT_DTYPE, GRAD_DTYPE = 1 << 32, 33, 37
 DIFFERENTIABLE = tuple(map(INPUTS.index, _keywords.DIFFERENTIABLE))
 GRADIENT_OF = {f"d{name}": name for name in _keywords.DIFFERENTIABLE}
 
@@ -44,6 +46,7 @@ _SHIFT = INPUTS.index("shift")
 _SHARED = {name for name, row in TENSORS.items() if row.shared}
 _REFUSED = {name: row.default for name, row in _keywords.FORWARD.items() if row.refused}
 _REFUSED_NAMES = frozenset(_REFUSED)
+_DTYPES = {code: getattr(torch, name) for name, code in _lib.DTYPES.items()}
 _NO_INPUTS = (None,) * (len(INPUTS) - 3)
 _LENGTHS = tuple(tuple(_PLACES[f"{kind}_{side}"][0] for side in "qk")
                  for kind in ("seqlens", "cu_seqlens"))
@@ -84,10 +87,13 @@ def sort(q, k, v, keywords: dict) -> tuple[list, dict, int]:
     return inputs, options, flags
 
 
-def pack(inputs, scalars, max_logit=False) -> tuple:
+def pack(inputs, scalars, max_logit=False, out_dtype=None, grad_dtype=None) -> tuple:
     """The arguments of an operator. torch.compile traces through it."""
     if max_logit:
         scalars = scalars[0] | MAX_LOGIT, *scalars[1:]
+    for dtype, place in ((out_dtype, OUT_DTYPE), (grad_dtype, GRAD_DTYPE)):
+        if dtype is not None:
+            scalars = scalars[0] | _lib.DTYPES[str(dtype).rpartition(".")[2]] << place, *scalars[1:]
     last = len(inputs)
     while last > 3 and inputs[last - 1] is None:
         last -= 1
@@ -149,13 +155,21 @@ def keywords(inputs, values) -> dict:
     if at["shift"] is not None:
         given["align"] = at["shift"]
     given["partial"] = bool(flags & _lib.PARTIAL)
+    given["out_dtype"] = result_dtype(flags, OUT_DTYPE, None)
+    given["grad_dtype"] = result_dtype(flags, GRAD_DTYPE, None)
     return given
+
+
+def result_dtype(flags: int, place: int, otherwise):
+    """The dtype at OUT_DTYPE or GRAD_DTYPE of flags, `otherwise` where there is none."""
+    code = flags >> place & 15
+    return _DTYPES[code] if code else otherwise
 
 
 class Call:
     """A problem with the tensors that it was described by. `backward` is None, or maps do, o, lse
     and dlse to tensors, or to None for those that are yet to come; `grads` names the gradients
-    wanted. `same_lengths` overrides what the identity of the length tensors says."""
+    wanted, or maps names to tensors to write into. `same_lengths` overrides what the identity of the length tensors says."""
 
     def __init__(self, operation: str, given: dict, backward: dict | None = None, grads=(),
                  max_logit=False, same_lengths=False):
@@ -169,9 +183,12 @@ class Call:
         rows = _tensors.statistics_dtype(q)
         o_shape, lse_shape = _tensors.output_shape(q, v), _tensors.row_shape(q, a.layout_q)
         if backward is None:
-            dtype = getattr(torch, a.out_dtype) if a.out_dtype else q.dtype
-            self._forward_output(given.get("out"), o_shape, dtype)
-            self._new("lse", lse_shape, rows, a.order_rows)
+            adds = _args.accumulates(a, given)
+            self._forward_output(given.get("out"), o_shape, q.dtype, adds)
+            if adds:
+                a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
+            else:
+                self._new("lse", lse_shape, rows, a.order_rows)
             if max_logit:
                 hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
                 self._new("max_logit", (hq,), rows, (0,))
@@ -194,18 +211,29 @@ class Call:
                               "has no gradient; leave it out")
             rank = 4 if name == "dbias" else 2
             order = orders.get(name) or (None,) * (rank - of.dim()) + tuple(range(of.dim()))
+            if isinstance(grads, dict):
+                self._gradient_into(name, grads[name], of, order)
+                continue
             wide = a.grad_dtype and name in ("dq", "dk", "dv")
             dtype = getattr(torch, a.grad_dtype) if wide else of.dtype
             self._new(name, tuple(of.shape), dtype, order)
 
-    def _forward_output(self, out, shape, dtype):
+    def _gradient_into(self, name, tensor, of, order):
+        if tensor.shape != of.shape:
+            raise self.arguments.error(f"{name}.shape", list(tensor.shape), "must be the shape of "
+                                       f"{GRADIENT_OF[name]}, {list(of.shape)}")
+        self.given[name] = tensor
+        self.arguments.put(name, name, tensor, order, output=True)
+
+    def _forward_output(self, out, shape, q_dtype, adds):
         """o is new, or goes into `out`."""
         a = self.arguments
+        dtype = getattr(torch, a.out_dtype) if a.out_dtype else q_dtype
         if out is None:
             self._new("o", shape, dtype, a.order_q)
             return
         a.put("o", "out", out, a.order_q, axes="b, sq, hq, dv", output=True)
-        if out.dtype != dtype:
+        if out.dtype != dtype and (a.out_dtype or not adds):
             whose = "out_dtype" if a.out_dtype else "q's dtype"
             raise a.error("out.dtype", out.dtype, f"must be {whose}, {dtype}")
 

@@ -15,7 +15,7 @@ import torch
 from .. import _args, _explain, _keywords, _lib
 from .._attention import Gradients
 from .._documented import documented
-from . import _describe, _nested, _ops, _tensors
+from . import _describe, _kernels, _nested, _ops, _tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,7 +77,7 @@ def prepared(**keywords):
     inputs, options, flags = _describe.sort(None, None, None, {"deterministic": False, **keywords})
     want_max_logit = options.get("return_max_logit", False)
     scalars = _describe.scalars(options, flags, False)
-    rest = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit))[3:]
+    rest = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))[3:]
 
     def run(q, k, v):
         if torch._C._is_any_autocast_enabled():
@@ -93,40 +93,49 @@ def prepared(**keywords):
 @documented(_keywords.BACKWARD, torch.Tensor, deterministic=_DETERMINISTIC)
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                        o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None = None,
-                       grads: tuple[str, ...] = ("dq", "dk", "dv"),
+                       grads: tuple[str, ...] | dict[str, torch.Tensor] = ("dq", "dk", "dv"),
                        **keywords: Unpack[_keywords.Backward]) -> Gradients:
     """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
     and lse themselves, parts of a union (partial=True) above all. No autograd.
 
     q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes); keywords are those of the
-    forward call, and partial. Returns an object with a member for each gradient, None where it was
-    not asked for.
+    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or with accumulate=True maps
+    names to the tensors that are added to; keywords are those of the forward call, and partial. Returns
+    an object with a member for each gradient, None where it was not asked for.
 
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
     a = _args.Arguments(_tensors, "attention_backward")
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
-    if not isinstance(grads, tuple) or not all(name in _args.GRADIENTS for name in grads):
-        raise a.error("grads", grads, "must be a tuple of names of " + ", ".join(_args.GRADIENTS))
+    adds = a.boolean("accumulate", keywords.get("accumulate"))
+    if not isinstance(grads, dict if adds else tuple) or \
+            not all(name in _args.GRADIENTS for name in grads):
+        form = "with accumulate a dict of tensors by name" if adds else "a tuple of names"
+        raise a.error("grads", grads, f"must be {form} of " + ", ".join(_args.GRADIENTS))
     _complete("attention_backward", q, keywords)
     names = [name for name in _args.GRADIENTS if name in grads]
+    if adds:
+        _refuse_adding(a, {"q": q, "k": k, "v": v, "do": do, **grads})
     backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     for name, tensor in backward.items():
         if not isinstance(tensor, torch.Tensor):
             raise a.error(name, tensor, f"must be a {_tensors.noun}")
-    call = _describe.Call("attention_backward", dict(keywords, q=q, k=k, v=v), backward, names)
+    call = _describe.Call("attention_backward", dict(keywords, q=q, k=k, v=v), backward,
+                          {name: grads[name] for name in names} if adds else names)
     if q.device.type == "cpu":
         call.validate()
+    if adds:
+        _kernels.run_into(call)
+        return Gradients(**grads)
     call.prepare(torch.get_num_threads())
-    _refuse_dtypes(call)
     inputs = dict.fromkeys(_describe.INPUTS)
     inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
                if _lib.TENSORS[index] in inputs}
     bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
     with _ops.below_autograd():
         results = _ops.attention_backward(
-            do, o, lse, dlse, bits, *_describe.pack([*inputs.values()], call.scalars()))
+            do, o, lse, dlse, bits, *_describe.pack([*inputs.values()], call.scalars(),
+                                                    grad_dtype=call.arguments.grad_dtype))
     return Gradients(**dict(zip(names, results)))
 
 
@@ -219,11 +228,14 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
 def _described(q, k, v, keywords: dict, key: tuple | None):
     """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
     given = {"q": q, "k": k, "v": v}
+    if keywords.get("accumulate"):
+        return _added(given, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     want_max_logit = options.get("return_max_logit", False)
     try:
         scalars = _scalars(q, k, v, keywords, options, flags, inputs[_BIAS] is None)
-        arguments = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit))
+        arguments = _describe.trimmed(
+            _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))
         results = _apply(out, arguments)
     except _FAILURES as error:
         _keywords.check_names("attention", keywords, _keywords.FORWARD)
@@ -236,13 +248,42 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     return _returned(*results, *wanted)
 
 
+@torch.compiler.disable(reason="attention(accumulate=True) writes into its arguments")
+def _added(given: dict, keywords: dict):
+    """attention(accumulate=True): `out` and `lse` are written where they are."""
+    a = _args.Arguments(_tensors, "attention")
+    a.boolean("accumulate", keywords["accumulate"])
+    _keywords.check_names("attention", keywords, _keywords.FORWARD)
+    _complete("attention", given["q"], keywords)
+    _refuse_adding(a, {**given, **keywords})
+    call = _describe.Call("attention", {**given, **keywords},
+                          max_logit=a.boolean("return_max_logit", keywords.get("return_max_logit")))
+    more = _kernels.run_into(call)
+    want_lse = a.boolean("return_lse", keywords.get("return_lse"))
+    return _returned(keywords["out"], keywords["lse"], more.get("max_logit"), want_lse,
+                     "max_logit" in more)
+
+
+def _refuse_adding(a: _args.Arguments, given: dict):
+    """accumulate=True writes where its tensors are, past autograd, and nobody may want a gradient."""
+    if torch._C._are_functorch_transforms_active():
+        raise _lib.Refused(f"tessera.{a.operation}: accumulate=True: has no rule for torch.func; call it "
+                           "outside, or add parts up by tessera.torch.merge")
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise _lib.Refused(f"tessera.{a.operation}: accumulate=True: what is added up has no gradient, "
+                           "and a tensor here asks for one; use torch.no_grad(), or tessera.torch.merge")
+
+
 def _compiled(q, k, v, keywords: dict):
     """attention as torch.compile traces it."""
+    if keywords.get("accumulate"):
+        return _added({"q": q, "k": k, "v": v}, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
     want_max_logit = options.get("return_max_logit", False)
     scalars = _describe.scalars(options, flags, inputs[_BIAS] is not None)
-    q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit)
+    q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype"))
     # AOTInductor hands an empty list on as None, which is no list.
     results = _traced(out, (q, k, v, more or [None], *scalars))
     return _returned(*results, options.get("return_lse", False), want_max_logit)
@@ -288,16 +329,6 @@ def _check_unbuilt(given: dict):
     if given["q"].device.type == "cpu":
         call.validate()
     call.prepare(torch.get_num_threads())
-    _refuse_dtypes(call)
-
-
-def _refuse_dtypes(call: _describe.Call):
-    """Operators return o in q's dtype and gradients in those of their inputs."""
-    a, q = call.arguments, call.given["q"]
-    for name, dtype in (("out_dtype", a.out_dtype), ("grad_dtype", a.grad_dtype)):
-        if dtype and getattr(torch, dtype) != q.dtype:
-            raise _lib.Refused(f"tessera.{a.operation}: {name}={dtype}: PyTorch's operators do not have "
-                               f"it yet; leave it out, or use tessera.{a.operation} on NumPy arrays")
 
 
 def _traced(out, arguments):
