@@ -74,7 +74,8 @@ def three_ways(rank, group, exchange, keywords):
 
 @pytest.mark.parametrize("exchange", ["keys", "heads", "ring"])
 def test_checkpoint_and_compile(pool, exchange):
-    for ways in pool.run(three_ways, 2, 1, exchange, {"softcap": 15.0, "sink": "off_by_one"}):
+    for ways in pool.run(three_ways, 2, 1, exchange, {"softcap": 15.0, "sink": "off_by_one",
+                                                      "save_gathered": exchange == "keys"}):
         assert all(map(all, ways)), ways
 
 

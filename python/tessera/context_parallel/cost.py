@@ -75,16 +75,16 @@ def plan(shards: Shards, *, hq: int, hk: int, dqk: int, dv: int, itemsize: int =
          causal: bool = False, window: tuple[int, int] | None = None,
          shifts: tuple[int, ...] | int = 0, shards_k: Shards | None = None, inner: int = 1,
          exchange: str = "auto", groups: int | None = None, has_rows: bool = False,
-         max_bytes: int | None = None, links: Links | None = None) -> Plan:
+         save_gathered: bool = False, max_bytes: int | None = None, links: Links | None = None) -> Plan:
     """Which exchange a call uses, and what each would cost.
 
     hq, hk, dqk, dv and itemsize are of the whole problem; shifts is the diagonal, of each sequence or
     of all; inner is the size of the inner groups of two levels, 1 for a flat group; has_rows says
-    that a dense mask or bias has an axis of rows. exchange and groups force a choice. ValueError for
-    what can never run."""
+    that a dense mask or bias has an axis of rows, save_gathered that "keys" keeps what it fetched for
+    the backward pass. exchange and groups force a choice. ValueError for what can never run."""
     links, shards_k = links or Links(), shards_k or shards
     model = _Model(shards, shards_k, band_of(causal, window, shifts, len(shards.lengths)), hq, hk, dqk,
-                   dv, itemsize, inner, links)
+                   dv, itemsize, inner, links, save_gathered)
     limit = links.free_bytes // 8 if max_bytes is None else max_bytes
     options = [model.option(name, g) for name, g in _candidates(inner, hk, groups)]
     options = tuple(dataclasses.replace(option, why_not=_why_not(option, model, has_rows))
@@ -112,9 +112,9 @@ def band_of(causal: bool, window, shifts, sequences: int) -> Band:
 # ---- the model ----
 
 class _Model:
-    def __init__(self, shards, shards_k, band, hq, hk, dqk, dv, itemsize, inner, links):
+    def __init__(self, shards, shards_k, band, hq, hk, dqk, dv, itemsize, inner, links, saves):
         self.shards, self.shards_k, self.hq, self.hk, self.links = shards, shards_k, hq, hk, links
-        self.inner, self.size, self.itemsize = inner, shards.size, itemsize
+        self.inner, self.size, self.itemsize, self.saves = inner, shards.size, itemsize, saves
         self.width, self.dv = dqk + dv, dv
         self.tokens = max(shards.extents)
         work, missing, remote, held = [], [], [], []
@@ -157,10 +157,11 @@ class _Model:
         remote = self.remote / self.inner if name == "keys+keys" else self.remote
         bytes_in, hops = self.missing * row, 1 + (name == "keys+keys")
         time = self.seconds(bytes_in, remote * row, groups * hops)
+        again = 1 if self.saves else 2  # dK and dV back, and K and V once more unless they were kept
         exposed = (time / groups + max(0.0, time - time / groups - self.compute[0]),
-                   2 * time / groups + max(0.0, 2 * (time - time / groups) - self.compute[1]))
-        return Option(name, groups, (int(bytes_in), int(2 * bytes_in)), exposed,
-                      int(2 * self.held * row / groups))
+                   again * time / groups + max(0.0, again * (time - time / groups) - self.compute[1]))
+        memory = self.held * row if self.saves else 2 * self.held * row / groups
+        return Option(name, groups, (int(bytes_in), int(again * bytes_in)), exposed, int(memory))
 
     def _ring(self, name, groups) -> Option:
         row = self.itemsize * self.width * self.hk

@@ -58,9 +58,10 @@ class Driver:
         self.rows = Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
         self.steps = steps(kind, shards_q, shards_k, band, rank, inner, device)
 
-    def forward(self, p: _local.Problem, max_logit: bool):
+    def forward(self, p: _local.Problem, max_logit: bool, kept=()):
         """(o [rows, hq, dv], lse [hq, rows], max_logit [hq] or None). Rows that no run holds are 0,
-        their lse -inf."""
+        their lse -inf. `kept` is where keys of all heads are to stay: k, v and their segment ids, as
+        far as there are any, of the rows that the rank sees."""
         hq, dv = p.q.shape[1], p.v.shape[2]
         dtype = torch.float32 if self.is_ring else p.q.dtype
         o = p.q.new_zeros(p.q.shape[0], hq, dv, dtype=dtype)
@@ -69,7 +70,7 @@ class Driver:
         if self.is_ring and p.sink is not None:  # a part like the others: o = 0, lse = sink
             logits = _sink_logits(p.sink, hq, lse.device)[:, None]
             self.rows.put(lse, logits.expand(hq, self.rows.count), 1)
-        for (heads, part, step), keys in self._pipeline(p):
+        for (heads, part, step), keys in self._pipeline(p, into=kept):
             mine = slice(*heads[:2])
             for t in step.tables:
                 found = _local.forward(part, t, *keys, None if self.is_ring else part.sink, max_logit)
@@ -78,15 +79,16 @@ class Driver:
                     peak[mine] = torch.maximum(peak[mine], found[2])
         return o.to(p.q.dtype), lse, peak
 
-    def backward(self, p: _local.Problem, do, o, lse, dlse, wanted, sums: dict):
-        """dq, dk, dv of the rank's rows. Gradients of whole arguments are added to `sums`."""
+    def backward(self, p: _local.Problem, do, o, lse, dlse, wanted, sums: dict, kept=()):
+        """dq, dk, dv of the rank's rows. Gradients of whole arguments are added to `sums`. `kept` is
+        what the forward pass left there."""
         if self.is_ring and "dsink" in wanted:
             wanted = [name for name in wanted if name != "dsink"]
             sums["dsink"].add_(self._dsink(p.sink, do, o, lse, dlse))
         dq = torch.zeros_like(p.q, dtype=torch.float32 if self.is_ring else None)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (p.k, p.v))
         returning = None
-        for (heads, part, step), (k, v, ids) in self._pipeline(p):
+        for (heads, part, step), (k, v, ids) in self._pipeline(p, kept=kept):
             q0, q1, k0, k1 = heads
             own = _local.sums_of_heads(sums, q0, q1)
             buffers = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
@@ -108,39 +110,45 @@ class Driver:
 
     # ---- below: how ----
 
-    def _pipeline(self, p: _local.Problem):
-        """((heads, their problem, step), (k, v, ids of keys)) in order; the next are under way."""
+    def _pipeline(self, p: _local.Problem, into=(), kept=()):
+        """((heads, their problem, step), (k, v, ids of keys)) in order; the next are under way, unless
+        all were kept."""
         hq, hk = p.q.shape[1], p.k.shape[1]
         items = []
         for g in range(self.groups):
             k0, k1 = schedule.head_range(hk, g, self.groups)
             heads = hq // hk * k0, hq // hk * k1, k0, k1
             items += [(heads, p.of_heads(*heads), step) for step in self.steps]
-        coming = self._fetch(items[0]) if items else None
+        if kept:
+            yield from ((item, _keys_of(kept, item[0])) for item in items)
+            return
+        coming = self._fetch(items[0], into) if items else None
         for i, item in enumerate(items):
             keys = coming()
-            coming = self._fetch(items[i + 1]) if i + 1 < len(items) else None
+            coming = self._fetch(items[i + 1], into) if i + 1 < len(items) else None
             yield item, keys
 
-    def _fetch(self, item):
+    def _fetch(self, item, into):
         """Starts to bring the keys of an item; what it returns waits for them."""
-        _, part, step = item
+        heads, part, step = item
         tensors = [part.k, part.v] + ([] if part.ids_k is None else [part.ids_k])
-        finish = self._move(step.hops[0], tensors)
+        last = [x for x in _keys_of(into, heads) if x is not None] if into else None
+        finish = self._move(step.hops[0], tensors, last if len(step.hops) == 1 else None)
 
         def wait():
             found = finish()
             for hop in step.hops[1:]:
-                found = self._move(hop, found)()
+                found = self._move(hop, found, last)()
             return (*found, None) if part.ids_k is None else tuple(found)
         return wait
 
-    def _move(self, hop, tensors):
+    def _move(self, hop, tensors, into):
         name, send, receive, count = hop
         group = self.topology.of_hop(name)
-        if group.size == 1 and send[0].is_slice and send[0].count == count == tensors[0].shape[0]:
+        if group.size == 1 and not into and send[0].is_slice and \
+                send[0].count == count == tensors[0].shape[0]:
             return lambda: tensors
-        buffers = [x.new_empty(count, *x.shape[1:]) for x in tensors]
+        buffers = into or [x.new_empty(count, *x.shape[1:]) for x in tensors]
         outgoing = [[rows.take(x) for x in tensors] if peer != group.rank else []
                     for peer, rows in enumerate(send)]
         incoming = [[((rows.count, *x.shape[1:]), x.dtype) for x in tensors]
@@ -206,6 +214,13 @@ class Driver:
                                                 layout="thd")
         rows.put(o, o_part)
         rows.put(lse, lse_part, 1)
+
+
+def _keys_of(kept, heads):
+    """k, v and segment ids of some heads of what was kept."""
+    _, _, k0, k1 = heads
+    k, v, *ids = kept
+    return k[:, k0:k1], v[:, k0:k1], ids[0] if ids else None
 
 
 def _sink_logits(sink, hq: int, device) -> torch.Tensor:
