@@ -98,6 +98,7 @@ def plan(shards: Shards, *, hq: int, hk: int, dqk: int, dv: int, itemsize: int =
         if able[0].why_not:
             raise ValueError(f"tessera.context_parallel.plan: exchange={exchange!r}: "
                              f"{able[0].why_not}")
+        able = [option for option in able if not option.why_not]
     best = _choose(able, model, exchange, limit)
     return Plan(shards, best.exchange, best.groups, model.compute, model.balance, options)
 
@@ -183,10 +184,13 @@ class _Model:
         time = self.seconds(once, far * once, 2)
         again = 2 * once  # q, k, v, o and do in, dq, dk and dv out
         total = sum(self.shards.lengths) if name == "heads" else size * self.tokens
-        memory = total * self.itemsize * self.width * (self.hq + kv) / size
+        memory = total * self.itemsize * self.width * (self.hq + kv) / size * min(1, 2 / groups)
         # All ranks have the same work then, whatever the shards.
         gain = [a - b for a, b in zip(self.compute, self.even)] if name == "heads" else [0.0, 0.0]
-        exposed = (time - gain[0], self.seconds(again, far * again, 2) - gain[1])
+        back = self.seconds(again, far * again, 2)
+        # The first part in and the last part out show; what travels between hides behind attention.
+        exposed = tuple(t / groups + max(0.0, t - t / groups - work) - saved for t, work, saved in
+                        zip((time, back), self.even, gain))
         return Option(name, groups, (int(once), int(again)), exposed, int(memory))
 
     def _two_levels(self, name, groups) -> Option:
@@ -218,21 +222,22 @@ def _candidates(inner: int, hk: int, groups: int | None):
     counts = [groups] if groups else [g for g in (1, 2, 4, 8, 16, 32, 64) if g <= hk]
     if inner > 1:
         return [("heads+keys", 1), ("heads+ring", 1), *(("keys+keys", g) for g in counts)]
-    return [*(("keys", g) for g in counts), ("heads", 1), ("ring", 1)]
+    return [*(("keys", g) for g in counts), *(("heads", g) for g in counts), ("ring", 1)]
 
 
 def _why_not(option: Option, model: _Model, has_rows: bool) -> str:
     if has_rows and option.exchange.startswith("heads"):
         return "a mask or bias with rows is not exchanged, being O(s²); use keys"
-    if option.groups > model.hk:
-        return f"groups={option.groups}: there are {model.hk} kv heads"
+    most = -(-model.hk // model.size) if option.exchange == "heads" else model.hk
+    if option.groups > most:
+        return f"groups={option.groups}: there are {most} kv heads" + " a rank" * (most < model.hk)
     return ""
 
 
 def _choose(able, model: _Model, exchange: str, limit: int) -> Option:
     """Heads where they are fewer bytes and every rank has kv heads of its own, or runs are too short
-    for keys; else keys, with the smallest number of groups that is within 3 % of the fastest, fills
-    the GPU and fits; a ring where nothing fits."""
+    for keys; else keys. Of either, the smallest number of groups that is within 3 % of the fastest,
+    fills the GPU and fits; a ring where nothing fits."""
     if len(able) == 1:
         return able[0]
     by_name = {}
@@ -240,25 +245,25 @@ def _choose(able, model: _Model, exchange: str, limit: int) -> Option:
         by_name.setdefault(option.exchange, []).append(option)
     ring = by_name.get("ring")
     keys = by_name.get("keys") or by_name.get("keys+keys") or able
-    best = _best_keys(keys, model, limit)
+    best = _best(keys, model, limit)
     heads = by_name.get("heads" if model.inner == 1 else "heads+keys")
     if exchange != "auto" or not heads:
         return best or (ring or keys)[-1]
     if model.shards.is_fine:
-        return heads[0]
+        return _best(heads, model, limit) or heads[0]
     if model.inner > 1:
         return min(heads + [best or keys[-1]], key=lambda option: sum(option.exposed))
     fewer = sum(heads[0].bytes) < sum(keys[0].bytes) and model.hk >= model.size
-    return heads[0] if fewer else best or ring[0]
+    return _best(heads, model, limit) or heads[0] if fewer else best or ring[0]
 
 
-def _best_keys(keys, model: _Model, limit: int) -> Option | None:
+def _best(options, model: _Model, limit: int) -> Option | None:
     whole = sum(model.compute)
 
     def fills(option):
         return option.groups == 1 or model.tokens / TILE * model.hq / option.groups >= \
             2 * model.links.multiprocessors
-    fitting = [option for option in keys if option.memory <= limit]
+    fitting = [option for option in options if option.memory <= limit]
     full = [option for option in fitting if fills(option)] or fitting
     if not full:
         return None

@@ -73,10 +73,9 @@ class Driver:
         for (heads, part, step), keys in self._pipeline(p, into=kept):
             mine = slice(*heads[:2])
             for t in step.tables:
-                found = _local.forward(part, t, *keys, None if self.is_ring else part.sink, max_logit)
-                self._place(o[:, mine], lse[mine], t.rows, *found[:2])
-                if max_logit and found[2] is not None:
-                    peak[mine] = torch.maximum(peak[mine], found[2])
+                found = self._attend(part, t, keys, max_logit, o[:, mine], lse[mine])
+                if found is not None:
+                    peak[mine] = torch.maximum(peak[mine], found)
         return o.to(p.q.dtype), lse, peak
 
     def backward(self, p: _local.Problem, do, o, lse, dlse, wanted, sums: dict, kept=()):
@@ -95,11 +94,8 @@ class Driver:
             for t in step.tables:
                 rows = [t.rows.take(x[:, q0:q1]) for x in (do, o)]
                 rows += [x if x is None else t.rows.take(x[q0:q1], 1) for x in (lse, dlse)]
-                found = _local.backward(part, t, k, v, ids, None if self.is_ring else part.sink,
-                                        *rows, wanted, own, self.is_ring)
-                t.rows.add(dq[:, q0:q1], found[0])
-                for buffer, x in zip(buffers, found[1:]):
-                    buffer.narrow(0, t.k_first, t.k_count).add_(x)
+                _local.backward(part, t, k, v, ids, None if self.is_ring else part.sink, *rows, wanted,
+                                own, self.is_ring, dq[:, q0:q1], *buffers)
             if returning is not None:
                 returning()
             returning = self._give_back(step, buffers, (p.k.dtype, p.v.dtype),
@@ -205,15 +201,19 @@ class Driver:
         row = -delta if dlse is None else self.rows.take(dlse, 1) - delta
         return (weight * row).sum(1)
 
-    def _place(self, o, lse, rows: Rows, o_part, lse_part):
-        """Rows of a part into o and lse; a ring's are merged with what is there."""
+    def _attend(self, part: _local.Problem, t: _local.Tables, keys, max_logit: bool, o, lse):
+        """The rows of a call into o and lse; a ring's are merged with what is there, in the order of
+        stages, so that arrival decides nothing. Returns max_logit, if it is wanted and there is one."""
+        if self.is_ring and _local.adds_in_place(o.device):
+            return _local.forward_into(part, t, *keys, max_logit, o, lse)
+        o_part, lse_part, peak = _local.forward(part, t, *keys, None if self.is_ring else part.sink,
+                                                max_logit)
         if self.is_ring:
-            before = rows.take(o), rows.take(lse, 1)
-            after = o_part.float(), lse_part
-            o_part, lse_part = _functions.merge([tuple(x.contiguous() for x in before), after],
-                                                layout="thd")
-        rows.put(o, o_part)
-        rows.put(lse, lse_part, 1)
+            before = t.rows.take(o).contiguous(), t.rows.take(lse, 1).contiguous()
+            o_part, lse_part = _functions.merge([before, (o_part.float(), lse_part)], layout="thd")
+        t.rows.put(o, o_part)
+        t.rows.put(lse, lse_part, 1)
+        return peak
 
 
 def _keys_of(kept, heads):

@@ -81,16 +81,17 @@ class _Run:
             given.get("alibi_slopes"), given.get("sink"), given.get("k_scale"), given.get("v_scale"),
             rng, {name: given.get(name) for name in _OPTIONS if name != "bias_at" or "bias" in dense})
 
-    def driver(self) -> tuple[_heads.Exchange | None, Driver]:
+    def driver(self) -> tuple[list[_heads.Exchange] | None, Driver]:
         """What exchanges heads, if anything does, and what exchanges keys."""
         spec, topology = self.spec, self.topology
         if not spec.by_heads:
             return None, Driver(spec.exchange, spec.shards_q, spec.shards_k, spec.band, topology,
                                 spec.groups, self.device)
         inner = topology.inner.size
-        heads = _heads.Exchange(topology.inner, spec.shards_q, spec.shards_k,
-                                topology.outer.rank * inner, self.given["q"].shape[1],
-                                self.given["k"].shape[1], self.device)
+        heads = [_heads.Exchange(topology.inner, spec.shards_q, spec.shards_k,
+                                 topology.outer.rank * inner, self.given["q"].shape[1],
+                                 self.given["k"].shape[1], self.device, part, spec.groups)
+                 for part in range(spec.groups)]
         nodes = [schedule.node_shards(shards, inner) for shards in (spec.shards_q, spec.shards_k)]
         return heads, Driver("ring" if spec.exchange == "heads+ring" else "keys", *nodes, spec.band,
                              Topology(topology.outer, topology.outer), 1, self.device)
