@@ -243,6 +243,24 @@ def test_a_style_makes_a_model_parallel(pool, size, compiled):
     pool.run(styled, size, 1, size, compiled)
 
 
+def example(rank, group, words):
+    import importlib
+    import pathlib
+    import sys
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples" / "torch"))
+    long_context = importlib.import_module("long_context")
+    return long_context.run(long_context.parse(words), group, torch.device("cpu"))
+
+
+def test_the_example_trains_as_one_device_does(pool):
+    words = "--width 32 --heads 4 --layers 2 --context 700 --steps 4 --kind balanced --exchange keys".split()
+    first, *others = pool.run(example, 3, 1, words)
+    (losses, _), (alone, _) = first["3 ranks"], first["alone"]
+    assert all(other["3 ranks"][0] == losses for other in others)
+    assert losses[-1] < losses[0] - 0.1
+    torch.testing.assert_close(losses, alone, rtol=0, atol=2e-5)
+
+
 def _dies(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
