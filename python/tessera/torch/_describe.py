@@ -13,6 +13,7 @@ Everything that can be wrong with a call is said by Call, which is _args on PyTo
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -139,8 +140,8 @@ def scalars(options: dict, flags: int = 0, has_bias: bool = True) -> tuple:
 def keywords(inputs, values) -> dict:
     """The arguments of an operator -> keywords."""
     at = dict(zip(INPUTS, inputs))
-    given = {name: at[name] for name in "qkv"}
-    flags, *fields = map(_tensors.hint, values)
+    values = tuple(map(_tensors.hint, values))
+    flags, given = values[0], {**dict(zip("qkv", inputs)), **_options_of(values)}
     for name, row in TENSORS.items():
         parts = tuple(at[tensor] for tensor in row.tensors)
         words = [word for word, flag in row.words.items() if flags & flag]
@@ -149,11 +150,19 @@ def keywords(inputs, values) -> dict:
         elif parts[0] is not None:
             given[name] = parts if parts[-1] is not None and len(parts) == 2 else parts[0]
     given.pop("keep" if flags & _lib.MASK_DROP else "drop", None)
+    if at["shift"] is not None:
+        given["align"] = at["shift"]
+    return given
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of(values: tuple) -> dict:
+    """SCALARS -> options; the same dict for the same scalars."""
+    flags, *fields = values
+    given = {}
     for name, row in OPTIONS.items():
         given[name] = row.decode(flags, *fields[:row.num_scalars])
         fields = fields[row.num_scalars:]
-    if at["shift"] is not None:
-        given["align"] = at["shift"]
     given["partial"] = bool(flags & _lib.PARTIAL)
     given["out_dtype"] = result_dtype(flags, OUT_DTYPE, None)
     given["grad_dtype"] = result_dtype(flags, GRAD_DTYPE, None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -273,6 +274,11 @@ def _shape(name: str, x, layout: str, text: str, rank: int) -> _Shape:
 
 @torch.compiler.assume_constant_result
 def _padded_rows(text: str, rank: int, extent: int):
+    return _rows_of(text, rank, extent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_of(text: str, rank: int, extent: int):
     """(sequences, the longest's rows on the rank, the shards' rows in [sequences * extent], or None
     for all of them)."""
     shards = Shards.parse(text)

@@ -46,6 +46,12 @@ def steps(kind: str, shards_q: Shards, shards_k: Shards, band: schedule.Band, ra
     return tuple(made)
 
 
+@functools.lru_cache(maxsize=256)
+def _rows_held(shards: Shards, rank: int, device: torch.device) -> Rows:
+    rows = [np.arange(run.at, run.at + run.length) for run in shards.runs[rank]]
+    return Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
+
+
 class Driver:
     """What one exchange of keys needs beside a problem. `groups` is how many groups of kv heads."""
 
@@ -54,8 +60,7 @@ class Driver:
         self.topology, self.groups, self.is_ring = topology, groups, kind == "ring"
         inner, rank = (topology.inner.size, topology.rank) if kind == "keys+keys" else \
             (1, topology.outer.rank)
-        rows = [np.arange(run.at, run.at + run.length) for run in shards_q.runs[rank]]
-        self.rows = Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
+        self.rows = _rows_held(shards_q, rank, device)
         self.steps = steps(kind, shards_q, shards_k, band, rank, inner, device)
 
     def forward(self, p: _local.Problem, max_logit: bool, kept=()):
