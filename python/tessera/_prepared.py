@@ -13,6 +13,7 @@ To what _args asks of an adapter, these calls add
     empty(operation, name, shape, dtype, like)   a new array where `like` is, or MemoryError
     workspace(operation, size, like)             (address, owner) of `size` bytes, for this call
     integers(words, like), int64(x)              int64 array of a few integers; x as one, without strides
+    num_threads()                                of a call; without it set_num_threads decides
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ def set_num_threads(n: int):
     _prepared.clear()
 
 
+def _threads(arrays) -> int:
+    return arrays.num_threads() if hasattr(arrays, "num_threads") else num_threads
+
+
 class Prepared:
     """A problem that was accepted, and how to fill the buffers of a call."""
 
     def __init__(self, arguments: _args.Arguments, outputs, q):
-        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=num_threads,
+        self.num_threads = _threads(arguments.adapter)
+        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=self.num_threads,
                                softmax_scale=arguments.softmax_scale, softcap=arguments.softcap,
                                dropout_p=arguments.dropout_p, sm_margin=arguments.sm_margin)
         self.arrays = arguments.adapter
@@ -64,7 +70,7 @@ class Prepared:
     def prepare(self):
         information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
         error = _lib.error_of_thread()
-        code = _lib.prepare(self.address, self.device_address, num_threads,
+        code = _lib.prepare(self.address, self.device_address, self.num_threads,
                             ctypes.addressof(information), ctypes.addressof(error))
         _lib.check(code, error, self.operation, self.spelling)
         self.workspace_bytes = information.workspace_bytes
@@ -114,7 +120,7 @@ def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
         given["rng_state"] = rng_array(arrays, operation, given["rng_state"], given["q"])
     signature = arrays.signature
     try:
-        key = (arrays, operation, *given, *map(signature, given.values()),
+        key = (arrays, operation, _threads(arrays), *given, *map(signature, given.values()),
                get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"))
         found = _prepared.get(key)
     except TypeError:  # something unhashable: not kept, and perhaps illegal

@@ -139,19 +139,20 @@ def scalars(options: dict, flags: int = 0, has_bias: bool = True) -> tuple:
 
 def keywords(inputs, values) -> dict:
     """The arguments of an operator -> keywords."""
-    at = dict(zip(INPUTS, inputs))
     values = tuple(map(_tensors.hint, values))
     flags, given = values[0], {**dict(zip("qkv", inputs)), **_options_of(values)}
-    for name, row in TENSORS.items():
-        parts = tuple(at[tensor] for tensor in row.tensors)
-        words = [word for word, flag in row.words.items() if flags & flag]
-        if words:
-            given[name] = words[0]
-        elif parts[0] is not None:
-            given[name] = parts if parts[-1] is not None and len(parts) == 2 else parts[0]
+    for name, places in _PLACES.items():
+        first = inputs[places[0]]
+        if first is not None:
+            pair = len(places) == 2 and inputs[places[1]] is not None
+            given[name] = (first, inputs[places[1]]) if pair else first
+    for name, words in _WORDS.items():
+        for word, flag in words.items():
+            if flags & flag:
+                given[name] = word
     given.pop("keep" if flags & _lib.MASK_DROP else "drop", None)
-    if at["shift"] is not None:
-        given["align"] = at["shift"]
+    if inputs[_SHIFT] is not None:
+        given["align"] = inputs[_SHIFT]
     return given
 
 
@@ -178,7 +179,7 @@ def result_dtype(flags: int, place: int, otherwise):
 class Call:
     """A problem with the tensors that it was described by. `backward` is None, or maps do, o, lse
     and dlse to tensors, or to None for those that are yet to come; `grads` names the gradients
-    wanted, or maps names to tensors to write into. `same_lengths` overrides what the identity of the length tensors says."""
+    wanted. `same_lengths` overrides what the identity of the length tensors says."""
 
     def __init__(self, operation: str, given: dict, backward: dict | None = None, grads=(),
                  max_logit=False, same_lengths=False):
@@ -220,19 +221,9 @@ class Call:
                               "has no gradient; leave it out")
             rank = 4 if name == "dbias" else 2
             order = orders.get(name) or (None,) * (rank - of.dim()) + tuple(range(of.dim()))
-            if isinstance(grads, dict):
-                self._gradient_into(name, grads[name], of, order)
-                continue
             wide = a.grad_dtype and name in ("dq", "dk", "dv")
             dtype = getattr(torch, a.grad_dtype) if wide else of.dtype
             self._new(name, tuple(of.shape), dtype, order)
-
-    def _gradient_into(self, name, tensor, of, order):
-        if tensor.shape != of.shape:
-            raise self.arguments.error(f"{name}.shape", list(tensor.shape), "must be the shape of "
-                                       f"{GRADIENT_OF[name]}, {list(of.shape)}")
-        self.given[name] = tensor
-        self.arguments.put(name, name, tensor, order, output=True)
 
     def _forward_output(self, out, shape, q_dtype, adds):
         """o is new, or goes into `out`."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _args, _explain, _keywords, _lib
+from .. import _args, _explain, _keywords, _lib, _prepared
 from .._attention import Gradients
 from .._documented import documented
-from . import _describe, _kernels, _nested, _ops, _tensors
+from . import _describe, _nested, _ops, _tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,44 +99,25 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     and lse themselves, parts of a union (partial=True) above all. No autograd.
 
     q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or with accumulate=True maps
-    names to the tensors that are added to; keywords are those of the forward call, and partial. Returns
-    an object with a member for each gradient, None where it was not asked for.
+    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to tensors to
+    write into, or with accumulate=True to add to; keywords are those of the forward call, and partial.
+    Returns an object with a member for each gradient, None where it was not asked for.
 
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
-    a = _args.Arguments(_tensors, "attention_backward")
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
-    adds = a.boolean("accumulate", keywords.get("accumulate"))
-    if not isinstance(grads, dict if adds else tuple) or \
-            not all(name in _args.GRADIENTS for name in grads):
-        form = "with accumulate a dict of tensors by name" if adds else "a tuple of names"
-        raise a.error("grads", grads, f"must be {form} of " + ", ".join(_args.GRADIENTS))
+    outputs = _prepared.gradient_outputs(_tensors, grads)
     _complete("attention_backward", q, keywords)
-    names = [name for name in _args.GRADIENTS if name in grads]
-    if adds:
-        _refuse_adding(a, {"q": q, "k": k, "v": v, "do": do, **grads})
+    given = dict(keywords, q=q, k=k, v=v)
     backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    for name, tensor in backward.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise a.error(name, tensor, f"must be a {_tensors.noun}")
-    call = _describe.Call("attention_backward", dict(keywords, q=q, k=k, v=v), backward,
-                          {name: grads[name] for name in names} if adds else names)
-    if q.device.type == "cpu":
-        call.validate()
-    if adds:
-        _kernels.run_into(call)
-        return Gradients(**grads)
-    call.prepare(torch.get_num_threads())
-    inputs = dict.fromkeys(_describe.INPUTS)
-    inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
-               if _lib.TENSORS[index] in inputs}
-    bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
-    with _ops.below_autograd():
-        results = _ops.attention_backward(
-            do, o, lse, dlse, bits, *_describe.pack([*inputs.values()], call.scalars(),
-                                                    grad_dtype=call.arguments.grad_dtype))
-    return Gradients(**dict(zip(names, results)))
+    if keywords.get("accumulate"):
+        _refuse_adding("attention_backward", {**given, **backward, **outputs})
+    if _is_plain_cpu(q):
+        results = _prepared.call(_tensors, "attention_backward", _prepared.describe_backward,
+                                 {**given, **backward, **outputs})
+        _written(outputs.values())
+        return Gradients(*results)
+    return _gradients_by_operator(given, backward, outputs)
 
 
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywords.Format = "bshd",
@@ -251,28 +232,56 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
 @torch.compiler.disable(reason="attention(accumulate=True) writes into its arguments")
 def _added(given: dict, keywords: dict):
     """attention(accumulate=True): `out` and `lse` are written where they are."""
-    a = _args.Arguments(_tensors, "attention")
-    a.boolean("accumulate", keywords["accumulate"])
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
     _complete("attention", given["q"], keywords)
-    _refuse_adding(a, {**given, **keywords})
-    call = _describe.Call("attention", {**given, **keywords},
-                          max_logit=a.boolean("return_max_logit", keywords.get("return_max_logit")))
-    more = _kernels.run_into(call)
-    want_lse = a.boolean("return_lse", keywords.get("return_lse"))
-    return _returned(keywords["out"], keywords["lse"], more.get("max_logit"), want_lse,
-                     "max_logit" in more)
+    given = {**given, **keywords}
+    _refuse_adding("attention", given)
+    if not _is_plain_cpu(given["q"]):
+        _describe.Call("attention", given).prepare(torch.get_num_threads())  # knows what to say
+    results = _prepared.call(_tensors, "attention", _prepared.describe_forward, given)
+    _written((given["out"], given["lse"]))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-def _refuse_adding(a: _args.Arguments, given: dict):
+def _is_plain_cpu(q) -> bool:
+    """Whether tensors may be reached by their address: anything that is wrong is said there too."""
+    return not isinstance(q, torch.Tensor) or q.device.type == "cpu" and \
+        type(q) in (torch.Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+
+
+def _written(tensors):
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def _refuse_adding(operation: str, given: dict):
     """accumulate=True writes where its tensors are, past autograd, and nobody may want a gradient."""
     if torch._C._are_functorch_transforms_active():
-        raise _lib.Refused(f"tessera.{a.operation}: accumulate=True: has no rule for torch.func; call it "
+        raise _lib.Refused(f"tessera.{operation}: accumulate=True: has no rule for torch.func; call it "
                            "outside, or add parts up by tessera.torch.merge")
-    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise _lib.Refused(f"tessera.{a.operation}: accumulate=True: what is added up has no gradient, "
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values() if isinstance(x, torch.Tensor)):
+        raise _lib.Refused(f"tessera.{operation}: accumulate=True: what is added up has no gradient, "
                            "and a tensor here asks for one; use torch.no_grad(), or tessera.torch.merge")
+
+
+def _gradients_by_operator(given: dict, backward: dict, outputs: dict) -> Gradients:
+    """attention_backward where only operators reach tensors; what is the caller's is copied into."""
+    names = [name for name, output in outputs.items() if output is not None]
+    call = _describe.Call("attention_backward", given, backward, names)
+    call.prepare(torch.get_num_threads())
+    inputs = dict.fromkeys(_describe.INPUTS)
+    inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
+               if _lib.TENSORS[index] in inputs}
+    bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
+    with _ops.below_autograd():
+        results = _ops.attention_backward(
+            *(backward.get(name) for name in ("do", "o", "lse", "dlse")), bits,
+            *_describe.pack([*inputs.values()], call.scalars(), grad_dtype=call.arguments.grad_dtype))
+        for i, name in enumerate(names):
+            if outputs[name] is not _prepared.NEW:
+                results[i] = outputs[name].copy_(results[i])
+    return Gradients(**dict(zip(names, results)))
 
 
 def _compiled(q, k, v, keywords: dict):

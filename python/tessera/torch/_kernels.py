@@ -97,20 +97,6 @@ def _call(operation, inputs, values, out=None, **more) -> _describe.Call:
                           same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
 
 
-def run_into(call: _describe.Call) -> dict[str, torch.Tensor]:
-    """Runs a call some of whose outputs are the caller's; returns the others."""
-    if call.given["q"].device.type == "cpu":
-        call.validate()
-    outputs = _run(call)
-    backward = call.arguments.problem.pass_ == _lib.BACKWARD
-    written = _describe.GRADIENT_OF if backward else ("out", "lse")
-    for source in call.arguments.sources:
-        tensor = call.given[source.name]
-        if source.name in written and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-    return outputs
-
-
 def _run(call: _describe.Call) -> dict[str, torch.Tensor]:
     q = call.given["q"]
     if q.device.type != "cpu":

@@ -50,10 +50,8 @@ class _Run:
         self.device = self.given["q"].device
 
     def agree(self, key: tuple):
-        inputs = tuple(None if not isinstance(x, torch.Tensor) else (x.shape, x.dtype, x.device.type)
-                       for x in key)
-        _check.agree((self.spec, inputs, *(x for x in key if not isinstance(x, torch.Tensor))),
-                     self.topology, self.device,
+        inputs = [(x.shape, x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x for x in key]
+        _check.agree((self.spec, *inputs), self.topology, self.device,
                      lambda: _check.check(self.given, self.spec, self.topology),
                      lambda: _check.fields(self.given, self.spec))
 
