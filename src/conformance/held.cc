@@ -44,7 +44,7 @@ void fill_held(const Case& c, const CaseGeometry& geometry, const Buffers& buffe
     if (e % 8 == 7) return -kInfinity;
     return value + std::log(1.0 + static_cast<double>(c.sk)) + (e % 8 == 3 ? 1000 : 0);
   });
-  const int64_t *rows = p.tensor[TESSERA_LSE].extent;
+  const int64_t* rows = p.tensor[TESSERA_LSE].extent;
   fill(c, p, buffers, TESSERA_O, [&](const int64_t* i, int64_t, double value) {
     const int64_t of_lse = (i[0] * rows[1] + i[2]) * rows[2] + i[1];
     return of_lse % 8 == 7 ? std::numeric_limits<double>::quiet_NaN() : value;

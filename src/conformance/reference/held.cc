@@ -38,8 +38,7 @@ ReferenceValues held_outputs(const Problem& p, const Buffers& buffers) {
   const Role role = is_backward(p) ? Role::kBackwardOutput : Role::kForwardOutput;
   for (int index = TESSERA_O; index <= TESSERA_DALIBI_SLOPES; ++index) {
     if (!given(p, index) || tensor_rule(index).role != role) continue;
-    held.value[index] =
-        load_dense(p.tensor[index], tensor_rule(index).rank, buffers.data[index]);
+    held.value[index] = load_dense(p.tensor[index], tensor_rule(index).rank, buffers.data[index]);
   }
   return held;
 }
@@ -48,7 +47,8 @@ void add_held(const Problem& p, const ReferenceValues& held, ReferenceValues& ou
   if (!has(p, TESSERA_ACCUMULATE)) return;
   if (!is_backward(p)) return merge(p, held, out);
   for (int index = TESSERA_DQ; index <= TESSERA_DALIBI_SLOPES; ++index) {
-    for (size_t e = 0; e < out.value[index].size(); ++e) out.value[index][e] += held.value[index][e];
+    for (size_t e = 0; e < out.value[index].size(); ++e)
+      out.value[index][e] += held.value[index][e];
   }
 }
 
