@@ -13,7 +13,8 @@ To what _args asks of an adapter, these calls add
     empty(operation, name, shape, dtype, like)   a new array where `like` is, or MemoryError
     workspace(operation, size, like)             (address, owner) of `size` bytes, for this call
     integers(words, like), int64(x)              int64 array of a few integers; x as one, without strides
-    num_threads()                                of a call; without it set_num_threads decides
+    num_threads                                  what answers how many threads a call may use, or None:
+                                                 set_num_threads decides
 """
 
 from __future__ import annotations
@@ -40,15 +41,12 @@ def set_num_threads(n: int):
     _prepared.clear()
 
 
-def _threads(arrays) -> int:
-    return arrays.num_threads() if hasattr(arrays, "num_threads") else num_threads
-
-
 class Prepared:
     """A problem that was accepted, and how to fill the buffers of a call."""
 
     def __init__(self, arguments: _args.Arguments, outputs, q):
-        self.num_threads = _threads(arguments.adapter)
+        own = arguments.adapter.num_threads
+        self.num_threads = num_threads if own is None else own()
         buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=self.num_threads,
                                softmax_scale=arguments.softmax_scale, softcap=arguments.softcap,
                                dropout_p=arguments.dropout_p, sm_margin=arguments.sm_margin)
@@ -120,7 +118,8 @@ def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
         given["rng_state"] = rng_array(arrays, operation, given["rng_state"], given["q"])
     signature = arrays.signature
     try:
-        key = (arrays, operation, _threads(arrays), *given, *map(signature, given.values()),
+        threads = arrays.num_threads
+        key = (arrays, operation, threads and threads(), *given, *map(signature, given.values()),
                get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"))
         found = _prepared.get(key)
     except TypeError:  # something unhashable: not kept, and perhaps illegal
