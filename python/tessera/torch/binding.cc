@@ -32,6 +32,7 @@ using tessera_torch::check;
 using tessera_torch::describe;
 using tessera_torch::fail;
 using tessera_torch::Layout;
+using tessera_torch::scalar_type_of;
 using torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
@@ -41,7 +42,9 @@ constexpr int kNumInputs = TESSERA_RNG_STATE + 4;
 constexpr int index_of(int input) {
   return input <= TESSERA_RNG_STATE ? input : input - TESSERA_RNG_STATE - 1 + TESSERA_Q_START;
 }
-constexpr int64_t kMaxLogit = int64_t{1} << 32;  // _describe.MAX_LOGIT
+// _describe.MAX_LOGIT, and where in flags OUT_DTYPE and GRAD_DTYPE begin.
+constexpr int64_t kMaxLogit = int64_t{1} << 32;
+constexpr int kOutDtype = 33, kGradDtype = 37;
 
 // One call. Allocates outputs and workspace by PyTorch's allocators; a thread on the CPU keeps the
 // workspace of its last call, up to kKeptWorkspace.
@@ -65,6 +68,8 @@ class Call {
     // _describe.SCALARS, in their order.
     const int64_t flags = integer();
     wants_max_logit_ = (flags & kMaxLogit) != 0;
+    out_dtype_ = static_cast<int32_t>(flags >> kOutDtype & 15);
+    grad_dtype_ = static_cast<int32_t>(flags >> kGradDtype & 15);
     problem_.flags = static_cast<uint32_t>(flags);
     problem_.format_q = static_cast<int32_t>(integer());
     problem_.format_kv = static_cast<int32_t>(integer());
@@ -92,6 +97,12 @@ class Call {
   }
 
   bool wants_max_logit() const { return wants_max_logit_; }
+  // PyTorch's dtypes of o, and of the gradient of a tensor of `scalar_type` (only q, k and v have
+  // one of their own).
+  int32_t out_type(int32_t scalar_type) const { return scalar_type_of(out_dtype_, scalar_type); }
+  int32_t grad_type(int index, int32_t scalar_type) const {
+    return index > TESSERA_V ? scalar_type : scalar_type_of(grad_dtype_, scalar_type);
+  }
   const Tensor& q() const { return *inputs_[TESSERA_Q]; }
   const Tensor& v() const { return *inputs_[TESSERA_V]; }
   const Tensor& of(int index) const {
@@ -217,6 +228,7 @@ class Call {
   tessera_buffers buffers_{};
   tessera_device device_{};
   bool wants_max_logit_ = false;
+  int32_t out_dtype_ = TESSERA_NONE, grad_dtype_ = TESSERA_NONE;
   int32_t device_type_ = 0, device_index_ = -1;
   std::array<std::optional<Tensor>, kNumInputs> inputs_;
   std::optional<Tensor> workspace_;
@@ -243,7 +255,7 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   std::array<int64_t, 4> sizes{};
   std::copy_n(q.sizes, q.rank, sizes.begin());
   sizes[q.rank - 1] = v.sizes[v.rank - 1];
-  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, q.scalar_type);
+  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, call.out_type(q.scalar_type));
   const auto [lse, max_logit] = row_outputs(call);
   call.run();
   stack[0] = from(o);
@@ -281,8 +293,8 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (size_t i = 0; i < kOf.size(); ++i) {
     if ((wanted >> i & 1) == 0) continue;
     const Layout of(call.of(kOf[i]));
-    gradients.push_back(
-        call.output(TESSERA_DQ + static_cast<int>(i), of.sizes, of.rank, of.scalar_type));
+    gradients.push_back(call.output(TESSERA_DQ + static_cast<int>(i), of.sizes, of.rank,
+                                    call.grad_type(kOf[i], of.scalar_type)));
   }
   call.run();
   stack[0] = from(gradients);
