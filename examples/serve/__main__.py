@@ -59,6 +59,8 @@ def parse(arguments=None):
     for name in ("requests", "new", "batch", "budget", "pages", "page_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}={getattr(args, name)}: must be at least 1")
+    if args.model is not None and not args.model.is_dir():
+        parser.error(f"--model={args.model}: is no folder; save_pretrained() of a model and its tokenizer makes one")
     if args.check and args.temperature:
         parser.error("--check: compares the likeliest tokens; leave --temperature out")
     return args

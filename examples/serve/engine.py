@@ -151,6 +151,9 @@ class Engine:
             last = batch.cu_seqlens[1:].long() - 1
             logits = self.model(input_ids=ids, position_ids=positions, batch=batch, use_cache=False,
                                 logits_to_keep=last).logits[0]
+        if "attention" not in self.clock.seconds:
+            raise ValueError(f"Engine: {type(self.model).__name__}: its attention does not go through transformers' "
+                             "attention interface; serve another model")
         with self.clock.of("choose"):
             logits = logits.float().cpu()
             done = [request for (request, new), scores in zip(plan.items(), logits)

@@ -140,8 +140,18 @@ def test_the_command(serve, tmp_path, monkeypatch, capsys):
     assert printed.out.startswith("Say ") and "training" not in printed.err
     assert serve.main([*few, "--pages=1"]) == 2
     assert "build the Engine with more pages" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        serve.main(["--check", "--temperature=1"])
+    for wrong in (["--check", "--temperature=1"], ["--pages=0"], [f"--model={tmp_path / 'none'}"]):
+        with pytest.raises(SystemExit):
+            serve.main(wrong)
+    printed = capsys.readouterr().err
+    assert "leave --temperature out" in printed and "--pages=0: must be" in printed and "is no folder" in printed
+
+
+def test_a_model_that_attends_by_itself_is_named(serve, pair):
+    server = serve.engine.Engine(pair[0], pages=8, page_size=4)
+    server.submit([9, 10], 2)
+    with pytest.raises(ValueError, match="does not go through transformers' attention interface"):
+        server.step()
 
 
 # ---- schedules over pages, without a model ----

@@ -68,6 +68,7 @@ class _Saved:
     def drop(self):
         """Lets go of a reloaded tensor, of which the host has a copy."""
         if self.copy is not None:
+            self._wait()  # its memory is not another's before the copy is done
             self.tensor = None
 
     def get(self, stream) -> torch.Tensor:

@@ -5,6 +5,7 @@ tensor-parallel ranks share, or do not share."""
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
@@ -75,10 +76,10 @@ def checkpoint(function, *args, **kwargs):
     with the same random numbers.
 
     TE's keywords are taken from kwargs: use_reentrant (default True: only gradients of args, by
-    backward() alone; False: keyword tensors and torch.autograd.grad too), get_rng_state_tracker (a
+    backward() alone; False: of everything, by torch.autograd.grad too), get_rng_state_tracker (a
     function that returns a CudaRNGStatesTracker, whose states are the same both times),
-    distribute_saved_activations and tp_group; beside them determinism_check, context_fn and debug of
-    torch.utils.checkpoint. Everything else is the function's.
+    distribute_saved_activations and tp_group; beside them preserve_rng_state, determinism_check, context_fn
+    and debug of torch.utils.checkpoint. Everything else is the function's.
     NotImplementedError: distribute_saved_activations=True.
     """
     distributed, _ = kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None)
@@ -89,12 +90,9 @@ def checkpoint(function, *args, **kwargs):
     tracker = None if make_tracker is None else make_tracker()
     own = {name: kwargs.pop(name) for name in ("determinism_check", "context_fn", "debug", "preserve_rng_state")
            if name in kwargs}
-    reentrant = kwargs.pop("use_reentrant", True)
-    run = function if tracker is None else _with_states(function, tracker)
-    if reentrant:  # which has no keywords of the function
-        own.pop("context_fn", None), own.pop("determinism_check", None), own.pop("debug", None)
-        return torch_checkpoint.checkpoint(lambda *inputs: run(*inputs, **kwargs), *args, use_reentrant=True, **own)
-    return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **own, **kwargs)
+    own["use_reentrant"] = kwargs.pop("use_reentrant", True)
+    run = functools.partial(function if tracker is None else _with_states(function, tracker), **kwargs)
+    return torch_checkpoint.checkpoint(run, *args, **own)
 
 
 def _with_states(function, tracker: CudaRNGStatesTracker):
