@@ -111,6 +111,11 @@ def test_what_continuous_batching_needs(built):
             pass
     with pytest.raises(ValueError, match="tessera is not supported for continuous batching"):
         batched(ours, [[5, 6, 7]])  # transformers' own words
+    with pytest.warns(FutureWarning, match="prefix is no longer needed"):
+        model = transformers.AutoModelForCausalLM.from_config(MODELS["llama"](), attn_implementation="paged|tessera")
+    assert model.config._attn_implementation == "tessera"
+    with pytest.raises(ValueError, match="Could not find the currently requested flash attention"):
+        transformers.AutoModelForCausalLM.from_config(MODELS["llama"](), attn_implementation=_continuous.NAME)
     with tessera.hf.continuous_batching(ours), pytest.raises(tessera.Refused, match="call the model outside"):
         ours(tokens(), use_cache=False)
     assert ours.config._attn_implementation == "tessera"
