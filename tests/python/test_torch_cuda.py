@@ -252,3 +252,36 @@ def test_a_graph_appends_where_lengths_are_then():
     expected = torch.zeros_like(cache)
     expected[0, 3:5], expected[1, 7] = k[0, 0], k[1, 0]
     torch.testing.assert_close(cache, expected, rtol=0, atol=0)
+
+
+def test_te_offloads_on_a_stream_of_its_own():
+    import tessera.te.pytorch as te
+    layers = [te.DotProductAttention(4, 64, qkv_format="bshd") for _ in range(4)]
+    x = torch.randn(4, 1024, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(context, sync):
+        y = given = x.clone().requires_grad_()
+        for layer in layers:
+            with context:
+                y = layer(y, y, y).unflatten(-1, (4, 64)) + y
+            y = sync(y)
+        held = torch.cuda.memory_allocated()
+        return held, torch.autograd.grad(y.float().square().sum(), given)[0]
+    held, expected = run(*te.get_cpu_offload_context())
+    for _ in range(2):
+        less, got = run(*te.get_cpu_offload_context(True, 3, 4))
+        torch.testing.assert_close(got, expected)
+        assert less < held - 3 * x.nbytes
+
+
+def test_te_graphs_keywords():
+    import tessera.te.pytorch as te
+    layer = te.DotProductAttention(4, 64, qkv_format="bshd")
+    x = [t.detach().requires_grad_() for t in qkv()]
+    expected = layer(*x, attn_mask_type="no_mask")
+    gradients = torch.autograd.grad(expected.float().sum(), x)
+    graphed = te.make_graphed_callables(layer, tuple(x), sample_kwargs={"attn_mask_type": "no_mask"})
+    out = graphed(*x, attn_mask_type="no_mask")
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(torch.autograd.grad(out.float().sum(), x), gradients):
+        torch.testing.assert_close(ours, theirs)
