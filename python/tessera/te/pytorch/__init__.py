@@ -6,13 +6,21 @@
 """
 
 from .._names import missing
-from . import attention, constants, cpp_extensions, distributed, utils
+from ..common import recipe
+from . import attention, constants, cpp_extensions, distributed, fp8, quantization, tensor, utils
 from .attention import (DotProductAttention, InferenceParams, MultiheadAttention,
                         RotaryPositionEmbedding, apply_rotary_pos_emb)
+from .quantization import (autocast, fp8_autocast, get_default_recipe, is_fp8_available,
+                           is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available)
+from .tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, QuantizedTensor, Quantizer
 from .transformer import TransformerLayer
 from .utils import get_cudnn_version, get_device_compute_capability, is_bf16_available
 
-__all__ = ["DotProductAttention", "InferenceParams", "MultiheadAttention",
-           "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb", "attention", "constants", "cpp_extensions", "distributed",
-           "get_cudnn_version", "get_device_compute_capability", "is_bf16_available", "utils"]
+__all__ = ["DotProductAttention", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor",
+           "InferenceParams", "MultiheadAttention", "QuantizedTensor", "Quantizer", "RotaryPositionEmbedding",
+           "TransformerLayer", "apply_rotary_pos_emb", "attention", "autocast", "constants", "cpp_extensions",
+           "distributed", "fp8", "fp8_autocast", "get_cudnn_version", "get_default_recipe",
+           "get_device_compute_capability", "is_bf16_available", "is_fp8_available",
+           "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantization",
+           "recipe", "tensor", "utils"]
 __getattr__ = missing(__name__)
