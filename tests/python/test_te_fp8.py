@@ -340,3 +340,248 @@ def test_emulation_rounds_one_side_of_a_pass():
         torch.testing.assert_close(grad, do if forward else expected)
     with pytest.raises(ValueError, match="quantizer_name='T_quantizer'"):
         backends.FP8EmulationFunc.apply(x, None, None, quantizer, "T_quantizer", None)
+
+
+# ---- states ----
+
+def module(**more):
+    return te.DotProductAttention(4, 16, qkv_format="bshd", **more)
+
+
+def used_module(recipe=None):
+    """A module whose slots have scales and histories of their own."""
+    m = module()
+    with torch.no_grad(), autocast(recipe=recipe or DelayedScaling(fp8_dpa=True, amax_history_len=5)):
+        m.init_fp8_metadata(device=torch.device("cpu"))
+    for key in ("scaling_fwd", "scaling_bwd"):
+        state = m.fp8_meta[key]
+        state.scale.copy_(torch.arange(1, len(state.scale) + 1))
+        state.amax_history.copy_(torch.arange(state.amax_history.numel()).view_as(state.amax_history))
+    return m
+
+
+def values(m):
+    return [x for key in ("scaling_fwd", "scaling_bwd") for x in (m.fp8_meta[key].scale,
+                                                                  m.fp8_meta[key].amax_history)]
+
+
+class FakeTe:
+    """Modules of TE's names with its classes, such as a machine with TE has them."""
+
+    def __enter__(self):
+        import types
+        self.before = {name: sys.modules.get(name) for name in (
+            "transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe")}
+        for name in self.before:
+            sys.modules[name] = types.ModuleType(name)
+        home = sys.modules["transformer_engine.common.recipe"]
+        import collections
+        import enum
+        helper = collections.namedtuple("_FormatHelper", ["max_fwd", "max_bwd"])
+        for name, made in (
+                ("_FormatHelper", helper),
+                ("Format", enum.Enum("Format", {"E4M3": helper(448, 448), "HYBRID": helper(448, 57344)})),
+                ("DelayedScaling", type("DelayedScaling", (), {"delayed": lambda self: True}))):
+            made.__module__, made.__qualname__ = home.__name__, name
+            setattr(home, name, made)
+        return home
+
+    def __exit__(self, *_):
+        for name, module in self.before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def test_extra_state_is_te_s():
+    """What is saved here unpickles where TE is, as TE's classes; what TE saves is read here without TE."""
+    m = used_module()
+    saved = m.state_dict()["_extra_state"]
+    with FakeTe() as home:
+        state = pickle.loads(saved.numpy().tobytes())
+        assert type(state["recipe"]) is home.DelayedScaling
+        assert state["recipe"].fp8_format is home.Format.HYBRID and state["recipe"].amax_history_len == 5
+        assert set(state) == {"recipe", "scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd",
+                              "extra_fp8_variables"}
+        assert state["scale_fwd"].shape == (9,) and state["amax_history_bwd"].shape == (5, 6)
+        recipe = home.DelayedScaling()
+        recipe.__dict__.update(margin=2, fp8_format=home.Format.HYBRID, amax_history_len=5, fp8_dpa=True)
+        state["recipe"], state["extra_fp8_variables"] = recipe, {"num_gemms": 3, "local_recipes": [recipe]}
+        from_te = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+    other = module()
+    other.load_state_dict({"_extra_state": from_te})
+    assert all(map(torch.equal, values(other), values(m)))
+    assert other.fp8_meta["recipe"] == DelayedScaling(margin=2, amax_history_len=5, fp8_dpa=True)
+
+
+def test_a_state_is_taken_up_by_the_next_region():
+    m, other = used_module(), module()
+    other.load_state_dict(m.state_dict())
+    with torch.no_grad(), autocast(recipe=DelayedScaling(fp8_dpa=True, amax_history_len=3)):
+        other.init_fp8_metadata(device=torch.device("cpu"))
+    assert torch.equal(other.fp8_meta["scaling_fwd"].scale, m.fp8_meta["scaling_fwd"].scale)
+    assert torch.equal(other.fp8_meta["scaling_fwd"].amax_history,
+                       m.fp8_meta["scaling_fwd"].amax_history[[0, 3, 4]])
+    assert other.quantizers["scaling_fwd"][QKV].scale.item() == QKV + 1
+    assert torch.equal(pickle.loads(pickle.dumps(other)).fp8_meta["scaling_fwd"].scale, m.fp8_meta["scaling_fwd"].scale)
+    assert torch.equal(copy.deepcopy(other).quantizers["scaling_fwd"][O].scale, torch.tensor([O + 1.0]))
+
+
+def test_states_of_te_1_6():
+    m = used_module()
+    scale_fwd, history_fwd, scale_bwd, history_bwd = values(m)
+    file = io.BytesIO()
+    torch.save({"scale_fwd": scale_fwd, "scale_inv_fwd": 1 / scale_fwd, "amax_history_fwd": history_fwd,
+                "scale_bwd": scale_bwd, "scale_inv_bwd": 1 / scale_bwd, "amax_history_bwd": history_bwd,
+                "global_fp8_buffer": {}, "extra_fp8_variables": {"num_gemms": 3, "fp8_checkpoint": True}}, file)
+    layer = torch.nn.ModuleDict({"core_attention": module()})
+    layer.load_state_dict({"core_attention.fused_attention._extra_state": file})
+    assert all(map(torch.equal, values(layer["core_attention"]), values(m)))
+
+
+class Evil:
+    def __reduce__(self):
+        return sys.exit, (1,)
+
+
+def pickled(state):
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def state_with(**more):
+    nine, six = torch.ones(9), torch.ones(6)
+    return pickled(dict(scale_fwd=nine, amax_history_fwd=torch.zeros(4, 9), scale_bwd=six,
+                        amax_history_bwd=torch.zeros(4, 6), extra_fp8_variables={}) | more)
+
+
+@pytest.mark.parametrize("state, message", [
+    (state_with(scale_fwd=torch.ones(6)), r"scale_fwd.shape=\[6\]: must be \[9\], or \[3\]"),
+    (state_with(amax_history_bwd=torch.ones(4, 9)), r"amax_history_bwd.shape=\[4, 9\]: must be \[steps, 6\]"),
+    (state_with(amax_history_fwd=torch.ones(4, 3)), "amax_history_fwd.shape=.*scale_fwd's 9 slots"),
+    (state_with(amax_history_fwd=torch.ones(0, 9)), r"amax_history_fwd.shape=\[0, 9\]"),
+    (state_with(scale_bwd=torch.ones(2), amax_history_bwd=torch.ones(4, 2)), r"scale_bwd.shape=\[2\].*beside"),
+    (state_with(scale_bwd=None), "scale_bwd.shape=NoneType"),
+    (state_with(recipe=MXFP8BlockScaling()), "recipe=MXFP8BlockScaling: must be DelayedScaling"),
+    (state_with(recipe=Evil()), "pickle=UnpicklingError: sys.exit: .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
+    (pickled([1]), "pickle=list: must be a dict"), (torch.tensor([1, 2], dtype=torch.uint8), "pickle=.*no plain data"),
+    (state_with(extra_fp8_variables=3), "extra_fp8_variables=int: must be a dict"),
+    (torch.zeros(3), r"type=torch.float32\[3\]: must be a uint8"), ("state", "type=str")], ids=range(13))
+def test_a_wrong_state_is_one_clear_error(state, message):
+    m = used_module()
+    before = [x.clone() for x in values(m)]
+    with pytest.raises(ValueError, match=f"_extra_state: {message}"):
+        m.load_state_dict({"_extra_state": state})
+    assert all(map(torch.equal, values(m), before))
+
+
+def test_a_trusted_pickle_may_hold_anything(monkeypatch):
+    recipe = DelayedScaling(fp8_dpa=True, scaling_factor_compute_algo=math.hypot)
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    m = module()
+    m.load_state_dict({"_extra_state": state_with(recipe=recipe)})
+    assert m.fp8_meta["recipe"] == recipe
+
+
+# ---- the recipe of attention ----
+
+DS, CS = DelayedScaling(fp8_dpa=True), Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3)
+
+
+@pytest.mark.parametrize("given, switches, expected", [
+    (DS, {}, [DS]), (DelayedScaling(), {}, []), (DS, {"RECIPE": "F16"}, []),
+    (CS, {}, [CS, DelayedScaling(fp8_dpa=True, fp8_format=Format.E4M3, amax_history_len=1,
+                                 amax_compute_algo="most_recent")]),
+    (CS, {"RECIPE": "DelayedScaling", "DS_AMAX_HISTLEN": "7", "DS_AMAX_ALGO": "max", "DS_REDUCE_AMAX": "0"},
+     [DelayedScaling(fp8_dpa=True, fp8_format=Format.E4M3, amax_history_len=7, reduce_amax=False)]),
+    (DS, {"RECIPE": "Float8CurrentScaling"}, [Float8CurrentScaling(fp8_dpa=True), DS]),
+    (NVFP4BlockScaling(fp8_mha=True), {"RECIPE": "DelayedScaling", "FORMAT": "E4M3"},
+     [DelayedScaling(fp8_mha=True, fp8_format=Format.E4M3, amax_history_len=1,
+                     amax_compute_algo="most_recent")]),
+    (Float8BlockScaling(), {"RECIPE": "DelayedScaling", "RECIPE_DPA": "1"},
+     [DelayedScaling(fp8_dpa=True, amax_history_len=1, amax_compute_algo="most_recent")]),
+    (MXFP8BlockScaling(), {}, [])], ids=range(9))
+def test_switches_give_attention_a_recipe_of_its_own(given, switches, expected, monkeypatch):
+    for name, value in switches.items():
+        monkeypatch.setenv(f"NVTE_DPA_FP8{'' if name.startswith('DS') else '_'}{name}", value)
+    before = repr(given)
+    assert _fp8_state.recipes_of(given) == expected
+    assert repr(given) == before
+
+
+@pytest.mark.parametrize("given, switches, error, message", [
+    (MXFP8BlockScaling(fp8_dpa=True), {}, tessera.torch.Refused, "MXFP8BlockScaling: a scale for every 32"),
+    (DS, {"RECIPE": "MXFP8BlockScaling"}, tessera.torch.Refused, "MXFP8BlockScaling: .*DelayedScaling and"),
+    (NVFP4BlockScaling(fp8_mha=True), {}, tessera.torch.Refused, "NVFP4BlockScaling: .*NVTE_DPA_FP8_RECIPE="),
+    (CustomRecipe(qfactory=max, fp8_dpa=True), {}, tessera.torch.Refused, "CustomRecipe: it has no FP8"),
+    (DS, {"RECIPE": "FP16"}, ValueError, "NVTE_DPA_FP8_RECIPE='FP16': must be one of"),
+    (CS, {"RECIPE": "DelayedScaling", "FORMAT": "E8M0"}, ValueError, "NVTE_DPA_FP8_FORMAT='E8M0'")],
+    ids=range(6))
+def test_refused_recipes(given, switches, error, message, monkeypatch):
+    for name, value in switches.items():
+        monkeypatch.setenv(f"NVTE_DPA_FP8_{name}", value)
+    q = torch.zeros(1, 4, 4, 16, dtype=torch.bfloat16)
+    with pytest.raises(error, match=message), autocast(recipe=given):
+        module()(q, q, q)
+
+
+# ---- attention ----
+
+def problem(seed=0, s=48, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, s, 4, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)] + \
+        [torch.randn(2, s, 64, generator=generator).to(dtype)]
+
+
+def step(m, recipe, inputs, enabled=True, **more):
+    """(out, dq, dk, dv)."""
+    *qkv, do = inputs
+    with autocast(enabled=enabled, recipe=recipe):
+        out = m(*qkv, **more)
+    return out, *torch.autograd.grad(out, qkv, do)
+
+
+def error(got, expected):
+    got, expected = (x.dequantize().float() if isinstance(x, te.Float8Tensor) else x.float()
+                     for x in (got, expected))
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def test_a_region_that_leaves_attention_alone():
+    m, inputs = module(), problem()
+    expected = step(m, None, inputs, enabled=False)
+    for recipe in (DelayedScaling(), MXFP8BlockScaling(), Float8BlockScaling(), NVFP4BlockScaling()):
+        assert all(map(torch.equal, step(m, recipe, inputs), expected)) and not m.fp8
+    with pytest.raises(ValueError, match="fp8_output=True: belongs in an autocast region"):
+        m(*inputs[:3], fp8_output=True)
+    q = te.Float8CurrentScalingQuantizer(E4M3, "cpu")(inputs[0])
+    assert torch.equal(m(q, *inputs[1:3]), m(q.dequantize(), *inputs[1:3]))
+
+
+def test_calibration_notes_amaxes_of_16_bits():
+    m, (q, k, v, _) = module(), problem()
+    with autocast(enabled=False, calibrating=True, recipe=DS):
+        out = m(q, k, v)
+    assert torch.equal(out, m(q, k, v)) and not m.fp8
+    history = m.fp8_meta["scaling_fwd"].amax_history
+    assert history[0, QKV] == max(x.abs().max() for x in (q, k, v)) and history[0, O] == out.abs().max()
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(fp8_dpa=True, amax_history_len=4),
+                                    Float8CurrentScaling(fp8_dpa=True), DelayedScaling(fp8_mha=True)],
+                         ids=["delayed", "current", "delayed mha"])
+def test_emulation(recipe, monkeypatch):
+    m, inputs = module(), problem()
+    expected = step(m, None, inputs, enabled=False)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    te.attention._attention_backends["backend_selection_requires_update"] = True
+    for _ in range(3):
+        got = step(m, recipe, inputs)
+    assert isinstance(got[0], te.Float8Tensor) == recipe.fp8_mha
+    for x, y, bound in zip(got, expected, (0.06, 0.14, 0.14, 0.12)):
+        assert 1e-3 < error(x, y) < bound
+    if recipe.delayed():
+        forward, backward = m.fp8_meta["scaling_fwd"].scale, m.fp8_meta["scaling_bwd"].scale
+        assert all(forward[slot] != 1 for slot in (QKV, O, P)) and (backward[[DQKV, DO, DP]] > 1).all()
+        assert forward[P] <= 448 * 48 and (forward[[0, 1, 4, 5, 6, 7]] == 1).all()

@@ -145,22 +145,23 @@ class Float8Module(Stateful):
     def set_extra_state(self, state):
         """Takes scales and histories of TE's, and of TE 1.6's states too. ValueError: what is no state, or
         of other shapes; pickles that hold more than data, unless NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1."""
-        super().set_extra_state(state)
-        state = _read(state)
-        if not state:
-            return
-        recipe = state.get("recipe") or DelayedScaling()
-        if "scale_fwd" not in state:
-            return  # a recipe without histories
+        given, state = state, _read(state) or {}
+        recipe, extra = state.get("recipe") or DelayedScaling(), state.get("extra_fp8_variables", {})
         found = {}
         for key, name in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
-            found[key] = _checked(state, name, _SLOTS[key])
+            if "scale_fwd" in state:  # else the recipe has no histories
+                found[key] = _checked(state, name, _SLOTS[key])
         if len({_SLOTS[key].index(len(scale)) for key, (scale, _) in found.items()}) > 1:
             raise _illegal("scale_bwd.shape", list(found["scaling_bwd"][0].shape),
                            "must be [6] beside scale_fwd [9], or [2] beside [3]")
-        if not recipe.delayed():
+        if found and not isinstance(recipe, DelayedScaling):
             raise _illegal("recipe", type(recipe).__name__, "must be DelayedScaling beside histories")
-        self.fp8_meta.update(state.get("extra_fp8_variables", {}), recipe=recipe, fp8_checkpoint=True)
+        if not isinstance(extra, dict):
+            raise _illegal("extra_fp8_variables", type(extra).__name__, "must be a dict")
+        super().set_extra_state(given)
+        if not found:
+            return
+        self.fp8_meta.update(extra, recipe=recipe, fp8_checkpoint=True)
         for key, (scale, history) in found.items():
             mode = "forward" if key == "scaling_fwd" else "backward"
             known = DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=len(scale), device="cpu")
