@@ -238,6 +238,9 @@ def test_quantizers_round_and_note():
     quantizer.update_quantized(torch.ones(2, 3), got)
     assert got.dequantize().tolist() == [[1, 1, 1]] * 2
     assert quantizer.make_empty((2, 5)).shape == (2, 5)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        number = quantizer(torch.tensor(0.8, dtype=dtype))
+        assert number.dequantize().item() == 0.8125 and number.shape == () and number.dtype == dtype
 
 
 @pytest.mark.parametrize("x, scale", [([0.0, 0.0], 1), ([2.0, -7.0], 64), ([math.inf, 1.0], 1),
@@ -475,6 +478,20 @@ def test_a_wrong_state_is_one_clear_error(state, message):
     assert all(map(torch.equal, values(m), before))
 
 
+def test_a_state_that_inference_made_can_train():
+    with torch.inference_mode():
+        m = used_module()
+        m.fp8_meta["scaling_fwd"].refit(DelayedScaling(amax_history_len=2))
+    m.fp8_meta["scaling_fwd"].update()
+    assert m.fp8_meta["scaling_fwd"].amax_history.shape == (2, 9)
+
+
+def test_functions_of_a_recipe_that_cannot_be_saved():
+    m = used_module(DelayedScaling(fp8_dpa=True, amax_compute_algo=lambda history: history[0]))
+    with pytest.raises(ValueError, match="_extra_state: recipe=recipe_type=DelayedScaling, .*functions must be"):
+        m.state_dict()
+
+
 def test_a_trusted_pickle_may_hold_anything(monkeypatch):
     recipe = DelayedScaling(fp8_dpa=True, scaling_factor_compute_algo=math.hypot)
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
@@ -565,6 +582,8 @@ def test_calibration_notes_amaxes_of_16_bits():
     assert torch.equal(out, m(q, k, v)) and not m.fp8
     history = m.fp8_meta["scaling_fwd"].amax_history
     assert history[0, QKV] == max(x.abs().max() for x in (q, k, v)) and history[0, O] == out.abs().max()
+    m(q * 2, k, v)  # outside
+    assert history[0, QKV] == max(x.abs().max() for x in (q, k, v))
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(fp8_dpa=True, amax_history_len=4),

@@ -152,9 +152,10 @@ class DelayedScalingRecipeState(RecipeState):
 
     def __init__(self, recipe: DelayedScaling, *, mode: str, num_quantizers: int = 1, device=None):
         super().__init__(recipe, mode=mode, num_quantizers=num_quantizers, device=device)
-        self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=self.device)
-        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32,
-                                        device=self.device)
+        with torch.inference_mode(False):  # who trains later writes into them
+            self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=self.device)
+            self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32,
+                                            device=self.device)
 
     def make_quantizers(self) -> list[Float8Quantizer]:
         return [Float8Quantizer(self.scale[i:i + 1], self.amax_history[0, i:i + 1], self.dtype)
@@ -163,6 +164,10 @@ class DelayedScalingRecipeState(RecipeState):
     def refit(self, recipe: DelayedScaling, device=None):
         """Goes on under another recipe, or on another device; quantizers are to be made again. A longer
         history begins with zeros, a shorter one forgets what is oldest: row 1 and those after it."""
+        with torch.inference_mode(False):
+            self._refit(recipe, device)
+
+    def _refit(self, recipe, device):
         device = self.device if device is None else torch.device(device)
         old, length = self.amax_history.to(device), recipe.amax_history_len
         if length != len(old):

@@ -197,8 +197,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
 
 def largest(tensors) -> torch.Tensor:
     """The largest |value| of several tensors, fp32 [1]; a tensor that is empty or holds NaN counts as 0."""
-    found = [torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32) for x in tensors
-             if x.numel()]
+    found = [torch.linalg.vector_norm(x.detach(), torch.inf).float() for x in tensors if x.numel()]
     if not found:
         return torch.zeros(1, device=tensors[0].device)
     return torch.stack(found).nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
@@ -213,4 +212,5 @@ def scale_of(amax: torch.Tensor, largest_stored: float, otherwise: torch.Tensor)
 def _rounded(x: torch.Tensor, scale: torch.Tensor, fp8_dtype: DType) -> torch.Tensor:
     dtype = torch_dtype(fp8_dtype)
     limit = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+    scaled = x * scale if x.dtype != torch.float64 else x.float() * scale  # fp32, as scale is no scalar
+    return scaled.clamp_(-limit, limit).to(dtype).reshape(x.shape)

@@ -44,6 +44,7 @@ class _How:
     keywords: dict
     fp8_output: bool
     wide_backward: bool  # 16-bit products
+    trains: bool
 
 
 def attention(module, q, k, v, keywords: dict, fp8_output: bool, wide_backward: bool):
@@ -59,8 +60,10 @@ def attention(module, q, k, v, keywords: dict, fp8_output: bool, wide_backward: 
         return result
     forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
     learnt = {name: keywords[name] for name in _LEARNT if isinstance(keywords.get(name), torch.Tensor)}
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *learnt.values()))
     how = _How(forward[META_QKV], forward[META_O], forward[META_S], backward[META_DQKV], backward[META_DO],
-               {name: x for name, x in keywords.items() if name not in learnt}, fp8_output, wide_backward)
+               {name: x for name, x in keywords.items() if name not in learnt}, fp8_output, wide_backward,
+               trains)
     o, max_logit = _Rounded.apply(how, q, k, v, *(learnt.get(name) for name in _LEARNT))
     return (o, max_logit) if keywords.get("return_max_logit") else o
 
@@ -75,10 +78,10 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, how, q, k, v, *learnt):
         inputs = _containers(how.qkv, (q, k, v))
-        dtype, trains = inputs[0].dtype, any(ctx.needs_input_grad)
+        dtype = inputs[0].dtype
         given = {name: x for name, x in zip(_LEARNT, learnt) if x is not None}
         # The backward pass needs o in 16 bits, which is then rounded here.
-        stored_o = how.fp8_output and not trains and isinstance(how.o, Float8Quantizer)
+        stored_o = how.fp8_output and not how.trains and isinstance(how.o, Float8Quantizer)
         options = {"out_dtype": dtype}
         if stored_o:
             scale_inv = 1 / how.o.scale
@@ -93,7 +96,7 @@ class _Rounded(torch.autograd.Function):
         else:
             how.o.note(amax)
             result = how.o.wrap(o, scale_inv, dtype) if stored_o else o
-        if trains:
+        if how.trains:
             ctx.how, ctx.dtype = how, dtype
             ctx.contained = [isinstance(x, QuantizedTensor) for x in (q, k, v)]
             ctx.save_for_backward(o, lse, *stored, *scales, *learnt)

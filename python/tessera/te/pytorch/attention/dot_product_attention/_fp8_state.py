@@ -90,6 +90,7 @@ class Float8Module(Stateful):
         self.fp8_meta, self.quantizers = {"fp8_checkpoint": False}, {}
         self.fp8 = self.fp8_calibration = self.fp8_initialized = False
 
+    @torch.compiler.disable
     def init_fp8_metadata(self, num_gemms: int = 3, device: torch.device | None = None):
         """Takes the recipe of the region, makes or fits states on `device` and their quantizers, and
         registers them. Refused, ValueError: as recipes_of."""
@@ -229,7 +230,11 @@ def _storage(data: bytes):
 
 def _written(state: dict) -> torch.Tensor:
     file = io.BytesIO()
-    _Pickler(file).dump(state)
+    try:
+        _Pickler(file).dump(state)
+    except (pickle.PicklingError, AttributeError) as error:
+        raise _illegal("recipe", state["recipe"], "its functions must be ones that a module defines, to be "
+                       f"saved: {error}") from None
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 

@@ -131,8 +131,8 @@ class DotProductAttention(Float8Module):
                  _words.max_seqlen("max_seqlen_q", max_seqlen_q),
                  _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type)
         region = FP8GlobalStateManager.quantization_state
-        if region.fp8_enabled or region.fp8_calibration or self.fp8 or fp8_output or \
-                any(isinstance(x, QuantizedTensor) for x in (q, k, v)):
+        if region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
+                fp8_output or any(isinstance(x, QuantizedTensor) for x in (q, k, v)):
             self.init_fp8_metadata(device=q.device)
             if self.fp8:
                 return self._in_fp8(q, k, v, tensors, words, inference_params, fp8_output, bf16_backward)

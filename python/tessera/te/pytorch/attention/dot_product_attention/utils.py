@@ -7,6 +7,7 @@ from ...._logging import AttentionLogging
 from ...._names import missing
 from ..._words import check_set_window_size
 from ..._words import qkv_layout as _layout
+from ...tensor.quantized_tensor import QuantizedTensor
 from ._layouts import get_qkv_format, get_qkv_layout
 from ._masks import get_alibi, get_full_mask, get_padding_mask
 from ._selection import AttentionParams, flash_version, get_attention_backend
@@ -14,13 +15,11 @@ from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, Unpack
                          _cu_seqlens_cache, get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens,
                          get_indices)
 
-from ...tensor.quantized_tensor import QuantizedTensor
-
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
            "FlashAttentionUtils", "PackTensors", "UnpackTensor", "check_set_window_size",
-           "combine_and_dequantize", "combine_and_quantize", "get_alibi", "get_attention_backend", "get_cu_seqlens", "get_cu_seqlens_and_indices",
-           "get_full_cu_seqlens", "get_full_mask", "get_indices", "get_padding_mask",
-           "get_qkv_format", "get_qkv_layout"]
+           "combine_and_dequantize", "combine_and_quantize", "get_alibi", "get_attention_backend",
+           "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens", "get_full_mask",
+           "get_indices", "get_padding_mask", "get_qkv_format", "get_qkv_layout"]
 __getattr__ = missing(__name__)
 
 _alibi_cache = {
