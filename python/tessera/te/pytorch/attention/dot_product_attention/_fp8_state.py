@@ -129,6 +129,11 @@ class Float8Module(Stateful):
                 device=device).make_quantizers()
             self.quantizers[key] = others + state.make_quantizers()
 
+    def __getstate__(self):
+        """Copies and pickles make quantizers of their own states, where they run."""
+        return {**self.__dict__, "quantizers": {}, "fp8_initialized": False,
+                "fp8_meta": {key: x for key, x in self.fp8_meta.items() if key != "fp8_group"}}
+
     # ---- state dicts ----
 
     def get_extra_state(self) -> torch.Tensor:
