@@ -114,6 +114,26 @@ def test_the_format_of_the_recipe_is_that_of_do(core):
     assert core.calls[-1][1] == torch.float8_e4m3fn
 
 
+def test_pytorch_s_autocast_casts_first(core):
+    inputs = problem(dtype=torch.float32)
+    with pytest.raises(ValueError, match="torch.float32: FP8 attention rounds float16 and bfloat16"):
+        step(module(), DS, inputs)
+    with torch.autocast("cpu", torch.bfloat16), autocast(recipe=DS):
+        out = module()(*inputs[:3])
+    assert out.dtype == torch.bfloat16 and out.requires_grad
+
+
+def test_gradients_of_containers_accumulate(core):
+    m, inputs = module(), problem()
+    expected = step(module(), None, inputs, enabled=False)
+    leaves = contained(inputs)
+    for _ in range(3):
+        with autocast(recipe=DelayedScaling(fp8_mha=True, amax_history_len=1)):
+            m(*leaves[:3]).backward(leaves[3])
+    for x, y in zip(leaves[:3], expected[1:]):
+        assert error(x.grad, 3 * y) < 0.16
+
+
 def test_containers_in_containers_out(core):
     m, inputs = module(), problem()
     recipe = DelayedScaling(fp8_mha=True, amax_history_len=1)

@@ -17,6 +17,7 @@ import dataclasses
 import logging
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .....torch import attention as core_attention
 from .....torch import attention_backward as core_backward
@@ -107,6 +108,7 @@ class _Rounded(torch.autograd.Function):
         return result, *max_logit
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, _):
         how, needed = ctx.how, ctx.needs_input_grad[1:]
         names = [name for name, is_needed in zip(_GRADIENTS, needed) if is_needed]
@@ -141,7 +143,7 @@ class _Rounded(torch.autograd.Function):
             how.dqkv.note(torch.cat(amaxes).amax())
         for name, was_contained in zip(_GRADIENTS, ctx.contained):
             if name in grads and contained:
-                grads[name] = how.dqkv.wrap(grads[name], scale_inv, ctx.dtype)
+                grads[name] = how.dqkv.wrap(grads[name], scale_inv.clone(), ctx.dtype)
             elif name in grads and was_contained:
                 grads[name], = how.dqkv.quantize_together([grads[name]])
         FP8GlobalStateManager.update_after_backward()

@@ -91,7 +91,7 @@ class AttentionParams:
     device: torch.device | str | None = None
 
     def __eq__(self, other):
-        """Compares all fields, but of fp8_meta the recipe alone."""
+        """Compares all fields, but of fp8_meta the recipes alone."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
         mine, others = vars(self), vars(other)

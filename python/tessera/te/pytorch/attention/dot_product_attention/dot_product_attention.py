@@ -132,7 +132,8 @@ class DotProductAttention(Float8Module):
                  _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type)
         region = FP8GlobalStateManager.quantization_state
         if region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
-                fp8_output or any(isinstance(x, QuantizedTensor) for x in (q, k, v)):
+                fp8_output or isinstance(q, QuantizedTensor) or isinstance(k, QuantizedTensor) or \
+                isinstance(v, QuantizedTensor):
             self.init_fp8_metadata(device=q.device)
             if self.fp8:
                 return self._in_fp8(q, k, v, tensors, words, inference_params, fp8_output, bf16_backward)
@@ -188,6 +189,9 @@ class DotProductAttention(Float8Module):
         kept."""
         recipe = self.fp8_meta["local_recipes"][0]
         fp8_output = fp8_output or recipe.fp8_mha
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x if isinstance(x, QuantizedTensor) else x.to(dtype) for x in (q, k, v))
         call = self._call(q, k, v, tensors, words)
         keywords = call.keywords()
         self._check_heads(call)
