@@ -118,7 +118,8 @@ class DotProductAttention(Float8Module):
         """[s, b, h * dv], [b, s, h * dv] or [t, h * dv]; with return_max_logit a pair with [h].
 
         attention_mask and cu_seqlens_* matter to padding masks, the former to "arbitrary" too.
-        fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own.
+        fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own. In an FP8
+        region fp8_output asks for a Float8Tensor, bf16_backward for 16-bit products of the backward pass.
         """
         if score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors:
             _refuse(score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors)
