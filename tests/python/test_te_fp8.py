@@ -177,6 +177,24 @@ def test_200_steps_of_history(length, margin, algorithm, mode):
     assert seen == {False, True} or algorithm == "max" and length > 1
 
 
+def test_many_layers_are_renewed_as_one_is():
+    """States of several rules, devices aside, whose histories are of two lengths."""
+    kinds = [DelayedScaling(amax_history_len=length, margin=margin, amax_compute_algo=algorithm)
+             for length in (1, 4) for margin in (0, 3) for algorithm in ("max", "most_recent")]
+    states = [state_of(recipe, slots) for slots in (3, 9) for recipe in kinds]
+    alone = copy.deepcopy(states)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        for state, single in zip(states, alone):
+            newest = torch.rand(state.num_quantizers, generator=generator).sub(0.3).clamp(min=0)
+            for one in (state, single):
+                one.amax_history[0] = newest
+            single.update()
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors()
+    for state, single in zip(states, alone):
+        assert torch.equal(state.scale, single.scale) and torch.equal(state.amax_history, single.amax_history)
+
+
 def test_functions_of_the_user_decide():
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.mean(0),
                             scaling_factor_compute_algo=lambda amax, scale, largest, r: largest / amax + scale)
@@ -458,11 +476,12 @@ def state_with(**more):
     (state_with(amax_history_fwd=torch.ones(0, 9)), r"amax_history_fwd.shape=\[0, 9\]"),
     (state_with(scale_bwd=torch.ones(2), amax_history_bwd=torch.ones(4, 2)), r"scale_bwd.shape=\[2\].*beside"),
     (state_with(scale_bwd=None), "scale_bwd.shape=NoneType"),
+    (state_with(scale_bwd=torch.tensor([1.0, 0, 1, 1, 1, 1])), "scale_bwd=.*must be finite and > 0"),
     (state_with(recipe=MXFP8BlockScaling()), "recipe=MXFP8BlockScaling: must be DelayedScaling"),
     (state_with(recipe=Evil()), "pickle=UnpicklingError: sys.exit: .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
     (pickled([1]), "pickle=list: must be a dict"), (torch.tensor([1, 2], dtype=torch.uint8), "pickle=.*no plain data"),
     (state_with(extra_fp8_variables=3), "extra_fp8_variables=int: must be a dict"),
-    (torch.zeros(3), r"type=torch.float32\[3\]: must be a uint8"), ("state", "type=str")], ids=range(13))
+    (torch.zeros(3), r"type=torch.float32\[3\]: must be a uint8"), ("state", "type=str")], ids=range(14))
 def test_a_wrong_state_is_one_clear_error(state, message):
     m = used_module()
     before = [x.clone() for x in values(m)]

@@ -182,26 +182,41 @@ class DelayedScalingRecipeState(RecipeState):
 
     def update(self):
         """The rule of this module, in place."""
-        recipe, history = self.recipe, self.amax_history
-        with torch.no_grad():
-            newest = history[0].clone()
-            amax = _amax(recipe.amax_compute_algo, history, newest)
-            rolled = history.roll(-1, 0)
-            rolled[0] = 0
-            torch.where(newest != 0, rolled, history, out=history)
-            largest_stored = get_fp8_max(recipe, self.mode == "forward")
-            if recipe.scaling_factor_compute_algo is not None:
-                scale = recipe.scaling_factor_compute_algo(amax, self.scale, largest_stored, recipe)
-            else:
-                scale = scale_of(amax, largest_stored * 2.0 ** -recipe.margin, self.scale)
-            self.scale.copy_(scale)
+        _renew([self])
+
+    def rule(self) -> tuple:
+        """What states must share to be renewed together. Functions of a user see one state at a time."""
+        r = self.recipe
+        own = id(self) if callable(r.amax_compute_algo) or r.scaling_factor_compute_algo else None
+        return r.amax_compute_algo, r.margin, r.fp8_format, len(self.amax_history), self.device, own
 
 
-def _amax(algorithm, history, newest):
+def _renew(states: list[DelayedScalingRecipeState]):
+    """The rule of this module, in place, for states of one pass and one rule(): few kernels for many layers."""
+    with torch.no_grad():
+        recipe, largest_stored = states[0].recipe, get_fp8_max(states[0].recipe, states[0].mode == "forward")
+        history = torch.cat([state.amax_history for state in states], 1)
+        old = torch.cat([state.scale for state in states])
+        amax = _amax(recipe.amax_compute_algo, history)
+        if recipe.scaling_factor_compute_algo is not None:
+            scale = recipe.scaling_factor_compute_algo(amax, old, largest_stored, recipe)
+        else:
+            scale = scale_of(amax, largest_stored * 2.0 ** -recipe.margin, old)
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0
+        history = torch.where(history[0] != 0, rolled, history)
+        slots = [state.num_quantizers for state in states]
+        torch._foreach_copy_([state.amax_history for state in states], history.split(slots, 1))
+        torch._foreach_copy_([state.scale for state in states], scale.split(slots))
+
+
+def _amax(algorithm, history: torch.Tensor) -> torch.Tensor:
     """What a scale is to fit, [slots]. NaN is no amax."""
     if callable(algorithm):
         return algorithm(history)
-    return newest if algorithm == "most_recent" else history.nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
+    if algorithm == "most_recent":
+        return history[0]
+    return history.nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
 
 
 # ---- regions ----
@@ -318,8 +333,11 @@ class FP8GlobalStateManager:
                 cls.reduce_tensor_across_group_op_max(amaxes, group)
                 for state, amax in zip(states, amaxes.split([len(state.scale) for state in states])):
                     state.amax_history[0].copy_(amax)
+            rules: dict = {}
             for state in states:
-                state.update()
+                rules.setdefault(state.rule(), []).append(state)
+            for alike in rules.values():
+                _renew(alike)
 
     @classmethod
     def update_after_backward(cls):

@@ -287,4 +287,6 @@ def _checked(state: dict, name: str, slots: tuple[int, int]) -> tuple[torch.Tens
     if scale.shape[-1] != history.shape[-1]:
         raise _illegal(f"amax_history_{name}.shape", list(history.shape), f"must end with scale_{name}'s "
                        f"{scale.shape[-1]} slots")
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise _illegal(f"scale_{name}", scale.tolist(), "must be finite and > 0")
     return scale, history

@@ -194,7 +194,7 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
                                  "scores; build with TESSERA_CUDA=ON, or ask for it by "
                                  "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0")
     kernels = _kernel_reasons(params)
-    reasons[_FLASH] += kernels
+    reasons[_FLASH] += [] if _fp8_recipes(params) else kernels
     reasons[_FUSED] += kernels
     return reasons
 
