@@ -182,6 +182,10 @@ typedef struct tessera_problem {
 typedef void (*tessera_parallel_for)(void* context, int64_t n, void (*body)(void* arg, int64_t i),
                                      void* arg);
 
+/* Answers `bytes` of memory on the device of the call, aligned as a workspace is, that stays until the
+ * call's work is done there; NULL if there is none. */
+typedef void* (*tessera_allocate)(void* context, int64_t bytes);
+
 typedef struct tessera_buffers {
   uint32_t struct_size;
   int32_t num_threads;  /* CPU: at most this many; 0 = the library's own default */
@@ -199,7 +203,10 @@ typedef struct tessera_buffers {
   const volatile int32_t* interrupt; /* CPU: where another thread or a signal handler stores what is
                                       * not 0, the call ends soon with TESSERA_FAILED and outputs may
                                       * hold anything; may be NULL */
-  int64_t reserved[4];     /* 0 */
+  tessera_allocate allocate; /* asked once, where workspace is NULL and the call needs one: then
+                              * nobody has to ask tessera_prepare; may be NULL */
+  void* allocate_context;
+  int64_t reserved[2];     /* 0 */
   void* data[TESSERA_NUM_TENSORS]; /* last: it may grow */
 } tessera_buffers;
 

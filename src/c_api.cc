@@ -102,6 +102,18 @@ Status check_workspace(const Buffers& buffers, const Device& device, int64_t nee
                  buffers.workspace, static_cast<int>(alignment));
 }
 
+// The caller's buffers, or, where it lent an allocator instead of a workspace, those with the bytes
+// that the call needs, in `storage`.
+Result<const Buffers*> with_workspace(const Buffers& buffers, int64_t needed, Buffers& storage) {
+  if (needed == 0 || buffers.workspace || !buffers.allocate) return &buffers;
+  storage = buffers;
+  storage.workspace = buffers.allocate(buffers.allocate_context, needed);
+  storage.workspace_bytes = needed;
+  if (storage.workspace) return &storage;
+  return Status(TESSERA_OUT_OF_MEMORY,
+                "workspace: allocate answered NULL for " + std::to_string(needed) + " bytes");
+}
+
 Status fill_info(tessera_info* caller, const Planned& planned, int num_threads) {
   if (!caller) return {};
   const uint32_t size = caller->struct_size;
@@ -225,8 +237,10 @@ int32_t tessera_run(const tessera_problem* problem, const tessera_device* device
     TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(*ours, where));
     TESSERA_RETURN_IF_ERROR(validate(planned->problem, *data, where));
     const int64_t needed = planned->plan->workspace_bytes(planned->problem, data->num_threads);
-    TESSERA_RETURN_IF_ERROR(check_workspace(*data, where, needed));
-    return planned->plan->run(planned->problem, *data, where);
+    Buffers workspace_storage;
+    TESSERA_ASSIGN_OR_RETURN(ready, with_workspace(*data, needed, workspace_storage));
+    TESSERA_RETURN_IF_ERROR(check_workspace(*ready, where, needed));
+    return planned->plan->run(planned->problem, *ready, where);
   });
 }
 

@@ -264,6 +264,33 @@ def parts():
     yield from both(dtype="fp32", b=2, s=33, h=2, d=32, shift=0, causal=True, poison=True)
 
 
+def added():
+    """Outputs that are added to: o and lse of two parts, sums of gradients, each way of making dbias."""
+    for dtype in DTYPES:
+        yield line("fwd", dtype=dtype, b=2, s=33, h=2, d=64, causal=True, accumulate=True, poison=True)
+        yield line("fwd", dtype=dtype, b=2, sq=3, sk=300, hq=8, hk=2, d=40, lens_k="random:3", accumulate=True,
+                   poison=True)
+        yield line("fwd", dtype=dtype, b=2, sq=1, sk=700, h=2, d=64, page=16, lens_k="random:1", window="500,0",
+                   align="bottom_right", accumulate=True)
+        yield line("fwd", dtype=dtype, b=3, s=70, h=2, d=32, layout="thd", lens="random:7", gaps=1, sink="learnable",
+                   dropout="0.2", max_logit=True, accumulate=True, strided=True, poison=True)
+        yield line("bwd", dtype=dtype, b=2, s=65, hq=4, hk=2, d=64, causal=True, accumulate=True, poison=True)
+        yield line("bwd", dtype=dtype, b=3, s=40, h=2, d=32, layout="thd", lens="random:7", gaps=1, sink="learnable",
+                   grads="dsink", partial=True, accumulate=True, poison=True)
+        yield line("bwd", dtype=dtype, b=2, sq=20, sk=1100, hq=4, hk=1, d=16, bias="post/hqk", alibi=True,
+                   align="top_left", grads="dbias,dalibi_slopes", accumulate=True)
+        yield line("bwd", dtype=dtype, b=1, s=70, h=2, d=24, layout="sbhd", bias="pre/bhqk", segments=2, softcap=5,
+                   grads="dbias", accumulate=True, interleaved=True)
+        yield line("bwd", dtype=dtype, b=3, sq=9, sk=70, h=2, d=16, page=16, lens_k="random:3", bias="post/k",
+                   grads="dbias", accumulate=True)
+        yield line("bwd", dtype=dtype, b=2, s=50, h=2, d=16, keep="random:0.3/qk", bias="post/q", grads="dbias",
+                   accumulate=True, poison=True)
+    for dtype in ("bf16", "fp16"):
+        yield line("fwd", dtype=dtype, b=2, s=65, hq=4, hk=2, d=40, o="fp32", causal=True, accumulate=True, poison=True)
+        yield line("bwd", dtype=dtype, b=2, s=65, hq=4, hk=2, d=40, o="fp32", grad="fp32", causal=True, partial=True,
+                   dlse=True, accumulate=True, poison=True)
+
+
 def shards():
     """Parts of a larger problem: they count heads and sequences as the whole does."""
     for dtype, rng in product(DTYPES, ("4,16", "4294967295,1")):
@@ -455,8 +482,8 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(), unbuilt(),
-                    noise(), kernels.apart(), kernels.halves(), kernels.shaped(), kernels.groups(), kernels.documents(False),
+                    scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(), added(),
+                    unbuilt(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(), kernels.groups(), kernels.documents(False),
                     kernels.segments_again(False), kernels.wide_backward(False), products(500, 8, False)):
         yield from section
 

@@ -238,6 +238,18 @@ def _join(a: Arguments, get):
         a.problem.flags |= _keywords.SMOOTH["mean+hadamard"]
 
 
+def accumulates(a: Arguments, given: dict) -> bool:
+    """Whether the forward pass adds to the arrays `out` and `lse` of `given`, which are there then."""
+    adds = bool(a.problem.flags & _lib.ACCUMULATE)
+    for name in ("out", "lse"):
+        if adds and given.get(name) is None:
+            raise a.error("accumulate", True, f"adds to what {name}= holds, which is not given")
+    if not adds and given.get("lse") is not None:
+        raise a.error("lse", given["lse"], "is what accumulate=True adds to; give both, or "
+                      "return_lse=True for a new one")
+    return adds
+
+
 def rng_words(a: Arguments, value) -> list[int]:
     """A list or tuple of two or four integers."""
     if len(value) == 4:

@@ -53,8 +53,8 @@ def attention_backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarr
 
     q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
     grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to arrays
-    to write into, of their inputs' shapes and dtypes. Every keyword must be as it was in the forward
-    call.
+    to write into (with accumulate: to add to), of their inputs' shapes and dtypes; dq, dk, dv may be
+    float32 beside 16-bit inputs. Every other keyword must be as it was in the forward call.
 
     >>> g = tessera.attention_backward(do, q, k, v, o, lse, causal=True)
     >>> g.dq, g.dk, g.dv

@@ -186,7 +186,7 @@ def _word(flags: Mapping[str, int], **row) -> Option:
 
 def _dtype(name: str, **row) -> Option:
     return Option(values="dtype or its name", check=lambda a, name, value: a.dtype(name, value),
-                  encode=lambda dtype: (0, dtype), fields={name: ""}, refused=True, **row)
+                  encode=lambda dtype: (0, dtype), fields={name: ""}, **row)
 
 
 # ---- options with rules of their own ----
@@ -403,7 +403,10 @@ class Keywords(TypedDict, total=False):
         _lib.ALLOW_QUADRATIC,
         doc="Permits memory of sq * sk elements, whose bytes are logged.")]
     accumulate: Annotated[bool, _flag(
-        _lib.ACCUMULATE, refused=True, doc="Adds to what the given outputs hold.")]
+        _lib.ACCUMULATE,
+        doc="Adds to what the outputs hold: out= and lse= become those of the keys that they were made "
+            "from and of this call's together (a row whose lse is -inf holds none, and its o is not "
+            "read); gradients are summed into the arrays of grads=. GPUs refuse it yet.")]
     sm_margin: Annotated[int, Option(
         values="int", default=0, check=_check_margin, encode=lambda n: (0, n or 0),
         decode=lambda flags, n: n, fields={"sm_margin": "int"},
@@ -425,7 +428,8 @@ class Forward(Keywords, total=False):
     """What attention takes."""
 
     out_dtype: Annotated[object, _dtype(
-        "out_dtype", doc="dtype of o; None is q's, and any other is Refused.")]
+        "out_dtype", doc="dtype of o; None is q's. float32 beside 16-bit inputs serves who adds parts "
+            "up; GPUs refuse it yet.")]
     return_lse: Annotated[bool, _switch(
         "return_lse",
         doc="Returns lse too, float32 [b, hq, sq], packed [hq, t]: the natural logarithm of each row's "
@@ -434,8 +438,12 @@ class Forward(Keywords, total=False):
         "return_max_logit", doc="Returns the largest visible score of each head too, float32 [hq].")]
     out: Annotated[Array | None, Output(
         axes="b, sq, hq, dv",
-        doc="Array to write o into and to return, of q's dtype and any strides; its elements must not "
-            "meet those of another argument.")]
+        doc="Array to write o into and to return, of q's dtype (or out_dtype) and any strides; its "
+            "elements must not meet those of another argument.")]
+    lse: Annotated[Array | None, Output(
+        axes="b, hq, sq",
+        doc="With accumulate, the lse of what out holds: float32, packed [hq, t], contiguous; it becomes "
+            "that of both. Illegal without.")]
 
 
 class Backward(Keywords, total=False):
@@ -458,7 +466,7 @@ class Backward(Keywords, total=False):
         doc="o and lse are those of a union of keys of which this call is a part (merge): each weight "
             "is exp(x - lse) as it is, and the parts' gradients of q add up.")]
     grad_dtype: Annotated[object, _dtype(
-        "grad_dtype", doc="dtype of dq, dk and dv; None is that of their inputs, and any other is Refused.")]
+        "grad_dtype", doc="dtype of dq, dk and dv; None is that of their inputs. As out_dtype.")]
 
 
 class Every(Forward, Backward, total=False):

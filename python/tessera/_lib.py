@@ -70,8 +70,8 @@ class Buffers(ctypes.Structure):
                 ("softcap", c_double), ("dropout_p", c_double), ("stream", c_uint64),
                 ("parallel_for", c_uint64), ("parallel_context", c_uint64), ("workspace", c_uint64),
                 ("workspace_bytes", c_int64), ("sm_margin", c_int32), ("reserved_half", c_int32),
-                ("interrupt", c_uint64), ("reserved", c_int64 * 4),
-                ("data", c_uint64 * len(TENSORS))]
+                ("interrupt", c_uint64), ("allocate", c_uint64), ("allocate_context", c_uint64),
+                ("reserved", c_int64 * 2), ("data", c_uint64 * len(TENSORS))]
 
 
 class Device(ctypes.Structure):

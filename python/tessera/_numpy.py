@@ -11,7 +11,7 @@ import numpy as np
 from . import _lib
 from ._args import ArrayInfo
 
-noun = "NumPy array"
+noun, num_threads = "NumPy array", None
 _CPU = (_lib.CPU, 0)
 _KEPT_WORKSPACE = 16 << 20  # bytes of workspace that a thread keeps between calls
 _local = threading.local()

@@ -13,6 +13,8 @@ To what _args asks of an adapter, these calls add
     empty(operation, name, shape, dtype, like)   a new array where `like` is, or MemoryError
     workspace(operation, size, like)             (address, owner) of `size` bytes, for this call
     integers(words, like), int64(x)              int64 array of a few integers; x as one, without strides
+    num_threads                                  what answers how many threads a call may use, or None:
+                                                 set_num_threads decides
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Prepared:
     """A problem that was accepted, and how to fill the buffers of a call."""
 
     def __init__(self, arguments: _args.Arguments, outputs, q):
-        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=num_threads,
+        own = arguments.adapter.num_threads
+        self.num_threads = num_threads if own is None else own()
+        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=self.num_threads,
                                softmax_scale=arguments.softmax_scale, softcap=arguments.softcap,
                                dropout_p=arguments.dropout_p, sm_margin=arguments.sm_margin)
         self.arrays = arguments.adapter
@@ -64,7 +68,7 @@ class Prepared:
     def prepare(self):
         information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
         error = _lib.error_of_thread()
-        code = _lib.prepare(self.address, self.device_address, num_threads,
+        code = _lib.prepare(self.address, self.device_address, self.num_threads,
                             ctypes.addressof(information), ctypes.addressof(error))
         _lib.check(code, error, self.operation, self.spelling)
         self.workspace_bytes = information.workspace_bytes
@@ -114,7 +118,8 @@ def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
         given["rng_state"] = rng_array(arrays, operation, given["rng_state"], given["q"])
     signature = arrays.signature
     try:
-        key = (arrays, operation, *given, *map(signature, given.values()),
+        threads = arrays.num_threads
+        key = (arrays, operation, threads and threads(), *given, *map(signature, given.values()),
                get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"))
         found = _prepared.get(key)
     except TypeError:  # something unhashable: not kept, and perhaps illegal
@@ -137,18 +142,20 @@ def describe_forward(arrays, operation: str, given: dict):
     a = _args.Arguments(arrays, operation)
     _args.fill(a, given)
     dtype = a.out_dtype or arrays.info(given["q"]).dtype
+    adds = _args.accumulates(a, given)
     if given.get("out") is not None:
         info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
         outputs = ["out"]
-        if info.dtype != dtype:
+        if info.dtype != dtype and (a.out_dtype or not adds):
             raise a.error("out.dtype", info.dtype, "must be " + ("out_dtype" if a.out_dtype else
                           "q's dtype") + f", {dtype}")
-    elif a.problem.flags & _lib.ACCUMULATE:
-        raise a.error("accumulate", True, "adds to what out= holds, which is not given")
     else:
         outputs = [_new_output(a, "o", _output_shape(a), dtype, a.order_q)]
     statistics = _statistics(arrays, given["q"])
-    if a.return_lse:
+    if adds:
+        a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
+        outputs += ["lse"] * a.return_lse
+    elif a.return_lse:
         outputs.append(_new_output(a, "lse", _row_shape(a), statistics, a.order_rows))
     if a.return_max_logit:
         hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]

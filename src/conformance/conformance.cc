@@ -90,6 +90,7 @@ void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   flag("deterministic", c.deterministic);
   flag("batch_invariant", c.batch_invariant);
   flag("partial", c.partial);
+  flag("accumulate", c.accumulate);
   if (c.fp8_products) json.key("precision").string("fp8");
   if (c.has_smooth) {
     json.key("smooth").string((c.smooth & TESSERA_SMOOTH_HADAMARD) != 0 ? "mean+hadamard"
@@ -203,7 +204,7 @@ std::string arguments_json(const ConformanceCase& of) {
   } else {
     group("outputs", {TESSERA_O, TESSERA_LSE, TESSERA_MAX_LOGIT});
   }
-  json.key("out").boolean(c.out);
+  json.key("out").boolean(c.out || c.accumulate);
   axes(json, p);
   json.end_object();
   return std::move(json).take();

@@ -48,6 +48,8 @@ Result<std::unique_ptr<ConformanceCase>> ConformanceCase::create(std::string_vie
     c->allocate();
     fill_inputs(c->case_, c->geometry_, c->buffers_);
     if (is_backward(c->problem())) c->fill_backward_inputs();
+    c->poison_outputs();
+    c->held_ = reference::held_outputs(c->problem(), c->buffers_);
   } catch (const std::bad_alloc&) {
     return Status(TESSERA_OUT_OF_MEMORY, "case: its tensors do not fit into memory; smaller sizes");
   }
@@ -133,10 +135,10 @@ void ConformanceCase::compute_references() {
   using reference::Arithmetic;
   if (low_) return;
   const Problem& p = problem();
-  if (!exact_) exact_ = reference::reference_forward(p, buffers_, Arithmetic::kExact, 1);
+  if (!exact_) exact_ = reference::reference_forward(p, buffers_, Arithmetic::kExact, 1, &held_);
   const bool fp64 = p.tensor[TESSERA_Q].dtype == TESSERA_FP64;
   if (!is_backward(p)) {
-    low_ = fp64 ? *exact_ : reference::reference_forward(p, buffers_, Arithmetic::kLow, 1);
+    low_ = fp64 ? *exact_ : reference::reference_forward(p, buffers_, Arithmetic::kLow, 1, &held_);
     return;
   }
   // low gets o and lse as a kernel does: rounded.
@@ -151,16 +153,17 @@ void ConformanceCase::compute_references() {
   };
   const std::vector<double>&o = given_o_ = exact_->value[TESSERA_O],
         &lse = given_lse_ = exact_->value[TESSERA_LSE];
-  low_ = fp64 ? reference::reference_backward(p, buffers_, Arithmetic::kExact, 1, o, lse)
+  low_ = fp64 ? reference::reference_backward(p, buffers_, Arithmetic::kExact, 1, o, lse, &held_)
               : reference::reference_backward(p, buffers_, Arithmetic::kLow, 1, rounded(TESSERA_O),
-                                              rounded(TESSERA_LSE));
-  exact_ = reference::reference_backward(p, buffers_, Arithmetic::kExact, 1, o, lse);
+                                              rounded(TESSERA_LSE), &held_);
+  exact_ = reference::reference_backward(p, buffers_, Arithmetic::kExact, 1, o, lse, &held_);
 }
 
 void ConformanceCase::poison_outputs() {
   for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
     if (is_output(index)) memory_[geometry_.owner[index]].fill(kPattern);
   }
+  if (case_.accumulate) fill_held(case_, geometry_, buffers_);
 }
 
 Status ConformanceCase::run(std::string_view backend, const Device& device, int num_threads) {

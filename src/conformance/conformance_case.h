@@ -38,6 +38,7 @@ class ConformanceCase {
   const Problem& problem() const { return geometry_.problem; }
   Buffers& buffers() { return buffers_; }
 
+  // NaN in every byte of the outputs, or what they hold with accumulate.
   void poison_outputs();
 
   // backend "" lets the library choose. A failure to run is remembered for compare().
@@ -64,6 +65,7 @@ class ConformanceCase {
   Buffers buffers_{};
   GuardedMemory memory_[TESSERA_NUM_TENSORS];  // by owner
   Status run_status_;
+  reference::ReferenceValues held_;  // by the outputs of accumulate, before the call
   std::optional<reference::ReferenceValues> exact_, low_, floor_;
   std::vector<double> given_o_, given_lse_;  // of the backward pass, as the reference has them
 };

@@ -16,7 +16,7 @@
 //               blocks: index = ((n H + h) ceil(Q / 64) + i / 64) ceil(K / 64) + j / 64, where
 //               H, Q, K are the mask's extents.
 //   starts 13   seed of the token: core/case/geometry.cc. shift 14 likewise.
-//   other part  of partial, see below: its lse 16, its o 17.
+//   other part  of partial, see below: its lse 16, its o 17. held 18: of accumulate, see below.
 //   ranges 9    seed of the token. Interval r of row e (C order over the extents without the last):
 //               index 2r', r' = intervals * e + r; K = sk (thd, pages: the case's sk):
 //               start = draw(2r') mod (K + 1) - K / 4,  end = start - 2 + draw(2r' + 1) mod (K +
@@ -47,6 +47,11 @@ void fill_inputs(const Case& c, const CaseGeometry& geometry, const Buffers& buf
 // more than this one's, and another 1000 more for every eighth element; its o is N(0, 1).
 void join_other_part(const Case& c, int64_t dv, std::vector<double>& o, std::vector<double>& lse,
                      const std::vector<int64_t>& statistic_of_row);
+
+// What the outputs of accumulate hold before the call: N(0, 1), element e of output `index` from
+// counter index 2^40 + e / 2 of tensor 18. lse is ln(1 + sk) more, of every eighth element another
+// 1000 (the call's keys weigh nothing), of every eighth -inf: there o is left as it is, unread.
+void fill_held(const Case& c, const CaseGeometry& geometry, const Buffers& buffers);
 
 // True if a row of q (and o, do, lse, dlse) is inside its sequence: [batch][row] in storage.
 std::vector<bool> valid_query_rows(const CaseGeometry& geometry);

@@ -118,6 +118,7 @@ Call make_call(const Problem& problem, const Buffers& buffers, CallSequence* seq
   fill_dropout(problem, buffers, call);
   call.has_sink = has_sink(problem);
   call.sink = strided_of(problem, buffers, TESSERA_SINK);
+  call.adds = has(problem, TESSERA_ACCUMULATE);
   call.lse = strided_of(problem, buffers, TESSERA_LSE);
   call.max_logit = strided_of(problem, buffers, TESSERA_MAX_LOGIT);
   fill_sequences(problem, buffers, sizes.batch, sequences);

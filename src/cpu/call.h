@@ -82,6 +82,7 @@ struct Call {
   DropoutHeads dropout_heads;
   float dropout_scale;  // 1 without dropout
 
+  bool adds;          // outputs are added to what they hold: o and lse merged, gradients summed
   Strided lse;        // [b, hq, row]; for thd b is 1 and row one of the packed buffer
   Strided max_logit;  // [hq]
 

@@ -66,7 +66,7 @@ TEST(ValidateBuffers, Scalars) {
   s.buffers.num_threads = -1;
   expect_invalid(p, s, "num_threads=-1");
   s.buffers.num_threads = 0;
-  s.buffers.reserved[2] = 9;
+  s.buffers.reserved[1] = 9;
   expect_invalid(p, s, "buffers.reserved=9");
 }
 

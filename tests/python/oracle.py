@@ -33,12 +33,13 @@ def threshold(p):
 
 def dropout_keep(n, hq, i, j, p, rng_state):
     """keep[hq, len(i), len(j)] of sequence n."""
-    seed, offset = (int(w) % 2**64 for w in rng_state)
+    seed, offset, *rest = (int(w) % 2**64 for w in rng_state)
+    first, stride = rest or (0, hq)
     h, i, j = np.arange(hq)[:, None, None], np.asarray(i)[None, :, None], np.asarray(j)[None, None]
     row, column = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2
     field = 4 * (i % 16 >= 8) + 2 * (j % 16 >= 8) + j % 2
     h, row, column, field = np.broadcast_arrays(h, row, column, field)
-    words = philox(seed, (seed >> 32) ^ (offset >> 32), offset, n * hq + h, row, column)
+    words = philox(seed, (seed >> 32) ^ (offset >> 32), offset, (first + n * stride) % 2**32 + h, row, column)
     word = np.choose(field // 2, words)
     return ((word >> (16 * (field % 2)).astype(np.uint64)) & np.uint64(0xFFFF)) >= threshold(p)
 
@@ -51,7 +52,7 @@ class Oracle:
                  cu_seqlens_q_padded=None, cu_seqlens_k_padded=None, max_seqlen_q=None,
                  max_seqlen_k=None, keep=None, drop=None, key_ranges=None, segment_ids=None,
                  bias=None, bias_at="post_scale", alibi_slopes=None, softcap=0.0, sink=None,
-                 dropout_p=0.0, rng_state=None, page_table=None, **_):
+                 dropout_p=0.0, rng_state=None, page_table=None, q_start=None, k_start=None, **_):
         layout_q, layout_k = layout if isinstance(layout, tuple) else (layout, layout)
         if page_table is not None:
             layout_k = "bshd"
@@ -65,7 +66,7 @@ class Oracle:
         self.scale = 1 / np.sqrt(self.q.shape[3]) if softmax_scale is None else float(softmax_scale)
         left, right = window if window is not None else (-1, -1)
         self.left, self.right = int(left), 0 if causal else int(right)
-        self.align = align
+        self.align, self.starts = align, (q_start, k_start)
         self.lens = seqlens_q, seqlens_k
         self.cu = cu_seqlens_q, cu_seqlens_k
         self.stored = cu_seqlens_q_padded, cu_seqlens_k_padded
@@ -127,8 +128,9 @@ class Oracle:
             len_k, size = int(self.lens[1][n]), self.k.shape[1]
             j = np.arange(len_k)
             where_k, where_v = ((table[n, j // size], j % size) for table in self.pages)
-        shift = len_k - len_q if self.align == "bottom_right" else 0
-        i, j = np.arange(len_q)[:, None], np.arange(len_k)[None, :]
+        i0, j0 = self._starts(n)
+        shift = self._shift(n, i0 + len_q, j0 + len_k)
+        i, j = i0 + np.arange(len_q)[:, None], j0 + np.arange(len_k)[None, :]
         visible = np.ones((self.hq, len_q, len_k), bool)
         if self.left >= 0:
             visible &= (j >= i + shift - self.left)[None]
@@ -151,10 +153,24 @@ class Oracle:
             visible &= (sq[:, None] == self.segments[1][kb, kr][None, :])[None]
         return len_q, len_k, (qb, qr), where_k, where_v, np.abs(i + shift - j), visible
 
+    def _starts(self, n):
+        """The positions of the first query and the first key."""
+        return tuple(0 if start is None else int(start[n]) for start in self.starts)
+
+    def _shift(self, n, end_q, end_k):
+        if self.align is None or isinstance(self.align, str):
+            return end_k - end_q if self.align == "bottom_right" else 0
+        return int(self.align if np.ndim(self.align) == 0 else self.align[n])
+
+    def _planes(self, n):
+        """Where dense tensors have the first query and the first key: packed, at their positions."""
+        return tuple(start * packed for start, packed in zip(self._starts(n), (self.packed_q, self.packed_k)))
+
     def _dense(self, x, n, len_q, len_k):
+        i0, j0 = self._planes(n)
         x = x[0 if x.shape[0] == 1 else n]
-        x = x[:, :1] if x.shape[1] == 1 else x[:, :len_q]
-        x = x[:, :, :1] if x.shape[2] == 1 else x[:, :, :len_k]
+        x = x[:, :1] if x.shape[1] == 1 else x[:, i0:i0 + len_q]
+        x = x[:, :, :1] if x.shape[2] == 1 else x[:, :, j0:j0 + len_k]
         return np.broadcast_to(x, (self.hq, len_q, len_k))
 
     def _scores(self, n):
@@ -184,7 +200,8 @@ class Oracle:
         drop = np.ones_like(x)
         if self.dropout_p > 0:
             t = threshold(self.dropout_p)
-            kept = dropout_keep(n, self.hq, np.arange(len_q), np.arange(len_k), self.dropout_p,
+            i0, j0 = self._starts(n)
+            kept = dropout_keep(n, self.hq, i0 + np.arange(len_q), j0 + np.arange(len_k), self.dropout_p,
                                 self.rng_state)
             drop = kept * (65536 / (65536 - t))
         m = np.max(x, axis=2, initial=-np.inf)
@@ -225,9 +242,13 @@ class Oracle:
                 self.max_logit = np.maximum(self.max_logit, w["x"].max(axis=(1, 2)))
         self.o, self.lse = self._back(o, self.layout_q), lse[0] if self.packed_q else lse
 
-    def backward(self, do, dlse=None):
+    def backward(self, do, dlse=None, union=None):
         """Gradients by name, in the layout of the inputs. self.size[name] is the largest sum of
-        absolute terms of each, which rounding errors are measured against."""
+        absolute terms of each, which rounding errors are measured against. union: (o, lse) of a union
+        of keys of which these are a part, shaped like those of the call."""
+        if union is not None:
+            union = (canonical(np.asarray(union[0], np.float64), self.layout_q),
+                     np.asarray(union[1], np.float64)[(None,) * self.packed_q])
         do = canonical(do, self.layout_q).astype(np.float64)
         self.size = dict.fromkeys(("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes"), 0.0)
         if dlse is not None:
@@ -243,6 +264,11 @@ class Oracle:
             p, g = w["p"], do[qb, qr].transpose(1, 0, 2)  # [hq, len_q, dv]
             dp = np.einsum("hid,hjd->hij", g, w["v"]) * w["drop"]
             delta = (p * dp).sum(2)
+            if union is not None:
+                w["lse"] = union[1][qb, :, qr].T
+                seen = w["visible"] & (w["lse"] > -np.inf)[:, :, None]
+                p = w["p"] = np.where(seen, np.exp(np.where(seen, w["x"] - w["lse"][:, :, None], 0)), 0)
+                delta = (g * union[0][qb, qr].transpose(1, 0, 2)).sum(2)
             row = -delta
             if dlse is not None:
                 row = row + np.where(w["lse"] > -np.inf, dlse[qb, :, qr].T, 0)
@@ -290,7 +316,8 @@ class Oracle:
         for axis in range(1, 4):
             if target.shape[axis] == 1:
                 x = x.sum(axis - 1, keepdims=True)
-        target[0 if target.shape[0] == 1 else n, :, :x.shape[1], :x.shape[2]] += x
+        i0, j0 = (0 if extent == 1 else at for at, extent in zip(self._planes(n), target.shape[2:]))
+        target[0 if target.shape[0] == 1 else n, :, i0:i0 + x.shape[1], j0:j0 + x.shape[2]] += x
 
     @staticmethod
     def _back(x, layout):

@@ -81,12 +81,25 @@ class _Drawing:
         self.integer = pick(np.int32, np.int64)
         self.kw = {"layout": layout_q if layout_q == self.layouts[1] else self.layouts}
         self.clean = {}
+        self.starts = [self._start(side) for side in "qk"]
         # What each side is: packed, padded or paged; rows as stored; the lengths of its sequences, or None.
         self.kinds, self.extents, self.lens = [], [], []
         self.same_lens = False  # one array for both sides
 
     def pick(self, *options):
         return self._draw(st.sampled_from(options))
+
+    def _start(self, side):
+        """Positions [b] at which a side's sequences begin: 0 unless they are given."""
+        most = self.pick(0, 0, 0, 20, 100)
+        start = self.rng.integers(0, most + 1, self.b) * self.pick(1, 16)
+        if most:
+            self.kw[f"{side}_start"] = start.astype(self.pick(np.int32, np.int64))
+        return start * bool(most)
+
+    def bound(self, side):
+        """What no position of a packed side reaches."""
+        return int(max(self.starts[side] + self.lens[side], default=0))
 
     def sides(self):
         for side, (layout, s) in enumerate(zip(self.layouts, self.s)):
@@ -114,7 +127,7 @@ class _Drawing:
             kw[f"cu_seqlens_{name}_padded"] = stored.astype(self.integer)
             t = int(stored[-1]) + int(self.rng.integers(0, 3))
         if self.pick(False, True):
-            kw[f"max_seqlen_{name}"] = int(max(n, default=0)) + self.pick(0, 0, 3)
+            kw[f"max_seqlen_{name}"] = int(max(self.starts[side] + n, default=0)) + self.pick(0, 0, 3)
         return t, n
 
     def _padded(self, side, s):
@@ -161,10 +174,13 @@ class _Drawing:
                 .astype(pick(np.float32, self.element))
         window = kw.get("window", (-1, -1))
         band = kw.get("causal") or window != (-1, -1) or "alibi_slopes" in kw
-        equal = self.same_lens or (self.kinds == ["padded", "padded"] and self.s[0] == self.s[1] and
-                                   all(n is None for n in self.lens))
+        starts = any(f"{side}_start" in kw for side in "qk")
+        equal = not starts and (self.same_lens or (self.kinds == ["padded", "padded"] and self.s[0] == self.s[1] and
+                                   all(n is None for n in self.lens)))
         if (band and not equal) or pick(False, False, True):
-            kw["align"] = pick("top_left", "bottom_right")
+            far = int(self.rng.integers(-60, 100))
+            each = self.rng.integers(-60, 100, self.b).astype(self.integer)
+            kw["align"] = pick("top_left", "bottom_right", "top_left", "bottom_right", far, each)
 
     def _dense_shape(self):
         """A mask's or a bias's: extents by position, for which thd needs max_seqlen."""
@@ -172,8 +188,7 @@ class _Drawing:
         for full, side in ((self.b, None), (self.hq, None), (self.extents[0], 0), (self.extents[1], 1)):
             broadcast = self.pick(False, False, True)
             if not broadcast and side is not None and self.kinds[side] == "packed":
-                full = self.kw.setdefault(f"max_seqlen_{'qk'[side]}",
-                                          int(max(self.lens[side], default=0)))
+                full = self.kw.setdefault(f"max_seqlen_{'qk'[side]}", self.bound(side))
             dims.append(1 if broadcast else full)
         while len(dims) > 1 and dims[0] == 1 and self.pick(False, True):
             dims = dims[1:]
@@ -218,10 +233,14 @@ class _Drawing:
         if dropout and pick(False, False, False, True):
             kw["dropout_p"] = pick(0.5, 0.1, 0.9)
             state = [int(rng.integers(-2**62, 2**62)), int(rng.integers(0, 2**40))]
+            if pick(False, False, True):
+                state += [int(rng.integers(0, 2**40)), int(rng.integers(0, 2**33))]
             kw["rng_state"] = pick(state, tuple(state), np.array(state, np.int64))
 
     def done(self):
-        poisoned = _poison(self.clean, self.kw, self.kinds, self.extents, self.lens, self.b)
+        ends = [None if n is None else (start if kind == "packed" else 0) + n
+                for start, n, kind in zip(self.starts, self.lens, self.kinds)]
+        poisoned = _poison(self.clean, self.kw, self.kinds, self.extents, self.lens, self.b, ends)
         if "bias" in poisoned:
             self.kw["bias"] = poisoned.pop("bias")
         if self.pick(False, False, True):
@@ -245,8 +264,9 @@ def valid_rows(kw, side, kind, extent, lens, n):
     return np.arange(extent if lens is None else int(lens[n]))
 
 
-def _poison(clean, kw, sides, extents, lens, b):
-    """Copies of q, k, v (and bias) with NaN wherever the problem does not reach."""
+def _poison(clean, kw, sides, extents, lens, b, ends):
+    """Copies of q, k, v (and bias) with NaN wherever the problem does not reach; `ends` are where dense
+    tensors end for each sequence of a side."""
     poisoned = {}
     layouts = kw["layout"] if isinstance(kw["layout"], tuple) else (kw["layout"],) * 2
     for name, side in (("q", 0), ("k", 1), ("v", 1)):
@@ -270,6 +290,6 @@ def _poison(clean, kw, sides, extents, lens, b):
         four = poisoned["bias"].reshape((1,) * (4 - clean["bias"].ndim) + clean["bias"].shape)
         for axis, side in ((2, 0), (3, 1)):  # past the longest length nothing is read
             if four.shape[axis] != 1 and lens[side] is not None:
-                longest = int(max(lens[side], default=0))
+                longest = int(max(ends[side], default=0))
                 four[(slice(None),) * axis + (slice(longest, None),)] = np.nan
     return poisoned

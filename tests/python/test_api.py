@@ -552,16 +552,62 @@ def test_scalars_beyond_fp32(scale, cap):
 
 
 UNBUILT = {
-    "accumulate": True, "precision": "fp8",
+    "precision": "fp8",
 }
 
 
 @pytest.mark.parametrize("name", UNBUILT)
 def test_what_no_backend_has_yet_is_refused_by_name(name):
     q = np.ones((2, 8, 2, 16), np.float32).astype(ml_dtypes.bfloat16)
-    more = {"out": np.empty_like(q)} if name == "accumulate" else {}
     with pytest.raises(tessera.Refused, match=f"{name}="):
-        tessera.attention(q, q.copy(), q.copy(), return_lse=True, **{name: UNBUILT[name]}, **more)
+        tessera.attention(q, q.copy(), q.copy(), return_lse=True, **{name: UNBUILT[name]})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_parts_are_added_up_in_place(dtype):
+    """Parts of the keys, one after the other, into one o, lse, dq, dk and dv: fp32, from nothing."""
+    q, k, v = qkv(sq=9, sk=40, dqk=16, dv=8, dtype=dtype)
+    bias = RNG.standard_normal((4, 9, 40)).astype(np.float32)
+    names = ("dq", "dk", "dv", "dbias")
+    o, lse = tessera.attention(q, k, v, bias=bias, return_lse=True, out_dtype="float32")
+    do = RNG.standard_normal(o.shape).astype(dtype)
+    truth = tessera.attention_backward(do, q, k, v, o, lse, grads=names, bias=bias, grad_dtype="float32")
+    got, rows = np.full(o.shape, np.nan, np.float32), np.full(lse.shape, -np.inf, np.float32)
+    sums = dict(dq=np.zeros(q.shape, np.float32), dk=np.ones(k.shape, np.float32),
+                dv=np.zeros(v.shape, np.float32), dbias=np.zeros(bias.shape, np.float32))
+    for part in (slice(0, 23), slice(23, 24), slice(24, 40)):
+        both = tessera.attention(q, k[:, part], v[:, part], bias=bias[..., part], out=got, lse=rows,
+                                 accumulate=True, return_lse=True)
+        assert both[0] is got and both[1] is rows
+        tessera.attention_backward(
+            do, q, k[:, part], v[:, part], o, lse, bias=bias[..., part], partial=True, accumulate=True,
+            grads=dict(dq=sums["dq"], dk=sums["dk"][:, part], dv=sums["dv"][:, part],
+                       dbias=sums["dbias"][..., part]))
+    tolerance = 1e-5 if dtype == np.float32 else 4e-3
+    np.testing.assert_allclose(rows, lse, atol=1e-4)
+    np.testing.assert_allclose(got, o, atol=tolerance)
+    for name in names:
+        np.testing.assert_allclose(sums[name], getattr(truth, name) + (name == "dk"), atol=tolerance)
+
+
+def test_what_sums_in_place_need():
+    q, k, v = qkv(dv=8)
+    o, lse = np.zeros_like(q), np.full((2, 4, 5), -np.inf, np.float32)
+    grads = {"dq": np.zeros_like(q)}
+    for call, match in (
+            (lambda: tessera.attention(q, k, v, accumulate=True, lse=lse), "adds to what out= holds"),
+            (lambda: tessera.attention(q, k, v, accumulate=True, out=o), "adds to what lse= holds"),
+            (lambda: tessera.attention(q, k, v, lse=lse), "lse=ndarray: .*accumulate=True"),
+            (lambda: tessera.attention(q, k, v, out=o, lse=lse[:, :, :4], accumulate=True), r"lse\.shape"),
+            (lambda: tessera.attention(q, k, v, out=o, lse=lse.astype(float), accumulate=True), "lse.dtype"),
+            (lambda: tessera.attention_backward(q, q, k, v, q, lse, accumulate=True), "map names to arrays"),
+            (lambda: tessera.attention_backward(q, q, k, v, q, lse, lse=lse, grads=grads), "lse")):
+        with pytest.raises((ValueError, TypeError), match=match):
+            call()
+    assert not o.any()
+    for device in ("sm80", "sm90"):
+        why = str(tessera.explain(q, k, v, out=o, lse=lse, accumulate=True, device=device))
+        assert "accumulate=True: this backend does not have it yet" in why
 
 
 def test_align_is_a_diagonal_too():

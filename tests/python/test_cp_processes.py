@@ -74,7 +74,8 @@ def three_ways(rank, group, exchange, keywords):
 
 @pytest.mark.parametrize("exchange", ["keys", "heads", "ring"])
 def test_checkpoint_and_compile(pool, exchange):
-    for ways in pool.run(three_ways, 2, 1, exchange, {"softcap": 15.0, "sink": "off_by_one"}):
+    for ways in pool.run(three_ways, 2, 1, exchange, {"softcap": 15.0, "sink": "off_by_one",
+                                                      "save_gathered": exchange == "keys"}):
         assert all(map(all, ways)), ways
 
 
@@ -174,6 +175,90 @@ def tokens_differ(rank, group):
 
 def test_loss_weights(pool):
     pool.run(tokens_differ, 2, 1)
+
+
+class Inner(torch.nn.Module):
+    def forward(self, q, k, v, *, scale=None, is_causal=True, enable_gqa=False):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal,
+                                                                enable_gqa=enable_gqa)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.inner = torch.nn.Linear(32, 64), torch.nn.Linear(32, 32), Inner()
+
+    def forward(self, x, positions):
+        heads = self.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2)
+        q, k, v = heads.split((4, 2, 2), 1)
+        angle = positions[:, None] / 100.0 ** torch.arange(4)
+        q, k = (torch.cat([y[..., :4] * angle.cos() - y[..., 4:] * angle.sin(),
+                           y[..., 4:] * angle.cos() + y[..., :4] * angle.sin()], -1) for y in (q, k))
+        return x + self.out(self.inner(q, k, v, scale=0.3, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(50, 32), torch.nn.Linear(32, 50)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, ids, labels, positions):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def styled(rank, group, size, compiled):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import parallelize_module
+    torch.manual_seed(0)
+    model = Model()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    ids = torch.randint(50, (2, 301))
+    ids, labels = ids[:, :-1], ids[:, 1:]  # shifted before they are cut
+    whole = model(ids, labels, torch.arange(300))
+    want = torch.autograd.grad(whole, [*model.parameters()])
+    style = cp.ContextParallel(causal=True)
+    parallelize_module(model, mesh, {"layers.*.inner": style})
+    with pytest.raises(ValueError, match="shards=None"):
+        model(ids, labels, torch.arange(300))
+    style.shards = Shards.contiguous([300, 300], size)
+    own = [cp.shard(x, style.shards, mesh, 1) for x in (ids, labels)]
+    with pytest.raises(ValueError, match="attn_mask=.*is no keyword"):
+        model.layers[0].inner(own[0], own[0], own[0], attn_mask=None)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    loss = run(*own, cp.positions(style.shards, mesh)[:own[0].shape[1]])
+    grads = torch.autograd.grad(loss, [*model.parameters()])
+    for x in (loss, *grads):
+        dist.all_reduce(x.detach(), group=group)
+    torch.testing.assert_close(loss, whole)
+    for got, one in zip(grads, want):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size, compiled", [(2, True), (3, False)])
+def test_a_style_makes_a_model_parallel(pool, size, compiled):
+    pool.run(styled, size, 1, size, compiled)
+
+
+def example(rank, group, words):
+    import importlib
+    import pathlib
+    import sys
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples" / "torch"))
+    long_context = importlib.import_module("long_context")
+    return long_context.run(long_context.parse(words), group, torch.device("cpu"))
+
+
+def test_the_example_trains_as_one_device_does(pool):
+    words = "--width 32 --heads 4 --layers 2 --context 700 --steps 4 --kind balanced --exchange keys".split()
+    first, *others = pool.run(example, 3, 1, words)
+    (losses, _), (alone, _) = first["3 ranks"], first["alone"]
+    assert all(other["3 ranks"][0] == losses for other in others)
+    assert losses[-1] < losses[0] - 0.1
+    torch.testing.assert_close(losses, alone, rtol=0, atol=2e-5)
 
 
 def _dies(rank, folder):

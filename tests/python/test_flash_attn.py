@@ -289,6 +289,32 @@ def test_packed_queries_and_keys_of_version_3():
         close(caches[0][n, :length + count], keys)
 
 
+@pytest.mark.parametrize("new", [torch.bfloat16, torch.float8_e4m3fn])
+def test_an_fp8_cache_of_version_3(new):
+    """16-bit keys are divided by the scale as they go in; fp8 ones are as the caller has made them."""
+    q, k, v = (normal(2, 3, h, D, seed=i) for i, h in enumerate((HQ, HK, HK)))
+    caches = [torch.zeros(2, 10, HK, D).to(torch.float8_e4m3fn) for _ in range(2)]
+    scale = torch.tensor([[0.5, 2.0], [1.0, 0.25]])
+    out = fa3.flash_attn_with_kvcache(q.bfloat16(), *caches, k.to(new), v.to(new), causal=True, k_descale=scale,
+                                      v_descale=scale, cache_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+    by = scale[:, None, :, None]
+    for cache, x in zip(caches, (k, v)):
+        x = x.to(new) if new != torch.bfloat16 else (x.bfloat16().float() / by).to(torch.float8_e4m3fn)
+        for n, first in enumerate((0, 4)):
+            assert torch.equal(cache[n, first:first + 3].float(), x[n].float())
+    keys, values = ((cache.float() * by) for cache in caches)
+    for n, end in enumerate((3, 7)):
+        torch.testing.assert_close(out[n].double(), expected(q[n], keys[n, :end], values[n, :end], causal=True)[0],
+                                   rtol=5e-2, atol=5e-2)
+
+
+def test_a_cache_of_both_in_one_buffer():
+    q, k, v = (normal(2, 2, h, D, seed=i) for i, h in enumerate((HQ, HK, HK)))
+    kv = torch.zeros(2, 5, 2, HK, D)
+    fa2.flash_attn_with_kvcache(q, kv[:, :, 0], kv[:, :, 1], k, v, cache_seqlens=3)
+    assert torch.equal(kv[:, 3:, 0], k) and torch.equal(kv[:, 3:, 1], v) and not kv[:, :3].any()
+
+
 def test_nothing_is_written_where_there_is_no_room():
     q, k, v = qkv(sq=2, sk=4)
     new, kept = normal(2, 2, HK, D), k.clone()

@@ -66,13 +66,17 @@ def test_forward(backend, examples, relaxed):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_backward(backend, examples, relaxed):
     @settings(max_examples=examples if backend == "cpu" else examples // 4, **relaxed)
-    @given(problems(), st.booleans(), st.integers(0, 2**32 - 1))
-    def run(problem, with_dlse, seed):
+    @given(problems(), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
+    def run(problem, with_dlse, partial, seed):
         truth, o, lse, rounding = check(problem, backend)
         rng = np.random.default_rng(seed)
         do = rng.standard_normal(o.shape).astype(o.dtype)
         dlse = rng.standard_normal(lse.shape).astype(np.float32) if with_dlse else None
-        expected = truth.backward(do, dlse)
+        more = {}
+        if partial:  # with keys that weigh about as much, and with some that weigh all
+            o, lse = joined(truth, o, lse, rng)
+            more = {"partial": True}
+        expected = truth.backward(do, dlse, (o, lse) if partial else None)
         inside = rows_inside(truth, do.shape)
         garbage = do.copy()
         oracle.canonical(garbage, truth.layout_q)[~inside] = np.nan
@@ -81,7 +85,7 @@ def test_backward(backend, examples, relaxed):
             per_row[np.broadcast_to(~inside[:, None, :], per_row.shape)] = np.nan
         names = gradient_names(problem.keywords)
         g = tessera.attention_backward(garbage, problem.q, problem.k, problem.v, o, lse, dlse,
-                                       grads=names, backend=backend, **problem.keywords)
+                                       grads=names, backend=backend, **more, **problem.keywords)
         for name in ("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes"):
             got = getattr(g, name)
             if name not in names:
@@ -93,6 +97,24 @@ def test_backward(backend, examples, relaxed):
             worst = max(ROUNDING[problem.dtype], rounding)
             close(name, got, expected[name], worst * (truth.size[name] + 1e-6))
     run()
+
+
+def joined(truth, o, lse, rng):
+    """o and lse of the union with another part."""
+    inside = np.broadcast_to(rows_inside(truth, o.shape)[:, None], truth_rows(truth, lse).shape)
+    mine = truth_rows(truth, lse).astype(np.float64)
+    other = np.where(mine > -np.inf, mine, 0) + rng.standard_normal(mine.shape) + \
+        1000 * (rng.random(mine.shape) < 0.1)
+    both = np.where(inside, np.logaddexp(mine, other), mine)
+    weight = np.exp(np.where(inside, mine, 0) - np.where(inside, both, 0))
+    rows = oracle.canonical(np.array(o), truth.layout_q)
+    weight = weight.transpose(0, 2, 1)[..., None]
+    rows[...] = (weight * rows + (1 - weight) * rng.standard_normal(rows.shape)).astype(o.dtype)
+    return truth._back(rows, truth.layout_q), (both[0] if truth.packed_q else both).astype(np.float32)
+
+
+def truth_rows(truth, lse):
+    return lse[None] if truth.packed_q else lse
 
 
 class Memory:

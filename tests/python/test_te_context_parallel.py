@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 import tessera.te.transformer_engine_torch as tex  # noqa: E402
 from cp_pool import Pool  # noqa: E402
 from tessera.te.common.recipe import DelayedScaling  # noqa: E402
-from tessera.te.pytorch import DotProductAttention  # noqa: E402
+from tessera.te.pytorch import (  # noqa: E402
+    DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer)
 from tessera.te.pytorch.attention.dot_product_attention import context_parallel as te_cp  # noqa: E402
 from tessera.te.pytorch.quantization import (DelayedScalingRecipeState, FP8GlobalStateManager,  # noqa: E402
                                              autocast)
@@ -135,6 +136,48 @@ def by_function(rank, group):
 
 def test_function(pool):
     pool.run(by_function, 2, 1)
+
+
+def layers(rank, group, size, kind, layout, by_constructor):
+    """A TransformerLayer and a MultiheadAttention, rotary embeddings among them, against one rank's."""
+    groups = list(group) if isinstance(group, tuple) else group
+    cp = dict(cp_group=groups, cp_global_ranks=list(range(size)), cp_stream=None, cp_comm_type=kind)
+    common = dict(attention_dropout=0.0, num_gqa_groups=GROUPS, device="cpu")
+    makes = [lambda **more: MultiheadAttention(64, HEADS, qkv_format=layout, **common, **more),
+             lambda **more: TransformerLayer(64, 96, HEADS, hidden_dropout=0.0, attn_input_format=layout,
+                                             **common, **more)]
+    s = 8 * size
+    shape = {"bshd": (2, s, 64), "sbhd": (s, 2, 64), "thd": (3 * s, 64)}[layout]
+    freqs, words = RotaryPositionEmbedding(DIM)(2 * s), {}
+    if layout == "thd":
+        cu = torch.tensor([0, s, 3 * s], dtype=torch.int32)
+        words = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu)
+        index = tex.thd_get_partitioned_indices(cu, 3 * s, size, rank).long()
+    for make in makes:
+        torch.manual_seed(0)
+        module, x = make(), torch.randn(shape)
+        mask = "padding_causal" if layout == "thd" else "causal"
+        more = dict(words, rotary_pos_emb=freqs, **(
+            {"attn_mask_type": mask} if isinstance(module, MultiheadAttention) else {"self_attn_mask_type": mask}))
+        own = x.index_select(0, index) if layout == "thd" else chunks(x, layout.index("s"), rank, size)
+        want = module(x, **more)
+        if by_constructor:
+            other = make(**cp)
+            other.load_state_dict(module.state_dict())
+            module = other
+        else:
+            module.set_context_parallel_group(*cp.values())
+        out = module(own, **more)
+        torch.testing.assert_close(out, want.index_select(0, index) if layout == "thd" else
+                                   chunks(want, layout.index("s"), rank, size))
+        module.set_context_parallel_group(None, None, None)
+        torch.testing.assert_close(module(x, **more), want)
+
+
+@pytest.mark.parametrize("kind, size, inner, layout, by_constructor", [
+    ("p2p", 2, 1, "bshd", True), ("all_gather", 3, 1, "sbhd", False), ("a2a+p2p", 4, 2, "thd", True)])
+def test_layers(pool, kind, size, inner, layout, by_constructor):
+    pool.run(layers, size, inner, size, kind, layout, by_constructor)
 
 
 def training(rank, group):

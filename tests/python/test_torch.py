@@ -467,8 +467,54 @@ def test_backward_of_parts_on_raw_tensors():
         tt.attention_backward(do, q, k, v, o, lse, grads=("dx",))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_in_fp32_beside_16_bits(compiled):
+    q, k, v = (torch.randn(2, n, 2, 16).bfloat16() for n in (5, 9, 9))
+    q.requires_grad_()
+
+    def call(q, k, v):
+        return tt.attention(q, k, v, causal=True, align="top_left", out_dtype=torch.float32)
+    o = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(q, k, v)
+    narrow, lse = tt.attention(q, k, v, causal=True, align="top_left", return_lse=True)
+    assert o.dtype == torch.float32
+    torch.testing.assert_close(o.bfloat16(), narrow)
+    assert torch.autograd.grad(o.sum(), q)[0].dtype == torch.bfloat16
+    g = tt.attention_backward(o.detach(), q, k, v, o.detach(), lse.detach(), causal=True, align="top_left",
+                              grad_dtype="float32")
+    assert {x.dtype for x in (g.dq, g.dk, g.dv)} == {torch.float32}
+    with pytest.raises(ValueError, match="out_dtype='int8'|out_dtype=int8"):
+        tt.attention(q, k, v, out_dtype="int8")
+
+
+def test_sums_in_place():
+    q, k, v, do = (torch.randn(2, n, 2, 16) for n in (5, 9, 9, 5))
+    o, lse = tt.attention(q, k, v, return_lse=True)
+    truth = tt.attention_backward(do, q, k, v, o, lse)
+    got, rows = torch.full_like(o, torch.nan), torch.full_like(lse, -torch.inf)
+    sums = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    version = got._version
+    for part in (slice(0, 4), slice(4, 9)):
+        assert tt.attention(q, k[:, part], v[:, part], out=got, lse=rows, accumulate=True) is got
+        tt.attention_backward(do, q, k[:, part], v[:, part], o, lse, partial=True, accumulate=True, grads={
+            "dq": sums["dq"], "dk": sums["dk"][:, part], "dv": sums["dv"][:, part]})
+    assert got._version > version
+    torch.testing.assert_close((got, rows), (o, lse))
+    for name, x in sums.items():
+        torch.testing.assert_close(x, getattr(truth, name))
+    with pytest.raises(ValueError, match="accumulate=True: .*map names to arrays"):
+        tt.attention_backward(do, q, k, v, o, lse, accumulate=True)
+    with pytest.raises(tt.Refused, match="has no gradient"):
+        tt.attention(q.requires_grad_(), k, v, out=got, lse=rows, accumulate=True)
+    with torch.no_grad():  # breaks a graph
+        call = torch.compile(lambda *x: tt.attention(*x, out=got, lse=rows, accumulate=True), backend="eager")
+        torch.testing.assert_close(call(q, k, v), o)
+        torch.testing.assert_close(rows, lse + torch.log(torch.tensor(2.0)))
+        with pytest.raises(tt.Refused, match="torch.func"):
+            torch.func.vmap(call)(*(x[None] for x in (q, k, v)))
+
+
 @pytest.mark.parametrize("more", [
-    {"precision": "fp8"}, {"out_dtype": torch.float32}, {"accumulate": True}], ids=lambda more: next(iter(more)))
+    {"precision": "fp8"}], ids=lambda more: next(iter(more)))
 def test_what_no_backend_has_yet_is_refused(more):
     q = torch.randn(2, 6, 2, 16).bfloat16()
     with pytest.raises(tt.Refused):

@@ -203,3 +203,85 @@ def test_out_and_vmap():
         torch.stack([q, k]), sinks)
     for a, b in zip(ours, (tt.attention(x, k, v, sink=s) for x, s in zip((q, k), sinks))):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+# ---- caches ----
+
+@pytest.mark.parametrize("page", [None, 1, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("d", [128, 20])
+def test_append_and_rotate_are_the_cpus(page, dtype, d):
+    def call(device):
+        g = torch.Generator().manual_seed(0)
+        half = d // 4
+        cos, sin = (torch.randn(128, half, generator=g).to(device) for _ in range(2))
+        k, v, q = (torch.randn(4, 3, h, d, generator=g).to(torch.float32 if dtype == torch.float32 else torch.bfloat16)
+                   .to(device) for h in (2, 2, 8))
+        pages = page and -(-100 // page)
+        shape = (4, 100, 2, d) if page is None else (4 * pages + 1, page, 2, d)
+        caches = [torch.zeros(shape, device=device).to(dtype) for _ in range(2)]
+        lengths = torch.tensor([0, 7, 50, 97], device=device)
+        more = {}
+        if page is not None:
+            more["page_table"] = torch.randperm(4 * pages, generator=g).view(4, pages).int().to(device)
+        if dtype == torch.float8_e4m3fn:
+            more["k_scale"] = more["v_scale"] = torch.tensor([0.5, 1.5], device=device)
+        turned = tt.append_kv(k, v, *caches, lengths, q=q, rope=(cos, sin), **more)
+        return [x.float().cpu() for x in (turned, *caches, tt.rotate(q, cos, sin, lengths, interleaved=True))]
+
+    for ours, theirs in zip(call("cuda"), call("cpu")):
+        # What turns may differ in the last place of its dtype.
+        torch.testing.assert_close(ours, theirs, rtol=0.13 if dtype == torch.float8_e4m3fn else 1e-2, atol=1e-3)
+        assert (ours != theirs).float().mean() < 0.02
+
+
+def test_a_graph_appends_where_lengths_are_then():
+    k = torch.randn(2, 1, 2, 64, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros(2, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+
+    def step():
+        tt.append_kv(k, None, cache, None, lengths)
+        lengths.add_(1)
+
+    graph, _ = captured(step)
+    cache.zero_()
+    lengths.copy_(torch.tensor([3, 7], dtype=torch.int32))
+    graph.replay()
+    graph.replay()  # sequence 1 has no place left: its token is dropped
+    expected = torch.zeros_like(cache)
+    expected[0, 3:5], expected[1, 7] = k[0, 0], k[1, 0]
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0)
+
+
+def test_te_offloads_on_a_stream_of_its_own():
+    import tessera.te.pytorch as te
+    layers = [te.DotProductAttention(4, 64, qkv_format="bshd") for _ in range(4)]
+    x = torch.randn(4, 1024, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(context, sync):
+        y = given = x.clone().requires_grad_()
+        for layer in layers:
+            with context:
+                y = layer(y, y, y).unflatten(-1, (4, 64)) + y
+            y = sync(y)
+        held = torch.cuda.memory_allocated()
+        return held, torch.autograd.grad(y.float().square().sum(), given)[0]
+    held, expected = run(*te.get_cpu_offload_context())
+    for _ in range(2):
+        less, got = run(*te.get_cpu_offload_context(True, 3, 4))
+        torch.testing.assert_close(got, expected)
+        assert less < held - 3 * x.nbytes
+
+
+def test_te_graphs_keywords():
+    import tessera.te.pytorch as te
+    layer = te.DotProductAttention(4, 64, qkv_format="bshd")
+    x = [t.detach().requires_grad_() for t in qkv()]
+    expected = layer(*x, attn_mask_type="no_mask")
+    gradients = torch.autograd.grad(expected.float().sum(), x)
+    graphed = te.make_graphed_callables(layer, tuple(x), sample_kwargs={"attn_mask_type": "no_mask"})
+    out = graphed(*x, attn_mask_type="no_mask")
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(torch.autograd.grad(out.float().sum(), x), gradients):
+        torch.testing.assert_close(ours, theirs)

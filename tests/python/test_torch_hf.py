@@ -103,19 +103,6 @@ def test_left_padded_generation(name, cache, used):
     assert torch.bool not in used
 
 
-@pytest.mark.parametrize("name, cache", [("llama", "sliding_window"), ("gemma2", "sliding_window"),
-                                         ("gemma2", "hybrid"), ("llama", "fp8")])
-def test_generation_with_other_caches(name, cache, used):
-    if cache == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
-        pytest.skip("this transformers has no fp8 cache")
-    out = []
-    for model in build(MODELS[name]()):
-        given = dict(past_key_values=transformers.QuantizedCache("fp8", model.config)) \
-            if cache == "fp8" else dict(cache_implementation=cache)
-        out.append(model.generate(tokens(), max_new_tokens=8, do_sample=False, disable_compile=True, **given))
-    assert torch.equal(*out) and used
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_packing_by_position_ids(name, used):
     positions = torch.cat([torch.arange(n) for n in (5, 9, 3)])[None].expand(2, -1)

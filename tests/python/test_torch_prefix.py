@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_shared_prefix is attention over the joint keys."""
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -47,7 +49,7 @@ def test_padding_rows_are_zero():
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_pages(splits, monkeypatch):
-    monkeypatch.setattr(_prefix, "_pays", lambda *_: splits)
+    monkeypatch.setattr(_prefix._Gain, "pays", splits)
     q, prefix, own = problem()
     pool = torch.full((2, 12, 8, 2, 16), torch.nan)
     prefix_table = torch.tensor([[4, 11, 0]], dtype=torch.int32)
@@ -73,3 +75,47 @@ def test_what_leans_on_positions_is_refused():
         tt.attention_shared_prefix(q, *prefix, *own, causal=True, align="top_left")
     with pytest.raises(ValueError, match="page_table=None"):
         tt.attention_shared_prefix(q, None, None, *own, prefix_table=torch.zeros(1, 1, dtype=torch.int32))
+
+
+def pages(b, sp):
+    """The arguments of a decode step of b sequences over sp pages of a prefix; shapes, no memory."""
+    q = torch.empty(b, 1, 8, 64, device="meta", dtype=torch.bfloat16)
+    k, v = (torch.empty(1, 16, 2, 64, device="meta", dtype=torch.bfloat16).expand(4096, -1, -1, -1) for _ in "kv")
+    return (q, None, None, k, v), {
+        "prefix_table": torch.zeros(1, sp, dtype=torch.int32, device="meta"), "causal": True,
+        "page_table": torch.zeros(b, 4, dtype=torch.int32, device="meta"),
+        "seqlens_k": torch.full((b,), 40, dtype=torch.int32, device="meta")}
+
+
+@pytest.mark.parametrize("b, sp, parts, why", [
+    (64, 128, True, r"takes 16.5 us at 4 TB/s, more than 10, and 256 rows share a key head, more than 16"),
+    (64, 2, False, r"takes 0.258 us at 4 TB/s, no more than 10, and 256 rows"),
+    (4, 4096, False, r"takes 25.2 us .* and 16 rows share a key head, no more than 16")])
+def test_explained(b, sp, parts, why, monkeypatch):
+    given, keywords = pages(b, sp)
+    said = tt.explain_shared_prefix(*given, **keywords, device="cpu")
+    assert said.parts == parts and re.search(why, said.why)
+    assert list(said.calls) == (["prefix", "own keys"] if parts else ["joint keys"])
+    assert all(each.backend for each in said.calls.values())
+    first = next(iter(said.calls.values())).headline
+    assert str(said).startswith("in two parts: " if parts else "in one call: ") and first in str(said)
+    calls = []  # what attention_shared_prefix does is what was said
+
+    def attention(q, k, v, **more):
+        calls.append(q.shape[0])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        return (torch.empty_like(q), lse) if more.get("return_lse") else torch.empty_like(q)
+    monkeypatch.setattr(_prefix, "attention", attention)
+    monkeypatch.setattr(_prefix, "merge", lambda parts: parts[0])
+    tt.attention_shared_prefix(*given, **keywords)
+    assert calls == ([1, b] if parts else [b])
+
+
+def test_explained_without_pages():
+    q, prefix, own = problem()
+    said = tt.explain_shared_prefix(q, *prefix, *own, causal=True)
+    assert said.parts and "tensors of its own" in said.why and said.calls["prefix"].backend == "cpu"
+    with pytest.raises(tessera.Refused, match="window="):
+        tt.explain_shared_prefix(q, *prefix, *own, window=(4, 0))
+    with pytest.raises(ValueError, match="page_table=None"):
+        tt.explain_shared_prefix(q, None, None, *own, prefix_table=torch.zeros(1, 1, dtype=torch.int32))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What MkDocs cannot know of this project: pages made from docstrings, tessera.h and the command line; pictures of
-masks and layouts, drawn by the library from the case that a page names; and links that leave docs/."""
+masks and layouts, drawn by the library from the case that a page names; plots of bench results from the file that a
+page names; and links that leave docs/."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import layouts  # noqa: E402  beside this file
 import reference  # noqa: E402
 
 _PICTURE = re.compile(r"^```(mask|layout)\n(.+?)\n```$", re.MULTILINE | re.DOTALL)
+_PLOT = re.compile(r"^```plot\n(\w+) (\S+\.json)\n```$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\]\(((?:\.\./)+[^)#:]+)")
 _OUTSIDE_LINK = re.compile(_OUTSIDE.pattern + r"((?:#[^)]*)?)\)")
 
@@ -45,24 +47,39 @@ def on_page_markdown(markdown, page, config, files):
         return f"]({posixpath.relpath(inside, folder)}{match[2]})"
 
     markdown = _PICTURE.sub(lambda match: _drawn(match[1], match[2].strip(), page, config, files), markdown)
+    markdown = _PLOT.sub(lambda match: _plotted(match[1], match[2], page, config, files), markdown)
     return _OUTSIDE_LINK.sub(source, markdown)
+
+
+def _plotted(kind: str, name: str, page, config, files) -> str:
+    """The plot of docs/NAME, which `bench --json` wrote, and the command that draws it for a reader."""
+    from tessera.cli import bench, plot
+    saved = f"docs/{name}"
+    results, against = bench.read_results(str(ROOT / saved))
+    path = f"images/plots/{Path(name).stem}-{kind}.png"
+    link = _picture(path, page, config, files, lambda target: plot.draw(kind, results, against, target))
+    return (f"![{kind} plot of {name}]({link})\n\n"
+            f"    ./dev bench --from {saved} --plot {kind}.png --plot-as {kind}")
 
 
 def _drawn(kind: str, case: str, page, config, files) -> str:
     """The picture of a case, and the command that draws it for a reader."""
     from tessera.cli import mask
     path = f"images/drawn/{kind}-{hashlib.sha256(case.encode()).hexdigest()[:12]}.png"
+    link = _picture(path, page, config, files, lambda target: mask.plot(mask.look(case), target, case)
+                    if kind == "mask" else layouts.plot(case, Path(target)))
+    shown = f'\n\n    python -m tessera mask "{case}"' if kind == "mask" else ""
+    return f"![{kind} of {case}]({link}){shown}"
+
+
+def _picture(path: str, page, config, files, draw) -> str:
+    """The link from a page to the picture `path` of the site, which `draw(file name)` makes the first time."""
     if files.get_file_from_path(path) is None:
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "picture.png"
-            if kind == "mask":
-                mask.plot(mask.look(case), str(target), case)
-            else:
-                layouts.plot(case, target)
+            draw(str(target))
             files.append(File.generated(config, path, content=target.read_bytes()))
-    link = posixpath.relpath(path, posixpath.dirname(page.file.src_path))
-    shown = f'\n\n    python -m tessera mask "{case}"' if kind == "mask" else ""
-    return f"![{kind} of {case}]({link}){shown}"
+    return posixpath.relpath(path, posixpath.dirname(page.file.src_path))
 
 
 def _target(link: str, page: str) -> str:

@@ -91,8 +91,7 @@ def main(args) -> int:
     if args.threads is not None:
         tessera.set_num_threads(args.threads)
     if args.saved:
-        results = [entry for name in args.saved.split(",") for entry in _saved(name)]
-        against = sorted({name for entry in results for name in entry.get("peers", {})})
+        results, against = read_results(args.saved)
         if args.json != "-":
             show_row = _printer([entry["case"] for entry in results], against)
             for entry in results:
@@ -123,6 +122,12 @@ def _origin(device) -> dict:
     """Where, when and how: of every entry, so that a picture of it can say so."""
     return {"machine": device.machine, "date": datetime.date.today().isoformat(),
             "command": shlex.join(["python", "-m", "tessera", *sys.argv[1:]])}
+
+
+def read_results(paths: str) -> tuple[list[dict], list[str]]:
+    """The results in files of `bench --json`, separated by commas, and the peers that they name."""
+    results = [entry for path in paths.split(",") for entry in _saved(path)]
+    return results, sorted({name for entry in results for name in entry.get("peers", {})})
 
 
 def _saved(path: str) -> list[dict]:

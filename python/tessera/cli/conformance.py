@@ -91,6 +91,8 @@ class Case:
             arrays[second] = arrays[first]
         scalars = {name: tuple(value) if isinstance(value, list) else value
                    for name, value in self.spec["kwargs"].items()}
+        if scalars.get("accumulate") and not self.is_backward:
+            arrays["lse"] = self.group("outputs")["lse"]
         return {**arrays, **scalars}
 
     def poison_outputs(self):

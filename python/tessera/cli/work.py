@@ -50,7 +50,7 @@ def visible(n, q, k, kw) -> np.ndarray:
 
 def _of_sequence(n, len_q, len_k, hq, kw, layout_q, layout_k) -> int:
     if not any(kw.get(name) is not None for name in _DATA_MASKS):
-        low, high = _band(np.arange(len_q), len_q, len_k, kw)
+        low, high = _band(n, np.arange(len_q), len_q, len_k, kw)
         return hq * int(np.maximum(high - low, 0).sum())
     total = 0
     for first in range(0, len_q, _ROWS_AT_A_TIME):
@@ -60,9 +60,20 @@ def _of_sequence(n, len_q, len_k, hq, kw, layout_q, layout_k) -> int:
     return total
 
 
-def _band(i, len_q, len_k, kw):
-    """Half-open interval of keys of each query by position alone."""
-    shift = len_k - len_q if kw.get("align") == "bottom_right" else 0
+def _start(kw, name, n) -> int:
+    """The position of a side's first row."""
+    starts = kw.get(f"{name}_start")
+    return 0 if starts is None else int(starts[n])
+
+
+def _band(n, i, len_q, len_k, kw):
+    """Half-open interval of keys of each query of sequence n by position alone, both counted from the
+    first that is there."""
+    align = kw.get("align")
+    shift = len_k - len_q  # of rows and keys as they lie: of positions less the difference of starts
+    if not isinstance(align, str) or align != "bottom_right":
+        diagonal = 0 if align is None or isinstance(align, str) else align if np.ndim(align) == 0 else align[n]
+        shift = int(diagonal) + _start(kw, "q", n) - _start(kw, "k", n)
     left, right = kw.get("window") or (-1, -1)
     right = 0 if kw.get("causal") else right
     low = np.clip(i + shift - left, 0, len_k) if left >= 0 else np.zeros_like(i)
@@ -71,7 +82,7 @@ def _band(i, len_q, len_k, kw):
 
 
 def _visible_rows(n, rows, len_q, len_k, kw, layout_q, layout_k):
-    low, high = _band(np.arange(rows.start, rows.stop), len_q, len_k, kw)
+    low, high = _band(n, np.arange(rows.start, rows.stop), len_q, len_k, kw)
     j = np.arange(len_k)
     seen = ((j >= low[:, None]) & (j < high[:, None]))[None]
     for name in _DATA_MASKS:
@@ -94,15 +105,17 @@ def _data_mask(name, kw, n, rows, len_k, layout_q, layout_k):
     if name == "key_ranges":
         x = x if layout_q == "thd" else x[0 if x.shape[0] == 1 else n]
         x = x if x.shape[1] == 1 else x[:, stored]
-        j = np.arange(len_k)
+        j = np.arange(len_k) + _start(kw, "k", n)
         inside = (j >= x[..., 0, None]) & (j < x[..., 1, None])
         if x.shape[-1] == 4:
             inside |= (j >= x[..., 2, None]) & (j < x[..., 3, None])
         return inside
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
     x = x[0 if x.shape[0] == 1 else n]
-    x = x if x.shape[1] == 1 else x[:, rows]
-    x = x if x.shape[2] == 1 else x[:, :, :len_k]
+    i0 = rows.start + (_start(kw, "q", n) if layout_q == "thd" else 0)  # packed masks go by position
+    j0 = _start(kw, "k", n) if layout_k == "thd" else 0
+    x = x if x.shape[1] == 1 else x[:, i0:i0 + rows.stop - rows.start]
+    x = x if x.shape[2] == 1 else x[:, :, j0:j0 + len_k]
     return ~x if name == "drop" else x
 
 

@@ -75,16 +75,16 @@ def plan(shards: Shards, *, hq: int, hk: int, dqk: int, dv: int, itemsize: int =
          causal: bool = False, window: tuple[int, int] | None = None,
          shifts: tuple[int, ...] | int = 0, shards_k: Shards | None = None, inner: int = 1,
          exchange: str = "auto", groups: int | None = None, has_rows: bool = False,
-         max_bytes: int | None = None, links: Links | None = None) -> Plan:
+         save_gathered: bool = False, max_bytes: int | None = None, links: Links | None = None) -> Plan:
     """Which exchange a call uses, and what each would cost.
 
     hq, hk, dqk, dv and itemsize are of the whole problem; shifts is the diagonal, of each sequence or
     of all; inner is the size of the inner groups of two levels, 1 for a flat group; has_rows says
-    that a dense mask or bias has an axis of rows. exchange and groups force a choice. ValueError for
-    what can never run."""
+    that a dense mask or bias has an axis of rows, save_gathered that "keys" keeps what it fetched for
+    the backward pass. exchange and groups force a choice. ValueError for what can never run."""
     links, shards_k = links or Links(), shards_k or shards
     model = _Model(shards, shards_k, band_of(causal, window, shifts, len(shards.lengths)), hq, hk, dqk,
-                   dv, itemsize, inner, links)
+                   dv, itemsize, inner, links, save_gathered)
     limit = links.free_bytes // 8 if max_bytes is None else max_bytes
     options = [model.option(name, g) for name, g in _candidates(inner, hk, groups)]
     options = tuple(dataclasses.replace(option, why_not=_why_not(option, model, has_rows))
@@ -98,6 +98,7 @@ def plan(shards: Shards, *, hq: int, hk: int, dqk: int, dv: int, itemsize: int =
         if able[0].why_not:
             raise ValueError(f"tessera.context_parallel.plan: exchange={exchange!r}: "
                              f"{able[0].why_not}")
+        able = [option for option in able if not option.why_not]
     best = _choose(able, model, exchange, limit)
     return Plan(shards, best.exchange, best.groups, model.compute, model.balance, options)
 
@@ -112,9 +113,9 @@ def band_of(causal: bool, window, shifts, sequences: int) -> Band:
 # ---- the model ----
 
 class _Model:
-    def __init__(self, shards, shards_k, band, hq, hk, dqk, dv, itemsize, inner, links):
+    def __init__(self, shards, shards_k, band, hq, hk, dqk, dv, itemsize, inner, links, saves):
         self.shards, self.shards_k, self.hq, self.hk, self.links = shards, shards_k, hq, hk, links
-        self.inner, self.size, self.itemsize = inner, shards.size, itemsize
+        self.inner, self.size, self.itemsize, self.saves = inner, shards.size, itemsize, saves
         self.width, self.dv = dqk + dv, dv
         self.tokens = max(shards.extents)
         work, missing, remote, held = [], [], [], []
@@ -157,10 +158,11 @@ class _Model:
         remote = self.remote / self.inner if name == "keys+keys" else self.remote
         bytes_in, hops = self.missing * row, 1 + (name == "keys+keys")
         time = self.seconds(bytes_in, remote * row, groups * hops)
+        again = 1 if self.saves else 2  # dK and dV back, and K and V once more unless they were kept
         exposed = (time / groups + max(0.0, time - time / groups - self.compute[0]),
-                   2 * time / groups + max(0.0, 2 * (time - time / groups) - self.compute[1]))
-        return Option(name, groups, (int(bytes_in), int(2 * bytes_in)), exposed,
-                      int(2 * self.held * row / groups))
+                   again * time / groups + max(0.0, again * (time - time / groups) - self.compute[1]))
+        memory = self.held * row if self.saves else 2 * self.held * row / groups
+        return Option(name, groups, (int(bytes_in), int(again * bytes_in)), exposed, int(memory))
 
     def _ring(self, name, groups) -> Option:
         row = self.itemsize * self.width * self.hk
@@ -182,10 +184,13 @@ class _Model:
         time = self.seconds(once, far * once, 2)
         again = 2 * once  # q, k, v, o and do in, dq, dk and dv out
         total = sum(self.shards.lengths) if name == "heads" else size * self.tokens
-        memory = total * self.itemsize * self.width * (self.hq + kv) / size
+        memory = total * self.itemsize * self.width * (self.hq + kv) / size * min(1, 2 / groups)
         # All ranks have the same work then, whatever the shards.
         gain = [a - b for a, b in zip(self.compute, self.even)] if name == "heads" else [0.0, 0.0]
-        exposed = (time - gain[0], self.seconds(again, far * again, 2) - gain[1])
+        back = self.seconds(again, far * again, 2)
+        # The first part in and the last part out show; what travels between hides behind attention.
+        exposed = tuple(t / groups + max(0.0, t - t / groups - work) - saved for t, work, saved in
+                        zip((time, back), self.even, gain))
         return Option(name, groups, (int(once), int(again)), exposed, int(memory))
 
     def _two_levels(self, name, groups) -> Option:
@@ -217,21 +222,22 @@ def _candidates(inner: int, hk: int, groups: int | None):
     counts = [groups] if groups else [g for g in (1, 2, 4, 8, 16, 32, 64) if g <= hk]
     if inner > 1:
         return [("heads+keys", 1), ("heads+ring", 1), *(("keys+keys", g) for g in counts)]
-    return [*(("keys", g) for g in counts), ("heads", 1), ("ring", 1)]
+    return [*(("keys", g) for g in counts), *(("heads", g) for g in counts), ("ring", 1)]
 
 
 def _why_not(option: Option, model: _Model, has_rows: bool) -> str:
     if has_rows and option.exchange.startswith("heads"):
         return "a mask or bias with rows is not exchanged, being O(s²); use keys"
-    if option.groups > model.hk:
-        return f"groups={option.groups}: there are {model.hk} kv heads"
+    most = -(-model.hk // model.size) if option.exchange == "heads" else model.hk
+    if option.groups > most:
+        return f"groups={option.groups}: there are {most} kv heads" + " a rank" * (most < model.hk)
     return ""
 
 
 def _choose(able, model: _Model, exchange: str, limit: int) -> Option:
     """Heads where they are fewer bytes and every rank has kv heads of its own, or runs are too short
-    for keys; else keys, with the smallest number of groups that is within 3 % of the fastest, fills
-    the GPU and fits; a ring where nothing fits."""
+    for keys; else keys. Of either, the smallest number of groups that is within 3 % of the fastest,
+    fills the GPU and fits; a ring where nothing fits."""
     if len(able) == 1:
         return able[0]
     by_name = {}
@@ -239,25 +245,25 @@ def _choose(able, model: _Model, exchange: str, limit: int) -> Option:
         by_name.setdefault(option.exchange, []).append(option)
     ring = by_name.get("ring")
     keys = by_name.get("keys") or by_name.get("keys+keys") or able
-    best = _best_keys(keys, model, limit)
+    best = _best(keys, model, limit)
     heads = by_name.get("heads" if model.inner == 1 else "heads+keys")
     if exchange != "auto" or not heads:
         return best or (ring or keys)[-1]
     if model.shards.is_fine:
-        return heads[0]
+        return _best(heads, model, limit) or heads[0]
     if model.inner > 1:
         return min(heads + [best or keys[-1]], key=lambda option: sum(option.exposed))
     fewer = sum(heads[0].bytes) < sum(keys[0].bytes) and model.hk >= model.size
-    return heads[0] if fewer else best or ring[0]
+    return _best(heads, model, limit) or heads[0] if fewer else best or ring[0]
 
 
-def _best_keys(keys, model: _Model, limit: int) -> Option | None:
+def _best(options, model: _Model, limit: int) -> Option | None:
     whole = sum(model.compute)
 
     def fills(option):
         return option.groups == 1 or model.tokens / TILE * model.hq / option.groups >= \
             2 * model.links.multiprocessors
-    fitting = [option for option in keys if option.memory <= limit]
+    fitting = [option for option in options if option.memory <= limit]
     full = [option for option in fitting if fills(option)] or fitting
     if not full:
         return None

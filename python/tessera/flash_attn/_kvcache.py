@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..torch import append_kv, rotate
 from . import _translate as to
 
 
@@ -50,19 +51,12 @@ def attend(name: str, q, k_cache, v_cache, *, new: New, rotary: Rotary, cache: C
         start = rotary.offsets
     after = before
     if new.k is not None:
-        sequence, place, count = _tokens(new.k, new.cu_seqlens, batch)
-        position = before[sequence] + place
-        k = _rotated(new.k.flatten(0, -3), rotary, start[sequence] + place)
-        _check_room(name, position, table.shape[1] * k_cache.shape[1])
-        for pool, values in ((k_cache, k), (v_cache, new.v.flatten(0, -3))):
-            _write(pool, values, table, sequence, position)
+        count = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff().to(torch.int32)
+        _check_room(name, before, count, table.shape[1] * k_cache.shape[1])
+        _append(new, _rotated(new.k, rotary, start, new.cu_seqlens, batch), k_cache, v_cache, before, table, score)
         after = before + count
     band = to.band(causal, window_size)
-    if rotary.cos is not None:
-        sequence, place, _ = _tokens(q, queries.cu_seqlens, batch)
-        moves = causal or "window" in band
-        q = _rotated(q.flatten(0, -3), rotary,
-                     start[sequence] + (place if moves else 0)).reshape(q.shape)
+    q = _rotated(q, rotary, start, queries.cu_seqlens, batch, moves=causal or "window" in band)
     keywords = {"layout": "thd", "cu_seqlens_q": queries.cu_seqlens,
                 "max_seqlen_q": queries.max_seqlen} if packed else {}
     if attention_chunk:
@@ -112,44 +106,37 @@ def _tokens(x, cu_seqlens, batch: int):
     return sequence, (places - cu_seqlens[sequence]).long(), cu_seqlens.diff().to(torch.int32)
 
 
-def _check_room(name: str, position, capacity: int):
+def _check_room(name: str, before, count, capacity: int):
     """Nothing is written unless all of it has a place; on a GPU what has none is left out."""
-    if position.device.type == "cpu" and position.numel() and not \
-            0 <= int(position.min()) <= int(position.max()) < capacity:
-        raise ValueError(f"tessera.{name}: cache_seqlens: k and v would reach position "
-                         f"{int(position.max())} of a sequence that has room for {capacity}")
+    if before.device.type != "cpu" or not len(before):
+        return
+    end = int((before + count).max())
+    if end > capacity or int(before.min()) < 0:
+        raise ValueError(f"tessera.{name}: cache_seqlens: k and v would reach position {end - 1} of a sequence "
+                         f"that has room for {capacity}; lengths begin at 0")
 
 
-def _write(pool, values, table, sequence, position):
-    """pool[page of position, slot] = values, for tokens [n, hk, d]."""
-    size = pool.shape[1]
-    inside = (position >= 0) & (position < table.shape[1] * size)
-    place = torch.where(inside, position, 0)
-    page, slot = table[sequence, place // size].long(), place % size
-    inside &= (page >= 0) & (page < pool.shape[0])
-    page = torch.where(inside, page, 0)
-    if pool.device.type == "cpu":
-        page, slot, values = page[inside], slot[inside], values[inside]
-    else:
-        values = torch.where(inside[:, None, None], values, pool[page, slot])
-    pool[page, slot] = values.to(pool.dtype)
+def _append(new: New, k, k_cache, v_cache, before, table, score):
+    """k, which is new.k turned, and new.v go behind what the cache has."""
+    scales = {}
+    if k_cache.dtype.itemsize == 1:  # what is fp8 already goes in as it is, the rest divided by the scale
+        ones = torch.ones(k_cache.shape[2], device=k_cache.device)
+        scales = {name: ones if x.dtype.itemsize == 1 or score.get(name) is None else score[name]
+                  for name, x in (("k_scale", k), ("v_scale", new.v))}
+    k, v = (x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x for x in (k, new.v))
+    where = {} if new.cu_seqlens is None else {"layout": "thd", "cu_seqlens": new.cu_seqlens}
+    append_kv(k, v, k_cache, v_cache, before, page_table=table, **where, **scales)
 
 
-def _rotated(x, rotary: Rotary, position):
-    """Tokens x [n, h, d] with the first rotary_dim of each head turned by the angle of its position."""
+def _rotated(x, rotary: Rotary, start, cu_seqlens, batch: int, moves=True):
+    """x with the first rotary_dim of each head turned by its position: the first token of a sequence is at
+    `start`, the others behind it, or all of them there."""
     if rotary.cos is None:
         return x
-    position = position.clamp(0, rotary.cos.shape[0] - 1).long()
-    cos, sin = (table[position].float()[:, None] for table in (rotary.cos, rotary.sin))
-    size = 2 * rotary.cos.shape[1]
-    head = x[..., :size].float()
-    if rotary.interleaved:
-        a, b = head[..., 0::2], head[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    else:
-        a, b = head.chunk(2, -1)
-        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-    return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
+    sequence, place, _ = _tokens(x, cu_seqlens, batch)
+    position = (start[sequence] + (place if moves else 0)).view(x.shape[:-2])
+    layout = "bshd" if cu_seqlens is None else "thd"
+    return rotate(x, rotary.cos.float(), rotary.sin.float(), position, interleaved=rotary.interleaved, layout=layout)
 
 
 def _chunks(q, queries: Queries, after, leftpad, attention_chunk: int, batch: int) -> dict:

@@ -20,7 +20,8 @@ from transformers import (AttentionInterface, AttentionMaskInterface, Generation
 
 from .._lib import Refused
 from ..torch import attention
-from . import _models, _parallel
+from . import _continuous, _models, _parallel
+from ._continuous import continuous_batching as continuous_batching
 from ._masks import CausalMask, Mask, attention_mask
 from ._parallel import context_parallel as context_parallel
 
@@ -151,3 +152,5 @@ def _sequence_of_each(cu_seq_lens, x) -> torch.Tensor:
 _models.install()
 AttentionInterface.register("tessera", attention_forward)
 AttentionMaskInterface.register("tessera", _mask)
+AttentionInterface.register(_continuous.NAME, _continuous.packed_attention)
+AttentionMaskInterface.register(_continuous.NAME, _continuous.no_mask)

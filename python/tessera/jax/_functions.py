@@ -22,7 +22,7 @@ from ._spec import Described
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-FORWARD = {name: row for name, row in _keywords.FORWARD.items() if name != "out"}
+FORWARD = {name: row for name, row in _keywords.FORWARD.items() if name not in ("out", "lse")}
 BACKWARD = _keywords.BACKWARD
 _DETERMINISTIC = (None, "None follows --xla_gpu_deterministic_ops and "
                   "--xla_gpu_exclude_nondeterministic_ops of XLA_FLAGS; the CPU always is.")

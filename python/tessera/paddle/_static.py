@@ -193,7 +193,7 @@ def _not_saved() -> _lib.Refused:
 
 class _GraphTensors:
     """The adapter for values of a graph, taken as contiguous; -1 is an extent of any size."""
-    noun = "Paddle tensor"
+    noun, num_threads = "Paddle tensor", None
     dtype = staticmethod(_tensors.dtype)
     integers = staticmethod(_tensors.integers)
 

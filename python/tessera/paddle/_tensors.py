@@ -11,7 +11,7 @@ from paddle import _C_ops
 from .. import _lib, _numpy
 from .._args import ArrayInfo
 
-noun = "Paddle tensor"
+noun, num_threads = "Paddle tensor", None
 _CPU = (_lib.CPU, 0)
 # A build without devices has every tensor on the CPU, and asking costs a microsecond a tensor.
 _HAS_DEVICES = paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu() or \

@@ -32,7 +32,7 @@ def run(case, backend: str | None):
     backward = {name: place(value) for name, value in case.group("backward").items()}
     # What autograd has no notion of: outputs of the caller's, a part of a union, results of other
     # dtypes.
-    own = arguments.keys() & {"partial", "grad_dtype", "do_scale"}
+    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"}
     in_place = {name: place(array) for name, array in outputs.items()} if case.spec["out"] else {}
     if not case.is_backward:
         results = attention(**arguments, out=in_place.get("o"), backend=backend)

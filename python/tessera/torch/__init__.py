@@ -12,9 +12,9 @@ breaks, under autocast, checkpointing and vmap. docs/semantics.md is the contrac
 from .._lib import Refused
 from ._cache import append_kv, rotate
 from ._functions import attention, attention_backward, dropout_mask, explain, merge
-from ._prefix import attention_shared_prefix
+from ._prefix import attention_shared_prefix, explain_shared_prefix
 from ._sdpa import patch_sdpa, scaled_dot_product_attention
 
 __all__ = ["attention", "attention_backward", "merge", "explain", "dropout_mask", "rotate",
-           "append_kv", "attention_shared_prefix", "scaled_dot_product_attention", "patch_sdpa",
-           "Refused"]
+           "append_kv", "attention_shared_prefix", "explain_shared_prefix",
+           "scaled_dot_product_attention", "patch_sdpa", "Refused"]

@@ -13,6 +13,7 @@ Everything that can be wrong with a call is said by Call, which is _args on PyTo
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -30,7 +31,9 @@ TYPES = {"flags": "int", **{field: type for row in OPTIONS.values()
 SCALARS = tuple(TYPES)
 ZEROS = tuple({"str": "", "float": 0.0}.get(type, 0) for type in TYPES.values())
 MORE = 3                   # the place of the list
-MAX_LOGIT = 1 << 32        # in flags, beside those of the C structs: max_logit is wanted
+# In flags, beside those of the C structs: max_logit is wanted; and from these bits on, four of enum
+# tessera_dtype each, what o, or dq, dk and dv, are to be (0: as their inputs).
+MAX_LOGIT, OUT_DTYPE, GRAD_DTYPE = 1 << 32, 33, 37
 DIFFERENTIABLE = tuple(map(INPUTS.index, _keywords.DIFFERENTIABLE))
 GRADIENT_OF = {f"d{name}": name for name in _keywords.DIFFERENTIABLE}
 
@@ -44,6 +47,7 @@ _SHIFT = INPUTS.index("shift")
 _SHARED = {name for name, row in TENSORS.items() if row.shared}
 _REFUSED = {name: row.default for name, row in _keywords.FORWARD.items() if row.refused}
 _REFUSED_NAMES = frozenset(_REFUSED)
+_DTYPES = {code: getattr(torch, name) for name, code in _lib.DTYPES.items()}
 _NO_INPUTS = (None,) * (len(INPUTS) - 3)
 _LENGTHS = tuple(tuple(_PLACES[f"{kind}_{side}"][0] for side in "qk")
                  for kind in ("seqlens", "cu_seqlens"))
@@ -84,10 +88,13 @@ def sort(q, k, v, keywords: dict) -> tuple[list, dict, int]:
     return inputs, options, flags
 
 
-def pack(inputs, scalars, max_logit=False) -> tuple:
+def pack(inputs, scalars, max_logit=False, out_dtype=None, grad_dtype=None) -> tuple:
     """The arguments of an operator. torch.compile traces through it."""
     if max_logit:
         scalars = scalars[0] | MAX_LOGIT, *scalars[1:]
+    for dtype, place in ((out_dtype, OUT_DTYPE), (grad_dtype, GRAD_DTYPE)):
+        if dtype is not None:
+            scalars = scalars[0] | _lib.DTYPES[str(dtype).rpartition(".")[2]] << place, *scalars[1:]
     last = len(inputs)
     while last > 3 and inputs[last - 1] is None:
         last -= 1
@@ -132,24 +139,41 @@ def scalars(options: dict, flags: int = 0, has_bias: bool = True) -> tuple:
 
 def keywords(inputs, values) -> dict:
     """The arguments of an operator -> keywords."""
-    at = dict(zip(INPUTS, inputs))
-    given = {name: at[name] for name in "qkv"}
-    flags, *fields = map(_tensors.hint, values)
-    for name, row in TENSORS.items():
-        parts = tuple(at[tensor] for tensor in row.tensors)
-        words = [word for word, flag in row.words.items() if flags & flag]
-        if words:
-            given[name] = words[0]
-        elif parts[0] is not None:
-            given[name] = parts if parts[-1] is not None and len(parts) == 2 else parts[0]
+    values = tuple(map(_tensors.hint, values))
+    flags, given = values[0], {**dict(zip("qkv", inputs)), **_options_of(values)}
+    for name, places in _PLACES.items():
+        first = inputs[places[0]]
+        if first is not None:
+            pair = len(places) == 2 and inputs[places[1]] is not None
+            given[name] = (first, inputs[places[1]]) if pair else first
+    for name, words in _WORDS.items():
+        for word, flag in words.items():
+            if flags & flag:
+                given[name] = word
     given.pop("keep" if flags & _lib.MASK_DROP else "drop", None)
+    if inputs[_SHIFT] is not None:
+        given["align"] = inputs[_SHIFT]
+    return given
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of(values: tuple) -> dict:
+    """SCALARS -> options; the same dict for the same scalars."""
+    flags, *fields = values
+    given = {}
     for name, row in OPTIONS.items():
         given[name] = row.decode(flags, *fields[:row.num_scalars])
         fields = fields[row.num_scalars:]
-    if at["shift"] is not None:
-        given["align"] = at["shift"]
     given["partial"] = bool(flags & _lib.PARTIAL)
+    given["out_dtype"] = result_dtype(flags, OUT_DTYPE, None)
+    given["grad_dtype"] = result_dtype(flags, GRAD_DTYPE, None)
     return given
+
+
+def result_dtype(flags: int, place: int, otherwise):
+    """The dtype at OUT_DTYPE or GRAD_DTYPE of flags, `otherwise` where there is none."""
+    code = flags >> place & 15
+    return _DTYPES[code] if code else otherwise
 
 
 class Call:
@@ -169,9 +193,12 @@ class Call:
         rows = _tensors.statistics_dtype(q)
         o_shape, lse_shape = _tensors.output_shape(q, v), _tensors.row_shape(q, a.layout_q)
         if backward is None:
-            dtype = getattr(torch, a.out_dtype) if a.out_dtype else q.dtype
-            self._forward_output(given.get("out"), o_shape, dtype)
-            self._new("lse", lse_shape, rows, a.order_rows)
+            adds = _args.accumulates(a, given)
+            self._forward_output(given.get("out"), o_shape, q.dtype, adds)
+            if adds:
+                a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
+            else:
+                self._new("lse", lse_shape, rows, a.order_rows)
             if max_logit:
                 hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
                 self._new("max_logit", (hq,), rows, (0,))
@@ -198,14 +225,15 @@ class Call:
             dtype = getattr(torch, a.grad_dtype) if wide else of.dtype
             self._new(name, tuple(of.shape), dtype, order)
 
-    def _forward_output(self, out, shape, dtype):
+    def _forward_output(self, out, shape, q_dtype, adds):
         """o is new, or goes into `out`."""
         a = self.arguments
+        dtype = getattr(torch, a.out_dtype) if a.out_dtype else q_dtype
         if out is None:
             self._new("o", shape, dtype, a.order_q)
             return
         a.put("o", "out", out, a.order_q, axes="b, sq, hq, dv", output=True)
-        if out.dtype != dtype:
+        if out.dtype != dtype and (a.out_dtype or not adds):
             whose = "out_dtype" if a.out_dtype else "q's dtype"
             raise a.error("out.dtype", out.dtype, f"must be {whose}, {dtype}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _args, _explain, _keywords, _lib
+from .. import _args, _explain, _keywords, _lib, _prepared
 from .._attention import Gradients
 from .._documented import documented
 from . import _describe, _nested, _ops, _tensors
@@ -77,7 +77,7 @@ def prepared(**keywords):
     inputs, options, flags = _describe.sort(None, None, None, {"deterministic": False, **keywords})
     want_max_logit = options.get("return_max_logit", False)
     scalars = _describe.scalars(options, flags, False)
-    rest = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit))[3:]
+    rest = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))[3:]
 
     def run(q, k, v):
         if torch._C._is_any_autocast_enabled():
@@ -93,41 +93,31 @@ def prepared(**keywords):
 @documented(_keywords.BACKWARD, torch.Tensor, deterministic=_DETERMINISTIC)
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                        o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None = None,
-                       grads: tuple[str, ...] = ("dq", "dk", "dv"),
+                       grads: tuple[str, ...] | dict[str, torch.Tensor] = ("dq", "dk", "dv"),
                        **keywords: Unpack[_keywords.Backward]) -> Gradients:
     """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
     and lse themselves, parts of a union (partial=True) above all. No autograd.
 
     q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes); keywords are those of the
-    forward call, and partial. Returns an object with a member for each gradient, None where it was
-    not asked for.
+    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to tensors to
+    write into, or with accumulate=True to add to; keywords are those of the forward call, and partial.
+    Returns an object with a member for each gradient, None where it was not asked for.
 
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
-    a = _args.Arguments(_tensors, "attention_backward")
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
-    if not isinstance(grads, tuple) or not all(name in _args.GRADIENTS for name in grads):
-        raise a.error("grads", grads, "must be a tuple of names of " + ", ".join(_args.GRADIENTS))
+    outputs = _prepared.gradient_outputs(_tensors, grads)
     _complete("attention_backward", q, keywords)
-    names = [name for name in _args.GRADIENTS if name in grads]
+    given = dict(keywords, q=q, k=k, v=v)
     backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    for name, tensor in backward.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise a.error(name, tensor, f"must be a {_tensors.noun}")
-    call = _describe.Call("attention_backward", dict(keywords, q=q, k=k, v=v), backward, names)
-    if q.device.type == "cpu":
-        call.validate()
-    call.prepare(torch.get_num_threads())
-    _refuse_dtypes(call)
-    inputs = dict.fromkeys(_describe.INPUTS)
-    inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
-               if _lib.TENSORS[index] in inputs}
-    bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
-    with _ops.below_autograd():
-        results = _ops.attention_backward(
-            do, o, lse, dlse, bits, *_describe.pack([*inputs.values()], call.scalars()))
-    return Gradients(**dict(zip(names, results)))
+    if keywords.get("accumulate"):
+        _refuse_adding("attention_backward", {**given, **backward, **outputs})
+    if _is_plain_cpu(q):
+        results = _prepared.call(_tensors, "attention_backward", _prepared.describe_backward,
+                                 {**given, **backward, **outputs})
+        _written(outputs.values())
+        return Gradients(*results)
+    return _gradients_by_operator(given, backward, outputs)
 
 
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywords.Format = "bshd",
@@ -219,11 +209,14 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
 def _described(q, k, v, keywords: dict, key: tuple | None):
     """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
     given = {"q": q, "k": k, "v": v}
+    if keywords.get("accumulate"):
+        return _added(given, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     want_max_logit = options.get("return_max_logit", False)
     try:
         scalars = _scalars(q, k, v, keywords, options, flags, inputs[_BIAS] is None)
-        arguments = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit))
+        arguments = _describe.trimmed(
+            _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))
         results = _apply(out, arguments)
     except _FAILURES as error:
         _keywords.check_names("attention", keywords, _keywords.FORWARD)
@@ -236,13 +229,70 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     return _returned(*results, *wanted)
 
 
+@torch.compiler.disable(reason="attention(accumulate=True) writes into its arguments")
+def _added(given: dict, keywords: dict):
+    """attention(accumulate=True): `out` and `lse` are written where they are."""
+    _keywords.check_names("attention", keywords, _keywords.FORWARD)
+    _complete("attention", given["q"], keywords)
+    given = {**given, **keywords}
+    _refuse_adding("attention", given)
+    if not _is_plain_cpu(given["q"]):
+        _describe.Call("attention", given).prepare(torch.get_num_threads())  # knows what to say
+    results = _prepared.call(_tensors, "attention", _prepared.describe_forward, given)
+    _written((given["out"], given["lse"]))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _is_plain_cpu(q) -> bool:
+    """Whether tensors may be reached by their address: anything that is wrong is said there too."""
+    return not isinstance(q, torch.Tensor) or q.device.type == "cpu" and \
+        type(q) in (torch.Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+
+
+def _written(tensors):
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def _refuse_adding(operation: str, given: dict):
+    """accumulate=True writes where its tensors are, past autograd, and nobody may want a gradient."""
+    if torch._C._are_functorch_transforms_active():
+        raise _lib.Refused(f"tessera.{operation}: accumulate=True: has no rule for torch.func; call it "
+                           "outside, or add parts up by tessera.torch.merge")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values() if isinstance(x, torch.Tensor)):
+        raise _lib.Refused(f"tessera.{operation}: accumulate=True: what is added up has no gradient, "
+                           "and a tensor here asks for one; use torch.no_grad(), or tessera.torch.merge")
+
+
+def _gradients_by_operator(given: dict, backward: dict, outputs: dict) -> Gradients:
+    """attention_backward where only operators reach tensors; what is the caller's is copied into."""
+    names = [name for name, output in outputs.items() if output is not None]
+    call = _describe.Call("attention_backward", given, backward, names)
+    call.prepare(torch.get_num_threads())
+    inputs = dict.fromkeys(_describe.INPUTS)
+    inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
+               if _lib.TENSORS[index] in inputs}
+    bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
+    with _ops.below_autograd():
+        results = _ops.attention_backward(
+            *(backward.get(name) for name in ("do", "o", "lse", "dlse")), bits,
+            *_describe.pack([*inputs.values()], call.scalars(), grad_dtype=call.arguments.grad_dtype))
+        for i, name in enumerate(names):
+            if outputs[name] is not _prepared.NEW:
+                results[i] = outputs[name].copy_(results[i])
+    return Gradients(**dict(zip(names, results)))
+
+
 def _compiled(q, k, v, keywords: dict):
     """attention as torch.compile traces it."""
+    if keywords.get("accumulate"):
+        return _added({"q": q, "k": k, "v": v}, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
     want_max_logit = options.get("return_max_logit", False)
     scalars = _describe.scalars(options, flags, inputs[_BIAS] is not None)
-    q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit)
+    q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype"))
     # AOTInductor hands an empty list on as None, which is no list.
     results = _traced(out, (q, k, v, more or [None], *scalars))
     return _returned(*results, options.get("return_lse", False), want_max_logit)
@@ -288,16 +338,6 @@ def _check_unbuilt(given: dict):
     if given["q"].device.type == "cpu":
         call.validate()
     call.prepare(torch.get_num_threads())
-    _refuse_dtypes(call)
-
-
-def _refuse_dtypes(call: _describe.Call):
-    """Operators return o in q's dtype and gradients in those of their inputs."""
-    a, q = call.arguments, call.given["q"]
-    for name, dtype in (("out_dtype", a.out_dtype), ("grad_dtype", a.grad_dtype)):
-        if dtype and getattr(torch, dtype) != q.dtype:
-            raise _lib.Refused(f"tessera.{a.operation}: {name}={dtype}: PyTorch's operators do not have "
-                               f"it yet; leave it out, or use tessera.{a.operation} on NumPy arrays")
 
 
 def _traced(out, arguments):

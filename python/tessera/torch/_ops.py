@@ -80,7 +80,8 @@ def _(*arguments):
     *call, max_logit = _describe.unpack(arguments)
     _refuse("attention", *call, max_logit=max_logit)
     q, _, v = arguments[:3]
-    return q.new_empty(_tensors.output_shape(q, v)), *_row_outputs(*call, max_logit)
+    dtype = _describe.result_dtype(call[1][0], _describe.OUT_DTYPE, q.dtype)
+    return q.new_empty(_tensors.output_shape(q, v), dtype=dtype), *_row_outputs(*call, max_logit)
 
 
 @torch.library.register_fake("tessera::attention_out", lib=_library)
@@ -102,9 +103,11 @@ def _row_outputs(inputs, values, max_logit):
 @torch.library.register_fake("tessera::attention_backward", lib=_library)
 def _(do, o, lse, dlse, wanted, *arguments):
     _describe_backward(do, o, lse, dlse, wanted, *arguments)
-    inputs = _describe.unpack(arguments)[0]
+    inputs, (flags, *_), _ = _describe.unpack(arguments)
     given = dict(zip(_describe.INPUTS, inputs))
+    wide = _describe.result_dtype(flags, _describe.GRAD_DTYPE, None)
     return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
+                             dtype=wide if name in ("dq", "dk", "dv") else None,
                              memory_format=torch.contiguous_format)
             for name in _kernels.grads_of(wanted)]
 

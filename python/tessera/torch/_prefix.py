@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from .. import _keywords, _lib
-from ._functions import attention, merge
+from .._explain import Explanation
+from ._functions import attention, explain, merge
 
 # What holds of both parts as it stands, and what of the own keys alone.
 _BOTH = {"softmax_scale", "softcap", "deterministic", "backend", "allow_quadratic"}
@@ -37,28 +40,73 @@ def attention_shared_prefix(q: torch.Tensor, k_prefix: torch.Tensor, v_prefix: t
     >>> o = tessera.torch.attention_shared_prefix(q, k_prompt, v_prompt, k, v, seqlens_k=lengths)
     """
     _check(keywords)
-    if prefix_table is not None:
-        if keywords.get("page_table") is None:
-            raise ValueError("tessera.attention_shared_prefix: page_table=None: prefix_table names pages of "
-                             "the pool k, v; give the pages of the own keys too")
-        if not _pays(q, k, v, prefix_table):
-            return _joint(q, k, v, prefix_table, return_lse, keywords)
-        k_prefix, v_prefix = k, v
-        pages = {"page_table": prefix_table, "seqlens_k": _full(prefix_table, k)}
-    else:
-        pages = {}
+    _check_tables(prefix_table, keywords)
+    if prefix_table is not None and not _Gain(q, k, v, prefix_table).pays:
+        return attention(q, k, v, return_lse=return_lse, **_joint(q, k, prefix_table, keywords))
     b, sq = q.shape[:2]
-    common = {name: value for name, value in keywords.items() if name in _BOTH}
-    rows = q.flatten(0, 1)[None]
-    o, lse = attention(rows, k_prefix, v_prefix, return_lse=True, **pages, **common)
+    rows, *prefix, of_prefix = _of_prefix(q, k_prefix, v_prefix, k, v, prefix_table, keywords)
+    o, lse = attention(rows, *prefix, return_lse=True, **of_prefix)
     o, lse = o.unflatten(1, (b, sq))[0], lse[0].unflatten(1, (b, sq)).transpose(0, 1).contiguous()
     if keywords.get("seqlens_q") is not None:  # padding sees nothing, nor does the merge
         padding = torch.arange(sq, device=q.device) >= keywords["seqlens_q"][:, None]
         lse = lse.masked_fill(padding[:, None], -torch.inf)
-    if keywords.get("causal"):
-        keywords.setdefault("align", "bottom_right")
-    merged = merge([(o, lse), attention(q, k, v, return_lse=True, **keywords)])
+    merged = merge([(o, lse), attention(q, k, v, return_lse=True, **_of_own(keywords))])
     return merged if return_lse else merged[0]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrefixExplanation:
+    """What attention_shared_prefix would do; print it."""
+    parts: bool                       # two calls and a merge; otherwise one call
+    why: str
+    calls: dict[str, Explanation]     # "prefix" and "own keys", or "joint keys"
+
+    def __str__(self) -> str:
+        lines = [f"{'in two parts' if self.parts else 'in one call'}: {self.why}"]
+        for name, each in self.calls.items():
+            lines += [f"{name}:", *(f"  {line}" for line in str(each).splitlines())]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain_shared_prefix(q: torch.Tensor, k_prefix: torch.Tensor, v_prefix: torch.Tensor,
+                          k: torch.Tensor, v: torch.Tensor, *, prefix_table: torch.Tensor | None = None,
+                          return_lse: bool = False, device: str | None = None,
+                          **keywords: object) -> PrefixExplanation:
+    """Whether attention_shared_prefix would take the two-part path, why, and what would run each call.
+
+    q, k_prefix, v_prefix, k, v, prefix_table, return_lse and keywords are its; device is explain's, by
+    default that of q. Nothing is computed. ValueError and Refused as it.
+
+    >>> print(tessera.torch.explain_shared_prefix(q, None, None, k, v, prefix_table=prompt, page_table=own))
+    """
+    _check(keywords)
+    _check_tables(prefix_table, keywords)
+    gain = None if prefix_table is None else _Gain(q, k, v, prefix_table)
+    if gain is not None and not gain.pays:
+        joint = explain(q, k, v, device=device, **_joint(q, k, prefix_table, keywords))
+        return PrefixExplanation(False, gain.why, {"joint keys": joint})
+    rows, *prefix, of_prefix = _of_prefix(q, k_prefix, v_prefix, k, v, prefix_table, keywords)
+    calls = {"prefix": explain(rows, *prefix, device=device, **of_prefix),
+             "own keys": explain(q, k, v, device=device, **_of_own(keywords))}
+    why = gain.why if gain else "the prefix has tensors of its own, which no call can join to k and v in place"
+    return PrefixExplanation(True, why, calls)
+
+
+# ---- below: how ----
+
+def _of_prefix(q, k_prefix, v_prefix, k, v, prefix_table, keywords):
+    """(q, k, v, keywords) of the call over the prefix: all rows as one sequence, [1, b·sq, hq, d]."""
+    common = {name: value for name, value in keywords.items() if name in _BOTH}
+    if prefix_table is not None:
+        k_prefix, v_prefix = k, v
+        common |= {"page_table": prefix_table, "seqlens_k": _full(prefix_table, k)}
+    return q.flatten(0, 1)[None], k_prefix, v_prefix, common
+
+
+def _of_own(keywords: dict) -> dict:
+    return {"align": "bottom_right", **keywords} if keywords.get("causal") else keywords
 
 
 def _check(keywords: dict):
@@ -77,12 +125,32 @@ def _is_default(value) -> bool:
     return value is None or isinstance(value, (bool, int, float, str)) and value in (False, 0, "bshd")
 
 
-def _pays(q, k, v, prefix_table) -> bool:
-    """Whether to read the prefix once is worth a second launch."""
-    tokens = prefix_table.shape[1] * k.shape[1]
-    row_bytes = k.shape[2] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
-    again = (q.shape[0] - 1) * tokens * row_bytes / _BYTES_PER_US
-    return again > _WORTH_US and q.shape[0] * (q.shape[2] // k.shape[2]) > _ROWS
+def _check_tables(prefix_table, keywords: dict):
+    if prefix_table is not None and keywords.get("page_table") is None:
+        raise ValueError("tessera.attention_shared_prefix: page_table=None: prefix_table names pages of "
+                         "the pool k, v; give the pages of the own keys too")
+
+
+class _Gain:
+    """What reading the prefix once would save, of keys in pages of one pool."""
+
+    def __init__(self, q, k, v, prefix_table):
+        tokens = prefix_table.shape[1] * k.shape[1]
+        row_bytes = k.shape[2] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
+        self.again = (q.shape[0] - 1) * tokens * row_bytes / _BYTES_PER_US
+        self.rows = q.shape[0] * (q.shape[2] // k.shape[2])
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is worth a second launch."""
+        return self.again > _WORTH_US and self.rows > _ROWS
+
+    @property
+    def why(self) -> str:
+        again = f"to read the prefix again for each sequence takes {self.again:.3g} us at " \
+                f"{_BYTES_PER_US / 1e6:g} TB/s, {'more' if self.again > _WORTH_US else 'no more'} than {_WORTH_US:g}"
+        return again + f", and {self.rows} rows share a key head, " \
+            f"{'more' if self.rows > _ROWS else 'no more'} than {_ROWS}"
 
 
 def _full(table, pool) -> torch.Tensor:
@@ -91,13 +159,10 @@ def _full(table, pool) -> torch.Tensor:
                       device=table.device)
 
 
-def _joint(q, k, v, prefix_table, return_lse, keywords):
-    table = keywords.pop("page_table")
-    prefix = prefix_table.shape[1] * k.shape[1]
-    lengths = keywords.pop("seqlens_k", None)
+def _joint(q, k, prefix_table, keywords: dict) -> dict:
+    """The keywords of one call over the pages of the prefix, then each sequence's own."""
+    keywords = dict(_of_own(keywords))
+    table, lengths = keywords.pop("page_table"), keywords.pop("seqlens_k", None)
     lengths = _full(table, k) if lengths is None else lengths
-    if keywords.get("causal"):
-        keywords.setdefault("align", "bottom_right")
-    joint = torch.cat((prefix_table.expand(q.shape[0], -1), table), 1)
-    return attention(q, k, v, page_table=joint, seqlens_k=lengths + prefix, return_lse=return_lse,
-                     **keywords)
+    return {**keywords, "page_table": torch.cat((prefix_table.expand(q.shape[0], -1), table), 1),
+            "seqlens_k": lengths + prefix_table.shape[1] * k.shape[1]}

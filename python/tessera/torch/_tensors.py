@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's adapter for _args. Extents may be symbolic: a problem is described by their hints, the
+"""PyTorch's adapter for _args, and on the CPU for _prepared. Extents may be symbolic: a problem is described by their hints, the
 values of the call being traced, without a guard on them."""
 
 from __future__ import annotations
 
 import torch
 
-from .. import _lib
+from .. import _lib, _numpy
 from .._args import ORDERS, ArrayInfo
 
 noun = "PyTorch tensor"
@@ -41,6 +41,28 @@ def hint(value):
     if not value.node.has_hint():
         raise NoHint
     return value.node.hint
+
+
+def signature(x):
+    """1, 1.0 and True are three."""
+    if isinstance(x, torch.Tensor):
+        if x.layout is not torch.strided:
+            raise TypeError("no strides")
+        return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    if type(x) is tuple:
+        return tuple(map(signature, x))
+    return type(x), x
+
+
+def dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def empty(operation: str, name: str, shape, dtype: torch.dtype, like) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+num_threads, workspace = torch.get_num_threads, _numpy.workspace  # of calls on the CPU
 
 
 def pointer(x: torch.Tensor) -> int:

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +32,7 @@ using tessera_torch::check;
 using tessera_torch::describe;
 using tessera_torch::fail;
 using tessera_torch::Layout;
+using tessera_torch::scalar_type_of;
 using torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
@@ -40,7 +42,9 @@ constexpr int kNumInputs = TESSERA_RNG_STATE + 4;
 constexpr int index_of(int input) {
   return input <= TESSERA_RNG_STATE ? input : input - TESSERA_RNG_STATE - 1 + TESSERA_Q_START;
 }
-constexpr int64_t kMaxLogit = int64_t{1} << 32;  // _describe.MAX_LOGIT
+// _describe.MAX_LOGIT, and where in flags OUT_DTYPE and GRAD_DTYPE begin.
+constexpr int64_t kMaxLogit = int64_t{1} << 32;
+constexpr int kOutDtype = 33, kGradDtype = 37;
 
 // One call. Allocates outputs and workspace by PyTorch's allocators; a thread on the CPU keeps the
 // workspace of its last call, up to kKeptWorkspace.
@@ -64,6 +68,8 @@ class Call {
     // _describe.SCALARS, in their order.
     const int64_t flags = integer();
     wants_max_logit_ = (flags & kMaxLogit) != 0;
+    out_dtype_ = static_cast<int32_t>(flags >> kOutDtype & 15);
+    grad_dtype_ = static_cast<int32_t>(flags >> kGradDtype & 15);
     problem_.flags = static_cast<uint32_t>(flags);
     problem_.format_q = static_cast<int32_t>(integer());
     problem_.format_kv = static_cast<int32_t>(integer());
@@ -91,6 +97,12 @@ class Call {
   }
 
   bool wants_max_logit() const { return wants_max_logit_; }
+  // PyTorch's dtypes of o, and of the gradient of a tensor of `scalar_type` (only q, k and v have
+  // one of their own).
+  int32_t out_type(int32_t scalar_type) const { return scalar_type_of(out_dtype_, scalar_type); }
+  int32_t grad_type(int index, int32_t scalar_type) const {
+    return index > TESSERA_V ? scalar_type : scalar_type_of(grad_dtype_, scalar_type);
+  }
   const Tensor& q() const { return *inputs_[TESSERA_Q]; }
   const Tensor& v() const { return *inputs_[TESSERA_V]; }
   const Tensor& of(int index) const {
@@ -141,17 +153,15 @@ class Call {
       buffers_.num_threads = static_cast<int32_t>(torch::stable::get_num_threads());
       buffers_.parallel_for = on_torch_threads;
     }
-    tessera_info info{};
-    info.struct_size = sizeof info;
-    tessera_error error;
-    error.struct_size = sizeof error;
-    if (tessera_prepare(&problem_, &device_, buffers_.num_threads, &info, &error) != TESSERA_OK) {
-      fail(error.message);
-    }
-    const std::optional<Tensor> workspace = take_workspace(info.workspace_bytes);
+    buffers_.allocate = allocate;
+    buffers_.allocate_context = this;
     std::optional<tessera_torch::InterruptScope> scope;
     if (device_.kind == TESSERA_CPU && is_long()) buffers_.interrupt = scope.emplace().interrupt();
-    if (tessera_run(&problem_, &device_, &buffers_, &error) != TESSERA_OK) fail(error.message);
+    tessera_error error;
+    error.struct_size = sizeof error;
+    const int32_t code = tessera_run(&problem_, &device_, &buffers_, &error);
+    if (thrown_) std::rethrow_exception(thrown_);
+    if (code != TESSERA_OK) fail(error.message);
   }
 
  private:
@@ -165,10 +175,19 @@ class Call {
 
   bool paged() const { return inputs_[TESSERA_PAGE_TABLE_K].has_value(); }
 
-  std::optional<Tensor> take_workspace(int64_t bytes) {
+  // The library's tessera_allocate; what PyTorch throws goes round it.
+  static void* allocate(void* context, int64_t bytes) {
+    Call& call = *static_cast<Call*>(context);
+    try {
+      return call.workspace_of(bytes);
+    } catch (...) {
+      call.thrown_ = std::current_exception();
+      return nullptr;
+    }
+  }
+
+  void* workspace_of(int64_t bytes) {
     constexpr int64_t kKeptWorkspace = 16 << 20, kAlignment = 64, one = 1;
-    if (bytes == 0) return {};
-    buffers_.workspace_bytes = bytes;
     if (device_.kind == TESSERA_CPU && bytes <= kKeptWorkspace) {
       thread_local std::unique_ptr<char[]> kept;
       thread_local int64_t capacity = 0;
@@ -177,12 +196,12 @@ class Call {
         capacity = bytes;
       }
       const auto address = reinterpret_cast<uintptr_t>(kept.get());
-      buffers_.workspace = kept.get() + (kAlignment - address % kAlignment) % kAlignment;
-      return {};
+      return kept.get() + (kAlignment - address % kAlignment) % kAlignment;
     }
-    Tensor tensor = empty(1, &bytes, &one, aoti_torch_dtype_uint8());
-    check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.workspace));
-    return tensor;
+    workspace_ = empty(1, &bytes, &one, aoti_torch_dtype_uint8());
+    void* data = nullptr;
+    check(aoti_torch_get_data_ptr(workspace_->get(), &data));
+    return data;
   }
 
   // The handle of a stream lives in libtorch_cuda, which is there exactly when a CUDA tensor is.
@@ -209,8 +228,11 @@ class Call {
   tessera_buffers buffers_{};
   tessera_device device_{};
   bool wants_max_logit_ = false;
+  int32_t out_dtype_ = TESSERA_NONE, grad_dtype_ = TESSERA_NONE;
   int32_t device_type_ = 0, device_index_ = -1;
   std::array<std::optional<Tensor>, kNumInputs> inputs_;
+  std::optional<Tensor> workspace_;
+  std::exception_ptr thrown_;
 };
 
 // lse, and max_logit or an empty tensor: what a forward call fills beside o.
@@ -233,7 +255,7 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   std::array<int64_t, 4> sizes{};
   std::copy_n(q.sizes, q.rank, sizes.begin());
   sizes[q.rank - 1] = v.sizes[v.rank - 1];
-  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, q.scalar_type);
+  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, call.out_type(q.scalar_type));
   const auto [lse, max_logit] = row_outputs(call);
   call.run();
   stack[0] = from(o);
@@ -271,8 +293,8 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (size_t i = 0; i < kOf.size(); ++i) {
     if ((wanted >> i & 1) == 0) continue;
     const Layout of(call.of(kOf[i]));
-    gradients.push_back(
-        call.output(TESSERA_DQ + static_cast<int>(i), of.sizes, of.rank, of.scalar_type));
+    gradients.push_back(call.output(TESSERA_DQ + static_cast<int>(i), of.sizes, of.rank,
+                                    call.grad_type(kOf[i], of.scalar_type)));
   }
   call.run();
   stack[0] = from(gradients);

@@ -95,9 +95,11 @@ class Topology(NamedTuple):
 
 
 def exchange(group: Group, outgoing: Sequence[Sequence[torch.Tensor]],
-             incoming: Sequence[Sequence[tuple]], device: torch.device) -> Pending:
+             incoming: Sequence[Sequence[tuple]], device: torch.device) -> Pending | Kept:
     """Sends the tensors outgoing[p] to each rank p, and receives those that incoming[p] describes
-    as (shape, dtype). A rank's own entry travels no further than memory."""
+    as (shape, dtype). A rank's own entry travels no further than memory, and alone not at all."""
+    if group.size == 1:
+        return Kept([list(outgoing[0])])
     pieces, sizes = [], []
     for tensors in outgoing:
         sizes.append(sum(_padded(x.numel() * x.element_size()) for x in tensors))
@@ -118,6 +120,16 @@ def exchange(group: Group, outgoing: Sequence[Sequence[torch.Tensor]],
         x.record_stream(side)
     received.record_stream(current)
     return Pending(received, _Event(side, current), incoming, received_sizes)
+
+
+class Kept:
+    """An exchange with nobody."""
+
+    def __init__(self, tensors):
+        self._tensors = tensors
+
+    def wait(self):
+        return self._tensors
 
 
 class Pending:

@@ -25,11 +25,15 @@ def run(case, backend: str | None, device: str = "cpu"):
     case.poison_outputs()
     place = placer(device)
     arguments = {name: place(value) for name, value in case.arguments().items()}
-    # What autograd has no notion of: a part of a union, and results of other dtypes.
-    own = arguments.keys() & {"partial", "grad_dtype", "do_scale"}
+    # What autograd has no notion of: sums in place, a part of a union, and results of other dtypes.
+    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"}
+    adds = bool(arguments.get("accumulate"))
+    into = {name: place(array) for name, array in outputs.items()} if adds else {}
+    if adds and not case.is_backward:
+        arguments["out"] = into["o"]
     if case.is_backward and (own or case.group("backward")["o"].dtype != case.arguments()["q"].dtype):
         backward = {name: place(value) for name, value in case.group("backward").items()}
-        gradients = attention_backward(**backward, **arguments, grads=tuple(outputs),
+        gradients = attention_backward(**backward, **arguments, grads=into or tuple(outputs),
                                        backend=backend)
         for name in outputs:
             outputs[name][...] = to_numpy(getattr(gradients, name).cpu(), outputs[name].dtype)

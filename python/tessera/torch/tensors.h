@@ -19,17 +19,26 @@ inline void check(AOTITorchError error) {
   if (error != 0) fail("tessera: PyTorch refused a call of its C interface");
 }
 
+inline constexpr std::pair<ScalarType, int32_t> kTypes[] = {
+    {ScalarType::Float, TESSERA_FP32},         {ScalarType::BFloat16, TESSERA_BF16},
+    {ScalarType::Half, TESSERA_FP16},          {ScalarType::Double, TESSERA_FP64},
+    {ScalarType::Float8_e4m3fn, TESSERA_E4M3}, {ScalarType::Float8_e5m2, TESSERA_E5M2},
+    {ScalarType::Bool, TESSERA_BOOL},          {ScalarType::Int, TESSERA_INT32},
+    {ScalarType::Long, TESSERA_INT64}};
+
 inline int32_t dtype_of(ScalarType scalar_type) {
-  constexpr std::pair<ScalarType, int32_t> kTypes[] = {
-      {ScalarType::Float, TESSERA_FP32},         {ScalarType::BFloat16, TESSERA_BF16},
-      {ScalarType::Half, TESSERA_FP16},          {ScalarType::Double, TESSERA_FP64},
-      {ScalarType::Float8_e4m3fn, TESSERA_E4M3}, {ScalarType::Float8_e5m2, TESSERA_E5M2},
-      {ScalarType::Bool, TESSERA_BOOL},          {ScalarType::Int, TESSERA_INT32},
-      {ScalarType::Long, TESSERA_INT64}};
   for (const auto& [type, code] : kTypes) {
     if (scalar_type == type) return code;
   }
   return TESSERA_NONE;
+}
+
+// PyTorch's number of enum tessera_dtype; of TESSERA_NONE, `otherwise`.
+inline int32_t scalar_type_of(int32_t dtype, int32_t otherwise) {
+  for (const auto& [type, code] : kTypes) {
+    if (dtype == code) return static_cast<int32_t>(type);
+  }
+  return otherwise;
 }
 
 struct Layout {

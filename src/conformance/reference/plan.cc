@@ -17,12 +17,13 @@ class ReferencePlan final : public Plan {
 
   Status run(const Problem& p, const Buffers& buffers, const Device&) const override try {
     const int threads = buffers.num_threads > 0 ? buffers.num_threads : 1;
+    const ReferenceValues held = held_outputs(p, buffers);
     ReferenceValues out;
     if (is_backward(p)) {
       out = reference_backward(p, buffers, Arithmetic::kExact, threads, load(p, buffers, TESSERA_O),
-                               load(p, buffers, TESSERA_LSE));
+                               load(p, buffers, TESSERA_LSE), &held);
     } else {
-      out = reference_forward(p, buffers, Arithmetic::kExact, threads);
+      out = reference_forward(p, buffers, Arithmetic::kExact, threads, &held);
     }
     for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
       if (out.value[index].empty() || !given(p, index)) continue;

@@ -180,7 +180,7 @@ void run_backward(const Question& question, bool low, int num_threads, const std
 }  // namespace
 
 ReferenceValues reference_forward(const Problem& p, const Buffers& buffers, Arithmetic arithmetic,
-                                  int num_threads) {
+                                  int num_threads, const ReferenceValues* held) {
   const Question question(p, buffers);
   const Sizes& s = question.sizes;
   const bool low = arithmetic == Arithmetic::kLow;
@@ -195,14 +195,15 @@ ReferenceValues reference_forward(const Problem& p, const Buffers& buffers, Arit
     run_forward<double>(question, low, num_threads, out);
   } else {
     run_forward<float>(question, low, num_threads, out);
-    round_results(p, out);
   }
+  if (held) add_held(p, *held, out);
+  if (low) round_results(p, out);
   return out;
 }
 
 ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Arithmetic arithmetic,
                                    int num_threads, const std::vector<double>& o,
-                                   const std::vector<double>& lse) {
+                                   const std::vector<double>& lse, const ReferenceValues* held) {
   const Question question(p, buffers);
   const bool low = arithmetic == Arithmetic::kLow, gqa = question.sizes.hq != question.sizes.hk;
   ReferenceValues out;
@@ -214,10 +215,11 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
   }
   if (low) {
     run_backward<float>(question, low, num_threads, o, lse, out);
-    round_results(p, out);
   } else {
     run_backward<double>(question, low, num_threads, o, lse, out);
   }
+  if (held) add_held(p, *held, out);
+  if (low) round_results(p, out);
   return out;
 }
 

@@ -26,17 +26,25 @@ struct ReferenceValues {
   std::vector<double> terms[TESSERA_NUM_TENSORS];
 };
 
+// Dense values of the outputs of a problem with TESSERA_ACCUMULATE, before a call; none without it.
+ReferenceValues held_outputs(const Problem& problem, const Buffers& buffers);
+// What the call makes of them: o and lse of both parts, or sums of gradients. Nothing without
+// TESSERA_ACCUMULATE.
+void add_held(const Problem& problem, const ReferenceValues& held, ReferenceValues& out);
+
 // Buffers are on the host and validated with the problem. num_threads >= 1. Allocates.
 // Forward computes o and lse, and max_logit if it is given. A backward problem gets the forward
-// pass of the same question.
+// pass of the same question. held: of held_outputs; null: outputs are not added to anything.
 ReferenceValues reference_forward(const Problem& problem, const Buffers& buffers,
-                                  Arithmetic arithmetic, int num_threads);
+                                  Arithmetic arithmetic, int num_threads,
+                                  const ReferenceValues* held = nullptr);
 
 // The given gradients. o and lse are dense, as reference_forward returns them: those that the
 // backward pass is given, rounded or not.
 ReferenceValues reference_backward(const Problem& problem, const Buffers& buffers,
                                    Arithmetic arithmetic, int num_threads,
-                                   const std::vector<double>& o, const std::vector<double>& lse);
+                                   const std::vector<double>& o, const std::vector<double>& lse,
+                                   const ReferenceValues* held = nullptr);
 
 // N of the error rule's floor (docs/semantics.md, "Precision"), in units of 2^-24 of what each
 // element hangs on: of o, or of the given gradients. o and lse as in reference_backward; the

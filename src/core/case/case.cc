@@ -226,6 +226,7 @@ constexpr Token kTokens[] = {
               integer(words[1], 0, kMaxSize, c.rng_stride);
      }},
     FLAG("partial", partial),
+    FLAG("accumulate", accumulate),
     FLAG("vink", v_in_k),
     {"qscale", true, "one, head or row", "qscale=row",
      [](Case& c, View v) { return scales(v, "row", c.q_scale); }},

@@ -120,7 +120,7 @@ struct Case {
   double dropout = 0;       // 0 = off
   bool four_words = false;  // of rng_state
   int64_t rng_first = 0, rng_stride = 0;
-  bool partial = false, v_in_k = false;
+  bool partial = false, accumulate = false, v_in_k = false;
   CaseScale q_scale = CaseScale::kNone, kv_scale = CaseScale::kNone;
   int32_t do_dtype = TESSERA_NONE, o_dtype = TESSERA_NONE, grad_dtype = TESSERA_NONE;
   bool amax = false;

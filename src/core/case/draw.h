@@ -34,6 +34,7 @@ enum DrawNumber : uint32_t {
   kDrawKeepTail,
   kDrawPartLse,  // of the other part of a union
   kDrawPartO,
+  kDrawHeld,  // what outputs of accumulate hold
 };
 
 inline Philox4 draw_words(uint32_t seed, uint32_t number, uint64_t counter) {

@@ -34,6 +34,7 @@ CaseGeometry Builder::build() {
   flag(c_.deterministic, TESSERA_DETERMINISTIC);
   flag(c_.batch_invariant, TESSERA_BATCH_INVARIANT);
   flag(c_.partial, TESSERA_PARTIAL);
+  flag(c_.accumulate, TESSERA_ACCUMULATE);
   flag(c_.v_in_k, TESSERA_V_IN_K);
   flag(c_.fp8_products, TESSERA_FP8_PRODUCTS);
   if (c_.fp8_products) {

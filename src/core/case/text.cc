@@ -122,6 +122,7 @@ void write_score(const Case& c, Writer& w) {
 
 void write_precision(const Case& c, Writer& w) {
   w.flag("partial", c.partial);
+  w.flag("accumulate", c.accumulate);
   w.flag("vink", c.v_in_k);
   w.scale("qscale", c.q_scale, "row");
   w.scale("kvscale", c.kv_scale, "block");

@@ -40,11 +40,11 @@ void require_built(Support& support, const Problem& p) {
   for (const int i : {TESSERA_K_SCALE, TESSERA_V_SCALE}) {  // blocks of keys
     if (p.tensor[i].extent[2] > 1) refuse_tensor(support, p, i);
   }
-  if (has(p, TESSERA_ACCUMULATE)) refuse(support, ReasonId::kFeature, "accumulate=True");
   if (has(p, TESSERA_FP8_PRODUCTS)) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
 }
 
-void require_one_origin(Support& support, const Problem& p) {
+void require_whole_problem(Support& support, const Problem& p) {
+  if (has(p, TESSERA_ACCUMULATE)) refuse(support, ReasonId::kFeature, "accumulate=True");
   for (const int i : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT}) {
     if (given(p, i)) refuse_tensor(support, p, i);
   }

@@ -13,7 +13,8 @@ void require_built(Support& support, const Problem& problem);
 // And for o, do and gradients of another dtype than q, k and v, which GPUs do not have yet.
 void require_dtypes_of_inputs(Support& support, const Problem& problem);
 
-// And for positions and diagonals of each sequence's own, which GPUs do not have yet.
-void require_one_origin(Support& support, const Problem& problem);
+// And for what belongs to parts of a problem, which GPUs do not have yet: positions and diagonals
+// of each sequence's own, outputs that are added to.
+void require_whole_problem(Support& support, const Problem& problem);
 
 }  // namespace tessera

@@ -181,6 +181,7 @@ class CaseLine {
       word("rng=0," + std::to_string(s_.hq));
     }
     if (has(p_, TESSERA_PARTIAL)) word("partial");
+    if (has(p_, TESSERA_ACCUMULATE)) word("accumulate");
     if (has(p_, TESSERA_V_IN_K)) word("vink");
     rounding();
     if (given(p_, TESSERA_DLSE)) word("dlse");

@@ -154,9 +154,9 @@ void Layout::take_workspace(const Problem& problem, const Sizes& sizes, void* wo
   bytes = pieces.bytes();
 }
 
-// Zeros in every element of a tensor's extent.
+// Zeros in every element of a tensor's extent, if it is not added to.
 void zero_tensor(const Problem& problem, const Buffers& buffers, int index) {
-  if (!given(problem, index)) return;
+  if (!given(problem, index) || has(problem, TESSERA_ACCUMULATE)) return;
   const Tensor& t = problem.tensor[index];
   const int64_t size = size_of(t.dtype);
   char* data = static_cast<char*>(buffers.data[index]);
@@ -192,6 +192,14 @@ bool shares_pages(const Problem& problem, const Buffers& buffers, const Layout& 
   return false;
 }
 
+// The element at `at` of a gradient = sum, or += it.
+void put_sum(const Problem& problem, const Buffers& buffers, int index, int64_t at, double sum) {
+  const int32_t dtype = problem.tensor[index].dtype;
+  void* data = buffers.data[index];
+  if (has(problem, TESSERA_ACCUMULATE)) sum += load_element(data, at, dtype);
+  store_element(data, at, dtype, sum);
+}
+
 // dsink[h] and dalibi_slopes[b or 1, h] from their parts, in order.
 void reduce_heads(const Problem& problem, const Buffers& buffers, const BackwardArgs& args) {
   const int64_t batch = args.call.batch;
@@ -199,7 +207,7 @@ void reduce_heads(const Problem& problem, const Buffers& buffers, const Backward
     double sum = 0;
     for (int64_t n = 0; n < batch; ++n) sum += args.sink_parts[h * batch + n];
     const Tensor& t = problem.tensor[TESSERA_DSINK];
-    store_element(buffers.data[TESSERA_DSINK], offset_of(t, h), t.dtype, sum);
+    put_sum(problem, buffers, TESSERA_DSINK, offset_of(t, h), sum);
   }
   const Tensor& t = problem.tensor[TESSERA_DALIBI_SLOPES];
   for (int64_t a = 0; given(problem, TESSERA_DALIBI_SLOPES) && a < t.extent[0]; ++a) {
@@ -211,7 +219,7 @@ void reduce_heads(const Problem& problem, const Buffers& buffers, const Backward
           sum += args.slope_parts[(c * args.call.hq + h) * batch + n];
         }
       }
-      store_element(buffers.data[TESSERA_DALIBI_SLOPES], offset_of(t, a, h), t.dtype, sum);
+      put_sum(problem, buffers, TESSERA_DALIBI_SLOPES, offset_of(t, a, h), sum);
     }
   }
 }
@@ -252,7 +260,7 @@ void reduce_bias(const Problem& problem, const Buffers& buffers, const BackwardA
         }
       }
       const int64_t at = by_keys ? offset_of(t, a, b, 0, e) : offset_of(t, a, b, e, 0);
-      store_element(buffers.data[TESSERA_DBIAS], at, t.dtype, sum);
+      put_sum(problem, buffers, TESSERA_DBIAS, at, sum);
     }
   });
 }

@@ -98,7 +98,8 @@ class Backward : BackwardRows<S, kPairs, T> {
       const int rows = static_cast<int>(smaller<int64_t>(M, args_.bias_extent[2] - m0));
       for (int i = 0; i < rows; ++i) {
         char* row = const_cast<char*>(at(bias, plane, plane_head, m0 + i, n0));
-        store_row<S>(reinterpret_cast<T*>(row), x_.bias_tile + i * B, nullptr, scale, keys);
+        store_row<S>(reinterpret_cast<T*>(row), x_.bias_tile + i * B, nullptr, scale, keys,
+                     call_.adds);
       }
     }
   }
@@ -491,7 +492,10 @@ class Backward : BackwardRows<S, kPairs, T> {
       case BiasGradient::kNone:
         return;
       case BiasGradient::kStore:
-        return store_bias<S, false>(rows, visible, x_.dp, scale, args_.dbias.dtype, plane_row);
+        if (!call_.adds) {
+          return store_bias<S, false>(rows, visible, x_.dp, scale, args_.dbias.dtype, plane_row);
+        }
+        [[fallthrough]];
       case BiasGradient::kAdd:
         return store_bias<S, true>(rows, visible, x_.dp, scale, args_.dbias.dtype, plane_row);
       case BiasGradient::kBlock: {

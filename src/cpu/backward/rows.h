@@ -22,22 +22,24 @@ TESSERA_INLINE char* row_of_key(const Rows& t, const Pages& pages, const CallSeq
   return row_at(t, page, j % pages.page_size, head);
 }
 
-// to[d] = scale (from[d] + more[d]), rounded once; more may be null.
+// to[d] = scale (from[d] + more[d]), rounded once; more may be null. adds: to[d] += it.
 template <typename S, typename To>
 TESSERA_INLINE void store_row(To* to, const float* from, const float* more, float scale,
-                              int64_t dim) {
+                              int64_t dim, bool adds = false) {
   constexpr int L = S::kLanes;
   int64_t d = 0;
   for (; d + L <= dim; d += L) {
     auto x = S::load(from + d);
     if (more) x = S::add(S::load(more + d), x);
-    S::store(to + d, S::mul(x, S::set1(scale)));
+    x = S::mul(x, S::set1(scale));
+    S::store(to + d, adds ? S::add(S::load(to + d), x) : x);
   }
   if (d < dim) {
     const int n = static_cast<int>(dim - d);
     auto x = S::load_n(from + d, n);
     if (more) x = S::add(S::load_n(more + d, n), x);
-    S::store_n(to + d, S::mul(x, S::set1(scale)), n);
+    x = S::mul(x, S::set1(scale));
+    S::store_n(to + d, adds ? S::add(S::load_n(to + d, n), x) : x, n);
   }
 }
 
@@ -279,11 +281,15 @@ class BackwardRows {
         if (n == L && rows == L) {
           TESSERA_UNROLL
           for (int r = 0; r < L; ++r, to += args_.dq.row) {
-            into(args_.dq, to, [&](auto* row) { S::store(row + d, x[r]); });
+            into(args_.dq, to, [&](auto* row) {
+              S::store(row + d, call_.adds ? S::add(S::load(row + d), x[r]) : x[r]);
+            });
           }
         } else {
           for (int r = 0; r < rows; ++r, to += args_.dq.row) {
-            into(args_.dq, to, [&](auto* row) { S::store_n(row + d, x[r], n); });
+            into(args_.dq, to, [&](auto* row) {
+              S::store_n(row + d, call_.adds ? S::add(S::load_n(row + d, n), x[r]) : x[r], n);
+            });
           }
         }
       }
@@ -320,9 +326,11 @@ class BackwardRows {
     if (args_.dv.data) zero_rows(args_.dv, n, owned, first, len, head, call_.dv);
   }
 
-  // Rows that a sequence owns outside its own [first, first + len).
-  static void zero_rows(const Rows& t, int64_t batch, Interval owned, int64_t first, int64_t len,
-                        int64_t head, int64_t dim) {
+  // Rows that a sequence owns outside its own [first, first + len): there is nothing to add to
+  // them.
+  void zero_rows(const Rows& t, int64_t batch, Interval owned, int64_t first, int64_t len,
+                 int64_t head, int64_t dim) const {
+    if (call_.adds) return;
     const auto zero = [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         memset(row_at(t, batch, r, head), 0,
@@ -355,7 +363,7 @@ class BackwardRows {
       return store_row<S>(to, before ? sum : row, to, 1.0f, dim);
     }
     char* to = row_of_key(gradient, pages, *sequence_, key, head_k);
-    into(gradient, to, [&](auto* d) { store_row<S>(d, row, before, scale, dim); });
+    into(gradient, to, [&](auto* d) { store_row<S>(d, row, before, scale, dim, call_.adds); });
   }
 
   void reduce_key(const Rows& gradient, const float* parts, int64_t j, int64_t head, int64_t dim,
@@ -367,7 +375,7 @@ class BackwardRows {
     }
     char* to = row_at(gradient, sequence_->batch_k, sequence_->first_k + j, head);
     const float* last = from + (args_.parts - 1) * step;
-    into(gradient, to, [&](auto* d) { store_row<S>(d, last, from, scale, dim); });
+    into(gradient, to, [&](auto* d) { store_row<S>(d, last, from, scale, dim, call_.adds); });
   }
 
   void store_pool(const Rows& gradient, const float* pool, int64_t rows, int64_t page_size,
@@ -375,7 +383,7 @@ class BackwardRows {
     for (int64_t r = rows * share / kReduceParts; r < rows * (share + 1) / kReduceParts; ++r) {
       char* to = row_at(gradient, r / page_size, r % page_size, head);
       const float* row = pool + (r * call_.hk + head) * dim;
-      into(gradient, to, [&](auto* d) { store_row<S>(d, row, nullptr, scale, dim); });
+      into(gradient, to, [&](auto* d) { store_row<S>(d, row, nullptr, scale, dim, call_.adds); });
     }
   }
 

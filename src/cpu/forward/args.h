@@ -13,7 +13,8 @@ namespace tessera::cpu {
 //          group, head r % group), against keys [key_begin, key_end) only if partials are many; for
 //          few tokens
 //   kMerge the same rows of one kv head: puts their partials together
-//   kFill  rows [begin, begin + count) of the storage, all heads: o = 0, lse = -inf
+//   kFill  rows [begin, begin + count) of the storage, all heads: o = 0, lse = -inf, unless they
+//          hold a part that the call adds to
 struct ForwardTask {
   enum Kind : int32_t { kTile, kSplit, kMerge, kFill };
   Kind kind;

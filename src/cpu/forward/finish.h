@@ -22,9 +22,33 @@ TESSERA_INLINE void raise_max_logit(char* where, float x) {
   }
 }
 
+// What the o that a row holds and the call's own weigh in both together, where outputs are added
+// to; lse is the call's, and becomes that of both. held is 0 where o is not to be read.
+struct Share {
+  float held, own;
+};
+TESSERA_INLINE Share share_of(float before, float& lse) {
+  if (before == -kInfinity) return {0.0f, 1.0f};
+  const float top = lse > before ? lse : before;
+  const float held = __builtin_exp2f((before - top) * kLog2e);
+  const float own = __builtin_exp2f((lse - top) * kLog2e);
+  lse = top + __builtin_log2f(held + own) * kLn2;
+  return {held / (held + own), own / (held + own)};
+}
+
+// row[d..d + n) of a row of o, of which `held` remains, added to x.
+template <typename S, typename T>
+TESSERA_INLINE typename S::F with_held(const char* row, int64_t d, int n, float held,
+                                       typename S::F x) {
+  if (held == 0.0f) return x;
+  return S::fma(S::load_n(reinterpret_cast<const T*>(row) + d, n), S::set1(held), x);
+}
+
+// o = factor O, and held times what it holds; held may be null.
 template <typename S, int N, typename T>
 __attribute__((noinline)) void store_rows(const Call& call, const CallSequence& sequence,
-                                          const Strip<S>& strip, const float* factor) {
+                                          const Strip<S>& strip, const float* factor,
+                                          const float* held) {
   constexpr int L = S::kLanes;
   for (int v = 0; v < N; ++v) {
     const auto scale = S::load(factor + v * L);
@@ -46,6 +70,9 @@ __attribute__((noinline)) void store_rows(const Call& call, const CallSequence& 
         x[k] = S::select(empty, S::zero(), S::mul(sum, scale));
       }
       S::transpose(x);
+      for (int l = 0; held && l < count; ++l) {
+        x[l] = with_held<S, T>(row[l], d, n, held[v * L + l], x[l]);
+      }
       if (n == L && count == L) {
         TESSERA_UNROLL
         for (int l = 0; l < L; ++l) S::store(reinterpret_cast<T*>(row[l]) + d, x[l]);
@@ -59,7 +86,7 @@ __attribute__((noinline)) void store_rows(const Call& call, const CallSequence& 
 // o, lse and max_logit of a strip from its m, l and O^T.
 template <typename S, int N>
 void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>& strip) {
-  alignas(64) float factor[Tile<S>::kStrip];
+  alignas(64) float factor[Tile<S>::kStrip], held[Tile<S>::kStrip];
   for (int lane = 0; lane < N * S::kLanes; ++lane) {
     const bool real = lane < strip.rows.count;
     const int64_t head = strip.rows.head[lane];
@@ -78,20 +105,27 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
     }
     const bool empty = !saw && l == l;
     factor[lane] = empty || l == 0 ? 0.0f : call.dropout_scale * shrink / l;
-    const float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
+    float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
     if (real && call.lse.data) {
-      const char* to =
-          at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]);
-      memcpy(const_cast<char*>(to), &lse, sizeof lse);
+      char* to = const_cast<char*>(
+          at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]));
+      if (call.adds) {
+        float before;
+        memcpy(&before, to, sizeof before);
+        const Share share = share_of(before, lse);
+        held[lane] = share.held, factor[lane] *= share.own;
+      }
+      memcpy(to, &lse, sizeof lse);
     }
   }
+  const float* kept = call.adds ? held : nullptr;
   switch (call.o.dtype) {
     case TESSERA_FP32:
-      return store_rows<S, N, float>(call, sequence, strip, factor);
+      return store_rows<S, N, float>(call, sequence, strip, factor, kept);
     case TESSERA_BF16:
-      return store_rows<S, N, Bf16>(call, sequence, strip, factor);
+      return store_rows<S, N, Bf16>(call, sequence, strip, factor, kept);
     default:
-      return store_rows<S, N, Fp16>(call, sequence, strip, factor);
+      return store_rows<S, N, Fp16>(call, sequence, strip, factor, kept);
   }
 }
 

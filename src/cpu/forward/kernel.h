@@ -484,11 +484,19 @@ void run_merge(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<
   }
 }
 
+// True if a row of o and lse holds a part that a call adds to, -inf being none.
+TESSERA_INLINE bool holds_row(const Call& call, int64_t batch, int64_t head, int64_t row) {
+  float lse;
+  memcpy(&lse, at(call.lse, batch, head, row), sizeof lse);
+  return lse != -kInfinity;
+}
+
 TESSERA_INLINE void run_fill(const Call& call, const ForwardTask& task) {
   const float nothing = -kInfinity;
   const int64_t size = call.o.dtype == TESSERA_FP32 ? 4 : 2;
   for (int64_t row = task.begin; row < task.begin + task.count; ++row) {
     for (int64_t h = 0; h < call.hq; ++h) {
+      if (call.adds && holds_row(call, task.sequence, h, row)) continue;
       memset(call.o.data + task.sequence * call.o.batch + row * call.o.row + h * call.o.head, 0,
              static_cast<size_t>(call.dv * size));
       if (call.lse.data) {

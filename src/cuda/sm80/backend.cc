@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sm80/backend.h"
 
+#include "cuda/common/cache/cache.h"
 #include "cuda/common/general.h"
 #include "cuda/common/merge.h"
 #include "cuda/sm80/plan.h"
@@ -26,6 +27,14 @@ class Sm80Backend final : public Sm80Rules {
   Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context,
                       const Device& device) const override {
     return cuda::dropout_mask(args, context, device);
+  }
+  Status rotate(const RotateArgs& args, const Buffers& context,
+                const Device& device) const override {
+    return cuda::rotate(args, context, device);
+  }
+  Status append(const AppendArgs& args, const Buffers& context,
+                const Device& device) const override {
+    return cuda::append(args, context, device);
   }
 
  protected:

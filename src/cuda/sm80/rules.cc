@@ -72,7 +72,7 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   require_most(support, ReasonId::kSize, "num_heads_q", s.hq, kMostGridY);
   require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
   require_built(support, p);
-  require_one_origin(support, p);
+  require_whole_problem(support, p);
   require_dtypes_of_inputs(support, p);
   return support;
 }

@@ -185,7 +185,7 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
   }
   require_features(support, p);
   require_built(support, p);
-  require_one_origin(support, p);
+  require_whole_problem(support, p);
   return support;
 }
 

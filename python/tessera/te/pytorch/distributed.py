@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of random generators that tensor-parallel ranks share, or do not share."""
+"""Activations that are computed again in the backward pass, and the states of random generators that
+tensor-parallel ranks share, or do not share."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 
 from .._names import missing
 
-__all__ = ["CudaRNGStatesTracker"]
+__all__ = ["CudaRNGStatesTracker", "checkpoint"]
 __getattr__ = missing(__name__)
 
 
@@ -66,6 +69,48 @@ class CudaRNGStatesTracker:
             yield
         finally:
             _generator().set_state(before)
+
+
+def checkpoint(function, *args, **kwargs):
+    """function(*args, **kwargs), whose activations are not kept: the backward pass computes them again,
+    with the same random numbers.
+
+    TE's keywords are taken from kwargs: use_reentrant (default True: only gradients of args, by
+    backward() alone; False: of everything, by torch.autograd.grad too), get_rng_state_tracker (a
+    function that returns a CudaRNGStatesTracker, whose states are the same both times),
+    distribute_saved_activations and tp_group; beside them preserve_rng_state, determinism_check, context_fn
+    and debug of torch.utils.checkpoint. Everything else is the function's.
+    NotImplementedError: distribute_saved_activations=True.
+    """
+    distributed, _ = kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None)
+    if distributed:
+        raise NotImplementedError("checkpoint: distribute_saved_activations=True: tessera.te's layers run on one "
+                                  "device; leave it at False")
+    make_tracker = kwargs.pop("get_rng_state_tracker", None)
+    tracker = None if make_tracker is None else make_tracker()
+    own = {name: kwargs.pop(name) for name in ("determinism_check", "context_fn", "debug", "preserve_rng_state")
+           if name in kwargs}
+    own["use_reentrant"] = kwargs.pop("use_reentrant", True)
+    run = functools.partial(function if tracker is None else _with_states(function, tracker), **kwargs)
+    return torch_checkpoint.checkpoint(run, *args, **own)
+
+
+def _with_states(function, tracker: CudaRNGStatesTracker):
+    """`function`, which begins with the tracker's states of its first call; later calls leave the
+    tracker as they found it."""
+    first: list[dict] = []
+
+    def run(*args, **kwargs):
+        if not first:
+            first.append(tracker.get_states())
+            return function(*args, **kwargs)
+        before = tracker.get_states()
+        tracker.set_states(dict(first[0]))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracker.set_states(before)
+    return run
 
 
 def _generator() -> torch.Generator:

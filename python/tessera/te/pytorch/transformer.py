@@ -69,7 +69,8 @@ class TransformerLayer(torch.nn.Module):
                  qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
                  qk_norm_before_rope: bool = False, rotary_pos_interleaved: bool = False,
                  bottom_right_diagonal: bool | None = None,
-                 enc_dec_bottom_right_diagonal: bool | None = None, softmax_type: str = "vanilla"):
+                 enc_dec_bottom_right_diagonal: bool | None = None, softmax_type: str = "vanilla",
+                 cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type: str = "p2p"):
         super().__init__()
         unsupported("TransformerLayer", tp_size=tp_size if tp_size > 1 else None,
                     sequence_parallel=sequence_parallel,
@@ -105,7 +106,8 @@ class TransformerLayer(torch.nn.Module):
             bias=bias, device=device, qkv_format=attn_input_format, return_bias=True,
             qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope, softmax_type=softmax_type,
-            rotary_pos_interleaved=rotary_pos_interleaved, **norm, **init)
+            rotary_pos_interleaved=rotary_pos_interleaved, cp_group=cp_group,
+            cp_global_ranks=cp_global_ranks, cp_stream=cp_stream, cp_comm_type=cp_comm_type, **norm, **init)
         self.self_attention = MultiheadAttention(
             **attention, input_layernorm=not output_layernorm, attn_mask_type=self_attn_mask_type,
             window_size=window_size, bottom_right_diagonal=bottom_right_diagonal)
@@ -125,6 +127,7 @@ class TransformerLayer(torch.nn.Module):
             attention.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        """As MultiheadAttention's, of each attention of the layer."""
         for attention in self._attentions():
             attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 

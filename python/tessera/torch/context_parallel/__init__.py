@@ -13,5 +13,7 @@ from ...context_parallel import Shards
 from ._attention import attention, explain, prepare
 from ._decode import decode
 from ._sharding import merge, positions, shard, unshard
+from ._style import ContextParallel
 
-__all__ = ["Shards", "attention", "decode", "explain", "merge", "positions", "prepare", "shard", "unshard"]
+__all__ = ["ContextParallel", "Shards", "attention", "decode", "explain", "merge", "positions", "prepare",
+           "shard", "unshard"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,14 @@ _OPERATION = "tessera.context_parallel.attention"
 _IN_SHARDS = ("seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_q_padded",
               "cu_seqlens_k_padded", "max_seqlen_q", "max_seqlen_k", "q_start", "k_start")
 _NOT_HERE = {"page_table": "use decode for a cache", "out": "it returns a new tensor",
-             "accumulate": "leave it out", "out_dtype": "leave it out"}
+             "accumulate": "leave it out", "out_dtype": "leave it out", "lse": "return_lse=True gives a new one"}
 _PLACE = {name: i for i, name in enumerate(_describe.INPUTS)}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shards | None = None,
               group=None, shards_k: Shards | None = None, exchange: str = "auto",
-              groups_of_heads: int | None = None, max_bytes: int | None = None, **keywords):
+              groups_of_heads: int | None = None, save_gathered: bool = False,
+              max_bytes: int | None = None, **keywords):
     """tessera.torch.attention of the whole sequences, of which each rank has the rows that `shards`
     gives it; differentiable.
 
@@ -43,8 +45,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shar
     sequence; what has no rows (sink, slopes, key masks) is whole on every rank, and its gradient is
     this rank's share, as of any weight. align may be an integer, or a tuple of one for each sequence.
     Without rng_state, rank 0's draw is everyone's. exchange is "auto", "heads", "keys" or "ring",
-    groups_of_heads how many groups of kv heads "keys" is cut into, max_bytes how large its buffers
-    may be.
+    groups_of_heads how many groups of kv heads "keys" and "heads" are cut into, max_bytes how large
+    buffers may be. With save_gathered "keys" keeps the k and v that it fetched for the backward pass,
+    which then fetches nothing; other exchanges pay no heed.
 
     Returns o[, lse][, max_logit] as tessera.torch.attention does. All ranks must call it, in the same
     order. ValueError on every rank for what one refuses, and where ranks disagree.
@@ -54,17 +57,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shar
     if isinstance(q, DTensor):
         return _of_dtensors(q, k, v, shards, group, dict(
             keywords, exchange=exchange, groups_of_heads=groups_of_heads, max_bytes=max_bytes,
-            shards_k=shards_k))
+            shards_k=shards_k, save_gathered=save_gathered))
     names = _spec.names_of(group)
+    how = exchange, groups_of_heads, bool(save_gathered), max_bytes
     if torch.compiler.is_compiling():
-        call = _call(q, k, v, shards, shards_k, names, exchange, groups_of_heads, max_bytes, keywords)
+        call = _call(q, k, v, shards, shards_k, names, how, keywords)
     else:
         try:
-            call = _call(q, k, v, shards, shards_k, names, exchange, groups_of_heads, max_bytes,
-                         keywords)
+            call = _call(q, k, v, shards, shards_k, names, how, keywords)
         except (ValueError, TypeError, _lib.Refused) as error:
             _refuse(error, names, q)
-    o, lse, max_logit, _ = _run(call.arguments)
+    o, lse, max_logit, *_ = _run(call.arguments)
     o, lse = call.shape.o(o), call.shape.lse(lse)
     want_lse, want_max = keywords.get("return_lse"), keywords.get("return_max_logit")
     if not want_lse and not want_max:
@@ -74,8 +77,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shar
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shards, group=None,
             shards_k: Shards | None = None, exchange: str = "auto",
-            groups_of_heads: int | None = None, max_bytes: int | None = None, links=None,
-            **keywords) -> Plan:
+            groups_of_heads: int | None = None, save_gathered: bool = False,
+            max_bytes: int | None = None, links=None, **keywords) -> Plan:
     """What attention would exchange and why: bytes, exposed time, memory, balance of every exchange,
     by a model of the machine (tessera.context_parallel.Links). Computes and sends nothing; without a
     group, shards.size ranks of one level.
@@ -88,7 +91,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shards
                  causal=bool(keywords.get("causal")), window=_pair(keywords.get("window")),
                  shifts=_spec._shifts(_align(keywords.get("align")), shards, shards_k or shards),
                  inner=inner, exchange=exchange, groups=groups_of_heads,
-                 has_rows=_has_rows(keywords), max_bytes=max_bytes, links=links)
+                 has_rows=_has_rows(keywords), save_gathered=bool(save_gathered), max_bytes=max_bytes,
+                 links=links)
 
 
 def prepare(shards: Shards, group, *, hq: int, hk: int, dqk: int, dv: int, dtype: torch.dtype,
@@ -143,8 +147,9 @@ class _Call(NamedTuple):
     shape: _Shape
 
 
-def _call(q, k, v, shards, shards_k, names, exchange, groups, max_bytes, keywords) -> _Call:
-    """The operator's arguments. torch.compile traces through it."""
+def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Call:
+    """The operator's arguments; `how` is (exchange, groups of heads, save_gathered, max_bytes).
+    torch.compile traces through it."""
     for name in keywords:
         if name in _IN_SHARDS and keywords[name] is not None:
             raise ValueError(f"{_OPERATION}: {name}=...: lengths and starts are in shards; leave it "
@@ -170,8 +175,8 @@ def _call(q, k, v, shards, shards_k, names, exchange, groups, max_bytes, keyword
     window, causal = _pair(keywords.get("window")), bool(keywords.get("causal"))
     _check_band(window, causal, align, keywords, shards_k is None or shards_k is shards)
     draws = bool(keywords.get("dropout_p")) and keywords.get("rng_state") is None
-    text = _text(shards.text, keys.text, inner, exchange, groups, causal, window, align, heads,
-                 k.dtype.itemsize, _has_rows(keywords), max_bytes, draws)
+    text = _text(shards.text, keys.text, inner, how, causal, window, align, heads,
+                 k.dtype.itemsize, _has_rows(keywords), draws)
     rest = {name: value for name, value in keywords.items()
             if name not in ("causal", "window", "align", "layout") and name not in _IN_SHARDS}
     rest["layout"] = "thd"
@@ -269,6 +274,11 @@ def _shape(name: str, x, layout: str, text: str, rank: int) -> _Shape:
 
 @torch.compiler.assume_constant_result
 def _padded_rows(text: str, rank: int, extent: int):
+    return _rows_of(text, rank, extent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_of(text: str, rank: int, extent: int):
     """(sequences, the longest's rows on the rank, the shards' rows in [sequences * extent], or None
     for all of them)."""
     shards = Shards.parse(text)

@@ -76,7 +76,7 @@ def fields(given: dict, spec: Spec) -> dict:
     """What must be equal on all ranks: everything but numbers of tokens."""
     found = {"shards": str(spec.shards_q.text), "shards_k": str(spec.shards_k.text),
              "exchange": spec.exchange, "groups_of_heads": spec.groups,
-             "causal": spec.band.right == 0,
+             "save_gathered": spec.saves, "causal": spec.band.right == 0,
              "window": [spec.band.left, spec.band.right], "align": list(spec.band.shifts)}
     for name, value in given.items():
         if isinstance(value, torch.Tensor):

@@ -46,6 +46,12 @@ def steps(kind: str, shards_q: Shards, shards_k: Shards, band: schedule.Band, ra
     return tuple(made)
 
 
+@functools.lru_cache(maxsize=256)
+def _rows_held(shards: Shards, rank: int, device: torch.device) -> Rows:
+    rows = [np.arange(run.at, run.at + run.length) for run in shards.runs[rank]]
+    return Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
+
+
 class Driver:
     """What one exchange of keys needs beside a problem. `groups` is how many groups of kv heads."""
 
@@ -54,13 +60,13 @@ class Driver:
         self.topology, self.groups, self.is_ring = topology, groups, kind == "ring"
         inner, rank = (topology.inner.size, topology.rank) if kind == "keys+keys" else \
             (1, topology.outer.rank)
-        rows = [np.arange(run.at, run.at + run.length) for run in shards_q.runs[rank]]
-        self.rows = Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
+        self.rows = _rows_held(shards_q, rank, device)
         self.steps = steps(kind, shards_q, shards_k, band, rank, inner, device)
 
-    def forward(self, p: _local.Problem, max_logit: bool):
+    def forward(self, p: _local.Problem, max_logit: bool, kept=()):
         """(o [rows, hq, dv], lse [hq, rows], max_logit [hq] or None). Rows that no run holds are 0,
-        their lse -inf."""
+        their lse -inf. `kept` is where keys of all heads are to stay: k, v and their segment ids, as
+        far as there are any, of the rows that the rank sees."""
         hq, dv = p.q.shape[1], p.v.shape[2]
         dtype = torch.float32 if self.is_ring else p.q.dtype
         o = p.q.new_zeros(p.q.shape[0], hq, dv, dtype=dtype)
@@ -69,35 +75,32 @@ class Driver:
         if self.is_ring and p.sink is not None:  # a part like the others: o = 0, lse = sink
             logits = _sink_logits(p.sink, hq, lse.device)[:, None]
             self.rows.put(lse, logits.expand(hq, self.rows.count), 1)
-        for (heads, part, step), keys in self._pipeline(p):
+        for (heads, part, step), keys in self._pipeline(p, into=kept):
             mine = slice(*heads[:2])
             for t in step.tables:
-                found = _local.forward(part, t, *keys, None if self.is_ring else part.sink, max_logit)
-                self._place(o[:, mine], lse[mine], t.rows, *found[:2])
-                if max_logit and found[2] is not None:
-                    peak[mine] = torch.maximum(peak[mine], found[2])
+                found = self._attend(part, t, keys, max_logit, o[:, mine], lse[mine])
+                if found is not None:
+                    peak[mine] = torch.maximum(peak[mine], found)
         return o.to(p.q.dtype), lse, peak
 
-    def backward(self, p: _local.Problem, do, o, lse, dlse, wanted, sums: dict):
-        """dq, dk, dv of the rank's rows. Gradients of whole arguments are added to `sums`."""
+    def backward(self, p: _local.Problem, do, o, lse, dlse, wanted, sums: dict, kept=()):
+        """dq, dk, dv of the rank's rows. Gradients of whole arguments are added to `sums`. `kept` is
+        what the forward pass left there."""
         if self.is_ring and "dsink" in wanted:
             wanted = [name for name in wanted if name != "dsink"]
             sums["dsink"].add_(self._dsink(p.sink, do, o, lse, dlse))
         dq = torch.zeros_like(p.q, dtype=torch.float32 if self.is_ring else None)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (p.k, p.v))
         returning = None
-        for (heads, part, step), (k, v, ids) in self._pipeline(p):
+        for (heads, part, step), (k, v, ids) in self._pipeline(p, kept=kept):
             q0, q1, k0, k1 = heads
             own = _local.sums_of_heads(sums, q0, q1)
             buffers = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
             for t in step.tables:
                 rows = [t.rows.take(x[:, q0:q1]) for x in (do, o)]
                 rows += [x if x is None else t.rows.take(x[q0:q1], 1) for x in (lse, dlse)]
-                found = _local.backward(part, t, k, v, ids, None if self.is_ring else part.sink,
-                                        *rows, wanted, own, self.is_ring)
-                t.rows.add(dq[:, q0:q1], found[0])
-                for buffer, x in zip(buffers, found[1:]):
-                    buffer.narrow(0, t.k_first, t.k_count).add_(x)
+                _local.backward(part, t, k, v, ids, None if self.is_ring else part.sink, *rows, wanted,
+                                own, self.is_ring, dq[:, q0:q1], *buffers)
             if returning is not None:
                 returning()
             returning = self._give_back(step, buffers, (p.k.dtype, p.v.dtype),
@@ -108,39 +111,45 @@ class Driver:
 
     # ---- below: how ----
 
-    def _pipeline(self, p: _local.Problem):
-        """((heads, their problem, step), (k, v, ids of keys)) in order; the next are under way."""
+    def _pipeline(self, p: _local.Problem, into=(), kept=()):
+        """((heads, their problem, step), (k, v, ids of keys)) in order; the next are under way, unless
+        all were kept."""
         hq, hk = p.q.shape[1], p.k.shape[1]
         items = []
         for g in range(self.groups):
             k0, k1 = schedule.head_range(hk, g, self.groups)
             heads = hq // hk * k0, hq // hk * k1, k0, k1
             items += [(heads, p.of_heads(*heads), step) for step in self.steps]
-        coming = self._fetch(items[0]) if items else None
+        if kept:
+            yield from ((item, _keys_of(kept, item[0])) for item in items)
+            return
+        coming = self._fetch(items[0], into) if items else None
         for i, item in enumerate(items):
             keys = coming()
-            coming = self._fetch(items[i + 1]) if i + 1 < len(items) else None
+            coming = self._fetch(items[i + 1], into) if i + 1 < len(items) else None
             yield item, keys
 
-    def _fetch(self, item):
+    def _fetch(self, item, into):
         """Starts to bring the keys of an item; what it returns waits for them."""
-        _, part, step = item
+        heads, part, step = item
         tensors = [part.k, part.v] + ([] if part.ids_k is None else [part.ids_k])
-        finish = self._move(step.hops[0], tensors)
+        last = [x for x in _keys_of(into, heads) if x is not None] if into else None
+        finish = self._move(step.hops[0], tensors, last if len(step.hops) == 1 else None)
 
         def wait():
             found = finish()
             for hop in step.hops[1:]:
-                found = self._move(hop, found)()
+                found = self._move(hop, found, last)()
             return (*found, None) if part.ids_k is None else tuple(found)
         return wait
 
-    def _move(self, hop, tensors):
+    def _move(self, hop, tensors, into):
         name, send, receive, count = hop
         group = self.topology.of_hop(name)
-        if group.size == 1 and send[0].is_slice and send[0].count == count == tensors[0].shape[0]:
+        if group.size == 1 and not into and send[0].is_slice and \
+                send[0].count == count == tensors[0].shape[0]:
             return lambda: tensors
-        buffers = [x.new_empty(count, *x.shape[1:]) for x in tensors]
+        buffers = into or [x.new_empty(count, *x.shape[1:]) for x in tensors]
         outgoing = [[rows.take(x) for x in tensors] if peer != group.rank else []
                     for peer, rows in enumerate(send)]
         incoming = [[((rows.count, *x.shape[1:]), x.dtype) for x in tensors]
@@ -197,15 +206,26 @@ class Driver:
         row = -delta if dlse is None else self.rows.take(dlse, 1) - delta
         return (weight * row).sum(1)
 
-    def _place(self, o, lse, rows: Rows, o_part, lse_part):
-        """Rows of a part into o and lse; a ring's are merged with what is there."""
+    def _attend(self, part: _local.Problem, t: _local.Tables, keys, max_logit: bool, o, lse):
+        """The rows of a call into o and lse; a ring's are merged with what is there, in the order of
+        stages, so that arrival decides nothing. Returns max_logit, if it is wanted and there is one."""
+        if self.is_ring and _local.adds_in_place(o.device):
+            return _local.forward_into(part, t, *keys, max_logit, o, lse)
+        o_part, lse_part, peak = _local.forward(part, t, *keys, None if self.is_ring else part.sink,
+                                                max_logit)
         if self.is_ring:
-            before = rows.take(o), rows.take(lse, 1)
-            after = o_part.float(), lse_part
-            o_part, lse_part = _functions.merge([tuple(x.contiguous() for x in before), after],
-                                                layout="thd")
-        rows.put(o, o_part)
-        rows.put(lse, lse_part, 1)
+            before = t.rows.take(o).contiguous(), t.rows.take(lse, 1).contiguous()
+            o_part, lse_part = _functions.merge([before, (o_part.float(), lse_part)], layout="thd")
+        t.rows.put(o, o_part)
+        t.rows.put(lse, lse_part, 1)
+        return peak
+
+
+def _keys_of(kept, heads):
+    """k, v and segment ids of some heads of what was kept."""
+    _, _, k0, k1 = heads
+    k, v, *ids = kept
+    return k[:, k0:k1], v[:, k0:k1], ids[0] if ids else None
 
 
 def _sink_logits(sink, hq: int, device) -> torch.Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """heads: every rank of a group receives its heads of all rows of the group, works on them as one rank
-does, and sends back what belongs to the others' rows."""
+does, and sends back what belongs to the others' rows; in parts of its kv heads, of which one travels
+while another is worked on."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ def _routes(shards: Shards, first: int, size: int, rank: int, device: torch.devi
 
 
 class Exchange:
-    """Heads of the rows of a group, and back. `first` is the group's first rank in the shards."""
+    """Heads of the rows of a group, and back: part `part` of `parts` of every rank's kv heads, with
+    the q heads that read them. `first` is the group's first rank in the shards."""
 
     def __init__(self, group: Group, shards_q: Shards, shards_k: Shards, first: int, hq: int, hk: int,
-                 device: torch.device):
+                 device: torch.device, part: int = 0, parts: int = 1):
         self.group, self.hq, self.hk, self.device = group, hq, hk, device
         self.q = _routes(shards_q, first, group.size, group.rank, device)
         self.k = _routes(shards_k, first, group.size, group.rank, device)
@@ -37,7 +39,10 @@ class Exchange:
         for peer in range(group.size):
             q0, q1 = schedule.head_range(hq, peer, group.size)
             per = hq // hk
-            self.ranges.append((q0, q1, q0 // per, -(-q1 // per) if q1 > q0 else q0 // per))
+            k0, k1 = q0 // per, -(-q1 // per) if q1 > q0 else q0 // per
+            a, b = schedule.head_range(k1 - k0, part, parts)
+            q0, q1 = max(q0, per * (k0 + a)), min(q1, per * (k0 + b))
+            self.ranges.append((q0, max(q0, q1), k0 + a, k0 + b))
 
     @property
     def mine(self) -> tuple[int, int, int, int]:
@@ -49,8 +54,8 @@ class Exchange:
         return schedule.head_pieces(self.hq, self.hk, q0, q1) if q1 > q0 else []
 
     def gather(self, of_q, of_k, rows_q=(), rows_k=()):
-        """Tensors [rows, heads, ...] of q's and of k's heads, and tensors [rows, ...] without heads,
-        of all rows of the group and my heads; four lists."""
+        """Starts to bring tensors [rows, heads, ...] of q's and of k's heads, and tensors [rows, ...]
+        without heads, of all rows of the group and my heads; what it returns waits for four lists."""
         outgoing, incoming = [], []
         (mine_q, _, _), (mine_k, _, _) = self.q, self.k
         for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
@@ -66,51 +71,71 @@ class Exchange:
         pending = exchange(self.group, outgoing, incoming, self.device)
         sides = [self.q] * len(of_q) + [self.k] * len(of_k) + [self.q] * len(rows_q) + \
             [self.k] * len(rows_k)
-        whole = [x.new_zeros(side[2], *what[0][1:]) for x, side, what in
-                 zip((*of_q, *of_k, *rows_q, *rows_k), sides, incoming[0])]
-        for peer, found in enumerate(pending.wait()):
-            for x, side, values in zip(whole, sides, found):
-                side[1][peer].put(x, values)
         cuts = (len(of_q), len(of_q) + len(of_k), len(of_q) + len(of_k) + len(rows_q))
-        return whole[:cuts[0]], whole[cuts[0]:cuts[1]], whole[cuts[1]:cuts[2]], whole[cuts[2]:]
+
+        def finish():
+            whole = [x.new_zeros(side[2], *what[0][1:]) for x, side, what in
+                     zip((*of_q, *of_k, *rows_q, *rows_k), sides, incoming[0])]
+            for peer, found in enumerate(pending.wait()):
+                for x, side, values in zip(whole, sides, found):
+                    side[1][peer].put(x, values)
+            return whole[:cuts[0]], whole[cuts[0]:cuts[1]], whole[cuts[1]:cuts[2]], whole[cuts[2]:]
+        return finish
 
     def give_back(self, of_q, of_k, into_q, into_k):
-        """Results of my heads and all rows to the rows' owners: those of q's heads are put into
-        into_q [rows, hq, ...], those of k's added to into_k, fp32, in the order of ranks."""
+        """Starts to send results of my heads and all rows to the rows' owners; what it returns puts
+        those of q's heads into into_q [rows, hq, ...], and adds those of k's to into_k, fp32, in the
+        order of ranks."""
         outgoing, incoming = [], []
         for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
             outgoing.append([self.q[1][peer].take(x) for x in of_q] +
                             [self.k[1][peer].take(x) for x in of_k])
             incoming.append([((self.q[0].count, q1 - q0, *x.shape[2:]), x.dtype) for x in of_q] +
                             [((self.k[0].count, k1 - k0, *x.shape[2:]), x.dtype) for x in of_k])
-        found = exchange(self.group, outgoing, incoming, self.device).wait()
-        for (q0, q1, k0, k1), values in zip(self.ranges, found):
-            for x, value in zip(into_q, values):
-                self.q[0].put(x[:, q0:q1], value)
-            for x, value in zip(into_k, values[len(into_q):]):
-                self.k[0].add(x[:, k0:k1], value)
+        pending = exchange(self.group, outgoing, incoming, self.device)
+
+        def finish():
+            for (q0, q1, k0, k1), values in zip(self.ranges, pending.wait()):
+                for x, value in zip(into_q, values):
+                    self.q[0].put(x[:, q0:q1], value)
+                for x, value in zip(into_k, values[len(into_q):]):
+                    self.k[0].add(x[:, k0:k1], value)
+        return finish
 
 
-def gathered(exchange_: Exchange, p: _local.Problem):
-    """(the problems of my calls on all rows of the group, with their q heads counted from mine)."""
-    (q,), (k, v), rows_q, rows_k = exchange_.gather(
-        (p.q,), (p.k, p.v),
+def pipeline(exchanges: list[Exchange], p: _local.Problem, more=()):
+    """(exchange, problems of its calls on all rows of the group, `more` of them) in order; the next are
+    under way. `more` are tensors [rows, hq, ...]."""
+    coming = _gathered(exchanges[0], p, more)
+    for i, one in enumerate(exchanges):
+        found = coming()
+        coming = _gathered(exchanges[i + 1], p, more) if i + 1 < len(exchanges) else None
+        yield one, *found
+
+
+def _gathered(exchange_: Exchange, p: _local.Problem, more):
+    """Starts to bring what pipeline yields of an exchange."""
+    finish = exchange_.gather(
+        (p.q, *more), (p.k, p.v),
         rows_q=[x for x in (p.ids_q, _rows_first(p)) if x is not None],
         rows_k=[] if p.ids_k is None else [p.ids_k])
-    more = {}
-    if p.ids_q is not None:
-        more["ids_q"], more["ids_k"] = rows_q.pop(0), rows_k[0]
-    whole = p
-    if rows_q:
-        whole = dataclasses.replace(whole, ranges=rows_q[0].movedim(0, 1))
-    first_q, _, first_k, _ = exchange_.mine
-    parts = []
-    for q0, q1, k0, k1 in exchange_.pieces():
-        part = whole.of_heads(q0, q1, k0, k1, q=q[:, q0 - first_q:q1 - first_q],
-                              k=k[:, k0 - first_k:k1 - first_k], v=v[:, k0 - first_k:k1 - first_k],
-                              **more)
-        parts.append(((q0, q1, k0, k1), part))
-    return parts
+
+    def wait():
+        (q, *rest), (k, v), rows_q, rows_k = finish()
+        ids, whole = {}, p
+        if p.ids_q is not None:
+            ids["ids_q"], ids["ids_k"] = rows_q.pop(0), rows_k[0]
+        if rows_q:
+            whole = dataclasses.replace(whole, ranges=rows_q[0].movedim(0, 1))
+        first_q, _, first_k, _ = exchange_.mine
+        parts = []
+        for q0, q1, k0, k1 in exchange_.pieces():
+            part = whole.of_heads(q0, q1, k0, k1, q=q[:, q0 - first_q:q1 - first_q],
+                                  k=k[:, k0 - first_k:k1 - first_k],
+                                  v=v[:, k0 - first_k:k1 - first_k], **ids)
+            parts.append(((q0, q1, k0, k1), part))
+        return parts, rest
+    return wait
 
 
 def _rows_first(p: _local.Problem):
@@ -121,40 +146,49 @@ def _rows_first(p: _local.Problem):
     return p.ranges.expand(-1, p.q.shape[0], -1).movedim(1, 0)
 
 
-def forward(exchange_: Exchange, driver, p: _local.Problem, max_logit: bool):
+def forward(exchanges: list[Exchange], driver, p: _local.Problem, max_logit: bool):
     """As Driver.forward."""
-    q0, q1, _, _ = exchange_.mine
-    count = exchange_.q[2]
-    o = p.q.new_empty(count, q1 - q0, p.v.shape[2])
-    lse = p.q.new_empty(count, q1 - q0, dtype=torch.float32)
-    peak = p.q.new_full((exchange_.hq,), -torch.inf, dtype=torch.float32) if max_logit else None
-    for (a, b, _, _), part in gathered(exchange_, p):
-        found = driver.forward(part, max_logit)
-        o[:, a - q0:b - q0], lse[:, a - q0:b - q0] = found[0], found[1].T
-        if max_logit:
-            peak[a:b] = found[2]
-    whole = p.q.new_zeros(p.q.shape[0], exchange_.hq, p.v.shape[2])
-    lses = p.q.new_full((p.q.shape[0], exchange_.hq), -torch.inf, dtype=torch.float32)
-    exchange_.give_back((o, lse), (), (whole, lses), ())
+    hq, count = exchanges[0].hq, exchanges[0].q[2]
+    whole = p.q.new_zeros(p.q.shape[0], hq, p.v.shape[2])
+    lses = p.q.new_full((p.q.shape[0], hq), -torch.inf, dtype=torch.float32)
+    peak = p.q.new_full((hq,), -torch.inf, dtype=torch.float32) if max_logit else None
+    returning = None
+    for one, parts, _ in pipeline(exchanges, p):
+        q0, q1, _, _ = one.mine
+        o = p.q.new_empty(count, q1 - q0, p.v.shape[2])
+        lse = p.q.new_empty(count, q1 - q0, dtype=torch.float32)
+        for (a, b, _, _), part in parts:
+            found = driver.forward(part, max_logit)
+            o[:, a - q0:b - q0], lse[:, a - q0:b - q0] = found[0], found[1].T
+            if max_logit:
+                peak[a:b] = found[2]
+        if returning is not None:
+            returning()
+        returning = one.give_back((o, lse), (), (whole, lses), ())
+    returning()
     return whole, lses.T.contiguous(), peak
 
 
-def backward(exchange_: Exchange, driver, p: _local.Problem, do, o, lse, dlse, wanted, sums):
+def backward(exchanges: list[Exchange], driver, p: _local.Problem, do, o, lse, dlse, wanted, sums):
     """As Driver.backward."""
     rows = [do, o, lse.T] + ([] if dlse is None else [dlse.T])
-    (do, o, lse, *dlses), _, _, _ = exchange_.gather(rows, ())
-    q0, q1, k0, k1 = exchange_.mine
-    dq = do.new_zeros(exchange_.q[2], q1 - q0, p.q.shape[2])
-    dk, dv = (x.new_zeros(exchange_.k[2], k1 - k0, x.shape[2]) for x in (p.k, p.v))
-    for (a, b, c, d), part in gathered(exchange_, p):
-        own = slice(a - q0, b - q0)
-        found = driver.backward(part, do[:, own], o[:, own], lse[:, own].T.contiguous(),
-                                dlses[0][:, own].T.contiguous() if dlses else None, wanted,
-                                _local.sums_of_heads(sums, a, b))
-        dq[:, own] = found[0]
-        for x, value in zip((dk, dv), found[1:]):
-            x[:, c - k0:d - k0] += value
     whole = torch.zeros_like(p.q, memory_format=torch.contiguous_format)
     totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v)]
-    exchange_.give_back((dq,), (dk, dv), (whole,), totals)
+    returning = None
+    for one, parts, (do, o, lse, *dlses) in pipeline(exchanges, p, rows):
+        q0, q1, k0, k1 = one.mine
+        dq = do.new_zeros(one.q[2], q1 - q0, p.q.shape[2])
+        dk, dv = (x.new_zeros(one.k[2], k1 - k0, x.shape[2]) for x in (p.k, p.v))
+        for (a, b, c, d), part in parts:
+            own = slice(a - q0, b - q0)
+            found = driver.backward(part, do[:, own], o[:, own], lse[:, own].T.contiguous(),
+                                    dlses[0][:, own].T.contiguous() if dlses else None, wanted,
+                                    _local.sums_of_heads(sums, a, b))
+            dq[:, own] = found[0]
+            for x, value in zip((dk, dv), found[1:]):
+                x[:, c - k0:d - k0] += value
+        if returning is not None:
+            returning()
+        returning = one.give_back((dq,), (dk, dv), (whole,), totals)
+    returning()
     return whole, *(total.to(x.dtype) for total, x in zip(totals, (p.k, p.v)))

@@ -39,6 +39,8 @@ class Problem:
 
     def of_heads(self, q0: int, q1: int, k0: int, k1: int, **more) -> Problem:
         """q heads [q0, q1) with kv heads [k0, k1); `more` replaces what was exchanged already."""
+        if not more and (q0, q1, k0, k1) == (0, self.q.shape[1], 0, self.k.shape[1]):
+            return self
         rng = self.rng
         if rng is not None and q0:
             rng = rng + rng.new_tensor([0, 0, q0, 0])
@@ -121,32 +123,65 @@ def forward(p: Problem, t: Tables, k, v, ids_k, sink, max_logit: bool):
     return o, lse, peak[0] if peak else None
 
 
+def forward_into(p: Problem, t: Tables, k, v, ids_k, max_logit: bool, o, lse):
+    """As forward, but adds the part to what o [rows of the rank, hq, dv], fp32, and lse [hq, rows of
+    the rank] hold of its rows, and returns max_logit. Sinks are no part of it."""
+    own, rows = t.rows.take(o), t.rows.take(lse, 1).contiguous()
+    peaks = []
+    for q, k_, v_, keywords, place in _calls(p, t, k, v, ids_k, None):
+        at = slice(None) if place.packed else slice(*t.sequences[place.order][1:])
+        into = own if place.packed else own[None, at]
+        sums = rows if place.packed else rows[None, :, at].contiguous()
+        found = _functions.attention(q, k_, v_, **keywords, out=into, lse=sums, accumulate=True,
+                                     return_lse=True, return_max_logit=max_logit)
+        if not place.packed:
+            rows[:, at] = sums[0]
+        peaks += found[2:]
+    if not t.rows.is_slice:
+        t.rows.put(o, own)
+    t.rows.put(lse, rows, 1)
+    return torch.stack(peaks).amax(0) if peaks else None
+
+
 def backward(p: Problem, t: Tables, k, v, ids_k, sink, do, o, lse, dlse, wanted, sums,
-             partial: bool):
-    """Gradients of a call's rows: dq [rows, hq, dqk], and dk, dv of the rows of the buffer that the
-    call reads. do, o, lse and dlse are of the call's rows. Gradients of whole arguments are added
-    to `sums`, by name."""
-    pieces = []
+             partial: bool, dq, dk, dv):
+    """Adds a call's gradients to dq [rows of the rank, hq, dqk], to dk and dv, fp32, of the buffer of
+    keys, and those of whole arguments to `sums`, by name. do, o, lse and dlse are of the call's rows."""
+    own_dq = t.rows.take(dq)
+    dk, dv = (x.narrow(0, t.k_first, t.k_count) for x in (dk, dv))
     for q, k_, v_, keywords, place in _calls(p, t, k, v, ids_k, sink):
-        packed = keywords["layout"] == "thd"
-        lo, hi = (0, t.rows.count) if packed else t.sequences[place.order][1:]
-        own = [x[lo:hi] if packed else x[None, lo:hi] for x in (do, o)]
-        own += [x if x is None else x[:, lo:hi] if packed else x[None, :, lo:hi]
-                for x in (lse, dlse)]
-        grads = _functions.attention_backward(*own[:1], q, k_, v_, *own[1:],
-                                              grads=("dq", "dk", "dv", *wanted), partial=partial,
-                                              **keywords)
-        for name in wanted:
-            sums[name][place.of(name, sums[name])].add_(getattr(grads, name))
-        pieces.append((grads, place))
-    if len(pieces) == 1 and pieces[0][1].packed:
-        return pieces[0][0].dq, pieces[0][0].dk, pieces[0][0].dv
-    dq = torch.cat([grads.dq[0] for grads, _ in pieces]) if pieces else p.q.new_empty(
-        0, *p.q.shape[1:])
-    dk, dv = k.new_zeros(t.k_count, *k.shape[1:]), v.new_zeros(t.k_count, *v.shape[1:])
-    for grads, place in pieces:
-        dk[place.keys], dv[place.keys] = grads.dk[0], grads.dv[0]
-    return dq, dk, dv
+        lo, hi = (0, t.rows.count) if place.packed else t.sequences[place.order][1:]
+        rows = [x if x is None else x[lo:hi] if place.packed else x[None, lo:hi] for x in (do, o)]
+        rows += [x if x is None else x[:, lo:hi] if place.packed else x[None, :, lo:hi]
+                 for x in (lse, dlse)]
+        into = [own_dq, dk, dv] if place.packed else [
+            own_dq[None, lo:hi], dk[None, place.keys], dv[None, place.keys]]
+        into = dict(zip(("dq", "dk", "dv"), into))
+        whole = {name: sums[name][place.of(name, sums[name])] for name in wanted}
+        _add_gradients(rows[0], (q, k_, v_, *rows[1:]), dict(keywords, partial=partial), into, whole)
+    if not t.rows.is_slice:
+        t.rows.put(dq, own_dq)
+
+
+def _add_gradients(do, inputs, keywords: dict, into: dict, whole: dict):
+    """Adds the gradients of one call of attention to the tensors `into`, in its epilogue where a backend
+    can, and to `whole`, fp32 whatever the inputs are."""
+    if adds_in_place(do.device):
+        own = {name: torch.zeros(keywords[name[1:]].shape, dtype=keywords[name[1:]].dtype,
+                                 device=do.device) for name in whole}
+        _functions.attention_backward(do, *inputs, grads={**into, **own}, accumulate=True, **keywords)
+    else:
+        found = _functions.attention_backward(do, *inputs, grads=(*into, *whole), **keywords)
+        own = {name: getattr(found, name) for name in whole}
+        for name, x in into.items():
+            x.add_(getattr(found, name))
+    for name, x in whole.items():
+        x.add_(own[name])
+
+
+def adds_in_place(device: torch.device) -> bool:
+    """Whether a backend there has accumulate=True."""
+    return device.type == "cpu"
 
 
 class _Place(NamedTuple):

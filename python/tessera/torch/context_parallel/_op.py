@@ -2,7 +2,10 @@
 """The operators tessera::cp_attention and cp_attention_backward: those of tessera::attention, on one
 rank's packed rows, told by a text what lies where and by names who takes part.
 
-    cp_attention(q, k, v, ... flags, ..., max_logit, spec, inner, outer) -> (o, lse, max_logit, rng)
+    cp_attention(q, k, v, ... flags, ..., max_logit, spec, inner, outer)
+        -> (o, lse, max_logit, rng, k, v and segment ids that were fetched)
+
+What is not wanted, or not kept, is empty.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ _ARGUMENTS = ", ".join(
     [f"Tensor{'' if name in 'qkv' else '?'} {'shifts' if name == 'shift' else name}"
      for name in _describe.INPUTS] + [f"{type} {name}" for name, type in _describe.TYPES.items()])
 for _schema in (f"cp_attention({_ARGUMENTS}, bool max_logit, str spec, str inner, str outer) -> "
-                "(Tensor, Tensor, Tensor, Tensor)",
-                "cp_attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, "
+                f"({', '.join(['Tensor'] * 7)})",
+                "cp_attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, Tensor[] kept, "
                 f"{_ARGUMENTS}, int grads, str spec, str inner, str outer) -> Tensor[]"):
     _ops._library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
@@ -47,12 +50,17 @@ class _Run:
         self.device = self.given["q"].device
 
     def agree(self, key: tuple):
-        inputs = tuple(None if not isinstance(x, torch.Tensor) else (x.shape, x.dtype, x.device.type)
-                       for x in key)
-        _check.agree((self.spec, inputs, *(x for x in key if not isinstance(x, torch.Tensor))),
-                     self.topology, self.device,
+        inputs = [(x.shape, x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x for x in key]
+        _check.agree((self.spec, *inputs), self.topology, self.device,
                      lambda: _check.check(self.given, self.spec, self.topology),
                      lambda: _check.fields(self.given, self.spec))
+
+    def kept(self) -> tuple:
+        """New k, v and segment ids for the rows that this rank's queries see."""
+        ids = self.given.get("segment_ids")
+        return tuple(x.new_empty(shape) for x, shape in zip(
+            (self.given["k"], self.given["v"], *([] if ids is None else [ids[1]])),
+            _kept_shapes(self.spec, self.topology.rank, self.given["k"], self.given["v"])))
 
     def log(self, which: str):
         if _LOGS:
@@ -71,16 +79,17 @@ class _Run:
             given.get("alibi_slopes"), given.get("sink"), given.get("k_scale"), given.get("v_scale"),
             rng, {name: given.get(name) for name in _OPTIONS if name != "bias_at" or "bias" in dense})
 
-    def driver(self) -> tuple[_heads.Exchange | None, Driver]:
+    def driver(self) -> tuple[list[_heads.Exchange] | None, Driver]:
         """What exchanges heads, if anything does, and what exchanges keys."""
         spec, topology = self.spec, self.topology
         if not spec.by_heads:
             return None, Driver(spec.exchange, spec.shards_q, spec.shards_k, spec.band, topology,
                                 spec.groups, self.device)
         inner = topology.inner.size
-        heads = _heads.Exchange(topology.inner, spec.shards_q, spec.shards_k,
-                                topology.outer.rank * inner, self.given["q"].shape[1],
-                                self.given["k"].shape[1], self.device)
+        heads = [_heads.Exchange(topology.inner, spec.shards_q, spec.shards_k,
+                                 topology.outer.rank * inner, self.given["q"].shape[1],
+                                 self.given["k"].shape[1], self.device, part, spec.groups)
+                 for part in range(spec.groups)]
         nodes = [schedule.node_shards(shards, inner) for shards in (spec.shards_q, spec.shards_k)]
         return heads, Driver("ring" if spec.exchange == "heads+ring" else "keys", *nodes, spec.band,
                              Topology(topology.outer, topology.outer), 1, self.device)
@@ -118,13 +127,15 @@ def _forward(*arguments):
         rng = run.state()
         problem = run.problem(rng)
         heads, driver = run.driver()
-        o, lse, peak = driver.forward(problem, max_logit) if heads is None else \
+        kept = run.kept() if run.spec.saves else ()
+        o, lse, peak = driver.forward(problem, max_logit, kept) if heads is None else \
             _heads.forward(heads, driver, problem, max_logit)
         peak = run.largest(peak) if max_logit else lse.new_empty(0)
-    return o, lse, peak, lse.new_empty(0, dtype=torch.int64) if rng is None else rng.clone()
+    kept = *kept, *(lse.new_empty(0) for _ in range(3 - len(kept)))
+    return o, lse, peak, lse.new_empty(0, dtype=torch.int64) if rng is None else rng.clone(), *kept
 
 
-def _backward(do, o, lse, dlse, *arguments):
+def _backward(do, o, lse, dlse, kept, *arguments):
     *inputs, wanted, spec, inner, outer = arguments
     run = _Run(inputs, spec, inner, outer)
     run.log("backward")
@@ -139,7 +150,8 @@ def _backward(do, o, lse, dlse, *arguments):
                  for name, x in sums.items()}
         heads, driver = run.driver()
         rows = problem, do.contiguous(), o, lse, dlse, whole, dense
-        found = driver.backward(*rows) if heads is None else _heads.backward(heads, driver, *rows)
+        found = driver.backward(*rows, kept) if heads is None else \
+            _heads.backward(heads, driver, *rows)
     results = dict(zip(("dq", "dk", "dv"), found))
     results |= {name: x.to(run.given[name[1:]].dtype) for name, x in sums.items()}
     return [results[name].contiguous() for name in names]
@@ -153,19 +165,31 @@ attention = torch.ops.tessera.cp_attention.default
 attention_backward = torch.ops.tessera.cp_attention_backward.default
 
 
+def _kept_shapes(spec: Spec, rank: int, k, v):
+    rows = sum(run.length for run in schedule.needed(spec.shards_q, spec.shards_k, spec.band, rank))
+    return (rows, *k.shape[1:]), (rows, *v.shape[1:]), (rows,)
+
+
 @torch.library.register_fake("tessera::cp_attention", lib=_ops._library)
 def _(*arguments):
-    *inputs, max_logit, _spec, _inner, _outer = arguments
-    q, _, v = inputs[:3]
+    *inputs, max_logit, text, inner, outer = arguments
+    spec = Spec.parse(text)
+    q, k, v = inputs[:3]
+    ids = inputs[_describe.INPUTS.index("segment_ids_k")]
+    kept = [q.new_empty(0, dtype=torch.float32) for _ in range(3)]
+    if spec.saves:
+        shapes = _kept_shapes(spec, topology_of(inner, outer, spec.exchange).rank, k, v)
+        kept = [none if x is None else x.new_empty(shape)
+                for none, x, shape in zip(kept, (k, v, ids), shapes)]
     rows, hq = q.shape[:2]
     drops = inputs[_NUM_INPUTS] & _lib.DROPOUT
     return (q.new_empty(rows, hq, v.shape[2]), q.new_empty((hq, rows), dtype=torch.float32),
             q.new_empty(hq if max_logit else 0, dtype=torch.float32),
-            q.new_empty(4 if drops else 0, dtype=torch.int64))
+            q.new_empty(4 if drops else 0, dtype=torch.int64), *kept)
 
 
 @torch.library.register_fake("tessera::cp_attention_backward", lib=_ops._library)
-def _(do, o, lse, dlse, *arguments):
+def _(do, o, lse, dlse, kept, *arguments):
     *inputs, wanted, _spec, _inner, _outer = arguments
     given = dict(zip(_describe.INPUTS, inputs))
     return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
@@ -185,25 +209,28 @@ class Attention(torch.autograd.Function):
     def forward(ctx, *inputs):
         *_, arguments = inputs
         with _ops.below_autograd():
-            o, lse, max_logit, rng = output = attention(*arguments)
+            o, lse, max_logit, rng, *kept = output = attention(*arguments)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(max_logit, rng)
-        ctx.save_for_backward(o, lse, rng, *arguments[:_NUM_INPUTS])
+        ctx.mark_non_differentiable(max_logit, rng, *kept)
+        ctx.save_for_backward(o, lse, rng, *kept, *arguments[:_NUM_INPUTS])
         ctx.values = arguments[_NUM_INPUTS:]
         return output
 
     @staticmethod
     def backward(ctx, do, dlse, *_):
-        o, lse, rng, *inputs = ctx.saved_tensors
+        o, lse, rng, *rest = ctx.saved_tensors
+        kept, inputs = rest[:3], rest[3:]
         if rng.numel():
             inputs[_describe.INPUTS.index("rng_state")] = rng
         *values, _, spec, inner, outer = ctx.values
+        has_ids = inputs[_describe.INPUTS.index("segment_ids_k")] is not None
+        kept = kept[:2 + has_ids] if Spec.parse(spec).saves else []
         wanted = [i for i, needed in zip(_describe.DIFFERENTIABLE, ctx.needs_input_grad) if needed]
         # Every rank takes part, whether or not its own loss depends on o.
         do = o.new_zeros(o.shape) if do is None else do
         bits = sum(1 << _describe.DIFFERENTIABLE.index(i) for i in wanted)
-        results = iter(attention_backward(do, o, lse, dlse, *inputs, *values, bits, spec, inner,
-                                          outer))
+        results = iter(attention_backward(do, o, lse, dlse, kept, *inputs, *values, bits, spec,
+                                          inner, outer))
         return *(next(results) if needed else None for needed in ctx.needs_input_grad[:-1]), None
 
 

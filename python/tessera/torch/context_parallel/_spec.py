@@ -22,6 +22,7 @@ class Spec(NamedTuple):
     shards_q: Shards
     shards_k: Shards
     draws: bool            # rank 0's state of dropout is everyone's
+    saves: bool            # keys that were fetched are kept for the backward pass
 
     @property
     def by_heads(self) -> bool:
@@ -32,16 +33,16 @@ class Spec(NamedTuple):
         band = self.band
         return ";".join((self.exchange, str(self.groups), f"{band.left},{band.right}",
                          ",".join(map(str, band.shifts)), self.shards_q.text, self.shards_k.text,
-                         str(int(self.draws))))
+                         str(int(self.draws)), str(int(self.saves))))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Spec:
-        exchange, groups, window, shifts, shards_q, shards_k, draws = text.split(";")
+        exchange, groups, window, shifts, shards_q, shards_k, draws, saves = text.split(";")
         left, right = map(int, window.split(","))
         band = Band(left, right, tuple(int(x) for x in shifts.split(",") if x))
         return Spec(exchange, int(groups), band, Shards.parse(shards_q), Shards.parse(shards_k),
-                    draws == "1")
+                    draws == "1", saves == "1")
 
 
 def names_of(group) -> tuple[str, str]:
@@ -77,9 +78,11 @@ def topology_of(inner: str, outer: str, exchange: str) -> comm.Topology:
 
 
 @functools.lru_cache(maxsize=1024)
-def spec_text(q_text: str, k_text: str, inner: int, exchange: str, groups, causal: bool, window, align,
-              heads: tuple, itemsize: int, has_rows: bool, max_bytes, draws: bool) -> str:
-    """The text for a call; ValueError for what can never run."""
+def spec_text(q_text: str, k_text: str, inner: int, how: tuple, causal: bool, window, align,
+              heads: tuple, itemsize: int, has_rows: bool, draws: bool) -> str:
+    """The text for a call; `how` is (exchange, groups of heads, save_gathered, max_bytes). ValueError
+    for what can never run."""
+    exchange, groups, save_gathered, max_bytes = how
     shards_q, shards_k = Shards.parse(q_text), Shards.parse(k_text)
     band = cost.band_of(causal, window, _shifts(align, shards_q, shards_k), len(shards_q.lengths))
     hq, hk, dqk, dv = heads
@@ -87,8 +90,10 @@ def spec_text(q_text: str, k_text: str, inner: int, exchange: str, groups, causa
         exchange = _TWO_LEVEL[exchange]
     chosen = cost.plan(shards_q, shards_k=shards_k, hq=hq, hk=hk, dqk=dqk, dv=dv, itemsize=itemsize,
                        causal=causal, window=window, shifts=band.shifts, inner=inner,
-                       exchange=exchange, groups=groups, has_rows=has_rows, max_bytes=max_bytes)
-    return Spec(chosen.exchange, chosen.groups, band, shards_q, shards_k, draws).text
+                       exchange=exchange, groups=groups, has_rows=has_rows, max_bytes=max_bytes,
+                       save_gathered=save_gathered)
+    saves = save_gathered and chosen.exchange in ("keys", "keys+keys") and shards_k.size > 1
+    return Spec(chosen.exchange, chosen.groups, band, shards_q, shards_k, draws, saves).text
 
 
 _TWO_LEVEL = {"heads": "heads+keys", "ring": "heads+ring", "keys": "keys+keys"}

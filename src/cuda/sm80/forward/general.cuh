@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kWarps, k
   using Storage = ForwardStorage<T, kD, kDv, kWarps, kTileN>;
   constexpr int kThreads = 32 * kWarps, kTileM = Storage::kTileM;
   constexpr bool kSkip = kRich && kSkipsBlocks<kD>;
+  constexpr bool kHoldsK = kRich, kHoldsV = kRich && kD > 64;  // three narrow CTAs share registers
   extern __shared__ __align__(16) char shared[];
   Storage& smem = *reinterpret_cast<Storage*>(shared);
   const Params& p = args.params;
@@ -69,13 +70,13 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kWarps, k
   };
   const KeyRows k_held = key_rows_of(TESSERA_K), v_held = key_rows_of(TESSERA_V);
   const auto load_k = [&](int key0) {
-    load_keys<T, kTileN, kD, kThreads, kRich, true>(smem.k, kRich ? k_held : key_rows_of(TESSERA_K),
-                                                    key0, p.dqk, p.tensor[TESSERA_K]);
+    load_keys<T, kTileN, kD, kThreads, kRich, true>(
+        smem.k, kHoldsK ? k_held : key_rows_of(TESSERA_K), key0, p.dqk, p.tensor[TESSERA_K]);
     commit_copies();
   };
   const auto load_v = [&](int key0) {
     load_keys<T, kTileN, kDv, kThreads, kRich, true>(
-        smem.v, kRich ? v_held : key_rows_of(TESSERA_V), key0, tile.dv_here, p.tensor[TESSERA_V]);
+        smem.v, kHoldsV ? v_held : key_rows_of(TESSERA_V), key0, tile.dv_here, p.tensor[TESSERA_V]);
     commit_copies();
   };
 

@@ -16,6 +16,7 @@ from ..._names import missing
 from .. import _words
 from .._linear import Linear, Norm, NormLinear, device_of, unsupported
 from .dot_product_attention import DotProductAttention
+from .dot_product_attention.context_parallel import Spread
 from .rope import apply_rotary_pos_emb
 
 __all__ = ["MultiheadAttention"]
@@ -39,7 +40,7 @@ class MultiheadAttention(torch.nn.Module):
     of heads (fuse_qkv_params; qkv_weight_interleaved: g · (q .. q k v), else all of q, of k, of v) or of
     `query_weight`, `key_weight`, `value_weight`; for attention_type="cross" `query_layer` or
     `layernorm_query`, and `key_value`; `proj`; `q_norm` and `k_norm` of qk_norm_type. The other arguments
-    are DotProductAttention's and TE's.
+    are DotProductAttention's and TE's, those of context parallelism (cp_group, ...) among them.
     """
 
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
@@ -60,7 +61,8 @@ class MultiheadAttention(torch.nn.Module):
                  qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
                  qk_norm_before_rope: bool = False, seq_length: int | None = None,
                  micro_batch_size: int | None = None, rotary_pos_interleaved: bool = False,
-                 bottom_right_diagonal: bool | None = None, softmax_type: str = "vanilla"):
+                 bottom_right_diagonal: bool | None = None, softmax_type: str = "vanilla", cp_group=None,
+                 cp_global_ranks=None, cp_stream=None, cp_comm_type: str = "p2p"):
         super().__init__()
         unsupported("MultiheadAttention", tp_size=tp_size if tp_size > 1 else None,
                     sequence_parallel=sequence_parallel,
@@ -94,6 +96,7 @@ class MultiheadAttention(torch.nn.Module):
             attention_type=attention_type, softmax_type=softmax_type)
         self.proj = Linear(num_attention_heads * self.kv_channels, hidden_size, bias,
                            output_layer_init_method, **factory)
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.qk_norm_before_rope = qk_norm_before_rope
         self.q_norm, self.k_norm = (self._head_norm(qk_norm_type, qk_norm_eps, zero_centered_gamma,
                                                     factory) for _ in range(2))
@@ -104,6 +107,10 @@ class MultiheadAttention(torch.nn.Module):
             unsupported("MultiheadAttention", tp_group=tp_group)
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        """From now on hidden_states are this rank's rows of sequences on the ranks of cp_group, in TE's
+        two chunks, and rotary embeddings go by positions of the whole; cp_group=None ends that."""
+        spread = Spread.of(cp_group, cp_comm_type)
+        self.cp_size, self.cp_rank = (1, 0) if spread is None else (spread.size, spread.rank)
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream,
                                                        cp_comm_type)
 
@@ -207,5 +214,6 @@ class MultiheadAttention(torch.nn.Module):
         if inference_params is not None and self.qkv_format == "thd":
             cu_seqlens = (inference_params.cu_seqlens_q[:inference_params.batch_size + 1],) * 2
         return [apply_rotary_pos_emb(x, angles, self.qkv_format, start, self.rotary_pos_interleaved,
-                                     True, lengths if self.qkv_format == "thd" else None)
+                                     True, lengths if self.qkv_format == "thd" else None,
+                                     self.cp_size, self.cp_rank)
                 for x, angles, lengths in zip((q, k), freqs, cu_seqlens)]

@@ -39,6 +39,9 @@ class Spread:
                                'cp_comm_type="a2a+p2p", and one group for the others')
         sizes = [torch.distributed.get_world_size(group) for group in groups]
         self.size, self.exchange = int(np.prod(sizes)), _EXCHANGES[cp_comm_type]
+        self.rank = 0  # ranks of [a2a, p2p] count along a2a first
+        for group, size in zip(reversed(groups), reversed(sizes)):
+            self.rank = self.rank * size + torch.distributed.get_rank(group)
         self.group = tuple(groups) if len(groups) == 2 else groups[0]
         if len(groups) == 2 and min(sizes) == 1:
             self.exchange = "ring" if sizes[0] == 1 else "heads"

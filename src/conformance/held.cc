@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <limits>
+
+#include "conformance/data.h"
+#include "core/case/draw.h"
+
+namespace tessera {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Calls value(i, e, a normal number) for each element of an output, i its index on every axis and e
+// the element in C order, and stores the answer; NaN: leaves it as it is.
+template <typename Value>
+void fill(const Case& c, const Problem& p, const Buffers& buffers, int index, const Value& value) {
+  if (!given(p, index)) return;
+  const Tensor& t = p.tensor[index];
+  int64_t extent[4], i[4], e = 0;
+  for (int axis = 0; axis < 4; ++axis) {
+    extent[axis] = axis < tensor_rule(index).rank ? t.extent[axis] : 1;
+  }
+  for (i[0] = 0; i[0] < extent[0]; ++i[0])
+    for (i[1] = 0; i[1] < extent[1]; ++i[1])
+      for (i[2] = 0; i[2] < extent[2]; ++i[2])
+        for (i[3] = 0; i[3] < extent[3]; ++i[3], ++e) {
+          const uint64_t counter = (static_cast<uint64_t>(index) << 40) + e / 2;
+          const NormalPair pair = draw_normals(c.seed, kDrawHeld, counter);
+          const double x = value(i, e, e % 2 ? pair.odd : pair.even);
+          const int64_t at = offset_of(t, i[0], i[1], i[2], i[3]);
+          if (!std::isnan(x)) store_element(buffers.data[index], at, t.dtype, x);
+        }
+}
+
+}  // namespace
+
+void fill_held(const Case& c, const CaseGeometry& geometry, const Buffers& buffers) {
+  const Problem& p = geometry.problem;
+  for (int index = TESSERA_DQ; index <= TESSERA_DALIBI_SLOPES; ++index) {
+    fill(c, p, buffers, index, [](const int64_t*, int64_t, double value) { return value; });
+  }
+  if (is_backward(p)) return;
+  fill(c, p, buffers, TESSERA_LSE, [&](const int64_t*, int64_t e, double value) {
+    if (e % 8 == 7) return -kInfinity;
+    return value + std::log(1.0 + static_cast<double>(c.sk)) + (e % 8 == 3 ? 1000 : 0);
+  });
+  const int64_t* rows = p.tensor[TESSERA_LSE].extent;
+  fill(c, p, buffers, TESSERA_O, [&](const int64_t* i, int64_t, double value) {
+    const int64_t of_lse = (i[0] * rows[1] + i[2]) * rows[2] + i[1];
+    return of_lse % 8 == 7 ? std::numeric_limits<double>::quiet_NaN() : value;
+  });
+}
+
+}  // namespace tessera

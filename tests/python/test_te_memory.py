@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's ways to save memory and launches: offloading, recomputation, graphed callables."""
+
+import contextlib
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera  # noqa: E402
+import tessera.te.pytorch as te  # noqa: E402
+from tessera.te.pytorch import cpu_offload, graph  # noqa: E402
+from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
+
+B, S, H, D = 2, 16, 4, 8
+
+
+class Block(torch.nn.Module):
+    """A projection, attention, a residual."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.qkv = torch.nn.Linear(H * D, 3 * H * D)
+        self.attention = te.DotProductAttention(H, D, qkv_format="bshd", **options)
+
+    def forward(self, x, mask="causal"):
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).unbind(2)
+        return x + self.attention(q, k, v, attn_mask_type=mask)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads cost small problems more than they give."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    monkeypatch.setattr(cpu_offload, "SMALLEST", 256)
+    torch.manual_seed(0)
+    return [Block() for _ in range(4)]
+
+
+def gradients(blocks, x, context, sync, after=lambda i: None, before_backward=lambda: None):
+    x = x.clone().requires_grad_()
+    y = x
+    for i, block in enumerate(blocks):
+        with context:
+            y = block(y)
+        y = sync(y)
+        after(i)
+    before_backward()
+    return torch.autograd.grad(y.square().sum(), [x, *(p for block in blocks for p in block.parameters())])
+
+
+def on_device(context):
+    """Of each layer: how many of the tensors that it saved are on the device, and how many there are."""
+    alive = [layer.alive() for layer in context.layers]
+    return [(sum(saved.tensor is not None for saved in each), len(each)) for each in alive]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_offloaded_gradients_are_the_same(blocks, num_layers, retain):
+    x = torch.randn(B, S, H * D)
+    expected = gradients(blocks, x, *te.get_cpu_offload_context())
+    context, sync = te.get_cpu_offload_context(True, num_layers, 4, retain_pinned_cpu_buffers=retain)
+    seen, copies = [], []
+    for _ in range(2):  # as a second step of training
+        def look():
+            seen.append(on_device(context))
+            copies.append([saved.copy.data_ptr() for layer in context.layers for saved in layer.alive()])
+        for ours, theirs in zip(gradients(blocks, x, context, sync, before_backward=look), expected):
+            assert torch.equal(ours, theirs)
+        for layer, (here, all) in enumerate(seen[-1]):
+            assert here == 0
+            assert all >= 4 if layer < num_layers else all == 0  # q, k, v, o at the least
+    assert (copies[0] == copies[1]) == (retain or num_layers == 0)
+    gc.collect()
+    assert not any(layer.alive() for layer in context.layers)
+
+
+def test_the_last_layers_come_back_in_time(blocks):
+    """While a layer goes backward, what is on the device is its own and what comes next."""
+    context, sync = te.get_cpu_offload_context(True, 3, 4)
+    seen = {}
+
+    def synced(x):
+        x, number = sync(x), context.current
+
+        def look(_):
+            seen[number] = [here > 0 for here, _ in on_device(context)][:3]
+        x.grad_fn.register_prehook(look)
+        return x
+    gradients(blocks, torch.randn(B, S, H * D), context, synced)
+    assert seen == {3: [False, False, True], 2: [False, True, True], 1: [True, True, False],
+                    0: [True, False, False]}
+
+
+def test_offloading_by_hand(blocks):
+    x = torch.randn(B, S, H * D)
+    expected = gradients(blocks, x, *te.get_cpu_offload_context())
+    context, sync, by_hand = te.get_cpu_offload_context(True, None, 4, manual_synchronization=True)
+
+    def release():
+        assert all(here == all for here, all in on_device(context))
+        for layer in (0, 2):
+            by_hand.release_activation_forward_gpu_memory(layer)
+        here = [here for here, _ in on_device(context)]
+        assert here[0] == here[2] == 0 < min(here[1], here[3])
+        by_hand.start_reload_layer(0)  # layer 2 comes back when it is asked for
+    for ours, theirs in zip(gradients(blocks, x, context, sync, lambda i: i % 2 or by_hand.start_offload_layer(i),
+                                      release), expected):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_a_layer_saved_must_not_change(blocks):
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+    with context:
+        y = torch.randn(64, 64, requires_grad=True).exp()  # saves its result
+        z = sync(y.sin())
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match="was modified in place"), context:
+        z.cos()
+
+
+def test_bad_offloads():
+    with contextlib.ExitStack() as none:
+        context, sync, by_hand = te.get_cpu_offload_context(False, manual_synchronization=True)
+        none.enter_context(context)
+        by_hand.start_offload_layer(0)
+        assert sync(3) == 3
+    with pytest.raises(ValueError, match=r"num_layers=2: must be from 0 to model_layers - 1 = 1"):
+        te.get_cpu_offload_context(True, 2, 2)
+    with pytest.raises(ValueError, match="offload_activations=False"):
+        te.get_cpu_offload_context(True, 1, 2, offload_activations=False)
+    with pytest.warns(DeprecationWarning, match="offload_weights=True"):
+        context, _ = te.get_cpu_offload_context(True, 1, 2, True, True)
+    with pytest.raises(RuntimeError, match="entered inside itself"), context, context:
+        pass
+
+
+# ---- recomputation ----
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_computes_the_same_again(reentrant):
+    """With dropout from a tracker's states too."""
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    torch.manual_seed(0)
+    block, runs = Block(attention_dropout=0.3, get_rng_state_tracker=lambda: tracker), []
+    x = torch.randn(B, S, H * D, requires_grad=True)
+
+    def run(x, mask):
+        runs.append(mask)
+        return torch.nn.functional.dropout(block(x, mask=mask), 0.2)
+    start, results = tracker.get_states(), []
+    for wrap in (lambda *given, **_: run(*given[1:], "causal"), te.checkpoint):
+        tracker.set_states(dict(start))
+        torch.manual_seed(1)
+        loss = wrap(run, x, mask="causal", use_reentrant=reentrant, get_rng_state_tracker=lambda: tracker,
+                    distribute_saved_activations=False, tp_group=None).square().sum()
+        x.grad = block.qkv.weight.grad = None
+        loss.backward()
+        results.append((loss, x.grad, block.qkv.weight.grad, tracker.get_states()["model-parallel-rng"]))
+    assert all(map(torch.equal, *results))
+    assert runs == ["causal"] * 3
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True"):
+        te.checkpoint(run, x, distribute_saved_activations=True)
+
+
+# ---- graphs ----
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """In the place of PyTorch's capture: runs of what it was given, on tensors as it captures them."""
+    def capture(modules, sample_args, num_warmup_iters, allow_unused_input, pool):
+        calls.append((num_warmup_iters, allow_unused_input, pool))
+        graphed = []
+        for module, sample in zip(modules, sample_args):
+            assert isinstance(module, torch.nn.Module) and all(isinstance(x, torch.Tensor) for x in sample)
+
+            def replay(*tensors, module=module, sample=sample):
+                assert [x.shape for x in tensors] == [x.shape for x in sample]
+                runs.append(module)
+                return type(module).forward(module, *tensors)
+            graphed.append(replay)
+        return tuple(graphed)
+    calls, runs = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    return calls, runs
+
+
+def test_graphed_modules(blocks, replayed):
+    calls, runs = replayed
+    x = torch.randn(B, S, H * D)
+    expected = [block(x, mask="no_mask") for block in blocks[:2]]
+    both = graph.make_graphed_callables(
+        tuple(blocks[:2]), ((x,), (x,)), num_warmup_iters=1, allow_unused_input=True,
+        sample_kwargs=({"mask": "no_mask"}, {"mask": "no_mask"}), pool=(0, 1))
+    assert both == tuple(blocks[:2]) and calls == [(1, True, (0, 1))] and not runs
+    for block, o in zip(both, expected):
+        assert torch.equal(block(x, mask="no_mask"), o)
+    assert [set(map(id, module.parameters())) for module in runs] == \
+        [set(map(id, block.parameters())) for block in both]  # PyTorch asks for their gradients
+    with pytest.raises(ValueError, match="argument 'causal': was 'no_mask'"):
+        both[0](x, mask="causal")
+    with pytest.raises(ValueError, match="with other arguments"):
+        both[0](x)
+    assert len(runs) == 2
+    both[0].eval()  # was captured in training
+    assert both[0](x, mask="causal").shape == x.shape and len(runs) == 2
+
+
+def test_a_graphed_function(replayed):
+    add = te.make_graphed_callables(lambda x, y=None, scale=1: x + scale * y["a"], (torch.zeros(3),),
+                                    sample_kwargs={"y": {"a": torch.ones(3)}, "scale": 2})
+    assert torch.equal(add(torch.ones(3), scale=2, y={"a": torch.ones(3)}), torch.full((3,), 3.0))
+
+
+def test_graphs_that_cannot_be(monkeypatch):
+    block, x = Block(), torch.randn(B, S, H * D)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(tessera.Refused, match="no CUDA device.*call the modules as they are"):
+        te.make_graphed_callables(block, (x,))
+    for given in ({"fp8_enabled": (False, True)}, {"enabled": True}, {"_order": [1, -1]},
+                  {"retain_graph_in_backward": True}):
+        with pytest.raises(NotImplementedError, match=next(iter(given))):
+            te.make_graphed_callables(block, (x,), **given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="sample_args of 1 callables: must be one for each of 2"):
+        te.make_graphed_callables((block, block), ((x,),))

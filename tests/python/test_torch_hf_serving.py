@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every cache of transformers, and its continuous batching, on tessera beside eager: the same tokens."""
+import functools
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import signatures  # noqa: E402
+import tessera  # noqa: E402
+import tessera.hf  # noqa: E402
+from tessera.hf import _continuous  # noqa: E402
+from test_torch_hf import MODELS, build, tokens  # noqa: E402
+from transformers import cache_utils, masking_utils  # noqa: E402
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads cost small problems more than they give."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def built():
+    return functools.cache(lambda name: build(MODELS[name]()))
+
+
+class FourBits(cache_utils.QuantizedLayer):
+    """A quantised layer without a package: 4 bits for each element, a scale for each row."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax(-1, keepdim=True) / 7 + 1e-9
+        return (tensor / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, quantized):
+        return quantized[0] * quantized[1]
+
+
+WAYS = [dict(prefill_chunk_size=5), dict(prefill_chunk_size=5, cache_implementation="static"),
+        dict(num_beams=3), dict(prompt_lookup_num_tokens=3), dict(use_cache=False)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("cache", [*ALL_CACHE_IMPLEMENTATIONS, "fp8", "four bits", *WAYS], ids=str)
+def test_every_cache_generates_eagers_tokens(built, name, cache):
+    """Prompts beyond the windows; chunks of them, beams, drafts that are rejected."""
+    eager, ours = built(name)
+    ids = tokens(b=1 if "prompt_lookup_num_tokens" in cache else 2)
+
+    def generate(model):
+        given = cache if isinstance(cache, dict) else dict(cache_implementation=cache)
+        if cache == "fp8":
+            given = dict(past_key_values=transformers.QuantizedCache("fp8", model.config))
+        elif cache == "four bits":
+            layers = [FourBits(residual_length=5) for _ in range(model.config.num_hidden_layers)]
+            given = dict(past_key_values=cache_utils.Cache(layers=layers))
+        return model.generate(ids, max_new_tokens=12, do_sample=False, disable_compile=True, **given)
+    try:
+        expected = generate(eager)
+    except (ValueError, ImportError, RuntimeError, AttributeError) as error:
+        pytest.skip(f"eager cannot either: {str(error)[:90]}")
+    assert torch.equal(generate(ours), expected)
+
+
+# ---- continuous batching ----
+
+def batched(model, prompts, **more):
+    config = transformers.ContinuousBatchingConfig(
+        num_blocks=24, max_batch_tokens=16, page_size=8, max_requests_per_batch=4, **more)
+    given = transformers.GenerationConfig(max_new_tokens=7, do_sample=False, eos_token_id=2, pad_token_id=0)
+    out = model.generate_batch(prompts, generation_config=given, continuous_batching_config=config)
+    return [each.generated_tokens for _, each in sorted(out.items())]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_continuous_batching(built, name, monkeypatch):
+    """Prompts come in chunks beside sequences that generate; windows, caps and sinks included."""
+    eager, ours = built(name)
+    rng, shapes = random.Random(1), []
+    prompts = [[rng.randrange(3, 97) for _ in range(rng.randrange(2, 24))] for _ in range(6)]
+    attention = _continuous.attention
+
+    def spy(q, k, v, **keywords):
+        assert "keep" not in keywords and "bias" not in keywords
+        shapes.append((q.shape[0], len(keywords["cu_seqlens_q"]) - 1))
+        return attention(q, k, v, **keywords)
+    monkeypatch.setattr(_continuous, "attention", spy)
+    with tessera.hf.continuous_batching(ours) as model:
+        assert model is ours
+        answers = batched(ours, prompts)
+    for prompt, answer in zip(prompts, answers):
+        alone = eager.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=7,
+                               do_sample=False, eos_token_id=2, pad_token_id=0)
+        assert answer == alone[0].tolist()[len(prompt):]
+    assert max(tokens for tokens, _ in shapes) <= 16 and max(sequences for _, sequences in shapes) > 1
+    assert any(tokens > sequences > 1 for tokens, sequences in shapes)  # a chunk beside other sequences
+    assert ours.config._attn_implementation == "tessera"
+    assert torch.equal(*(model.generate(tokens(), max_new_tokens=4, do_sample=False) for model in (eager, ours)))
+
+
+def test_what_continuous_batching_needs(built):
+    eager, ours = built("llama")
+    with pytest.raises(ValueError, match='attn_implementation="eager": must be "tessera"'):
+        with tessera.hf.continuous_batching(eager):
+            pass
+    with pytest.raises(ValueError, match="tessera is not supported for continuous batching"):
+        batched(ours, [[5, 6, 7]])  # transformers' own words
+    with pytest.warns(FutureWarning, match="prefix is no longer needed"):
+        model = transformers.AutoModelForCausalLM.from_config(MODELS["llama"](), attn_implementation="paged|tessera")
+    assert model.config._attn_implementation == "tessera"
+    with pytest.raises(ValueError, match="Could not find the currently requested flash attention"):
+        transformers.AutoModelForCausalLM.from_config(MODELS["llama"](), attn_implementation=_continuous.NAME)
+    with tessera.hf.continuous_batching(ours), pytest.raises(tessera.Refused, match="call the model outside"):
+        ours(tokens(), use_cache=False)
+    assert ours.config._attn_implementation == "tessera"
+
+
+def test_masks_that_lengths_do_not_say():
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    packed = masking_utils.packed_sequence_mask_function(torch.zeros(1, 4, dtype=torch.int32))
+    for function in (masking_utils.causal_mask_function, window, masking_utils.and_masks(window, packed)):
+        assert _continuous.no_mask(mask_function=function) is None
+    for function, name in ((masking_utils.bidirectional_mask_function, "bidirectional_mask_function"),
+                           (masking_utils.or_masks(window, packed), "or_masks"),
+                           (masking_utils.and_masks(window, masking_utils.chunked_causal_mask_function(
+                               5, torch.zeros(1))), "chunked_overlay")):
+        with pytest.raises(tessera.Refused, match=name):
+            _continuous.no_mask(mask_function=function)
+
+
+def test_docstring_has_every_parameter():
+    signatures.assert_described(tessera.hf.continuous_batching)
