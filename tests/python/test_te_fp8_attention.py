@@ -273,6 +273,38 @@ def test_a_backward_pass_of_two_calls_renews_scales_once(core):
     assert m.fp8_meta["scaling_bwd"].amax_history[:, DO].count_nonzero() == 2
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", [DelayedScaling(fp8_dpa=True, amax_history_len=4),
+                                    Float8CurrentScaling(fp8_mha=True)], ids=["delayed", "current"])
+def test_checkpoints_see_the_region_and_the_scales_of_the_first_time(core, reentrant, recipe):
+    """Modules in checkpoints, one in the other, for two steps: gradients, scales and histories are as
+    without."""
+    found = []
+    for checkpointed in (False, True):
+        modules, inputs = [module(), module()], problem()
+
+        def value(x):
+            return x.dequantize() if isinstance(x, te.Float8Tensor) else x
+
+        def inner(q, k, v):
+            return value(modules[1](k, q, v))
+
+        def run(q, k, v):
+            first = te.checkpoint(inner, q, k, v, use_reentrant=reentrant) if checkpointed else inner(q, k, v)
+            return first + value(modules[0](q, k, v))
+        for _ in range(2):
+            for x in inputs[:3]:
+                x.grad = None
+            with autocast(recipe=recipe):
+                out = te.checkpoint(run, *inputs[:3], use_reentrant=reentrant) if checkpointed else \
+                    run(*inputs[:3])
+            out.backward(inputs[3])
+        states = [m.fp8_meta[key] for m in modules for key in ("scaling_fwd", "scaling_bwd")]
+        found.append([x.grad for x in inputs[:3]] + [x for state in states for x in
+                                                     (state.scale, state.amax_history)])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_cache_in_fp8_is_refused():
     params = te.InferenceParams(2, 8, 4, 16, torch.bfloat16, qkv_format="bshd")
     q = torch.zeros(2, 4, 4, 16, dtype=torch.bfloat16)

@@ -483,7 +483,7 @@ def test_names_that_are_not_here_say_why(module):
     with pytest.raises(AttributeError, match="tessera has TE's attention only"):
         found.LayerNormLinear
     with pytest.raises(AttributeError, match="is in tessera.te.pytorch.quantization|yet; pass 16-bit"):
-        found.FP8GlobalStateManager
+        found.DelayedScalingRecipeState
     with pytest.raises(ImportError, match="yet; a bias, ALiBi or an arbitrary mask may do"):
         exec(f"from tessera.te.pytorch{module} import flex_attention")
     with pytest.raises(ImportError, match="attention only; import what is not attention from"):

@@ -233,6 +233,7 @@ class _QuantizationState:
     failed: bool = False   # an exception left a region: its amaxes are not used
     states: list = dataclasses.field(default_factory=list)  # functions that give a state, or None
     awaited_pass: int = -1  # of autograd: its end renews the scales
+    recompute: object = None  # in a checkpoint: state -> the scale to round by, None being its own
 
 
 _REGION = ("fp8_enabled", "fp8_calibration", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module")
@@ -375,6 +376,50 @@ class FP8GlobalStateManager:
 
     # TE 1's names
     fp8_autocast_enter, fp8_autocast_exit = autocast_enter, autocast_exit
+
+
+def computed_again(function):
+    """`function`, whose later calls run in the FP8 region of the first and by the scales that it met, so that
+    a checkpoint's backward pass sees what its forward pass saw; they note no amaxes."""
+    region, scales = FP8GlobalStateManager.get_autocast_state(), []
+    calls = 0
+
+    def run(*args, **kwargs):
+        nonlocal calls
+        manager, again, calls = FP8GlobalStateManager, calls > 0, calls + 1
+        state, before = manager.quantization_state, manager.get_autocast_state()
+        outer, given = state.recompute, iter(scales)
+
+        def met(one):
+            if again:
+                return next(given)
+            scale = None if outer is None else outer(one)  # checkpoints nest
+            scales.append(one.scale.clone() if scale is None else scale)
+            return scale
+        state.recompute = met
+        if again:
+            manager.set_autocast_state(region)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            state.recompute = outer
+            if again:
+                manager.set_autocast_state(before)
+    return run
+
+
+def forward_quantizers(quantizers: list, state: DelayedScalingRecipeState) -> list:
+    """`quantizers` of a module's forward pass, or where a checkpoint computes it again some of the same kinds
+    that round by the scales of the first time. `state` is that of the last of them."""
+    recompute = FP8GlobalStateManager.quantization_state.recompute
+    scale = None if recompute is None else recompute(state)
+    if scale is None:
+        return quantizers
+    past = DelayedScalingRecipeState(state.recipe, mode="forward", num_quantizers=state.num_quantizers,
+                                     device=state.device)
+    past.scale = scale
+    made = past.make_quantizers()
+    return quantizers[:len(quantizers) - len(made)] + made
 
 
 def _itself(state):

@@ -63,6 +63,9 @@ class Emulation:
     module: torch.nn.Module
     fp8_output: bool
 
+    def __post_init__(self):
+        self.forward, self.backward = self.module.forward_quantizers(), self.module.quantizers["scaling_bwd"]
+
     def inputs(self, *qkv):
         q, k, v = (x.dequantize() if isinstance(x, QuantizedTensor) else x for x in qkv)
         q, k, v = FP8EmulationFunc.apply(q, k, v, self._of(META_QKV), "QKV_quantizer", None)
@@ -84,7 +87,7 @@ class Emulation:
         return FP8EmulationFunc.apply(x, None, None, quantizer, name, None)[0]
 
     def _of(self, slot: int, forward: bool = True):
-        return self.module.quantizers["scaling_fwd" if forward else "scaling_bwd"][slot]
+        return (self.forward if forward else self.backward)[slot]
 
     def _current(self, slot: int, forward: bool = True):
         """P and dP are tensors here, so under Float8CurrentScaling they can be their own scales."""

@@ -59,7 +59,7 @@ def attention(module, q, k, v, keywords: dict, fp8_output: bool, wide_backward: 
         result = core_attention(q, k, v, precision="fp8", **keywords)
         _announce_backward(result[0] if isinstance(result, tuple) else result)
         return result
-    forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
+    forward, backward = module.forward_quantizers(), module.quantizers["scaling_bwd"]
     learnt = {name: keywords[name] for name in _LEARNT if isinstance(keywords.get(name), torch.Tensor)}
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *learnt.values()))
     how = _How(forward[META_QKV], forward[META_O], forward[META_S], backward[META_DQKV], backward[META_DO],

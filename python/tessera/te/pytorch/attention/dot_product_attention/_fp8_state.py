@@ -23,7 +23,7 @@ from ....common.recipe import DelayedScaling, Float8CurrentScaling, Format, Reci
 from ... import _words
 from ..._linear import Stateful
 from ...quantization import (MXFP8, DelayedScalingRecipeState, FP8GlobalStateManager, RecipeState,
-                             get_fp8_max)
+                             forward_quantizers, get_fp8_max)
 
 _SLOTS = {"scaling_fwd": (9, 3), "scaling_bwd": (6, 2)}  # of one recipe, and of P or dP beside another
 _FORMATS = {"HYBRID": Format.HYBRID, "E4M3": Format.E4M3, "E5M2": Format.E5M2}
@@ -112,6 +112,10 @@ class Float8Module(Stateful):
             self._fit_states(used, device)
             self.fp8_initialized = True
         region.add_fp8_tensors_to_global_buffer(meta)
+
+    def forward_quantizers(self) -> list:
+        """Those of one call, which asks once."""
+        return forward_quantizers(self.quantizers["scaling_fwd"], self.fp8_meta["scaling_fwd"])
 
     def _fit_states(self, used: list[Recipe], device):
         """States of the recipes `used`, which keep what they know, and quantizers of them."""
