@@ -9,9 +9,12 @@ torch = pytest.importorskip("torch")
 
 import tessera.te.transformer_engine_torch as tex  # noqa: E402
 from cp_pool import Pool  # noqa: E402
+from tessera.te.common.recipe import DelayedScaling  # noqa: E402
 from tessera.te.pytorch import (  # noqa: E402
     DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer)
 from tessera.te.pytorch.attention.dot_product_attention import context_parallel as te_cp  # noqa: E402
+from tessera.te.pytorch.quantization import (DelayedScalingRecipeState, FP8GlobalStateManager,  # noqa: E402
+                                             autocast)
 
 pytestmark = pytest.mark.xdist_group("gloo")
 HEADS, GROUPS, DIM = 4, 2, 16
@@ -196,6 +199,26 @@ def training(rank, group):
     want = tt.attention(*whole, causal=True, dropout_p=0.3, rng_state=state)
     torch.testing.assert_close(results[0][0], chunks(want.flatten(-2), 1, rank, 2))
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def fp8_scales(rank, group, reduce_amax):
+    """Scales of a rank that saw 1 + rank in slot 0 and, of the backward pass, 8 >> rank in slot 1."""
+    FP8GlobalStateManager.reset()
+    recipe = DelayedScaling(reduce_amax=reduce_amax, amax_history_len=2)
+    states = [DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=2, device="cpu")
+              for mode in ("forward", "backward")]
+    meta = {"scaling_fwd": states[0], "scaling_bwd": states[1], "fp8_group": group}
+    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
+    with autocast(recipe=recipe, amax_reduction_group=group):
+        states[0].make_quantizers()[0](torch.tensor([1.0 + rank]))
+    states[1].make_quantizers()[1](torch.tensor([float(8 >> rank)]))
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+    return [state.scale.tolist() for state in states]
+
+
+def test_ranks_share_amaxes(pool):
+    assert pool.run(fp8_scales, 2, 1, True) == [[[224, 1], [1, 57344 / 8]]] * 2
+    assert pool.run(fp8_scales, 2, 1, False) == [[[448, 1], [1, 57344 / 8]], [[224, 1], [1, 57344 / 4]]]
 
 
 def test_dropout(pool):

@@ -105,7 +105,7 @@ def test_te_s_constructors():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("given, error, message", [
     (dict(fp8_quantizer=object()), tessera.torch.Refused, "fp8_quantizer=object: .*16-bit"),
-    (dict(fp8=True), tessera.torch.Refused, "fp8=bool: .*FP8 attention yet; pass 16-bit"),
+    (dict(fp8=True), tessera.torch.Refused, "fp8=bool: .*called on its own yet; call DotProductAttention"),
     (dict(inference_params=object()), tessera.torch.Refused, "inference_params=object.*page_table"),
     (dict(qkv_layout="bhd3"), ValueError, "qkv_layout='bhd3'.*sb3hd"),
     (dict(attn_mask_type="causual"), ValueError, "attn_mask_type='causual'"),

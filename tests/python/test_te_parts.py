@@ -20,7 +20,7 @@ from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem  # noqa: E402
 
 VERSIONS = dict.fromkeys(("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"), "0")
-SWITCHES = (*VERSIONS, "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN",
+SWITCHES = (*VERSIONS, "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN",
             "NVTE_FUSED_ATTN_BACKEND", "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 FLASH, FUSED, UNFUSED = _selection.NAMES
 FP8 = fused.FusedAttnBackend.FP8
@@ -54,7 +54,13 @@ RULES = {
                             {FLASH: "NVTE_FLASH_ATTN_V3=0"}),
     "one version of flash": (dict(device="sm80"), {**VERSIONS, "NVTE_FLASH_ATTN_V3": "1"}, True,
                              FLASH, {}),
-    "fp8": (dict(fp8=True), {}, True, None, {name: "FP8 attention" for name in _selection.NAMES}),
+    "fp8": (dict(fp8=True), {}, True, FUSED, {name: "FP8 attention" for name in (FLASH, UNFUSED)}),
+    "fp8 by emulation": (dict(fp8=True), dict(NVTE_FUSED_ATTN="0", NVTE_UnfusedDPA_Emulate_FP8="1"), True,
+                         UNFUSED, {FUSED: "NVTE_FUSED_ATTN=0"}),
+    "fp8 of fp32": (dict(fp8=True, qkv_dtype=torch.float32), {}, True, None, {FUSED: "float32: FP8 attention"}),
+    "fp8 of a ring": (dict(fp8=True, context_parallel=True), {}, True, None,
+                      {FUSED: "with context parallelism"}),
+    "fp8 outside": (dict(fp8_output=True), {}, True, None, {FUSED: "fp8_output=True outside"}),
     "fp8 elsewhere": (dict(fp8=True, fp8_meta={"recipe": SimpleNamespace(fp8_dpa=False)}), {}, True,
                       FUSED, {}),
     "ring": (dict(context_parallel=True), {}, True, FUSED, {UNFUSED: "context parallelism"}),
@@ -241,9 +247,9 @@ def test_the_submodule_is_found_from_the_top():
 
     assert tessera.te.pytorch.DotProductAttention is DotProductAttention
     with pytest.raises(AttributeError, match="attention only"):
-        tessera.te.common
+        tessera.te.debug
     with pytest.raises(ImportError, match="attention only"):
-        from tessera.te import common  # noqa: F401
+        from tessera.te import debug  # noqa: F401
 
 
 # ---- utilities ----
@@ -476,8 +482,8 @@ def test_names_that_are_not_here_say_why(module):
     found = importlib.import_module(f"tessera.te.pytorch{module}")
     with pytest.raises(AttributeError, match="tessera has TE's attention only"):
         found.LayerNormLinear
-    with pytest.raises(AttributeError, match="yet; pass 16-bit tensors"):
-        found.fp8_autocast
+    with pytest.raises(AttributeError, match="is in tessera.te.pytorch.quantization|yet; pass 16-bit"):
+        found.DelayedScalingRecipeState
     with pytest.raises(ImportError, match="yet; a bias, ALiBi or an arbitrary mask may do"):
         exec(f"from tessera.te.pytorch{module} import flex_attention")
     with pytest.raises(ImportError, match="attention only; import what is not attention from"):
@@ -488,10 +494,10 @@ def test_names_that_are_not_here_say_why(module):
 @pytest.mark.parametrize("line, instead", [
     ("attention.dot_product_attention.context_parallel import AttnFuncWithCPAndKVP2P",
      "attn_forward_func_with_cp"),
-    ("attention.dot_product_attention.backends import FP8EmulationFunc", "16-bit"),
+    ("attention.dot_product_attention.utils import mxfp8_quantize_fast_path", "16-bit"),
     ("attention.dot_product_attention import context_parallel as m; m.AttnFuncWithCPAndQKVOA2A",
      "attn_forward_func_with_cp"),
-    (" import fp8_autocast", "16-bit")])
+    (" import fp8_model_init", "16-bit")])
 def test_what_comes_later_says_what_to_use(line, instead):
     separator = "" if line.startswith(" ") else "."
     with pytest.raises((ImportError, AttributeError), match=f"yet; .*{instead}"):

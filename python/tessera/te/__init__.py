@@ -13,4 +13,4 @@ docs/semantics.md, and decides nothing about kernels. What is not attention is n
 from ._names import missing
 
 # The submodules need their frameworks.
-__getattr__ = missing(__name__, lazy=("pytorch", "jax", "paddle", "transformer_engine_paddle"))
+__getattr__ = missing(__name__, lazy=("common", "pytorch", "jax", "paddle", "transformer_engine_paddle"))

@@ -9,14 +9,22 @@ _SPREAD = "call attn_forward_func_with_cp, or tessera.torch.context_parallel.att
 _FP8 = "pass 16-bit tensors"
 _SCORES = "a bias, ALiBi or an arbitrary mask may do"
 
+# Where TE's names of FP8 are, for who looks elsewhere in tessera.te.pytorch.
+_FOUND = {
+    **dict.fromkeys(("autocast", "fp8_autocast", "FP8GlobalStateManager", "DelayedScalingRecipeState"),
+                    "quantization"),
+    **dict.fromkeys(("Float8Tensor", "Float8Quantizer", "Float8CurrentScalingQuantizer"), "tensor"),
+    **dict.fromkeys(("combine_and_quantize", "combine_and_dequantize"),
+                    "attention.dot_product_attention.utils"),
+    "FP8EmulationFunc": "attention.dot_product_attention.backends",
+}
+
 # TE's attention for PyTorch that tessera does not have yet, and what to use meanwhile.
 LATER = {
     **dict.fromkeys(("AttnFuncWithCPAndKVP2P", "AttnFuncWithCPAndKVAllGather",
                      "AttnFuncWithCPAndQKVOA2A"), _SPREAD),
-    **dict.fromkeys(("fp8_autocast", "autocast", "fp8_model_init", "quantized_model_init",
-                     "FP8EmulationFunc", "combine_and_quantize", "combine_and_dequantize",
-                     "mxfp8_quantize_fast_path", "Float8Tensor", "Float8Quantizer",
-                     "Float8CurrentScalingQuantizer", "MXFP8Quantizer"), _FP8),
+    **dict.fromkeys(("fp8_model_init", "quantized_model_init", "mxfp8_quantize_fast_path",
+                     "MXFP8Quantizer", *_FOUND), _FP8),
     **dict.fromkeys(("FusedAttentionWithScoreModFunc", "flex_attention"), _SCORES),
 }
 
@@ -28,7 +36,9 @@ def missing(module: str, lazy=(), later=LATER):
     def __getattr__(name: str):
         if name in lazy:
             return importlib.import_module(f"{module}.{name}")
-        if name in later:
+        if name in _FOUND and module.startswith("tessera.te.pytorch"):
+            why = f"is in tessera.te.pytorch.{_FOUND[name]}"
+        elif name in later:
             why = f"tessera does not have this part of TE's attention yet; {later[name]}"
         else:
             why = "tessera has TE's attention only; import what is not attention from " \

@@ -11,6 +11,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from .._names import missing
+from .quantization import FP8GlobalStateManager, computed_again
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 __getattr__ = missing(__name__)
@@ -73,7 +74,7 @@ class CudaRNGStatesTracker:
 
 def checkpoint(function, *args, **kwargs):
     """function(*args, **kwargs), whose activations are not kept: the backward pass computes them again,
-    with the same random numbers.
+    with the same random numbers and, in an FP8 region, in that region with the same scales.
 
     TE's keywords are taken from kwargs: use_reentrant (default True: only gradients of args, by
     backward() alone; False: of everything, by torch.autograd.grad too), get_rng_state_tracker (a
@@ -92,6 +93,8 @@ def checkpoint(function, *args, **kwargs):
            if name in kwargs}
     own["use_reentrant"] = kwargs.pop("use_reentrant", True)
     run = functools.partial(function if tracker is None else _with_states(function, tracker), **kwargs)
+    if FP8GlobalStateManager.is_fp8_enabled():
+        run = computed_again(run)
     return torch_checkpoint.checkpoint(run, *args, **own)
 
 

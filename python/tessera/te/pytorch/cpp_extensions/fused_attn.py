@@ -137,8 +137,9 @@ def _sixteen_bits(backend, **quantizers):
     if FusedAttnBackend.cast(backend) not in (FusedAttnBackend.F16_max512,
                                               FusedAttnBackend.F16_arbitrary_seqlen):
         raise _words.error("fused_attention_backend", FusedAttnBackend.cast(backend).name,
-                           "tessera.te has no FP8 attention yet; F16_arbitrary_seqlen would work")
+                           "DotProductAttention in an autocast region runs in FP8; "
+                           "F16_arbitrary_seqlen would work")
     for name, value in quantizers.items():
         if value is not None:
-            raise _words.error(name, type(value).__name__, "tessera.te has no FP8 attention yet; "
-                               "leave it out")
+            raise _words.error(name, type(value).__name__, "DotProductAttention in an autocast region runs "
+                               "in FP8; leave it out")

@@ -15,7 +15,8 @@ import torch
 from ... import _words
 from ..._translate import Call
 
-_FP8 = ("FP8 attention", "pass 16-bit tensors and leave it out")
+_FP8 = ("FP8 in a backend called on its own", "call DotProductAttention in an autocast region, or pass "
+        "16-bit tensors and leave it out")
 # What is refused unless it is None, False, or said to be the default.
 _LATER = {"fp8": _FP8, "fp8_output": _FP8, "fp8_quantizer": _FP8,
           "inference_params": ("TE's KV cache", "give tessera.torch.attention a page_table or "

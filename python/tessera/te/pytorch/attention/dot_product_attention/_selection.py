@@ -19,8 +19,11 @@ except ImportError:
 
 from ..... import __version__, _explain, _lib, backends
 from ...._logging import AttentionLogging, logger, switch
+from ....common.recipe import DelayedScaling
 from ..._words import formats_of
 from ...cpp_extensions._tables import FusedAttnBackend
+from ...quantization import get_fp8_torch_dtype
+from . import _fp8_state
 
 NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
 _FLASH, _FUSED, _UNFUSED = NAMES
@@ -88,7 +91,7 @@ class AttentionParams:
     device: torch.device | str | None = None
 
     def __eq__(self, other):
-        """Compares all fields, but of fp8_meta the recipe alone."""
+        """Compares all fields, but of fp8_meta the recipes alone."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
         mine, others = vars(self), vars(other)
@@ -174,13 +177,14 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
         reasons[_FUSED].append("compute capability < sm80")
     later = "which tessera.te does not have yet"
     for flag, reason in (
-            (_in_fp8(params), f"FP8 attention, {later}; leave the fp8 region"),
-            (params.fp8_output, f"FP8 attention, {later}; leave fp8_output=False"),
+            (params.fp8_output and not params.fp8, "fp8_output=True outside an FP8 region"),
             (params.has_score_mod or params.has_score_mod_bprop,
              f"score_mod, {later}; a bias, ALiBi or an arbitrary mask may do")):
         if flag:
             for name in NAMES:
                 reasons[name].append(reason)
+    if _fp8_recipes(params):
+        _fp8_reasons(params, reasons)
     if params.context_parallel or params.cp_size > 1:
         reasons[_UNFUSED].append("context parallelism, which the others have")
     if params.qkv_dtype not in _DTYPES:
@@ -190,15 +194,34 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
                                  "scores; build with TESSERA_CUDA=ON, or ask for it by "
                                  "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0")
     kernels = _kernel_reasons(params)
-    reasons[_FLASH] += kernels
+    reasons[_FLASH] += [] if _fp8_recipes(params) else kernels
     reasons[_FUSED] += kernels
     return reasons
 
 
-def _in_fp8(params) -> bool:
-    """An FP8 region whose recipe leaves attention alone is none."""
-    recipe = (params.fp8_meta or {}).get("recipe")
-    return params.fp8 and getattr(recipe, "fp8_dpa", True)
+def _fp8_recipes(params) -> list:
+    """The recipes by which attention runs, [] in 16 bits: an FP8 region whose recipe leaves attention alone
+    is none."""
+    if not params.fp8:
+        return []
+    meta = params.fp8_meta or {}
+    if "local_recipes" in meta:
+        return meta["local_recipes"]
+    return _fp8_state.recipes_of(meta.get("recipe") or DelayedScaling(fp8_dpa=True))
+
+
+def _fp8_reasons(params, reasons):
+    reasons[_FLASH].append("FP8 attention, which FusedAttention has")
+    if not switch("NVTE_UnfusedDPA_Emulate_FP8", 0):
+        reasons[_UNFUSED].append("FP8 attention; NVTE_UnfusedDPA_Emulate_FP8=1 emulates it")
+    if params.qkv_dtype not in (torch.float16, torch.bfloat16):
+        reasons[_FUSED].append(f"qkv_dtype = {params.qkv_dtype}: FP8 attention rounds float16 and bfloat16")
+    for flag, what in ((params.inference_params is not None, "inference_params"),
+                       (params.context_parallel or params.cp_size > 1, "context parallelism")):
+        if flag:
+            for name in NAMES:
+                reasons[name].append(f"FP8 attention with {what}, which tessera.te does not have yet; "
+                                     "NVTE_DPA_FP8_RECIPE=F16 leaves attention in 16 bits")
 
 
 def _has_kernels(device: str) -> bool:
@@ -228,6 +251,8 @@ def _prefer(params, reasons, capability) -> Selection:
 
 def _sub_backend(params) -> FusedAttnBackend:
     """NVTE_FUSED_ATTN_BACKEND=0 asks for F16_max512, where it applies."""
+    if _fp8_recipes(params):
+        return FusedAttnBackend.FP8
     short = max(params.max_seqlen_q, params.max_seqlen_kv) <= _MAX512
     if short and switch(_SUB_BACKEND, 1) == FusedAttnBackend.F16_max512:
         return FusedAttnBackend.F16_max512
@@ -279,10 +304,30 @@ def case_lines(params: AttentionParams) -> list[str]:
         words.append(f"dropout={p.attention_dropout:g}")
     if p.deterministic:
         words.append("deterministic")
-    lines = [" ".join(["fwd", *words] + ["max_logit"] * p.return_max_logit)]
+    forward, backward = _fp8_words(p)
+    lines = [" ".join(["fwd", *_replaced(words, forward)] + ["max_logit"] * p.return_max_logit)]
     if p.is_training if p.requires_backward is None else p.requires_backward:
-        lines.append(" ".join(["bwd", *words] + [f"grads={','.join(grads)}"] * bool(grads)))
+        lines.append(" ".join(["bwd", *_replaced(words, backward)] +
+                              [f"grads={','.join(grads)}"] * bool(grads)))
     return lines
+
+
+def _replaced(words: list[str], fp8: list[str]) -> list[str]:
+    """The words of a 16-bit problem, its dtype replaced."""
+    return [fp8[0], *words[1:], *fp8[1:]] if fp8 else words
+
+
+def _fp8_words(p) -> tuple[list[str], list[str]]:
+    """(dtype, tokens) of FP8, of the forward and of the backward pass; [] is 16 bits."""
+    used = _fp8_recipes(p)
+    if not used:
+        return [], []
+    wide, dtype = not switch("NVTE_FP8_DPA_BWD", 1), _DTYPES[p.qkv_dtype]
+    if len(used) == 2 and not (used[0].fp8_mha or p.fp8_output or wide):
+        return [dtype, "precision=fp8"], [dtype, "precision=fp8"]
+    q, grad = (_CACHE_DTYPES[get_fp8_torch_dtype(used[0], forward)] for forward in (True, False))
+    scales = ["qscale=one", "kvscale=one"]
+    return [q, *scales, f"o={dtype}"], [] if wide else [q, *scales, f"do={grad}", f"o={dtype}"]
 
 
 def _cache_words(p: AttentionParams) -> list[str]:
@@ -356,4 +401,5 @@ def _architecture(params) -> str:
 
 
 def _comparable(values: dict) -> dict:
-    return {**values, "fp8_meta": (values["fp8_meta"] or {}).get("recipe")}
+    meta = values["fp8_meta"] or {}
+    return {**values, "fp8_meta": (meta.get("recipe"), meta.get("local_recipes"))}

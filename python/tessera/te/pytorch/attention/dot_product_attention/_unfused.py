@@ -17,8 +17,10 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
               cu_seqlens_q_padded=None, cu_seqlens_k_padded=None, max_seqlen_q=None,
               max_seqlen_k=None, drop=None, key_ranges=None, segment_ids=None, bias=None,
               bias_at="post_scale", alibi_slopes=None, sink=None, dropout_p=0.0, rng_state=None,
-              return_max_logit=False, deterministic=False):
-    """o in q's layout, or (o, max_logit)."""
+              return_max_logit=False, deterministic=False, emulation=None):
+    """o in q's layout, or (o, max_logit). `emulation` (Emulation) rounds tensors on their way."""
+    if emulation is not None:
+        q, k, v = emulation.inputs(q, k, v)
     side_q = _Side(layout[0], seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, q)
     side_k = _Side(layout[1], seqlens_k, cu_seqlens_k, cu_seqlens_k_padded, max_seqlen_k, k)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -37,6 +39,8 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
         scores = scores + bias
     if alibi_slopes is not None:
         scores = scores - distance.abs() * alibi_slopes.reshape(-1, h, 1, 1)
+    if emulation is not None:
+        scores = emulation.scores(scores)
     seen = _band(distance, causal, window) & side_q.valid[:, None, :, None] & \
         side_k.valid[:, None, None, :]
     if drop is not None:
@@ -53,7 +57,11 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
         threshold = int(dropout_p * 65536 + 0.5)
         keep = dropout_mask(b, h, sq, sk, dropout_p, rng_state)
         probabilities = probabilities * keep * (65536 / (65536 - threshold))
+    if emulation is not None:
+        probabilities = emulation.probabilities(probabilities)
     o = side_q.stored((probabilities @ values).to(q.dtype), q)
+    if emulation is not None:
+        o = emulation.output(o)
     if not return_max_logit:
         return o
     return o, scores.detach().amax((0, 2, 3))

@@ -28,6 +28,7 @@ from ... import _words
 from ...cpp_extensions._tables import FusedAttnBackend
 from ...cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
 from . import _direct, _packages, _unfused
+from ._emulation import FP8EmulationFunc  # noqa: F401 - where TE has it
 from ._sequences import _PrepareQKVForFA  # noqa: F401 - where TE has it
 
 __getattr__ = missing(__name__)
@@ -89,8 +90,8 @@ class FusedAttention(_Backend):
     def forward(self, query_layer, key_layer, value_layer, fused_attention_backend=None, **words):
         if fused_attention_backend is not None and \
                 FusedAttnBackend.cast(fused_attention_backend) == FusedAttnBackend.FP8:
-            raise ValueError("FusedAttention: fused_attention_backend=FP8: tessera.te has no FP8 "
-                             "attention yet; F16_arbitrary_seqlen would work")
+            raise ValueError("FusedAttention: fused_attention_backend=FP8: DotProductAttention in an "
+                             "autocast region runs in FP8; F16_arbitrary_seqlen would work")
         return super().forward(query_layer, key_layer, value_layer, **words)
 
     def function(self):
@@ -127,8 +128,8 @@ class FusedAttnFunc(torch.autograd.Function):
                 deterministic, softmax_offset, fp8_output=False, layer_number=None,
                 return_max_logit=False, cuda_graph=False):
         if fp8 or fp8_output:
-            raise ValueError("FusedAttnFunc: fp8=True: tessera.te has no FP8 attention yet; "
-                             "fp8=False would work")
+            raise ValueError("FusedAttnFunc: fp8=True: DotProductAttention in an autocast region runs in "
+                             "FP8; fp8=False would work")
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         fused_logger.debug("Running forward in %s", q.dtype)

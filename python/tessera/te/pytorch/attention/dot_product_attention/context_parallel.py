@@ -123,7 +123,8 @@ def attn_forward_func_with_cp(
         quantizers, pad_between_seqs, use_flash_attn_3, layer_number
     for name, value in (("fp8", fp8), ("fp8_output", fp8_output)):
         if value:
-            raise _words.later(name, str(value), "FP8 attention", "pass 16-bit tensors")
+            raise _words.later(name, str(value), "FP8 attention over several ranks",
+                               "pass 16-bit tensors")
     mask = _words.mask_type(attn_mask_type)
     call = Call(q, k, v, qkv_format, qkv_format, mask, _words.check_set_window_size(mask, window_size),
                 _words.bottom_right(mask, bottom_right_diagonal), None, cu_seqlens_q, cu_seqlens_kv,

@@ -13,12 +13,16 @@ from .....torch import attention
 from ...._logging import logger, switch
 from ...._names import missing
 from ... import _words
-from ..._linear import Stateful
 from ..._translate import Call
 from ...constants import AttnTypes
-from . import _packed, _plans, _selection
+from ...cpp_extensions._tables import META_O, META_QKV
+from ...quantization import FP8GlobalStateManager
+from ...tensor.quantized_tensor import QuantizedTensor
+from . import _fp8, _packed, _plans, _selection, _unfused
 from . import utils as dpa_utils
 from ._direct import merged
+from ._emulation import Emulation
+from ._fp8_state import Float8Module
 from ._selection import AttentionParams, _attention_backends
 from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention, function_of
 from .context_parallel import Spread
@@ -27,7 +31,7 @@ __all__ = ["DotProductAttention", "_attention_backends"]
 __getattr__ = missing(__name__)
 
 
-class DotProductAttention(Stateful):
+class DotProductAttention(Float8Module):
     """TransformerEngine's attention between projections: [.., h, d] in, [.., h * dv] out.
 
     Arguments mean what TE documents; what TE sends to its unfused path or refuses runs on tessera's
@@ -81,7 +85,6 @@ class DotProductAttention(Stateful):
         self.return_max_logit = return_max_logit
         self.deterministic = not switch("NVTE_ALLOW_NONDETERMINISTIC_ALGO", 1) or \
             torch.are_deterministic_algorithms_enabled()
-        self.fp8_meta, self.quantizers = {}, {}
         self.softmax_type = _words.softmax_type(softmax_type)
         self.softmax_offset = self._new_offset(num_attention_heads // self.tp_size)
         options = dict(softmax_scale=self.softmax_scale, attention_dropout=attention_dropout,
@@ -115,12 +118,11 @@ class DotProductAttention(Stateful):
         """[s, b, h * dv], [b, s, h * dv] or [t, h * dv]; with return_max_logit a pair with [h].
 
         attention_mask and cu_seqlens_* matter to padding masks, the former to "arbitrary" too.
-        fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own.
+        fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own. In an FP8
+        region fp8_output asks for a Float8Tensor, bf16_backward for 16-bit products of the backward pass.
         """
-        if score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors or \
-                fp8_output or bf16_backward:
-            _refuse(score_mod=score_mod or score_mod_bprop or score_mod_tensors or
-                    score_mod_bprop_tensors, fp8_output=fp8_output or bf16_backward)
+        if score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors:
+            _refuse(score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors)
         q_format = self.qkv_format if qkv_format is None else _words.qkv_format(qkv_format)
         q, k, v, layout = _packed.separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer,
                                            qkv_interleave_dim, q_format)
@@ -129,6 +131,17 @@ class DotProductAttention(Stateful):
         words = (q_format, attn_mask_type, window_size, bottom_right_diagonal,
                  _words.max_seqlen("max_seqlen_q", max_seqlen_q),
                  _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type)
+        region = FP8GlobalStateManager.quantization_state
+        if region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
+                fp8_output or isinstance(q, QuantizedTensor) or isinstance(k, QuantizedTensor) or \
+                isinstance(v, QuantizedTensor):
+            self.init_fp8_metadata(device=q.device)
+            if self.fp8:
+                return self._in_fp8(q, k, v, tensors, words, inference_params, fp8_output, bf16_backward)
+            if fp8_output:
+                raise _words.error("fp8_output", True, "belongs in an autocast region whose recipe has fp8_dpa "
+                                   "or fp8_mha")
+            q, k, v = (x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (q, k, v))
         if inference_params is not None:
             return self._with_cache(inference_params, q, k, v, tensors, words)
         if self._spread is not None:
@@ -140,13 +153,13 @@ class DotProductAttention(Stateful):
             backend, keywords = self._prepared(q, k, v, tensors, words, layout,
                                                checkpoint_core_attention)
         if self.attention_dropout and self.training:
-            with self.attention_dropout_ctx():
-                state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-            keywords = {**keywords, "dropout_p": self.attention_dropout, "rng_state": state}
+            keywords = {**keywords, **self._dropout(q.device)}
         if checkpoint_core_attention:
             result = checkpoint(backend, q, k, v, use_reentrant=False, **keywords)
         else:
             result = backend(q, k, v, **keywords)
+        if self.fp8_calibration:
+            self._calibrate(q, k, v, result)
         return merged(result) if self.return_max_logit else result.flatten(-2)
 
     def _on_ranks(self, call: Call, checkpointing: bool):
@@ -163,20 +176,52 @@ class DotProductAttention(Stateful):
         result = checkpoint(attend, *qkv, use_reentrant=False) if checkpointing else attend(*qkv)
         return merged(result) if self.return_max_logit else result.flatten(-2)
 
-    def init_fp8_metadata(self, num_gemms: int = 1):
-        raise _of_fp8("init_fp8_metadata")
-
     def get_quantizer_roles(self, **_):
-        raise _of_fp8("get_quantizer_roles")
+        raise _of_roles("get_quantizer_roles")
 
     def get_qkv_quantization_capabilities(self, **_):
-        raise _of_fp8("get_qkv_quantization_capabilities")
-
-    def _load_from_state_dict(self, state_dict, prefix, *more):
-        state_dict.pop(f"{prefix}fused_attention._extra_state", None)  # where TE 1.6 kept it
-        super()._load_from_state_dict(state_dict, prefix, *more)
+        raise _of_roles("get_qkv_quantization_capabilities")
 
     # ---- below: how ----
+
+    @torch.compiler.disable
+    def _in_fp8(self, q, k, v, tensors, words, inference_params, fp8_output: bool, bf16_backward: bool):
+        """forward where the region's recipe has FP8 attention. Nothing that checkpointing would spare is
+        kept."""
+        recipe = self.fp8_meta["local_recipes"][0]
+        fp8_output = fp8_output or recipe.fp8_mha
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x if isinstance(x, QuantizedTensor) else x.to(dtype) for x in (q, k, v))
+        call = self._call(q, k, v, tensors, words)
+        keywords = call.keywords()
+        self._check_heads(call)
+        params = self._params(call, keywords, "_".join([call.q_format] * 3), False)
+        meta = {name: self.fp8_meta[name] for name in ("recipe", "local_recipes")}
+        self._select(dataclasses.replace(
+            params, fp8=True, fp8_meta=meta, fp8_output=bool(fp8_output), inference_params=inference_params,
+            qkv_type=type(q), context_parallel=self._spread is not None))
+        wide = _fp8.wants_wide_backward(bf16_backward)
+        logger.debug("Running with fp8_recipe.fp8_mha=%s, fp8_recipe.fp8_dpa=%s, and NVTE_FP8_DPA_BWD=%s",
+                     recipe.fp8_mha, recipe.fp8_dpa, int(not wide))
+        if self.attention_dropout and self.training:
+            keywords |= self._dropout(q.device)
+        if _attention_backends["use_unfused_attention"]:
+            result = _unfused.attention(q, k, v, **keywords, emulation=Emulation(self, fp8_output))
+        else:
+            result = _fp8.attention(self, q, k, v, keywords, fp8_output, wide)
+        return merged(result) if self.return_max_logit else result.flatten(-2)
+
+    def _calibrate(self, q, k, v, result):
+        """What an FP8 region would have noted."""
+        forward = self.quantizers["scaling_fwd"]
+        forward[META_QKV].calibrate(q, k, v)
+        forward[META_O].calibrate(result[0] if self.return_max_logit else result)
+
+    def _dropout(self, device) -> dict:
+        with self.attention_dropout_ctx():
+            state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+        return {"dropout_p": self.attention_dropout, "rng_state": state}
 
     def _with_cache(self, inference_params, q, k, v, tensors, words):
         """Appends k and v to the cache of this layer; q sees all of it, along the bottom right."""
@@ -364,13 +409,11 @@ def _nothing_fits(reasons: dict) -> str:
                       *lines])
 
 
-def _refuse(**given):
-    for name, feature, instead in (
-            ("score_mod", "score_mod", "a bias, ALiBi or an arbitrary mask may do"),
-            ("fp8_output", "FP8 attention", "leave it False")):
-        if given[name]:
-            raise _words.later(name, type(given[name]).__name__, feature, instead)
+def _refuse(score_mod):
+    raise _words.later("score_mod", type(score_mod).__name__, "score_mod",
+                       "a bias, ALiBi or an arbitrary mask may do")
 
 
-def _of_fp8(method: str) -> Exception:
-    return _words.later(method, "called", "FP8 attention", "pass 16-bit tensors")
+def _of_roles(method: str) -> Exception:
+    return _words.later(method, "called", "CustomRecipe's roles", "give autocast DelayedScaling or "
+                        "Float8CurrentScaling")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from ...._logging import AttentionLogging
 from ...._names import missing
 from ..._words import check_set_window_size
+from ..._words import qkv_layout as _layout
+from ...tensor.quantized_tensor import QuantizedTensor
 from ._layouts import get_qkv_format, get_qkv_layout
 from ._masks import get_alibi, get_full_mask, get_padding_mask
 from ._selection import AttentionParams, flash_version, get_attention_backend
@@ -15,9 +17,9 @@ from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, Unpack
 
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
            "FlashAttentionUtils", "PackTensors", "UnpackTensor", "check_set_window_size",
-           "get_alibi", "get_attention_backend", "get_cu_seqlens", "get_cu_seqlens_and_indices",
-           "get_full_cu_seqlens", "get_full_mask", "get_indices", "get_padding_mask",
-           "get_qkv_format", "get_qkv_layout"]
+           "combine_and_dequantize", "combine_and_quantize", "get_alibi", "get_attention_backend",
+           "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens", "get_full_mask",
+           "get_indices", "get_padding_mask", "get_qkv_format", "get_qkv_layout"]
 __getattr__ = missing(__name__)
 
 _alibi_cache = {
@@ -61,3 +63,18 @@ class FlashAttentionUtils:
             raise ValueError(f"FlashAttentionUtils: version={version!r}: must be a version such as "
                              f'"{cls.version}"') from error
         return cls.version_required <= version <= cls.max_version
+
+
+def combine_and_quantize(qkv_layout, q, k, v, qkv_quantizer, used_in_forward=True, used_in_backward=False):
+    """(q, k, v) as Float8Tensors that share a scale. No copy joins them, so the layout does not matter."""
+    del used_in_forward, used_in_backward
+    _layout(qkv_layout)
+    return tuple(qkv_quantizer.quantize_together([x.detach() for x in (q, k, v)]))
+
+
+def combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8, src_nominal_dtype=None, des_nominal_dtype=None):
+    """The values of (q, k, v), in des_nominal_dtype, else src_nominal_dtype, else their own dtype."""
+    _layout(qkv_layout)
+    dtype = des_nominal_dtype or src_nominal_dtype
+    return tuple(x.dequantize(dtype=dtype) if isinstance(x, QuantizedTensor) else x.to(dtype or x.dtype)
+                 for x in (q_fp8, k_fp8, v_fp8))
