@@ -8,6 +8,8 @@
 #include <numeric>
 #include <random>
 
+#include "nvte/call.h"
+
 namespace nvte_test {
 namespace {
 
@@ -199,16 +201,74 @@ TensorWrapper tensor_in(const Stored& stored, Parts& parts, int t, bool flat) {
   return {part.at(stored.first(t)), shape, part.dtype};
 }
 
-struct Work {
-  TensorWrapper tensor;
-  std::vector<uint8_t> memory;
-};
+// By the two calls of a pass: a workspace at an odd address, of not a byte more than was asked for.
+void call_twice(NvteCall& call, void (NvteCall::*pass)(),
+                void (*between)(NvteCall&, Values&, Memory&), Values& values, Memory& stats) {
+  call.workspace = TensorWrapper();
+  (call.*pass)();
+  ASSERT_EQ(call.workspace.dtype(), DType::kByte);
+  ASSERT_EQ(call.workspace.ndim(), 1u);
+  const size_t asked = call.workspace.numel();
+  ASSERT_GE(asked, 1u);
+  auto memory = poisoned(static_cast<int64_t>(asked));
+  NvteCall::set(call.workspace, memory.data() + 1, DType::kByte, {asked});
+  if (between) between(call, values, stats);
+  (call.*pass)();
+  for (size_t i = asked + 1; i < memory.size(); ++i) ASSERT_EQ(memory[i], 0xff);
+}
+
+// Memory for what the forward pass writes into its pack.
+void give_pack(NvteCall& call, Values& values, Memory& stats) {
+  const auto give = [&](size_t i, void* data) {
+    NVTEBasicTensor basic = nvte_get_tensor_param(call.pack.tensors[i], kNVTERowwiseData);
+    basic.data_ptr = data;
+    nvte_set_tensor_param(&call.pack.tensors[i], kNVTERowwiseData, &basic);
+  };
+  if (call.training) {
+    stats = Memory(DType::kFloat32, static_cast<int64_t>(nvte_tensor_numel(call.pack.tensors[0])));
+    give(0, stats.data());
+  }
+  if (call.max_logit) give(1, values.flat.at("max").data());
+}
+
+// What does not depend on the layout.
+void set_scores(NvteCall& call, const Attention& a, Values& v) {
+  std::vector<size_t> bias_shape(a.bias_shape.begin(), a.bias_shape.end());
+  if (bias_shape.empty()) bias_shape = {0};
+  const std::vector<size_t> sink_shape{1, static_cast<size_t>(a.hq), 1, 1};
+  NvteCall::set(call.bias, v.flat.at("bias").data(), a.dtype, bias_shape);
+  NvteCall::set(call.dbias, v.flat.at("dbias").data(), a.dtype, bias_shape);
+  NvteCall::set(call.softmax_offset, v.flat.at("sink").data(), DType::kFloat32, sink_shape);
+  const bool sink = a.softmax != NVTE_VANILLA_SOFTMAX;
+  NvteCall::set(call.dsoftmax_offset, sink ? v.flat.at("dsink").data() : nullptr, DType::kFloat32,
+                sink_shape);
+  call.bias_type = a.bias, call.mask = a.mask, call.softmax = a.softmax;
+  call.left = a.left, call.right = a.right, call.bottom_right = a.bottom_right;
+  call.scale = a.scale, call.dropout = a.dropout;
+  call.max_logit = a.max_logit, call.deterministic = a.deterministic;
+  call.max_q = static_cast<size_t>(a.sq), call.max_kv = static_cast<size_t>(a.sk);
+}
+
+// lse to [b, h, s], from that or from [h, t] of packed tokens.
+void read_stats(const Stored& stored, const Attention& a, bool padding, Memory& stats,
+                Memory& lse) {
+  const std::vector<int32_t> at = a.q.cu(a.q.gap);
+  const auto tokens = static_cast<int64_t>(stored.shape(0)[0]);
+  for (int64_t n = 0; n < a.q.b(); ++n) {
+    const int64_t rows = padding ? a.q.lens[static_cast<size_t>(n)] : a.sq;
+    for (int64_t h = 0; h < a.hq; ++h) {
+      const int64_t to = (n * a.hq + h) * a.sq;
+      const int64_t from = stored.packed(0) ? h * tokens + at[static_cast<size_t>(n)] : to;
+      for (int64_t i = 0; i < rows; ++i) std::memcpy(lse.at(to + i), stats.at(from + i), 4);
+    }
+  }
+}
 
 }  // namespace
 
 void run_through(const Through& through, const Attention& a, Values& v) {
   const std::string name = kLayoutNames[through.layout];
-  const bool paged = name.rfind("paged", 0) == 0;
+  const bool paged = name.rfind("paged", 0) == 0, flat = through.flat_shapes;
   const Stored stored(name, a, a.dqk, a.dv, paged ? kPageSize : 0);
   // o and do have q's format and v's head dim.
   const std::string q_format = stored.packed(0)                     ? "thd"
@@ -216,102 +276,43 @@ void run_through(const Through& through, const Attention& a, Values& v) {
                                : name.find("sb") == (paged ? 9 : 0) ? "sbhd"
                                                                     : "bshd";
   const Stored output(q_format + "_thd_thd", a, a.dv, a.dv);
-  const bool padding = is_padding(a.mask) || stored.packed(0) || paged, flat = through.flat_shapes;
-  Parts inputs = parts_of(stored, a.dtype);
-  move(stored, a, padding, inputs, {&v.plain.at("q"), &v.plain.at("k"), &v.plain.at("v")}, true);
+  const bool padding = is_padding(a.mask) || stored.packed(0) || paged;
+  Parts inputs = parts_of(stored, a.dtype), gradients = inputs;
   Parts o{Memory(a.dtype, output.part_numel(0))}, d_o = o;
-  const TensorWrapper q = tensor_in(stored, inputs, 0, flat),
-                      k = tensor_in(stored, inputs, 1, flat),
-                      value = tensor_in(stored, inputs, 2, flat),
-                      out = tensor_in(output, o, 0, flat);
+  move(stored, a, padding, inputs, {&v.plain.at("q"), &v.plain.at("k"), &v.plain.at("v")}, true);
   std::vector<int32_t> cu_q = a.q.cu(), cu_k = a.k.cu(), at_q = a.q.cu(a.q.gap),
                        at_k = a.k.cu(a.k.gap);
-  std::vector<int32_t> table = paged ? stored.table() : std::vector<int32_t>{};
-  const std::vector<size_t> b1{cu_q.size()};
-  const bool gaps = a.q.gap || a.k.gap;
-  const TensorWrapper cu_seqlens_q(cu_q.data(), b1, DType::kInt32),
-      cu_seqlens_k(cu_k.data(), b1, DType::kInt32),
-      padded_q(gaps ? at_q.data() : nullptr, b1, DType::kInt32),
-      padded_k(gaps ? at_k.data() : nullptr, b1, DType::kInt32),
-      pages(
-          table.data(),
-          std::vector<size_t>{cu_q.size() - 1, paged ? static_cast<size_t>(stored.max_pages()) : 0},
-          DType::kInt32);
-  std::vector<size_t> bias_shape(a.bias_shape.begin(), a.bias_shape.end());
-  if (bias_shape.empty()) bias_shape = {0};
-  const std::vector<size_t> sink_shape{1, static_cast<size_t>(a.hq), 1, 1};
   int64_t rng[2] = {kRngState[0], kRngState[1]};
-  const TensorWrapper bias(v.flat.at("bias").data(), bias_shape, a.dtype),
-      dbias(v.flat.at("dbias").data(), bias_shape, a.dtype),
-      offset(v.flat.at("sink").data(), sink_shape, DType::kFloat32),
-      rng_state(rng, std::vector<size_t>{2}, DType::kInt64), empty;
-  const TensorWrapper dsink(a.softmax == NVTE_VANILLA_SOFTMAX ? nullptr : v.flat.at("dsink").data(),
-                            sink_shape, DType::kFloat32);
-  NVTETensorPack pack;
-  nvte_tensor_pack_create(&pack);
-  Memory stats(DType::kFloat32, 0);
-  const auto max_q = static_cast<size_t>(a.sq), max_k = static_cast<size_t>(a.sk);
-  const auto two_calls = [](auto&& call) {
-    TensorWrapper asked;
-    call(asked.data());
-    ASSERT_EQ(asked.dtype(), DType::kByte);
-    ASSERT_EQ(asked.ndim(), 1u);
-    ASSERT_GE(asked.numel(), 1u);
-    auto memory = poisoned(static_cast<int64_t>(asked.numel()));
-    // At an odd address, and not a byte more than was asked for.
-    const TensorWrapper workspace(memory.data() + 1, asked.shape(), DType::kByte);
-    call(workspace.data());
-    for (size_t i = asked.numel() + 1; i < memory.size(); ++i) ASSERT_EQ(memory[i], 0xff);
-  };
-  const auto give = [&](size_t i, void* data) {
-    NVTEBasicTensor basic = nvte_get_tensor_param(pack.tensors[i], kNVTERowwiseData);
-    basic.data_ptr = data;
-    nvte_set_tensor_param(&pack.tensors[i], kNVTERowwiseData, &basic);
-  };
-  two_calls([&](NVTETensor workspace) {
-    if (nvte_tensor_data(workspace) && through.is_training) {
-      stats = Memory(DType::kFloat32, static_cast<int64_t>(nvte_tensor_numel(pack.tensors[0])));
-      give(0, stats.data());
-    }
-    if (nvte_tensor_data(workspace) && a.max_logit) give(1, v.flat.at("max").data());
-    nvte_fused_attn_fwd(q.data(), k.data(), value.data(), bias.data(), offset.data(), empty.data(),
-                        out.data(), &pack, cu_seqlens_q.data(), cu_seqlens_k.data(),
-                        padded_q.data(), padded_k.data(), pages.data(), empty.data(),
-                        rng_state.data(), max_q, max_k, through.is_training, a.max_logit, false,
-                        a.scale, a.dropout, through.layout, NVTE_QKV_Format_NOT_SET,
-                        NVTE_QKV_Format_NOT_SET, a.bias, a.mask, a.softmax, a.left, a.right,
-                        a.bottom_right, workspace, nullptr);
-  });
-  move(output, a, padding, o, {&v.plain.at("o")}, false);
-  // lse: [b, h, s], or [h, t] of packed tokens.
-  for (int64_t n = 0; through.is_training && n < a.q.b(); ++n)
-    for (int64_t h = 0; h < a.hq; ++h)
-      for (int64_t i = 0; i < (padding ? a.q.lens[static_cast<size_t>(n)] : a.sq); ++i) {
-        const int64_t tokens = static_cast<int64_t>(stored.shape(0)[0]);
-        const int64_t from = stored.packed(0) ? h * tokens + at_q[static_cast<size_t>(n)] + i
-                                              : (n * a.hq + h) * a.sq + i;
-        std::memcpy(v.flat.at("lse").at((n * a.hq + h) * a.sq + i), stats.at(from), 4);
-      }
-  if (!paged && through.is_training) {
-    move(output, a, padding, d_o, {&v.plain.at("do")}, true);
-    Parts gradients = parts_of(stored, a.dtype);
-    const TensorWrapper dq = tensor_in(stored, gradients, 0, flat),
-                        dk = tensor_in(stored, gradients, 1, flat),
-                        dv = tensor_in(stored, gradients, 2, flat),
-                        dout = tensor_in(output, d_o, 0, flat);
-    two_calls([&](NVTETensor workspace) {
-      nvte_fused_attn_bwd(
-          q.data(), k.data(), value.data(), out.data(), dout.data(), empty.data(), empty.data(),
-          &pack, dq.data(), dk.data(), dv.data(), dbias.data(), dsink.data(), cu_seqlens_q.data(),
-          cu_seqlens_k.data(), padded_q.data(), padded_k.data(), max_q, max_k, a.scale, a.dropout,
-          through.layout, NVTE_QKV_Format_NOT_SET, NVTE_QKV_Format_NOT_SET, through.layout,
-          NVTE_QKV_Format_NOT_SET, NVTE_QKV_Format_NOT_SET, a.bias, a.mask, a.softmax, a.left,
-          a.right, a.bottom_right, a.deterministic, false, workspace, nullptr);
-    });
-    move(stored, a, padding, gradients, {&v.plain.at("dq"), &v.plain.at("dk"), &v.plain.at("dv")},
-         false);
+  NvteCall call;
+  set_scores(call, a, v);
+  call.layout = call.dqkv_layout = through.layout;
+  call.training = through.is_training;
+  call.q = tensor_in(stored, inputs, 0, flat), call.k = tensor_in(stored, inputs, 1, flat);
+  call.v = tensor_in(stored, inputs, 2, flat), call.o = tensor_in(output, o, 0, flat);
+  NvteCall::set(call.rng_state, rng, DType::kInt64, {2});
+  NvteCall::set(call.cu_q, cu_q.data(), DType::kInt32, {cu_q.size()});
+  NvteCall::set(call.cu_kv, cu_k.data(), DType::kInt32, {cu_q.size()});
+  if (a.q.gap) {
+    NvteCall::set(call.padded_q, at_q.data(), DType::kInt32, {cu_q.size()});
+    NvteCall::set(call.padded_kv, at_k.data(), DType::kInt32, {cu_q.size()});
   }
-  nvte_tensor_pack_destroy(&pack);
+  std::vector<int32_t> table = paged ? stored.table() : std::vector<int32_t>{};
+  if (paged) {
+    NvteCall::set(call.table_k, table.data(), DType::kInt32,
+                  {cu_q.size() - 1, static_cast<size_t>(stored.max_pages())});
+  }
+  Memory stats(DType::kFloat32, 0);
+  call_twice(call, &NvteCall::forward, give_pack, v, stats);
+  move(output, a, padding, o, {&v.plain.at("o")}, false);
+  if (!through.is_training) return;
+  read_stats(stored, a, padding, stats, v.flat.at("lse"));
+  if (paged) return;
+  move(output, a, padding, d_o, {&v.plain.at("do")}, true);
+  call.d_o = tensor_in(output, d_o, 0, flat), call.dq = tensor_in(stored, gradients, 0, flat);
+  call.dk = tensor_in(stored, gradients, 1, flat), call.dv = tensor_in(stored, gradients, 2, flat);
+  call_twice(call, &NvteCall::backward, nullptr, v, stats);
+  move(stored, a, padding, gradients, {&v.plain.at("dq"), &v.plain.at("dk"), &v.plain.at("dv")},
+       false);
 }
 
 void expect_equal(const Attention& a, Values& expected, Values& got, bool backward) {
