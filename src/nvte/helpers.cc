@@ -79,11 +79,9 @@ AppendJob append_of(const Cache& c, NVTETensor from, NVTETensor cache, const cha
     job.extent_s = source.extent(sbhd ? 0 : 1);
     job.stride_b = sbhd ? 1 : job.extent_s, job.stride_s = sbhd ? source.extent(1) : 1;
   }
-  if (c.paged) {
-    const Integers table = integers(c.page_table, "page_table", c.b * c.max_pages);
-    if (table.wide) fail("page_table.dtype=%d: must be kNVTEInt32", kNVTEInt64);
-    job.page_table = static_cast<const int32_t*>(table.data);
-  }
+  const Integers table = integers(c.page_table, "page_table", c.b * c.max_pages);
+  if (table.wide) fail("page_table.dtype=%d: must be kNVTEInt32", kNVTEInt64);
+  job.page_table = static_cast<const int32_t*>(table.data), job.paged = c.paged;
   if (target.extent(1) != job.page_size) {
     fail("cache.shape=%s: must have %" PRId64 " tokens in a row: max_seq_len / max_pages_per_seq",
          shape_text(target).c_str(), job.page_size);
@@ -105,23 +103,32 @@ void check_places(const AppendJob& job) {
   }
 }
 
-void copy_to_cache(const Cache& c, cudaStream_t stream) {
-  const AppendJob k = append_of(c, c.new_k, c.k_cache, "new_k"),
-                  v = append_of(c, c.new_v, c.v_cache, "new_v");
-  const tessera_device device = device_of(k.cache);
-  if (!is_cuda(device)) {
-    check_places(k);
-    check_places(v);
+// Likewise: rows move up only, as sequences before them end.
+void check_rows(const ReindexJob& job) {
+  for (int64_t n = 0; n < job.b; ++n) {
+    if (job.old(n) <= 0 || (job.was[n] >= n && job.was[n] < job.max_rows)) continue;
+    fail("page_table[%" PRId64 "]=%d: must be the row of the caches that sequence %" PRId64
+         " was in, from %" PRId64 " up and below %" PRId64,
+         n, job.was[n], n, n, job.max_rows);
   }
-  for (const AppendJob& job : {k, v}) {
-    if (!c.paged) {
-      const Integers was = integers(c.page_table, "page_table", c.b);
-      if (was.wide) fail("page_table.dtype=%d: must be kNVTEInt32", kNVTEInt64);
-      run(ReindexJob{job.cache, job.rows, job.new_lens, job.cached_lens,
-                     static_cast<const int32_t*>(was.data), c.b, job.num_pages, c.max_seq_len},
-          device, stream);
-    }
-    run(job, device, stream);
+}
+
+void copy_to_cache(const Cache& c, cudaStream_t stream) {
+  const AppendJob appends[] = {append_of(c, c.new_k, c.k_cache, "new_k"),
+                               append_of(c, c.new_v, c.v_cache, "new_v")};
+  const tessera_device device = device_of(appends[0].cache);
+  ReindexJob moves[2]{};
+  for (int i = 0; i < 2; ++i) {
+    const AppendJob& job = appends[i];
+    moves[i] = {job.cache,      job.rows, job.new_lens,  job.cached_lens,
+                job.page_table, c.b,      job.num_pages, c.max_seq_len};
+    if (is_cuda(device)) continue;
+    check_places(job);
+    if (!c.paged) check_rows(moves[i]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    if (!c.paged) run(moves[i], device, stream);
+    run(appends[i], device, stream);
   }
 }
 

@@ -104,11 +104,11 @@ struct AppendJob {
   char* cache;
   Rows rows;
   Integers new_lens, cached_lens;
-  const int32_t* page_table;  // null: sequence n lies in row n of the cache
+  const int32_t* page_table;
   int64_t b, at_once, page_size, max_pages, num_pages;
   int64_t stride_b, stride_s, extent_s;  // of `from`, in rows, where it is not packed
   int64_t tokens;                        // rows of `from`
-  bool packed;
+  bool packed, paged;                    // not in pages: sequence n lies in row n of the cache
 
   TESSERA_EVERYWHERE int64_t source(int64_t n, int64_t i) const {
     if (packed) return new_lens[n] + i;
@@ -118,7 +118,7 @@ struct AppendJob {
   TESSERA_EVERYWHERE int64_t place(int64_t n, int64_t i) const {
     const int64_t row = source(n, i), at = cached_lens.length(n) - new_lens.length(n) + i;
     if (row < 0 || row >= tokens || at < 0 || at >= page_size * max_pages) return -1;
-    const int64_t page = page_table ? page_table[n * max_pages + at / page_size] : n;
+    const int64_t page = paged ? page_table[n * max_pages + at / page_size] : n;
     return page < 0 || page >= num_pages ? -1 : page * page_size + at % page_size;
   }
   TESSERA_EVERYWHERE int64_t count() const { return b * at_once * rows.pieces(); }
@@ -141,13 +141,17 @@ struct ReindexJob {
   const int32_t* was;  // [b], increasing among sequences that have old tokens
   int64_t b, max_rows, max_seq_len;
 
+  // Tokens of sequence n before this call.
+  TESSERA_EVERYWHERE int64_t old(int64_t n) const {
+    return cached_lens.length(n) - new_lens.length(n);
+  }
   TESSERA_EVERYWHERE int64_t count() const { return max_seq_len * rows.pieces(); }
   TESSERA_EVERYWHERE void operator()(int64_t index) const {
     const int64_t piece = index % rows.pieces(), token = index / rows.pieces();
     for (int64_t n = 0; n < b; ++n) {
       const int64_t from = was[n];
       if (from <= n || from >= max_rows) continue;
-      if (token >= cached_lens.length(n) - new_lens.length(n)) continue;
+      if (token >= old(n)) continue;
       rows.move(cache, n * max_seq_len + token, cache, from * max_seq_len + token, piece);
     }
   }

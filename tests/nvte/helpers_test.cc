@@ -164,6 +164,10 @@ TEST(NvteHelpers, ATokenWithoutAPlaceIsAnErrorAndNothingIsWritten) {
   Step elsewhere;
   EXPECT_THROW(run_step(elsewhere, {0, 1, 2, 3, 4, 5, 6, 99, 8}, 12, 4, k, v, true),
                std::runtime_error);
+  for (const int32_t row : {4, 1, -1}) {  // of the third sequence
+    Step moved;
+    EXPECT_THROW(run_step(moved, {0, 1, row}, 4, 12, k, v, false), std::runtime_error) << row;
+  }
   Step wide;
   wide.cu_new = {0, 5, 9, 10}, wide.cu_cached = {0, 5, 9, 10};
   EXPECT_THROW(run_step(wide, {0, 1, 2}, 4, 12, k, v, false), std::runtime_error);
