@@ -158,9 +158,8 @@ void read_aux(const NVTETensorPack* pack, Arguments& a) {
       return given[next++];
     }
     fail(
-        "Aux_CTX_Tensors.size=%zu: must be the pack of the forward pass, Stats, rng_state, and "
-        "Bias "
-        "and SoftmaxOffset where they are read; its %s is missing",
+        "Aux_CTX_Tensors.size=%zu: must be the forward pass's, Stats, rng_state, and Bias and "
+        "SoftmaxOffset where they are read; its %s is missing",
         pack->size, name);
   };
   a.stats = take("Stats", kNVTEFloat32);
@@ -177,7 +176,7 @@ void read_aux(const NVTETensorPack* pack, Arguments& a) {
 
 // A batch of one sequence without data, as the query describes it.
 struct Imagined {
-  static constexpr int64_t kPage = 64;  // pages of which size, the query does not say
+  static constexpr int64_t kPage = 64;  // of which size pages are, the query does not say
 
   Tensor q, k, v, o, cu{kNVTEInt32, {2}}, table{kNVTEInt32, {0}}, bias, offset, empty, stats,
       rng{kNVTEInt64, {2}};
@@ -217,6 +216,9 @@ struct Imagined {
   }
 };
 
+constexpr size_t kLargest =
+    1 << 15;  // heads and head dims, so that no product of extents overflows
+
 // True if a backend runs it; the reasons of those that do not are logged by tessera_prepare.
 bool can(const Arguments& arguments) {
   try {
@@ -245,7 +247,10 @@ NVTE_Fused_Attn_Backend tessera_nvte_get_fused_attn_backend(
     a.o_format = a.do_format = NVTE_QKV_Format_NOT_SET;
     a.bias_type = bias_type, a.mask = attn_mask_type, a.softmax = softmax_type;
     check_enums(a);
-    if (!(dropout >= 0 && dropout < 1)) return NVTE_No_Backend;
+    check_enum(q_dtype, kNVTENumTypes - 1, "q_dtype");
+    check_enum(kv_dtype, kNVTENumTypes - 1, "kv_dtype");
+    const size_t largest = std::max({num_attn_heads, num_gqa_groups, head_dim_qk, head_dim_v});
+    if (!(dropout >= 0 && dropout < 1) || largest > kLargest) return NVTE_No_Backend;
     a.max_seqlen_q = max_seqlen_q, a.max_seqlen_kv = max_seqlen_kv;
     a.attn_scale = 1, a.dropout = is_training ? dropout : 0;
     a.window_left = window_size_left, a.window_right = window_size_right;

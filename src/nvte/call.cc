@@ -31,10 +31,6 @@ tessera_dtype dtype_of(const Tensor& tensor, const char* name) {
       name, static_cast<int>(tensor.dtype()));
 }
 
-void check_enum(int value, int last, const char* name) {
-  if (value < 0 || value > last) fail("%s=%d: must be 0 to %d", name, value, last);
-}
-
 void check_numel(const Tensor& tensor, const char* name, int64_t expected, const char* of) {
   if (tensor.numel() == expected) return;
   fail("%s.shape=%s: has %" PRId64 " elements, must have the %" PRId64 " of %s", name,
@@ -117,7 +113,7 @@ class Translation {
   }
 
   void inputs() {
-    give_qkv(layout_, "qkv_layout", {a_.q, a_.k, a_.v}, {"Q", "K", "V"});
+    give_qkv(layout_, false, {a_.q, a_.k, a_.v}, {"Q", "K", "V"});
     if (!is_paged(layout_)) return;
     const Sizes& s = call_.sizes;
     check_numel(*a_.page_table_k, "page_table_k", s.b * s.max_pages, "[b, max_pages]");
@@ -128,38 +124,35 @@ class Translation {
   }
 
   // q, k and v, or their gradients.
-  void give_qkv(const Layout& layout, const char* argument, const std::array<Tensor*, 3>& tensors,
+  void give_qkv(const Layout& layout, bool gradients, const std::array<Tensor*, 3>& tensors,
                 const std::array<const char*, 3>& names) {
     constexpr int kScale[] = {TESSERA_Q_SCALE, TESSERA_K_SCALE, TESSERA_V_SCALE};
-    const bool gradients = tensors[0] != a_.q;
+    const char* const argument = gradients ? "dqkv_layout" : "qkv_layout";
+    const int value = static_cast<int>(gradients ? a_.dqkv_layout : a_.layout);
     const Sizes& s = call_.sizes;
     for (int t = TESSERA_Q; t <= TESSERA_V; ++t) {
       const Placed place = place_of(layout, t);
       give(gradients ? TESSERA_DQ + t : t, *tensors[t], names[t], place,
            gradients ? TESSERA_DQ_SCALE + t : kScale[t], gradients ? TESSERA_AMAX_DQ + t : -1);
-      if (place.sharing == 1 || (place.sharing == 2 && t == TESSERA_K) || t == TESSERA_Q) continue;
+      if (t + place.sharing <= 3) continue;  // the first tensor of its buffer
       if (s.dqk != s.dv || (place.sharing == 3 && (s.hq != s.hk || s.sq != s.sk))) {
         fail(
             "%s=%d: %s and %s share a buffer, so must have the same tokens, heads and head dim; "
-            "use a "
-            "layout of separate tensors",
-            argument, value_of(layout), names[t - 1], names[t]);
+            "use "
+            "a layout of separate tensors",
+            argument, value, names[t - 1], names[t]);
       }
       // Strides reach over the other tensors of the buffer, which must be there.
       const int64_t apart =
           (place.heads_apart ? 1 : place.h) * place.d * bytes_of(tensors[t]->dtype());
-      const auto* const data = static_cast<const char*>(tensors[t]->data());
-      if (data && data != static_cast<const char*>(tensors[t - 1]->data()) + apart &&
-          place.b * place.s > 0) {
+      const auto* const before = static_cast<const char*>(tensors[t - 1]->data());
+      if (tensors[t]->data() && tensors[t]->data() != before + apart && tensors[t]->numel() > 0) {
         fail("%s=%d: %s must begin %" PRId64
-             " bytes behind %s, in one buffer with it; use a layout of "
-             "separate tensors",
-             argument, value_of(layout), names[t], apart, names[t - 1]);
+             " bytes behind %s, in one buffer with it; use a layout "
+             "of separate tensors",
+             argument, value, names[t], apart, names[t - 1]);
       }
     }
-  }
-  int value_of(const Layout& layout) const {
-    return static_cast<int>(&layout == &layout_ ? a_.layout : a_.dqkv_layout);
   }
 
   void outputs() {
@@ -191,7 +184,7 @@ class Translation {
     }
     give(TESSERA_DO, *a_.d_o, "dO", place_of_output(a_.do_format, "do_format"), TESSERA_DO_SCALE,
          -1);
-    give_qkv(layout, "dqkv_layout", {a_.dq, a_.dk, a_.dv}, {"dQ", "dK", "dV"});
+    give_qkv(layout, true, {a_.dq, a_.dk, a_.dv}, {"dQ", "dK", "dV"});
     if (a_.deterministic) call_.problem.flags |= TESSERA_DETERMINISTIC;
   }
 
@@ -310,6 +303,10 @@ class Translation {
 };
 
 }  // namespace
+
+void check_enum(int value, int last, const char* name) {
+  if (value < 0 || value > last) fail("%s=%d: must be 0 to %d", name, value, last);
+}
 
 void check_enums(const Arguments& a) {
   check_enum(a.bias_type, NVTE_ALIBI, "bias_type");

@@ -41,6 +41,7 @@ struct Call {
   Sizes sizes;
 };
 
+void check_enum(int value, int last, const char* name);
 // The enums of arguments are values that have names; layouts are checked where they are read.
 void check_enums(const Arguments& arguments);
 

@@ -210,6 +210,17 @@ TEST(NvteQuery, AnswersWhatRuns) {
             NVTE_No_Backend);
 }
 
+TEST(NvteQuery, UnknownEnumsThrowAndAbsurdSizesDoNotRun) {
+  EXPECT_THROW(query(kNVTENumTypes), std::runtime_error);
+  EXPECT_THROW(query(static_cast<NVTEDType>(-1)), std::runtime_error);
+  EXPECT_THROW(query(kNVTEBFloat16, static_cast<NVTE_QKV_Layout>(99)), std::runtime_error);
+  EXPECT_THROW(query(kNVTEBFloat16, NVTE_T3HD, static_cast<NVTE_Mask_Type>(6)), std::runtime_error);
+  EXPECT_EQ(query(kNVTEBFloat16, NVTE_THD_THD_THD, NVTE_NO_MASK, true, ~size_t{0}),
+            NVTE_No_Backend);
+  EXPECT_EQ(query(kNVTEBFloat16, NVTE_THD_THD_THD, NVTE_NO_MASK, true, 2, ~size_t{0}),
+            NVTE_No_Backend);
+}
+
 // Two where a backend has fp8, which the CPU's have not.
 TEST(NvteQuery, Fp8) {
   const NVTE_Fused_Attn_Backend answer = query(kNVTEFloat8E4M3);
