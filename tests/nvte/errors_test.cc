@@ -6,7 +6,7 @@
 #include <functional>
 #include <stdexcept>
 
-#include "nvte/call.h"
+#include "nvte/small_call.h"
 
 namespace nvte_test {
 namespace {

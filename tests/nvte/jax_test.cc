@@ -2,7 +2,7 @@
 // The functions of TransformerEngine's JAX extension: their packs and sizes serve both passes.
 #include <gtest/gtest.h>
 
-#include "nvte/call.h"
+#include "nvte/small_call.h"
 #include "tessera_nvte_jax.h"
 
 namespace nvte_test {

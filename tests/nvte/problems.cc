@@ -8,7 +8,7 @@
 #include <numeric>
 #include <random>
 
-#include "nvte/call.h"
+#include "nvte/small_call.h"
 
 namespace nvte_test {
 namespace {
