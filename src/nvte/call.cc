@@ -210,7 +210,7 @@ class Translation {
                                   TESSERA_MAX_SEQLEN_K, &tessera_problem::max_seqlen_k});
   }
 
-  // Packed sides give cu_seqlens as they are. Of padded ones the differences count, which are
+  // Packed sides give cu_seqlens as they are. A padded side counts their differences, so they are
   // answered: under a padding mask, and under any where the other side is packed or in pages.
   const Tensor* lengths_of(const Side& side) {
     const bool thd = side.format == NVTE_THD;

@@ -9,8 +9,8 @@
 
 namespace tessera::nvte {
 
-// The CUDA device that owns `memory`, else the CPU. Of null memory, which a query has: the current
-// CUDA device, or the CPU where there is none.
+// The CUDA device that owns `memory`, else the CPU. Null memory, which a query has, is on the
+// current CUDA device, or the CPU where there is none.
 tessera_device device_of(const void* memory);
 
 // Waits for the stream and copies memory of the device to the host.

@@ -8,7 +8,7 @@
 namespace tessera::nvte {
 namespace {
 
-// By NVTE_QKV_Layout.
+// Indexed by NVTE_QKV_Layout.
 constexpr Layout kLayouts[] = {
     {NVTE_3HD, NVTE_SBHD, NVTE_SBHD},
     {NVTE_H3D, NVTE_SBHD, NVTE_SBHD},

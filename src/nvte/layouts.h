@@ -15,7 +15,7 @@ struct Layout {
 
 // `argument` names the value in the error of one that is none.
 const Layout& layout_of(NVTE_QKV_Layout layout, const char* argument);
-// Of one tensor: bshd, sbhd, thd or bhsd.
+// One tensor has bshd, sbhd, thd or bhsd; the formats of two are wrong.
 tessera_format format_of(NVTE_QKV_Format format, const char* argument);
 
 inline bool is_paged(const Layout& layout) { return layout.group == NVTE_Paged_KV_HD_HD_HD; }

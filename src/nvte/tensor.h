@@ -21,7 +21,7 @@ struct Tensor {
   NVTEDType dtype() const { return params[kNVTERowwiseData].dtype; }
   const NVTEShape& shape() const { return params[kNVTERowwiseData].shape; }
   int64_t ndim() const { return static_cast<int64_t>(shape().ndim); }
-  // Of a shape without axes too: 1.
+  // A shape without axes has one element.
   int64_t numel() const { return numel(0, ndim()); }
   // The product of axes [first, last).
   int64_t numel(int64_t first, int64_t last) const;

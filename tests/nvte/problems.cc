@@ -201,7 +201,8 @@ TensorWrapper tensor_in(const Stored& stored, Parts& parts, int t, bool flat) {
   return {part.at(stored.first(t)), shape, part.dtype};
 }
 
-// By the two calls of a pass: a workspace at an odd address, of not a byte more than was asked for.
+// The two calls of a pass. The workspace is at an odd address, with not a byte more than was asked
+// for.
 void call_twice(NvteCall& call, void (NvteCall::*pass)(),
                 void (*between)(NvteCall&, Values&, Memory&), Values& values, Memory& stats) {
   call.workspace = TensorWrapper();

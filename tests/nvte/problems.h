@@ -17,7 +17,7 @@ namespace nvte_test {
 using transformer_engine::DType;
 using transformer_engine::TensorWrapper;
 
-// By NVTE_QKV_Layout.
+// Indexed by NVTE_QKV_Layout.
 inline const char* const kLayoutNames[] = {"sb3hd",
                                            "sbh3d",
                                            "sbhd_sb2hd",
