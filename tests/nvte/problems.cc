@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -12,6 +13,10 @@
 
 namespace nvte_test {
 namespace {
+
+// Queries without memory are about the current GPU, and all memory of these tests is the host's:
+// there is none, of the driver that a build with CUDA would start later.
+[[maybe_unused]] const int kNoGpu = setenv("CUDA_VISIBLE_DEVICES", "", 1);
 
 constexpr tessera_device kCpu{TESSERA_CPU, 0, 0, 0};
 constexpr int32_t kPageSize = 5;
