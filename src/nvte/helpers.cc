@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "nvte/device.h"
-#include "nvte/layouts.h"
 #include "nvte/tensor.h"
 
 namespace tessera::nvte {
@@ -61,7 +60,11 @@ struct Cache {
 };
 
 AppendJob append_of(const Cache& c, NVTETensor from, NVTETensor cache, const char* name) {
-  const bool packed = format_of(c.format, "qkv_format") == TESSERA_THD;
+  const bool packed = c.format == NVTE_THD, sbhd = c.format == NVTE_SBHD;
+  if (!packed && !sbhd && c.format != NVTE_BSHD) {
+    fail("qkv_format=%d: must be NVTE_SBHD (0), NVTE_BSHD (1) or NVTE_THD (2)",
+         static_cast<int>(c.format));
+  }
   const Tensor &source = with_data(from, name, packed ? 3 : 4),
                &target = with_data(cache, "cache", 4);
   AppendJob job{};
@@ -75,7 +78,9 @@ AppendJob append_of(const Cache& c, NVTETensor from, NVTETensor cache, const cha
   job.num_pages = target.extent(0);
   job.tokens = source.numel(0, source.ndim() - 2);
   if (!packed) {
-    const bool sbhd = c.format == NVTE_SBHD;
+    if (source.extent(sbhd ? 1 : 0) != c.b) {
+      fail("%s.shape=%s: must hold b=%" PRId64 " sequences", name, shape_text(source).c_str(), c.b);
+    }
     job.extent_s = source.extent(sbhd ? 0 : 1);
     job.stride_b = sbhd ? 1 : job.extent_s, job.stride_s = sbhd ? source.extent(1) : 1;
   }

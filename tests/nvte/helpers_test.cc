@@ -168,6 +168,9 @@ TEST(NvteHelpers, ATokenWithoutAPlaceIsAnErrorAndNothingIsWritten) {
     Step moved;
     EXPECT_THROW(run_step(moved, {0, 1, row}, 4, 12, k, v, false), std::runtime_error) << row;
   }
+  Step unknown;
+  unknown.format = NVTE_BHSD;
+  EXPECT_THROW(run_step(unknown, {0, 1, 2}, 4, 12, k, v, false), std::runtime_error);
   Step wide;
   wide.cu_new = {0, 5, 9, 10}, wide.cu_cached = {0, 5, 9, 10};
   EXPECT_THROW(run_step(wide, {0, 1, 2}, 4, 12, k, v, false), std::runtime_error);
