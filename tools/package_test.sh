@@ -22,7 +22,7 @@ fresh() {
   echo "$place"
 }
 
-# use_in_c PREFIX LIBRARIES: examples/c, built against what is installed in PREFIX.
+# use_in_c PREFIX LIBRARIES: examples/c and examples/nvte, built against what is installed in PREFIX.
 use_in_c() {
   local prefix=$1 libraries=$2 work=$root/build/package-test/c
   rm -rf "$work"
@@ -38,6 +38,13 @@ use_in_c() {
   cmake --build "$work/cmake" >/dev/null
   "$work/cmake/attention"
   check "examples/c through find_package(tessera)"
+  c++ -std=c++17 -Wall -Wextra -Werror -I"$root"/examples/nvte "$root"/examples/nvte/attention.cc -o "$work/nvte" \
+    -L"$libraries" -ltessera_nvte $flags
+  LD_LIBRARY_PATH=$libraries "$work/nvte"
+  cmake -S "$root"/examples/nvte -B "$work/cmake-nvte" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+  cmake --build "$work/cmake-nvte" >/dev/null
+  "$work/cmake-nvte/attention"
+  check "examples/nvte through pkg-config and find_package(tessera)"
 }
 
 test_prefix() {
@@ -86,14 +93,15 @@ PYTHON
 
 # test_contents PREFIX: the parts of the installed package.
 test_contents() {
-  local library=$1/libtessera.so
-  nm -D --defined-only "$library" | awk '$3 !~ /^tessera_/ { print "exports " $3; bad = 1 } END { exit bad }'
-  check "libtessera.so exports tessera_* only"
+  nm -D --defined-only "$1/libtessera.so" "$1/libtessera_nvte.so" |
+    awk 'NF == 3 && $3 !~ /^tessera_/ { print "exports " $3; bad = 1 } END { exit bad }'
+  check "libtessera.so and libtessera_nvte.so export tessera_* only"
   python - "$1" <<'PYTHON'
 import json, pathlib, sys
 prefix = pathlib.Path(sys.argv[1])
 information, = prefix.parent.glob("tessera_attention-*.dist-info")
-for name in ("libtessera.so", "libtessera_check.so", "libtessera_jax.so", "torch/libtessera_torch.so", "include/tessera.h", "py.typed",
+for name in ("libtessera.so", "libtessera_check.so", "libtessera_nvte.so", "libtessera_jax.so", "torch/libtessera_torch.so",
+             "include/tessera.h", "include/tessera_nvte.h", "include/tessera_nvte_jax.h", "py.typed",
              "lib/cmake/tessera/tesseraConfig.cmake", "lib/pkgconfig/tessera.pc", "cases/smoke.cases"):
     assert (prefix / name).is_file(), name
 assert (information / "licenses/LICENSE").is_file()

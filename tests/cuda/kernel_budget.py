@@ -24,7 +24,7 @@ BUDGET = (
     (r"sm80\w* .*backward_fused_lean_kernel.*Li256E", 352),
     (r"sm80\w* .*(lean_kernel|_kernelIf)", 320),
     (r"sm80\w* ", 88),
-    (r"common ", 0),
+    (r"(common|nvte) ", 0),
 )
 
 # What ptxas says when it cannot keep wgmma asynchronous: half the speed.

@@ -114,7 +114,7 @@ def _header() -> str:
     """tessera.h: its first comment, then each declaration under its comment."""
     text = (ROOT / "include" / "tessera.h").read_text()
     first = _COMMENT.search(text)
-    parts = ["# tessera.h", "The one installed header, C99. What is stable in it: [the ABI](../abi.md).", _comment(first[0])]
+    parts = ["# tessera.h", "The C header, C99. What is stable in it: [the ABI](../abi.md).", _comment(first[0])]
     body = text[first.end():].replace("/* clang-format off */\n", "")
     while declared := re.search(r"^(typedef struct \w+ \{|enum \w+ \{|typedef void|TESSERA_API)", body, re.MULTILINE):
         before, body = body[:declared.start()], body[declared.start():]

@@ -16,7 +16,7 @@ from . import case_lines, terminal
 
 _PACKAGES = ("tessera-attention", "numpy", "ml_dtypes", "torch", "jax", "paddlepaddle",
              "paddlepaddle-gpu", "rich", "matplotlib")
-_VARIABLES = ("TESSERA_BACKEND", "TESSERA_LOG", "TESSERA_NUM_THREADS", "TESSERA_CPU_ISA")
+_VARIABLES = ("TESSERA_BACKEND", "TESSERA_LOG", "TESSERA_NUM_THREADS", "TESSERA_CPU_ISA", "TESSERA_TE_ORDER")
 
 EPILOG = """\
 example:

@@ -30,7 +30,7 @@ _FLASH, _FUSED, _UNFUSED = NAMES
 _SWITCHES = {_FLASH: "NVTE_FLASH_ATTN", _FUSED: "NVTE_FUSED_ATTN", _UNFUSED: "NVTE_UNFUSED_ATTN"}
 _VERSIONS = tuple(f"NVTE_FLASH_ATTN_V{n}" for n in (2, 3, 4))  # tessera's kernels stand for each
 _SUB_BACKEND = "NVTE_FUSED_ATTN_BACKEND"
-SWITCHES = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
+SWITCHES = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_DEBUG", "NVTE_DEBUG_LEVEL", "TESSERA_TE_ORDER")
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
            torch.float64: "fp64"}
 _CACHE_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}

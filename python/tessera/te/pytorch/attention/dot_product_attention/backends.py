@@ -70,8 +70,9 @@ def function_of(backend: torch.nn.Module):
 
 
 class FlashAttention(_Backend):
-    """package="flash_attn" or "flash_attn_interface" asks for a public package instead of tessera's
-    kernels. It is imported when it runs."""
+    """package="flash_attn", "flash_attn_interface" or "flash_attn.cute" asks for a public package, of
+    version 2, 3 or 4, instead of tessera's kernels. It is imported when it runs. TESSERA_TE_ORDER=te
+    asks for the one that TransformerEngine would take, where it is installed and has what a call needs."""
 
     def __init__(self, package: str | None = None, **options):
         if not isinstance(package, (str, type(None))):  # TE's first argument
@@ -83,6 +84,8 @@ class FlashAttention(_Backend):
     def function(self):
         if self.package is not None:
             return functools.partial(_packages.attention, self.package)
+        if not torch.compiler.is_compiling() and _packages.keeps_te_order():
+            return _packages.in_te_order
         return attention
 
 

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call of nvte_fused_attn_fwd or _bwd as a problem of tessera.h.
+#pragma once
+
+#include "nvte/layouts.h"
+#include "nvte/tensor.h"
+
+namespace tessera::nvte {
+
+// The arguments of both passes under TransformerEngine's names. Tensors that a pass does not have
+// are empty ones.
+struct Arguments {
+  Tensor *q, *k, *v, *o;
+  const Tensor *cu_seqlens_q, *cu_seqlens_kv, *cu_seqlens_q_padded, *cu_seqlens_kv_padded;
+  const Tensor *page_table_k, *page_table_v;
+  const Tensor *bias, *softmax_offset, *rng_state;  // backward: of the pack
+  Tensor *stats, *max;                              // of the pack; null: not asked for
+  Tensor *d_o, *dq, *dk, *dv, *dbias, *dsoftmax_offset;
+  size_t max_seqlen_q, max_seqlen_kv;
+  float attn_scale, dropout;
+  NVTE_QKV_Layout layout, dqkv_layout;
+  NVTE_QKV_Format o_format, do_format;
+  NVTE_Bias_Type bias_type;
+  NVTE_Mask_Type mask;
+  NVTE_Softmax_Type softmax;
+  int64_t window_left, window_right;
+  bool backward, bottom_right_diagonal, deterministic;
+  bool is_query;  // no workspace yet: tensors may have shapes without data
+};
+
+struct Sizes {
+  int64_t b, sq, sk, hq, hk, dqk, dv;  // sq, sk: the tokens of a packed side
+  int64_t pages_k, pages_v, page_size, max_pages;
+};
+
+struct Call {
+  tessera_problem problem;
+  tessera_buffers buffers;              // without the workspace, and what is computed into it:
+  const Tensor *lengths_q, *lengths_k;  // cu_seqlens whose differences are lengths; null: none
+  int64_t slopes;                       // of ALiBi, for so many heads; 0: none
+  Sizes sizes;
+};
+
+void check_enum(int value, int last, const char* name);
+// The enums of arguments are values that have names; layouts are checked where they are read.
+void check_enums(const Arguments& arguments);
+
+Sizes sizes_of(const Arguments& arguments);
+
+// Throws Wrong for what tessera.h has no words for; the rest is tessera_validate's.
+Call call_of(const Arguments& arguments);
+
+// True where the tensor is given: with data, or in a query with a shape alone.
+bool is_given(const Tensor& tensor, bool is_query);
+
+}  // namespace tessera::nvte
