@@ -42,7 +42,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str | tupl
     q [b, s, hq, dqk], k [b, s, hk, dqk], v [b, s, hk, dv] -> o [b, s, hq, dv] for layout="bshd", and
     "sbhd" and "bhsd" permute: of each sequence this rank's rows, then slack, with s the most that any
     rank holds of a sequence. For layout="thd", [t, h, d], this rank's buffer, then slack, with t the
-    largest buffer. Slack may hold anything, and is 0 in o and -inf in lse. shards_k says where keys
+    largest buffer. Both are at least 1. Slack may hold anything, and is 0 in o and -inf in lse. shards_k says where keys
     lie, if not as queries do.
 
     Keywords are causal, window, align, softmax_scale, softcap, sink, alibi_slopes, dropout_p,
@@ -120,6 +120,8 @@ class _Call:
         for name, one in (("shards", shards), ("shards_k", shards if shards_k is None else shards_k)):
             if not isinstance(one, Shards):
                 raise error(name, type(one).__name__, "must be tessera.context_parallel.Shards")
+            if not one.lengths:
+                raise error(name, repr(one), "must have a sequence, which may be empty")
         keys = shards if shards_k is None else shards_k
         if keys.size != shards.size or len(keys.lengths) != len(shards.lengths):
             raise error("shards_k", repr(keys), f"must have the size and as many sequences as {shards!r}")

@@ -35,9 +35,9 @@ class Rows:
         begins = None
         if not is_packed:
             begins = [shards.cu_seqlens(rank) for rank in range(shards.size)]
-        # Rows of a sequence's axis on one device: [t] of thd, s of [b, s].
-        self.extent = max(shards.extents) if is_packed else max(
-            (int(n) for cu in begins for n in np.diff(cu)), default=0)
+        # Of the axis of rows on one device: t, or s of [b, s]. XLA exchanges no empty arrays.
+        self.extent = max(1, *shards.extents) if is_packed else max(
+            1, *(int(n) for cu in begins for n in np.diff(cu)))
         self.count = self.extent * (1 if is_packed else len(shards.lengths))
         # places[rank]: of each row of its buffer in Shards, the row here.
         self.places = [np.arange(shards.extents[rank]) if is_packed else
@@ -75,7 +75,7 @@ def inverse(index: np.ndarray, count: int) -> np.ndarray:
 def taken(x, there, back, fill=0):
     """Rows `there` of x, `fill` where that is past its end. `back` is the inverse, by which gradients
     are taken as values are: no row of x is there twice."""
-    return jnp.take(x, there, axis=0, mode="fill", fill_value=fill)
+    return _look_up(x, there, fill)
 
 
 def _taken_forward(x, there, back, fill):
@@ -83,10 +83,16 @@ def _taken_forward(x, there, back, fill):
 
 
 def _taken_backward(_, back, gradient):
-    return jnp.take(gradient, back, axis=0, mode="fill", fill_value=0), None, None
+    return _look_up(gradient, back, 0), None, None
 
 
 taken.defvjp(_taken_forward, _taken_backward)
+
+
+def _look_up(x, there, fill):
+    if x.shape[0] == 0:  # of which jnp.take takes nothing
+        x = jnp.full((1, *x.shape[1:]), fill, x.dtype)
+    return jnp.take(x, there, axis=0, mode="fill", fill_value=fill)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -104,7 +110,7 @@ def _whole_forward(x, axis, rows, copies):
 def _whole_backward(axis, rows, copies, like, gradients):
     exact = jnp.promote_types(like.dtype, jnp.float32)
     total = functools.reduce(jnp.add, (x.astype(exact) for x in gradients))
-    every = jnp.take(total, rows.index.reshape(-1), axis=0, mode="fill", fill_value=0)
+    every = _look_up(total, rows.index.reshape(-1), 0)
     return jax.lax.psum_scatter(every, axis, tiled=True).astype(like.dtype),
 
 
