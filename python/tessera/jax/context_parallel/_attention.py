@@ -346,7 +346,7 @@ def _by_heads(call: _Call):
             keywords[name] = x if x.shape[-1] != call.hq else \
                 jax.lax.dynamic_slice_in_dim(x, first, own, x.ndim - 1)
     if "rng_state" in keywords:
-        keywords["rng_state"] = _counted(keywords["rng_state"], first, call.hq)
+        keywords["rng_state"] = counted(keywords["rng_state"], first, call.hq)
     cu_q, cu_k = (jnp.asarray(np.cumsum([0, *rows.shards.lengths]), jnp.int32)
                   for rows in (call.rows, call.rows_k))
     if call.rows.shards.lengths == call.rows_k.shards.lengths:
@@ -376,8 +376,9 @@ def _from_heads(x, axis, rows: Rows, fill=0):
     return jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)
 
 
-def _counted(rng_state, first, heads: int):
-    """Four words that give `heads` heads' mask to those from `first` on."""
+def counted(rng_state, first, heads: int):
+    """rng_state for a part of a problem of `heads` heads whose first head, counted over sequences, is
+    `first`: the words of a mask that is the whole's."""
     words = _arrays.rng_words(OPERATION, rng_state).array
     if words.shape[0] != 8:
         words = jnp.concatenate([words, jnp.asarray([0, 0, heads, 0], jnp.uint32)])
