@@ -50,6 +50,8 @@ CASES = {
         Shards.contiguous(RAGGED, 4), "keys", {"window": (100, 20), "softcap": 2.0}, "bhsd"),
     "keys, balanced, slopes, one kv head": Case(
         Shards.balanced(RAGGED, 4), "auto", {"causal": True}, heads=(4, 1), slopes=(5, 4)),
+    "keys, zigzag, causal": Case(
+        Shards.zigzag(RAGGED, 4), "keys", {"causal": True, "window": (200, 0)}, slopes=(8,)),
     "keys, zigzag, no mask": Case(Shards.zigzag((512, 130), 4), "keys", {"softmax_scale": 0.3}),
     "heads, balanced, slopes of each sequence": Case(
         Shards.balanced(RAGGED, 4), "heads", {"causal": True, "window": (90, 0)}, slopes=(5, 8)),
@@ -210,6 +212,24 @@ def test_what_is_exchanged(exchange, expected, backward):
         exchange == "heads" and found["all-to-all"] <= 8
 
 
+@pytest.mark.parametrize("exchange, keywords, has_starts", [
+    ("keys", {"causal": True}, False), ("keys", {}, False), ("heads", {"causal": True, **DROPOUT}, False),
+    ("keys", {"causal": True, **DROPOUT}, True), ("keys", {"window": (9, 9)}, True)])
+def test_what_gpus_take(exchange, keywords, has_starts):
+    """Starts, which they refuse yet, are among the reasons only where they are needed; a build without
+    CUDA has one more."""
+    shards = Shards.zigzag((512, 130), 4)
+    x = jax.ShapeDtypeStruct((4 * max(shards.extents), 4, 64), jnp.bfloat16)
+    function = sharded(MESH, "cp", shards=shards, exchange=exchange, layout="thd", **keywords)
+
+    try:
+        jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",))
+        reasons = ""
+    except tj.Refused as refusal:
+        reasons = str(refusal).partition("repro:")[0]
+    assert ("q_start" in reasons) == has_starts, reasons
+
+
 def test_inside_a_shard_map_with_a_batch_axis():
     """Another axis holds sequences of its own; max_logit is that of all heads' keys."""
     mesh = jax.make_mesh((2, 2), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
@@ -275,6 +295,7 @@ FINE = Shards.striped((300, 20), 4)
     (dict(align="diagonal"), ValueError, "align='diagonal': must be"),
     (dict(shards_k=Shards.zigzag((1000, 30), 4), causal=True), ValueError, "align=None: must be given"),
     (dict(causal=True, window=(1, 1)), ValueError, "window"),
+    (dict(window=3), ValueError, "window=3: must be a pair"),
     (dict(dropout_p=0.5), ValueError, "rng_state"),
 ])
 def test_what_is_refused(given, error, message):

@@ -138,6 +138,7 @@ class _Call:
         if not self.hk or self.hq % self.hk or self.v.shape[1] != self.hk:
             raise error("q.shape", list(q.shape), f"hq={self.hq} must be a multiple of k's heads, "
                         f"{self.hk}, which v has too ({self.v.shape[1]})")
+        _check_window(self.keywords.get("window"))
         self.shifts = self._shifts(shards_k is not None and keys.lengths != shards.lengths)
         self.want_lse = bool(keywords.get("return_lse"))
         self.want_max_logit = bool(keywords.get("return_max_logit"))
@@ -164,7 +165,13 @@ class _Call:
                 f"or \"heads\" with heads that are multiples of {size}")
         return exchange
 
-    def band(self) -> dict:
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right), -1 for unbounded."""
+        left, right = self.keywords.get("window", (-1, -1))
+        return left, 0 if self.keywords.get("causal") else right
+
+    def passed(self) -> dict:
         """Keywords of every call of attention."""
         return {name: self.keywords[name] for name in _PASSED if self.keywords.get(name) is not None}
 
@@ -214,9 +221,7 @@ class _Call:
     def _shifts(self, differ: bool) -> tuple[int, ...]:
         """The diagonal of each whole sequence."""
         align, lengths = self.keywords.get("align"), self.rows.shards.lengths
-        window = self.keywords.get("window")
-        is_bounded = self.keywords.get("causal") or window is not None and tuple(window) != (-1, -1)
-        if align is None and differ and (is_bounded or self.keywords.get("alibi_slopes") is not None):
+        if align is None and differ and (self.window != (-1, -1) or self.keywords.get("alibi_slopes") is not None):
             raise error("align", None, "must be given where causal, window or alibi_slopes are on and "
                         'keys have lengths of their own: "top_left", "bottom_right" or the diagonal')
         if align == "bottom_right":
@@ -245,6 +250,12 @@ def _checked(keywords: dict) -> dict:
                                    f"{', '.join(_PASSED + _OWN)} do")
             raise TypeError(f"{OPERATION}() got an unexpected keyword argument {name!r}")
     return given
+
+
+def _check_window(window):
+    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2 or
+                               not all(isinstance(n, (int, np.integer)) for n in window)):
+        raise error("window", repr(window), "must be a pair (left, right) of integers")
 
 
 def _layout_error(layout) -> ValueError:
@@ -304,7 +315,7 @@ def _slots(rows: Rows) -> tuple[_Slot, ...]:
 
 def _by_keys(call: _Call):
     """(o [t, hq, dv], lse [t, hq], max_logit [hq])"""
-    slots, lengths = _slots(call.rows), call.rows_k.shards.lengths
+    slots = _slots(call.rows)
     # One order of rows for all slots, so that o is put together by one look-up.
     ordered = np.concatenate([slot.rows for slot in slots], axis=1)
     back = np.stack([inverse(rows, call.rows.count) for rows in ordered])
@@ -312,19 +323,36 @@ def _by_keys(call: _Call):
     there, back = mine(ordered), mine(back)
     q = taken(call.q, there, back)
     ks, vs = (whole(x, call.axis, call.rows_k, len(slots)) for x in (call.k, call.v))
-    cu_k = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
     parts, begin = [], 0
     for slot, k, v in zip(slots, ks, vs):
         n = slot.rows.shape[1]
         parts.append(_functions.attention(
             jax.lax.slice_in_dim(q, begin, begin + n), k, v, layout="thd", cu_seqlens_q=mine(slot.cu),
-            cu_seqlens_k=cu_k, q_start=mine(slot.start), align=call.diagonal_of_whole,
-            max_seqlen_q=int(np.diff(slot.cu).max(initial=0)), max_seqlen_k=max(lengths, default=0),
-            return_lse=True, return_max_logit=call.want_max_logit, **call.band()))
+            **_seen(call, slot, mine), max_seqlen_q=int(np.diff(slot.cu).max(initial=0)), max_seqlen_k=max(call.rows_k.shards.lengths),
+            return_lse=True, return_max_logit=call.want_max_logit, **call.passed()))
         begin += n
     o, lse = jnp.concatenate([x[0] for x in parts]), jnp.concatenate([x[1].T for x in parts])
     peak = functools.reduce(jnp.maximum, (x[2] for x in parts)) if call.want_max_logit else None
     return taken(o, back, there), taken(lse, back, there, -jnp.inf), peak
+
+
+def _seen(call: _Call, slot: _Slot, mine) -> dict:
+    """Keywords that say which of the whole keys each run sees. Starts can say all; they are left out
+    where they are not needed, as GPUs do not take them yet."""
+    keys = call.rows_k.shards.lengths
+    cu_k = jnp.asarray(np.cumsum([0, *keys]), jnp.int32)
+    left, right = call.window
+    is_plain = not call.keywords.get("dropout_p") and not any(call.shifts)
+    if is_plain and left < 0 and right < 0 and "alibi_slopes" not in call.keywords:
+        return {"cu_seqlens_k": cu_k, "align": "top_left"}
+    if is_plain and right == 0 and keys == call.rows.shards.lengths:
+        # No run sees past its last position: its diagonal ends in the corner of the keys up to there.
+        lengths = np.diff(slot.cu)
+        ends = np.where(lengths, slot.start + lengths, 0)
+        cu_seen = np.concatenate([np.zeros((len(ends), 1), int), np.cumsum(ends, 1)], 1)
+        return {"cu_seqlens_k": mine(cu_seen.astype(np.int32)), "cu_seqlens_k_padded": cu_k,
+                "align": "bottom_right"}
+    return {"cu_seqlens_k": cu_k, "q_start": mine(slot.start), "align": call.diagonal_of_whole}
 
 
 def _mine(axis, table: np.ndarray):
@@ -338,7 +366,7 @@ def _by_heads(call: _Call):
     """(o [t, hq, dv], lse [t, hq], max_logit [hq]); max_logit is -inf for other devices' heads."""
     own = call.hq // call.rows.shards.size
     first = jax.lax.axis_index(call.axis) * own
-    keywords = call.band()
+    keywords = call.passed()
     for name in ("sink", "alibi_slopes"):
         x = keywords.get(name)
         if x is not None and not isinstance(x, str):
@@ -351,7 +379,7 @@ def _by_heads(call: _Call):
                   for rows in (call.rows, call.rows_k))
     if call.rows.shards.lengths == call.rows_k.shards.lengths:
         cu_k = cu_q
-    longest = [max(rows.shards.lengths, default=0) for rows in (call.rows, call.rows_k)]
+    longest = [max(rows.shards.lengths) for rows in (call.rows, call.rows_k)]
     q, k, v = (_to_heads(x, call.axis, rows) for x, rows in
                ((call.q, call.rows), (call.k, call.rows_k), (call.v, call.rows_k)))
     o, lse, *peak = _functions.attention(
