@@ -2,6 +2,8 @@
 """tessera.te.jax on a mesh of four devices, which a process has from its start or never: the tests
 below run in one of their own."""
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -19,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 import tessera.jax  # noqa: E402
 from tessera.te.jax import autocast, sharding  # noqa: E402
 from tessera.te.jax.attention import (  # noqa: E402
-    AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout, SequenceDescriptor,
-    fused_attn)
+    AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout, ReorderStrategy,
+    SequenceDescriptor, fused_attn, inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing)
 from tessera.te.jax.flax import (  # noqa: E402
     DotProductAttention, MultiHeadAttention, extend_logical_axis_rules)
 
@@ -188,25 +191,84 @@ def test_module_on_a_mesh():
         np.testing.assert_allclose(run(placed_variables, split), expected, atol=1e-5)
 
 
+def split(named):
+    """A mesh whose axis cp splits sequences, being named or the resource's."""
+    resource = sharding.MeshResource(dp_resource="dp", cp_resource=None if named else "cp")
+    stack = contextlib.ExitStack()
+    stack.enter_context(jax.set_mesh(mesh(("dp", "cp"))))
+    stack.enter_context(sharding.global_shard_guard(resource))
+    return stack
+
+
+PLAIN = dict(attn_bias_type=AttnBiasType.NO_BIAS, attn_mask_type=AttnMaskType.CAUSAL_MASK,
+             qkv_layout=QKVLayout.BSHD_BSHD_BSHD, softmax_type=AttnSoftmaxType.VANILLA_SOFTMAX,
+             scaling_factor=0.3, dropout_probability=0.0, is_training=True)
+CP_CASES = {
+    "balanced, dropout": dict(dropout_probability=0.4, context_parallel_causal_load_balanced=True),
+    "window, learnable sink, largest logit": dict(
+        window_size=(9, 0), softmax_type=AttnSoftmaxType.LEARNABLE_SOFTMAX, return_max_logit=True),
+    "packed, no mask": dict(qkv_layout=QKVLayout.BS3HD, attn_mask_type=AttnMaskType.NO_MASK,
+                            softmax_type=AttnSoftmaxType.OFF_BY_ONE_SOFTMAX,
+                            context_parallel_strategy=CPStrategy.ALL_GATHER),
+}
+
+
 @on_a_mesh
-@pytest.mark.parametrize("named", [True, False])
-def test_context_parallelism_is_refused(named):
-    """Over an axis of several devices, that is named or is the resource's."""
+@pytest.mark.parametrize("name", CP_CASES)
+def test_a_sequence_over_an_axis(name):
+    """The results and gradients of one device, on the devices' order of tokens."""
+    given = PLAIN | CP_CASES[name]
+    balanced = given.get("context_parallel_causal_load_balanced")
+    shape = (4, 24, 3, 4, 8) if given["qkv_layout"] == QKVLayout.BS3HD else (4, 24, 4, 8)
+    qkv = tuple(jax.random.normal(jax.random.key(i), shape) for i in range(1 if len(shape) == 5 else 3))
+    offset = jnp.arange(4.0).reshape(1, 4, 1, 1) if "sink" in name else None
+
+    def loss(qkv, offset, there=lambda x: x, back=lambda x: x, **axis):
+        results = fused_attn(tuple(map(there, qkv)), None, SequenceDescriptor(), jax.random.key(3),
+                             softmax_offset=offset, **given, **axis)
+        o, *peak = results if isinstance(results, tuple) else (results,)
+        o = back(o)
+        return (o * jax.random.normal(KEY, o.shape)).sum(), (o, *peak)
+    wanted = (0,) if offset is None else (0, 1)
+    expected = jax.jit(jax.grad(loss, wanted, has_aux=True))(qkv, offset)
+    order = (ReorderStrategy.DualChunkSwap, 2, 1)
+    moves = {} if not balanced else {"there": lambda x: reorder_causal_load_balancing(x, *order),
+                                     "back": lambda x: inverse_reorder_causal_load_balancing(x, *order)}
+    with split(named=bool(offset is None)):
+        run = jax.grad(functools.partial(loss, **moves, context_parallel_axis="cp" if offset is None
+                                         else ""), wanted, has_aux=True)
+        found = jax.jit(run)(qkv, offset)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-5), found, expected)
+
+
+@on_a_mesh
+@pytest.mark.parametrize("more, hint", [
+    (dict(context_parallel_strategy=CPStrategy.RING), "use CPStrategy.ALL_GATHER or DEFAULT"),
+    (dict(attn_mask_type=AttnMaskType.PADDING_MASK), "Shards hold lengths as host integers"),
+    (dict(qkv_layout=QKVLayout.THD_THD_THD, attn_mask_type=AttnMaskType.PADDING_MASK),
+     "Shards hold lengths as host integers"),
+    (dict(stripe_size=1), "leave stripe_size out"),
+])
+def test_what_a_split_sequence_cannot(more, hint):
     q, k, v = (jax.random.normal(KEY, (4, 12, 4, 8)) for _ in range(3))
     lengths = SequenceDescriptor.from_seqlens(jnp.full((4,), 12))
-    arguments = (AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
-                 AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
-    axis = dict(context_parallel_axis="cp", context_parallel_strategy=CPStrategy.RING)
-    alone = fused_attn((q, k, v), None, lengths, None, *arguments, **axis)  # no mesh: one device
-    with jax.set_mesh(mesh(("dp", "cp"))), sharding.global_shard_guard(sharding.MeshResource(
-            dp_resource="dp", cp_resource=None if named else "cp")):
-        with pytest.raises(tessera.jax.Refused, match=r"context_parallel_axis='cp' "
-                           r"\(context_parallel_strategy=.*, 2 devices\): .*parallelism yet"):
-            fused_attn((q, k, v), None, lengths, None, *arguments, **(axis if named else {}))
-        with pytest.raises(tessera.jax.Refused, match="context parallelism yet"):
-            DotProductAttention(8, 4, context_parallel_axis="cp" if named else "",
-                                context_parallel_strategy="ring").apply({}, q, k, v)
+    with split(named=True), pytest.raises(tessera.jax.Refused, match=(
+            r"context_parallel_axis='cp' \(context_parallel_strategy=.*, 2 devices\): .*" + hint)):
+        fused_attn((q, k, v), None, lengths, None, **PLAIN | more, context_parallel_axis="cp")
+    with split(named=True), pytest.raises(ValueError, match="sequence length=10: must be a multiple of 4"):
+        fused_attn((q[:, :10],) * 3, None, lengths, None, **PLAIN, context_parallel_axis="cp",
+                   context_parallel_causal_load_balanced=True)
+
+
+@on_a_mesh
+def test_a_layer_over_an_axis():
+    q = jax.random.normal(KEY, (4, 12, 4, 8))
+    layer = functools.partial(DotProductAttention, 8, 4)
+    alone = layer().apply({}, q, q, q)
+    with split(named=False):
+        np.testing.assert_allclose(jax.jit(layer().apply)({}, q, q, q), alone, 1e-4, 2e-5)
+        with pytest.raises(tessera.jax.Refused, match="RING"):
+            layer(context_parallel_strategy="ring").apply({}, q, q, q)
     one = Mesh(np.array(jax.devices()[:1]), ("cp",))
     with jax.set_mesh(one), sharding.global_shard_guard(sharding.MeshResource(cp_resource="cp")):
-        out = fused_attn((q, k, v), None, lengths, None, *arguments, **axis)
-    np.testing.assert_array_equal(out, alone)
+        np.testing.assert_array_equal(layer(context_parallel_strategy="ring").apply({}, q, q, q), alone)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from . import _translate, _words
+from . import _context_parallel, _translate, _words
 from . import cpp_extensions as tex
 from ._enums import (AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVFormat, QKVLayout,
                      ReorderStrategy, canonicalize_attn_mask_type)
@@ -73,7 +73,8 @@ def fused_attn(qkv, bias, sequence_descriptor, seed, attn_bias_type, attn_mask_t
     Returns [b, s, h, dv] of q's dtype, zero where there is no token; with return_max_logit a pair
     with the largest logit of each head, [h]. Outputs that gradients need are named
     context_checkpoint_name for jax.checkpoint's policies. ValueError: arguments that contradict one
-    another. Refused: score_mod, a sequence split over devices, a bias with THD.
+    another. Refused: score_mod, a bias with THD, and what docs/te.md names of sequences that are
+    split over devices.
     """
     _words.no_score_mod("fused_attn", score_mod=score_mod, score_mod_bprop=score_mod_bprop,
                         score_mod_tensors=score_mod_tensors,
@@ -88,13 +89,18 @@ def fused_attn(qkv, bias, sequence_descriptor, seed, attn_bias_type, attn_mask_t
         attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_factor,
         dropout_probability, is_training, max_segments_per_seq, window_size,
         context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis,
-        stripe_size, return_max_logit)
+        stripe_size, return_max_logit, may_be_split=True)
     if max_segments_per_seq > 1 and not config.is_thd:
         warnings.warn(f"fused_attn: max_segments_per_seq={max_segments_per_seq} has no effect with "
                       f"{config.qkv_layout.name}", UserWarning, stacklevel=2)
     words = _translate.rng_words(seed, config.dropout_p)
-    out, *max_logit = _fused_attn(config, context_checkpoint_name, tuple(qkv), bias, softmax_offset,
-                                  sequence_descriptor, words)
+    axis = _context_parallel.axis_of(context_parallel_axis)
+    if axis is not None:
+        out, *max_logit = (checkpoint_name(x, context_checkpoint_name) for x in
+                           _context_parallel.attention(config, axis, qkv, bias, softmax_offset, words))
+    else:
+        out, *max_logit = _fused_attn(config, context_checkpoint_name, tuple(qkv), bias,
+                                      softmax_offset, sequence_descriptor, words)
     return (out, *max_logit) if return_max_logit else out
 
 

@@ -33,8 +33,9 @@ def config_of(attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_
               dropout_probability, is_training, max_segments_per_seq=1, window_size=None,
               context_parallel_strategy=CPStrategy.DEFAULT,
               context_parallel_causal_load_balanced=False, context_parallel_axis="",
-              stripe_size=None, return_max_logit=False) -> _FusedAttnConfig:
-    """Of TE's arguments. Refuses what is split over a mesh axis of several devices."""
+              stripe_size=None, return_max_logit=False, *, may_be_split=False) -> _FusedAttnConfig:
+    """Of TE's arguments. Refuses what is split over a mesh axis of several devices, but for callers
+    that see to it."""
     deterministic = None if FusedAttnHelper.is_non_deterministic_allowed() else True
     config = _FusedAttnConfig(
         attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_factor,
@@ -42,8 +43,9 @@ def config_of(attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_
         context_parallel_causal_load_balanced, context_parallel_axis, context_parallel_strategy,
         stripe_size, return_max_logit, deterministic)
     axis = _context_parallel.axis_of(context_parallel_axis)
-    if axis is not None:
-        _context_parallel.refuse(config.cp_strategy, axis, "fused_attn")
+    if axis is not None and not may_be_split:
+        _context_parallel.refuse(config.cp_strategy, axis, "fused_attn", "call fused_attn, and "
+                                 "differentiate it")
     return config
 
 
