@@ -57,11 +57,11 @@ class ReferenceBackend final : public Backend {
     support.require(std::string_view(p.backend) == name(), ReasonId::kByNameOnly,
                     Remedy::kForceThisBackend,
                     [] { return std::string("runs by name only: backend=\"reference\""); });
-    support.require(!is_backward(p) ||
-                        !(is_fp8(p.tensor[TESSERA_Q].dtype) || is_fp8(p.tensor[TESSERA_K].dtype)),
-                    ReasonId::kDtype, Remedy::kUseFp32,
-                    [] { return std::string("k.dtype: must not be fp8 in the backward pass"); });
-    require_built(support, p);
+    support.require(
+        !is_backward(p) || is_fp8(p.tensor[TESSERA_Q].dtype) || !is_fp8(p.tensor[TESSERA_K].dtype),
+        ReasonId::kDtype, Remedy::kUseFp32,
+        [] { return std::string("k.dtype: must be q's dtype in the backward pass"); });
+    require_built(support, p, Fp8Inputs::kBuilt);
     return support;
   }
 

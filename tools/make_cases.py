@@ -13,6 +13,7 @@ import sys
 from itertools import cycle, product
 from pathlib import Path
 
+import fp8_cases
 import kernel_cases as kernels
 from case_lines import PASSES, both, heads, line
 
@@ -353,8 +354,6 @@ def unbuilt():
         yield from both(dtype="bf16", **small, **more)
     yield line("bwd", dtype="bf16", **small, precision="fp8", do="e5m2")
     yield line("fwd", dtype="bf16", kv="e4m3", kvscale="block", **(small | {"s": 200}))
-    for more in ({"qscale": "row"}, {"qscale": "head", "amax": True}, {"o": "e4m3", "qscale": "one"}):
-        yield line("fwd", dtype="e4m3", **small, **more)
 
 
 def noise():
@@ -482,9 +481,11 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(), added(),
-                    unbuilt(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(), kernels.groups(), kernels.documents(False),
-                    kernels.segments_again(False), kernels.wide_backward(False), products(500, 8, False)):
+                    scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(),
+                    added(), unbuilt(),
+                    fp8_cases.inputs(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
+                    kernels.groups(), kernels.documents(False), kernels.segments_again(False),
+                    kernels.wide_backward(False), products(500, 8, False)):
         yield from section
 
 

@@ -9,6 +9,7 @@ ValueError that says ``tessera.<operation>: name=value: rule``.
 An array library joins through an adapter with
     noun                  what an array is called in messages, "NumPy array"
     info(x)               ArrayInfo, or None when x is not an array of this library
+    raw_fp8               True where calls take fp8 q; an adapter without it refuses them
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Arguments:
         self.softmax_scale = self.softcap = self.dropout_p = 0.0
         self.sm_margin = 0
         self.out_dtype = self.grad_dtype = None  # names
-        self.return_lse = self.return_max_logit = False
+        self.return_lse = self.return_max_logit = self.return_amax = False
         self.layout_q = self.layout_kv = "bshd"
         self.paged = False
         self.device = None
@@ -223,6 +224,21 @@ def fill(a: Arguments, given: dict):
     if a.adapter.info(get("align")) is not None:
         a.put("shift", "align", get("align"), (0,), axes="b")
     _join(a, get)
+    if not getattr(a.adapter, "raw_fp8", False):
+        _refuse_raw(a, given)
+
+
+def _refuse_raw(a: Arguments, given: dict):
+    """Refuses fp8 q, and the keywords of them that leave no other trace, by name."""
+    cure = f"{a.adapter.noun}s do not have it yet; use tessera.{a.operation} on NumPy arrays"
+    q = a.adapter.info(given["q"]).dtype
+    if q.startswith("float8"):
+        raise _lib.Refused(f"tessera.{a.operation}: q.dtype={q}: {cure}, or bf16")
+    for name, value in given.items():
+        row = _keywords.ALL.get(name)
+        if row is not None and row.raw and not name.endswith("_dtype") and value is not None and \
+                value is not row.default:
+            raise _lib.Refused(f"tessera.{a.operation}: {name}={_text(value)}: {cure}")
 
 
 def _join(a: Arguments, get):

@@ -24,6 +24,9 @@ class Gradients:
     dbias: np.ndarray | None = None
     dsink: np.ndarray | None = None
     dalibi_slopes: np.ndarray | None = None
+    amax_dq: np.ndarray | None = None
+    amax_dk: np.ndarray | None = None
+    amax_dv: np.ndarray | None = None
 
 
 @documented(_keywords.FORWARD, np.ndarray)
@@ -33,8 +36,8 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
 
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
     layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk.
-    Returns o[, lse][, max_logit]. docs/semantics.md is the contract.
+    or float16 (float64 in the backend "reference"); k and v may be fp8, and q with them. hq is a
+    multiple of hk. Returns o[, lse][, max_logit][, amax_o]. docs/semantics.md is the contract.
 
     >>> o = tessera.attention(q, k, v, causal=True)
     >>> o, lse = tessera.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)

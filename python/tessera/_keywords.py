@@ -42,6 +42,7 @@ class Keyword:
     doc: str               # what it means, and when it is illegal
     default: Any = None
     refused: bool = False  # every backend refuses it yet
+    raw: bool = False      # of fp8 q and what follows them, which NumPy's functions alone take
     name: str = ""         # the table's, like the next
     type: Any = None
 
@@ -384,11 +385,11 @@ class Keywords(TypedDict, total=False):
         axes="b", dtype=_LENGTHS,
         doc="As q_start, for keys; key ranges are positions too.")]
     q_scale: Annotated[Array | None, Tensor(
-        axes="b, hq, nq", dtype="float32", blocks=True, refused=True,
+        axes="b, hq, nq", dtype="float32", blocks=True, raw=True,
         doc="What an fp8 q is multiplied by, as k_scale.")]
     o_scale: Annotated[Array | None, Tensor(
-        axes="1", dtype="float32", broadcasts=True, refused=True,
-        doc="What an fp8 o is multiplied by.")]
+        axes="1", dtype="float32", broadcasts=True, raw=True,
+        doc="What an fp8 o is multiplied by: its elements are value / o_scale, rounded and saturated.")]
     deterministic: Annotated[bool | None, _flag(
         _lib.DETERMINISTIC, default=True, doc="The same call gives the same bits at every run.")]
     batch_invariant: Annotated[bool, _flag(
@@ -420,7 +421,7 @@ class Keywords(TypedDict, total=False):
             'precision="fp8".')]
     scale_block: Annotated[tuple[int, int] | None, Option(
         values="(rows of q, keys)", check=_check_blocks, encode=lambda blocks: (0, *(blocks or (0, 0))),
-        fields={"q_scale_block": "", "k_scale_block": ""}, refused=True,
+        fields={"q_scale_block": "", "k_scale_block": ""}, raw=True,
         doc="Rows and keys that share a scale, both >= 0.")]
 
 
@@ -428,12 +429,16 @@ class Forward(Keywords, total=False):
     """What attention takes."""
 
     out_dtype: Annotated[object, _dtype(
-        "out_dtype", doc="dtype of o; None is q's. float32 beside 16-bit inputs serves who adds parts "
-            "up; GPUs refuse it yet.")]
+        "out_dtype", doc="dtype of o; None is q's, and bfloat16 beside fp8 q. float32 goes beside 16 bits, and "
+                         "any but float64 beside fp8.")]
     return_lse: Annotated[bool, _switch(
         "return_lse",
         doc="Returns lse too, float32 [b, hq, sq], packed [hq, t]: the natural logarithm of each row's "
             "sum; -inf for a row that sees nothing.")]
+    return_amax: Annotated[bool, _switch(
+        "return_amax", raw=True,
+        doc="Returns amax_o too, float32 []: the largest |value| of o before it is scaled and rounded. For "
+            "fp8 q only.")]
     return_max_logit: Annotated[bool, _switch(
         "return_max_logit", doc="Returns the largest visible score of each head too, float32 [hq].")]
     out: Annotated[Array | None, Output(
@@ -450,23 +455,28 @@ class Backward(Keywords, total=False):
     """What attention_backward takes."""
 
     do_scale: Annotated[Array | None, Tensor(
-        axes="b, hq, nq", dtype="float32", blocks=True, refused=True,
+        axes="b, hq, nq", dtype="float32", blocks=True, raw=True,
         doc="What an fp8 do is multiplied by, as k_scale.")]
     dq_scale: Annotated[Array | None, Tensor(
-        axes="1", dtype="float32", broadcasts=True, refused=True,
+        axes="1", dtype="float32", broadcasts=True, raw=True,
         doc="What an fp8 dq is multiplied by.")]
     dk_scale: Annotated[Array | None, Tensor(
-        axes="1", dtype="float32", broadcasts=True, refused=True,
+        axes="1", dtype="float32", broadcasts=True, raw=True,
         doc="What an fp8 dk is multiplied by.")]
     dv_scale: Annotated[Array | None, Tensor(
-        axes="1", dtype="float32", broadcasts=True, refused=True,
+        axes="1", dtype="float32", broadcasts=True, raw=True,
         doc="What an fp8 dv is multiplied by.")]
     partial: Annotated[bool, _flag(
         _lib.PARTIAL,
         doc="o and lse are those of a union of keys of which this call is a part (merge): each weight "
             "is exp(x - lse) as it is, and the parts' gradients of q add up.")]
     grad_dtype: Annotated[object, _dtype(
-        "grad_dtype", doc="dtype of dq, dk and dv; None is that of their inputs. As out_dtype.")]
+        "grad_dtype", doc="dtype of dq, dk and dv; None is that of their inputs, beside fp8 q that of o where it "
+                          "has 16 bits and else bfloat16. float32 goes beside 16 bits; 16 bits and fp8 beside fp8.")]
+    return_amax: Annotated[bool, _switch(
+        "return_amax", raw=True,
+        doc="amax_dq, amax_dk and amax_dv, float32 [], are the largest |value| of each gradient that was asked for, "
+            "before it is scaled and rounded. For fp8 q only.")]
 
 
 class Every(Forward, Backward, total=False):

@@ -141,14 +141,15 @@ def describe_forward(arrays, operation: str, given: dict):
     _keywords.check_names(operation, given.keys() - {"q", "k", "v"}, _keywords.FORWARD)
     a = _args.Arguments(arrays, operation)
     _args.fill(a, given)
-    dtype = a.out_dtype or arrays.info(given["q"]).dtype
+    dtype = a.out_dtype or _wide(arrays.info(given["q"]).dtype)
     adds = _args.accumulates(a, given)
     if given.get("out") is not None:
         info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
         outputs = ["out"]
         if info.dtype != dtype and (a.out_dtype or not adds):
             raise a.error("out.dtype", info.dtype, "must be " + ("out_dtype" if a.out_dtype else
-                          "q's dtype") + f", {dtype}")
+                          "q's dtype" if dtype == arrays.info(given["q"]).dtype else
+                          "that beside fp8 q") + f", {dtype}")
     else:
         outputs = [_new_output(a, "o", _output_shape(a), dtype, a.order_q)]
     statistics = _statistics(arrays, given["q"])
@@ -160,6 +161,8 @@ def describe_forward(arrays, operation: str, given: dict):
     if a.return_max_logit:
         hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
         outputs.append(_new_output(a, "max_logit", (hq,), statistics, (0,)))
+    if a.return_amax:
+        outputs.append(_new_output(a, "amax_o", (), "float32", (None,)))
     return a, outputs
 
 
@@ -170,7 +173,7 @@ def describe_backward(arrays, operation: str, given: dict):
     _args.fill(a, given)
     for name in ("do", "o"):
         if given.get(name) is NEW:
-            _new_output(a, name, _output_shape(a), arrays.info(given["q"]).dtype, a.order_q)
+            _new_output(a, name, _output_shape(a), _wide(arrays.info(given["q"]).dtype), a.order_q)
         else:
             a.put(name, name, given.get(name), a.order_q, axes="b, sq, hq, dv")
     for name in ("lse", "dlse"):
@@ -178,11 +181,23 @@ def describe_backward(arrays, operation: str, given: dict):
             _new_output(a, name, _row_shape(a), _statistics(arrays, given["q"]), a.order_rows)
         elif name == "lse" or given.get(name) is not None:
             a.put(name, name, given.get(name), a.order_rows, axes="b, hq, sq")
-    return a, [_gradient(a, name, given.get(name), given.get(name[1:])) for name in _args.GRADIENTS]
+    o = arrays.info(given["o"])
+    narrow = "float16" if o is not None and o.dtype == "float16" else "bfloat16"
+    outputs = [_gradient(a, name, given.get(name), given.get(name[1:]), narrow) for name in _args.GRADIENTS]
+    for name in ("dq", "dk", "dv"):
+        wanted = a.return_amax and given.get(name) is not None
+        outputs.append(_new_output(a, f"amax_{name}", (), "float32", (None,)) if wanted else None)
+    return a, outputs
 
 
-def _gradient(a: _args.Arguments, name: str, output, of):
-    """The output `name` of the backward pass, the gradient of `of`."""
+def _wide(dtype: str) -> str:
+    """The dtype of o beside q of `dtype`."""
+    return "bfloat16" if dtype.startswith("float8") else dtype
+
+
+def _gradient(a: _args.Arguments, name: str, output, of, narrow: str):
+    """The output `name` of the backward pass, the gradient of `of`; `narrow` is the dtype of those of
+    fp8 inputs."""
     if output is None:
         return None
     orders = {"dq": (a.order_q, "b, sq, hq, dqk"), "dk": (a.order_kv, a.axes_kv("dqk")),
@@ -200,7 +215,8 @@ def _gradient(a: _args.Arguments, name: str, output, of):
             raise a.error("accumulate", True, "adds to what the arrays of grads= hold; map names "
                           "to arrays")
         wide = a.grad_dtype and name in ("dq", "dk", "dv")
-        return _new_output(a, name, info.shape, a.grad_dtype if wide else info.dtype, order)
+        own = narrow if info.dtype.startswith("float8") else info.dtype
+        return _new_output(a, name, info.shape, a.grad_dtype if wide else own, order)
     given = a.adapter.info(output)
     if info is not None and given is not None and given.shape != info.shape:
         raise a.error(f"{name}.shape", list(given.shape),

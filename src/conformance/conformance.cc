@@ -87,6 +87,7 @@ void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   if (c.dropout > 0) real(json, "dropout_p", c.dropout);
   flag("return_lse", !is_backward(p));
   flag("return_max_logit", c.max_logit);
+  flag("return_amax", c.amax);
   flag("deterministic", c.deterministic);
   flag("batch_invariant", c.batch_invariant);
   flag("partial", c.partial);
@@ -165,6 +166,7 @@ void axes(JsonWriter& json, const Problem& p) {
       drop_first = p.tensor[index].extent[0] == 1 && !(is_scale && p.tensor[index].extent[2] > 1);
     }
     const int rank = tensor_rule(index).rank - (is_scale && p.tensor[index].extent[2] == 1 ? 1 : 0);
+    drop_first |= index >= TESSERA_AMAX_O && index <= TESSERA_AMAX_DV;
     int order[4] = {0, 1, 2, 3};
     if (format == TESSERA_SBHD) std::swap(order[0], order[1]);
     if (format == TESSERA_BHSD) std::swap(order[1], order[2]);
@@ -195,14 +197,14 @@ std::string arguments_json(const ConformanceCase& of) {
   if (is_backward(p)) {
     group("backward", {TESSERA_DO, TESSERA_O, TESSERA_LSE, TESSERA_DLSE});
     group("outputs", {TESSERA_DQ, TESSERA_DK, TESSERA_DV, TESSERA_DBIAS, TESSERA_DSINK,
-                      TESSERA_DALIBI_SLOPES});
+                      TESSERA_DALIBI_SLOPES, TESSERA_AMAX_DQ, TESSERA_AMAX_DK, TESSERA_AMAX_DV});
     json.key("grads").begin_array();
     for (int index = TESSERA_DQ; index <= TESSERA_DALIBI_SLOPES; ++index) {
       if (given(p, index)) json.string(tensor_rule(index).name);
     }
     json.end_array();
   } else {
-    group("outputs", {TESSERA_O, TESSERA_LSE, TESSERA_MAX_LOGIT});
+    group("outputs", {TESSERA_O, TESSERA_LSE, TESSERA_MAX_LOGIT, TESSERA_AMAX_O});
   }
   json.key("out").boolean(c.out || c.accumulate);
   axes(json, p);

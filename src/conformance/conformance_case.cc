@@ -7,6 +7,7 @@
 
 #include "conformance/data.h"
 #include "core/memory.h"
+#include "core/problem/scales.h"
 
 namespace tessera {
 namespace {
@@ -112,7 +113,8 @@ void ConformanceCase::fill_backward_inputs() {
             const int64_t row = seq_axis == 1 ? b : c;
             if (case_.poison && !rows[a * t.extent[seq_axis] + row]) continue;
             const int64_t at = offset_of(t, a, b, c, index == TESSERA_O ? d : 0);
-            store_element(buffers_.data[index], at, t.dtype, exact_->value[index][next]);
+            store_scaled(buffers_.data[index], at, t.dtype, exact_->value[index][next],
+                         scale_at(problem(), buffers_, scale_of(index), 0, 0, 0));
           }
   }
 }
@@ -144,11 +146,7 @@ void ConformanceCase::compute_references() {
   // low gets o and lse as a kernel does: rounded.
   const auto rounded = [&](int index) {
     std::vector<double> values = exact_->value[index];
-    for (double& value : values) {
-      double slot;
-      store_element(&slot, 0, p.tensor[index].dtype, value);
-      value = load_element(&slot, 0, p.tensor[index].dtype);
-    }
+    for (double& value : values) value = reference::rounded_as(p, buffers_, index, value);
     return values;
   };
   const std::vector<double>&o = given_o_ = exact_->value[TESSERA_O],
@@ -266,7 +264,8 @@ Status ConformanceCase::run_there(const Problem& p, const Device& device) {
 
 std::vector<double> ConformanceCase::read(int index) const {
   return reference::load_dense(problem().tensor[index], tensor_rule(index).rank,
-                               buffers_.data[index]);
+                               buffers_.data[index],
+                               scale_at(problem(), buffers_, scale_of(index), 0, 0, 0));
 }
 
 CaseReport ConformanceCase::compare() {
@@ -278,22 +277,25 @@ CaseReport ConformanceCase::compare() {
   }
   compute_references();
   const int32_t q_type = problem().tensor[TESSERA_Q].dtype;
-  const bool fp8 = is_fp8(q_type) || is_fp8(problem().tensor[TESSERA_K].dtype);
+  const bool fp8_keys = !is_fp8(q_type) && is_fp8(problem().tensor[TESSERA_K].dtype);
+  const int64_t depth = (problem().tensor[TESSERA_Q].extent[3] + 31) / 32 * 32;
+  const double fp8_share = is_fp8(q_type) ? 0x1p-15 * static_cast<double>(depth) : 0;
   for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
-    if (!is_output(index)) continue;
+    if (!is_output(index) || index >= TESSERA_AMAX_O) continue;
     const std::vector<double> out = read(index);
     const std::vector<double>&ref = exact_->value[index], &low = low_->value[index];
     const std::vector<double>& terms = exact_->terms[index];
     Comparison comparison;
     if (index == TESSERA_LSE || index == TESSERA_MAX_LOGIT) {
-      comparison = compare_statistic(out, ref, terms, q_type);
-    } else if (fp8) {
+      comparison = compare_statistic(out, ref, terms, q_type, fp8_share);
+    } else if (fp8_keys) {
       comparison = compare_fp8(out, ref, low);
     } else {
       const int32_t dtype = problem().tensor[index].dtype;
       const bool follows_q = index == TESSERA_O || (index >= TESSERA_DQ && index <= TESSERA_DV);
       TensorRuleInput input{out, ref, low, dtype, case_.softcap > 0, terms};
-      input.widened = follows_q && dtype == TESSERA_FP32 && is_16bit(q_type);
+      input.widened = follows_q && dtype == TESSERA_FP32 && (is_16bit(q_type) || is_fp8(q_type));
+      if (index == TESSERA_DQ || index == TESSERA_DK) input.fp8_share = fp8_share;
       comparison = compare_tensor(input);
       if (!comparison.ok()) {  // the floor only widens limits, and costs a pass
         if (!floor_) floor_ = reference::reference_floor(problem(), buffers_, given_o_, given_lse_);
@@ -304,10 +306,26 @@ CaseReport ConformanceCase::compare() {
     if (!comparison.ok()) {
       report.failures.push_back(std::string(tensor_rule(index).name) + ": " + comparison.failure);
     }
+    compare_largest(index, comparison, report);
     report.outputs.push_back({index, std::move(comparison)});
   }
   check_bytes(report);
   return report;
+}
+
+// The largest value of a tensor may be off by what any of its values may be, before rounding.
+void ConformanceCase::compare_largest(int index, const Comparison& of, CaseReport& report) {
+  const int amax = amax_of(index);
+  if (amax == TESSERA_NUM_TENSORS || !is_output(amax)) return;
+  const double out = read(amax)[0], ref = reference::largest_of(exact_->value[index]);
+  Comparison comparison;
+  comparison.max_err = out == ref || (std::isnan(out) && std::isnan(ref)) ? 0 : std::abs(out - ref);
+  comparison.max_limit = of.max_limit;
+  if (!(comparison.max_err <= comparison.max_limit)) {
+    comparison.failure = "is " + std::to_string(out) + ", must be " + std::to_string(ref);
+    report.failures.push_back(std::string(tensor_rule(amax).name) + ": " + comparison.failure);
+  }
+  report.outputs.push_back({amax, std::move(comparison)});
 }
 
 // Every element written, no byte between rows touched. Tensors of one buffer are looked at

@@ -55,6 +55,7 @@ class ConformanceCase {
   void compute_references();
   Status run_here(const Problem& problem, const Device& device, int num_threads);
   Status run_there(const Problem& problem, const Device& device);
+  void compare_largest(int index, const Comparison& of, CaseReport& report);
   void check_bytes(CaseReport& report);
   int64_t bytes_of(int owner) const;
   bool is_output(int index) const;

@@ -81,13 +81,14 @@ Comparison compare_tensor(const TensorRuleInput& in) {
   }
   const Distance low = distance(in.low, in.ref), out = distance(in.out, in.ref);
   result.max_err = out.max;
-  result.max_limit =
-      f * low.max + c * u * max_ref + kTermAllowance * max_terms + kFloorAllowance * max_floor;
+  const double of_terms = std::max(kTermAllowance, in.fp8_share) * max_terms;
+  const double of_terms_mean = std::max(kTermAllowance, in.fp8_share / 8) * max_terms;
+  result.max_limit = f * low.max + c * u * max_ref + of_terms + kFloorAllowance * max_floor;
   result.mean_err = out.mean;
-  result.mean_limit = in.ref.size() >= 4096 && max_ref > 0
-                          ? m * low.mean + a * u * mean_ref + kTermAllowance * max_terms +
-                                kFloorAllowance * mean_floor
-                          : kInfinity;
+  result.mean_limit =
+      in.ref.size() >= 4096 && max_ref > 0
+          ? m * low.mean + a * u * mean_ref + of_terms_mean + kFloorAllowance * mean_floor
+          : kInfinity;
   if (const int64_t at = first_not_finite(in.out, in.ref); at >= 0) {
     result.max_err = kInfinity;
     result.failure =
@@ -103,7 +104,8 @@ Comparison compare_tensor(const TensorRuleInput& in) {
 }
 
 Comparison compare_statistic(std::span<const double> out, std::span<const double> ref,
-                             std::span<const double> logits, int32_t input_dtype) {
+                             std::span<const double> logits, int32_t input_dtype,
+                             double fp8_share) {
   Comparison result;
   result.mean_limit = kInfinity;
   const double constant = input_dtype == TESSERA_FP32 || input_dtype == TESSERA_FP64 ? 1e-5 : 1e-3;
@@ -117,7 +119,8 @@ Comparison compare_statistic(std::span<const double> out, std::span<const double
   for (size_t i = 0; i < ref.size(); ++i) {
     if (!std::isfinite(ref[i])) continue;
     const double e = std::abs(out[i] - ref[i]);
-    const double limit = 1e-6 * std::abs(ref[i]) + kTermAllowance * logits[i] + constant;
+    const double share = std::max(kTermAllowance, fp8_share);
+    const double limit = 1e-6 * std::abs(ref[i]) + share * logits[i] + constant;
     result.mean_err += e / static_cast<double>(ref.size());
     if (e / limit <= worst) continue;
     worst = e / limit;

@@ -31,18 +31,24 @@ struct TensorRuleInput {
   bool softcap = false;
   std::span<const double> terms = {};
   std::span<const double> floor = {};
-  bool widened = false;  // fp32 beside 16-bit inputs
+  bool widened = false;  // fp32 beside 16-bit or fp8 inputs
+  // dq and dk beside fp8 q: what share of max terms dP may be off by, d 2^-15, as Hopper keeps 13
+  // fraction bits of its products and of their sum. All of it joins the maximum's limit, an eighth
+  // the mean's.
+  double fp8_share = 0;
 };
 Comparison compare_tensor(const TensorRuleInput& input);
 
 // lse or max_logit. logits: of each element, the largest
 // scale * (sum |q||k| + |pre-scale bias|) + |post-scale bias| + |slope * distance| behind it.
 //   |e| <= 1e-6 |ref| + 4 2^-24 logits + (1e-3 for 16-bit inputs, 1e-5 for fp32); -inf exactly
+// fp8_share, d 2^-15 beside fp8 q, takes the place of 4 2^-24.
 Comparison compare_statistic(std::span<const double> out, std::span<const double> ref,
-                             std::span<const double> logits, int32_t input_dtype);
+                             std::span<const double> logits, int32_t input_dtype,
+                             double fp8_share = 0);
 
-// Attention with fp8 inputs: RMSE < 0.11 range of the reference (one element has none), and at
-// most 1.1 times the RMSE of the emulated path (low).
+// Attention with fp8 k and v beside 16-bit q: RMSE < 0.11 range of the reference (one element has
+// none), and at most 1.1 times the RMSE of the emulated path (low).
 Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
                        std::span<const double> low);
 

@@ -9,6 +9,7 @@
 #include "cpu/cache/cache.h"
 #include "cpu/dropout_mask.h"
 #include "cpu/forward/run.h"
+#include "cpu/fp8/run.h"
 #include "cpu/merge.h"
 #include "cpu/pool.h"
 #include "cpu/simd/kernels.h"
@@ -19,12 +20,15 @@ namespace {
 class CpuPlan final : public Plan {
  public:
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    if (is_fp8(problem.tensor[TESSERA_Q].dtype)) return fp8_workspace_bytes(problem, num_threads);
     return is_backward(problem) ? backward_workspace_bytes(problem, num_threads)
                                 : forward_workspace_bytes(problem, num_threads);
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device&) const override {
-    if (is_backward(problem)) {
+    if (is_fp8(problem.tensor[TESSERA_Q].dtype)) {
+      TESSERA_RETURN_IF_ERROR(run_fp8(problem, buffers));
+    } else if (is_backward(problem)) {
       run_backward(problem, buffers);
     } else {
       TESSERA_RETURN_IF_ERROR(run_forward(problem, buffers));
@@ -43,16 +47,19 @@ class CpuBackend final : public Backend {
     support.require(device.kind == TESSERA_CPU, ReasonId::kDevice, Remedy::kDeviceCpu, [&] {
       return "device=cuda:" + std::to_string(device.ordinal) + ": must be the CPU";
     });
-    support.require(
-        q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype,
-        is_fp8(q) ? Remedy::kUseBf16 : Remedy::kUseFp32,
-        [&] { return "q.dtype=" + std::string(dtype_name(q)) + ": must be fp32, bf16 or fp16"; });
+    support.require(q != TESSERA_FP64, ReasonId::kDtype, Remedy::kUseFp32, [] {
+      return std::string("q.dtype=fp64: must be fp32, bf16, fp16, e4m3 or e5m2");
+    });
+    support.require(!is_fp8(q) || !is_paged(problem), ReasonId::kFeature, Remedy::kUseBf16, [&] {
+      return "page_table.shape=" + shape_text(problem, TESSERA_PAGE_TABLE_K) +
+             ": pages of fp8 need q in bf16 or fp16";
+    });
     support.require(!is_backward(problem) || !is_fp8(k) || is_fp8(q), ReasonId::kDtype,
                     Remedy::kUseBf16, [&] {
                       return "k.dtype=" + std::string(dtype_name(k)) +
                              ": must be q's dtype in the backward pass";
                     });
-    require_built(support, problem);
+    require_built(support, problem, Fp8Inputs::kBuilt);
     return support;
   }
 

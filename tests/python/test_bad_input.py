@@ -379,9 +379,8 @@ def test_overlapping_outputs():
                                                            "dv": buffer[:, :, 2:4]})
 
 
-@pytest.mark.parametrize("dtype", [np.float64, E4M3, ml_dtypes.float8_e5m2])
-def test_legal_and_refused(dtype):
-    q, k, v = (np.ones((1, 2, 2, 8), np.float32).astype(dtype) for _ in range(3))
+def test_legal_and_refused():
+    q, k, v = (np.ones((1, 2, 2, 8), np.float64) for _ in range(3))
     with pytest.raises(tessera.Refused) as refused:
         tessera.attention(q, k, v)
     message = str(refused.value)

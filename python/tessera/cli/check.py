@@ -143,7 +143,8 @@ def through_numpy(case, backend: str | None):
         results = tessera.attention(**arguments, out=outputs["o"] if in_place else None)
         results = dict(zip(outputs, results if isinstance(results, tuple) else (results,)))
     else:
-        grads = outputs if in_place else tuple(case.spec["grads"])
+        names = tuple(case.spec["grads"])
+        grads = {name: outputs[name] for name in names} if in_place else names
         gradients = tessera.attention_backward(**arguments, **case.group("backward"), grads=grads)
         results = {name: getattr(gradients, name) for name in outputs}
     for name, result in results.items():

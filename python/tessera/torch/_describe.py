@@ -23,7 +23,7 @@ from . import _tensors
 INPUTS = (*_lib.TENSORS[:_lib.INDEX["rng_state"] + 1], "q_start", "k_start", "shift")
 # What operators take; other keywords belong to the front end, or are refused by every backend yet.
 OPTIONS = {name: row for name, row in _keywords.SHARED.items() if isinstance(row, _keywords.Option)
-           and row.decode and not row.refused}
+           and row.decode and not row.refused and not row.raw}
 TENSORS = {name: row for name, row in _keywords.SHARED.items() if isinstance(row, _keywords.Tensor)
            and row.tensors[0] in INPUTS}
 TYPES = {"flags": "int", **{field: type for row in OPTIONS.values()
@@ -45,7 +45,8 @@ _FLAGS = {name: row.flag for name, row in TENSORS.items()}
 _WORDS = {name: row.words for name, row in TENSORS.items() if row.words}
 _SHIFT = INPUTS.index("shift")
 _SHARED = {name for name, row in TENSORS.items() if row.shared}
-_REFUSED = {name: row.default for name, row in _keywords.FORWARD.items() if row.refused}
+_REFUSED = {name: row.default for name, row in _keywords.FORWARD.items()
+            if row.refused or row.raw}
 _REFUSED_NAMES = frozenset(_REFUSED)
 _DTYPES = {code: getattr(torch, name) for name, code in _lib.DTYPES.items()}
 _NO_INPUTS = (None,) * (len(INPUTS) - 3)

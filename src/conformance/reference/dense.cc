@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "conformance/reference/reference.h"
+#include "core/problem/scales.h"
 
 namespace tessera::reference {
 namespace {
@@ -17,16 +18,19 @@ void each_element(const Tensor& t, int rank, Visit&& visit) {
 
 }  // namespace
 
-std::vector<double> load_dense(const Tensor& t, int rank, const void* data) {
+std::vector<double> load_dense(const Tensor& t, int rank, const void* data, double scale) {
   std::vector<double> values;
   values.reserve(element_count(t, rank));
-  each_element(t, rank, [&](int64_t at) { values.push_back(load_element(data, at, t.dtype)); });
+  each_element(t, rank,
+               [&](int64_t at) { values.push_back(scale * load_element(data, at, t.dtype)); });
   return values;
 }
 
-void store_dense(const Tensor& t, int rank, const std::vector<double>& values, void* data) {
+void store_dense(const Tensor& t, int rank, const std::vector<double>& values, void* data,
+                 double scale) {
   size_t next = 0;
-  each_element(t, rank, [&](int64_t at) { store_element(data, at, t.dtype, values[next++]); });
+  each_element(t, rank,
+               [&](int64_t at) { store_scaled(data, at, t.dtype, values[next++], scale); });
 }
 
 }  // namespace tessera::reference

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "conformance/reference/reference.h"
+#include "core/problem/scales.h"
 
 namespace tessera::reference {
 namespace {
@@ -26,8 +27,8 @@ class ReferencePlan final : public Plan {
       out = reference_forward(p, buffers, Arithmetic::kExact, threads, &held);
     }
     for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
-      if (out.value[index].empty() || !given(p, index)) continue;
-      store_dense(p.tensor[index], tensor_rule(index).rank, out.value[index], buffers.data[index]);
+      if (!given(p, index) || !is_output(p, index) || index >= TESSERA_AMAX_O) continue;
+      store(p, buffers, index, out.value[index]);
     }
     return check_interrupt(buffers);
   } catch (const std::bad_alloc&) {
@@ -36,7 +37,17 @@ class ReferencePlan final : public Plan {
 
  private:
   static std::vector<double> load(const Problem& p, const Buffers& buffers, int index) {
-    return load_dense(p.tensor[index], tensor_rule(index).rank, buffers.data[index]);
+    return load_dense(p.tensor[index], tensor_rule(index).rank, buffers.data[index],
+                      scale_at(p, buffers, scale_of(index), 0, 0, 0));
+  }
+
+  static void store(const Problem& p, const Buffers& buffers, int index,
+                    const std::vector<double>& values) {
+    store_dense(p.tensor[index], tensor_rule(index).rank, values, buffers.data[index],
+                scale_at(p, buffers, scale_of(index), 0, 0, 0));
+    const int amax = amax_of(index);
+    if (amax == TESSERA_NUM_TENSORS || !given(p, amax)) return;
+    store_element(buffers.data[amax], 0, TESSERA_FP32, largest_of(values));
   }
 };
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "conformance/reference/walk.h"
+#include "core/problem/scales.h"
 
 namespace tessera::reference {
 namespace {
@@ -20,10 +21,12 @@ class Pass : Walk<T> {
  public:
   Pass(const Question& question, bool low, ReferenceValues& out)
       : Walk<T>(question, out), low_(low) {
-    // Kernels multiply P with V in v's dtype when v is fp8, else in q's.
+    // Kernels multiply P with V in v's dtype when v is fp8, else in q's. Beside fp8 q, P forward is
+    // E4M3 of 256 exp(x - m), and P and dS backward are bf16.
     const int32_t v_type = p_.tensor[TESSERA_V].dtype, q_type = p_.tensor[TESSERA_Q].dtype;
-    product_type_ = !low ? TESSERA_FP64 : is_fp8(v_type) ? v_type : q_type;
-    if (!low && is_backward(p_) && s_.hq != s_.hk) sum_dk_dv_terms_ = true;
+    fp8_ = is_fp8(q_type);
+    product_type_ = !low ? TESSERA_FP64 : fp8_ ? TESSERA_BF16 : is_fp8(v_type) ? v_type : q_type;
+    if (!low && is_backward(p_) && (s_.hq != s_.hk || fp8_)) sum_dk_dv_terms_ = true;
   }
 
   void forward(int64_t head_k) {
@@ -61,11 +64,16 @@ class Pass : Walk<T> {
       lse = has_sink(p_) ? question_.sink(h) : -kInfinity;
       return;
     }
+    const T row_peak = peak;
     T sum = 0;
     if (has_sink(p_)) {
       const T sink = static_cast<T>(question_.sink(h));
       peak = std::max(peak, sink);
       sum = std::exp(sink - peak);
+    }
+    if (low_ && fp8_) {
+      fp8_output(i, h, row_peak, peak, sum, lse);
+      return;
     }
     for (T& x : x_) sum += x = std::exp(x - peak);
     lse = static_cast<double>(peak + std::log(sum));
@@ -77,12 +85,31 @@ class Pass : Walk<T> {
     std::copy(o_row_.begin(), o_row_.end(), &out_.value[TESSERA_O][this->row_index(i, h, s_.dv)]);
   }
 
+  // o and lse of scores x_ whose largest is `row_peak`, or with a sink `peak`; `sum` holds the
+  // sink's part.
+  void fp8_output(int64_t i, int64_t h, T row_peak, T peak, T sum, double& lse) {
+    o_row_.assign(s_.dv, 0);
+    for (size_t at = 0; at < keys_.size(); ++at) {
+      const T e = std::exp(x_[at] - row_peak);
+      sum += std::exp(x_[at] - peak);
+      const T weight =
+          this->dropped(static_cast<T>(rounded(256 * e, TESSERA_E4M3)) / 256, keys_[at]);
+      if (weight != 0) add_scaled(o_row_.data(), weight, &v_[keys_[at] * s_.dv], s_.dv);
+    }
+    lse = static_cast<double>(peak + std::log(sum));
+    const T factor = std::exp(row_peak - peak) / sum;
+    double* o = &out_.value[TESSERA_O][this->row_index(i, h, s_.dv)];
+    for (int64_t c = 0; c < s_.dv; ++c) o[c] = factor * o_row_[c];
+  }
+
   void backward_row(int64_t n, int64_t h, int64_t i) {
     const double lse = (*lse_)[this->statistic_index(h, i)];
     if (lse == -kInfinity) return;  // an empty row without a sink
     this->score_row(false);
     this->load_row(TESSERA_DO, i, h, s_.dv, do_row_);
-    for (T& x : do_row_) x = product(x);
+    if (!fp8_) {
+      for (T& x : do_row_) x = product(x);
+    }
     o_row_.resize(s_.dv);
     for (int64_t c = 0; c < s_.dv; ++c)
       o_row_[c] = static_cast<T>((*o_)[this->row_index(i, h, s_.dv) + c]);
@@ -94,7 +121,9 @@ class Pass : Walk<T> {
     }
     const T scale = static_cast<T>(question_.scale);
     const bool pre = has(p_, TESSERA_BIAS_PRE_SCALE);
+    const T delta_terms = fp8_ ? dot_of_absolutes(do_row_.data(), o_row_.data(), s_.dv) : T{0};
     dq_row_.assign(s_.dqk, 0);
+    dq_terms_.assign(s_.dqk, 0);
     for (size_t at = 0; at < keys_.size(); ++at) {
       const int64_t j = keys_[at];
       const T p = std::exp(x_[at] - static_cast<T>(lse));
@@ -115,11 +144,22 @@ class Pass : Walk<T> {
       add_scaled(&dk_[j * s_.dqk], ds, q_.data(), s_.dqk);
       if (!sum_dk_dv_terms_) continue;
       for (int64_t c = 0; c < s_.dv; ++c) dv_terms_[j * s_.dv + c] += std::abs(weight * do_row_[c]);
-      for (int64_t c = 0; c < s_.dqk; ++c) dk_terms_[j * s_.dqk + c] += std::abs(ds * q_[c]);
+      T terms = std::abs(ds);
+      if (fp8_) {  // dP and delta cancel, and leave what each of them is off by
+        const T absolute = dot_of_absolutes(do_row_.data(), &v_[j * s_.dv], s_.dv);
+        terms = p * slope_of_cap_[at] * (this->dropped(absolute, j) + delta_terms);
+      }
+      for (int64_t c = 0; c < s_.dqk; ++c) {
+        dk_terms_[j * s_.dqk + c] += terms * std::abs(q_[c]);
+        dq_terms_[c] += terms * std::abs(k_[j * s_.dqk + c]);
+      }
     }
     if (out_.value[TESSERA_DQ].empty()) return;
     double* dq = &out_.value[TESSERA_DQ][this->row_index(i, h, s_.dqk)];
     for (int64_t c = 0; c < s_.dqk; ++c) dq[c] = scale * dq_row_[c];
+    if (low_ || !fp8_) return;
+    double* dq_terms = &out_.terms[TESSERA_DQ][this->row_index(i, h, s_.dqk)];
+    for (int64_t c = 0; c < s_.dqk; ++c) dq_terms[c] = scale * dq_terms_[c];
   }
 
   void add_term(int index, int64_t at, T term) {
@@ -137,6 +177,8 @@ class Pass : Walk<T> {
   using Walk<T>::slope_of_cap_, Walk<T>::magnitude_;
 
   const bool low_;
+  bool fp8_ = false;  // q
+  std::vector<T> dq_terms_;
   int32_t product_type_;
   const std::vector<double>* o_ = nullptr;
   const std::vector<double>* lse_ = nullptr;
@@ -157,9 +199,9 @@ void reset(const Problem& p, int index, double value, std::vector<double>& value
   values.assign(element_count(p.tensor[index], tensor_rule(index).rank), value);
 }
 
-void round_results(const Problem& p, ReferenceValues& out) {
+void round_results(const Problem& p, const Buffers& buffers, ReferenceValues& out) {
   for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
-    for (double& value : out.value[index]) value = rounded(value, p.tensor[index].dtype);
+    for (double& value : out.value[index]) value = rounded_as(p, buffers, index, value);
   }
 }
 
@@ -179,6 +221,24 @@ void run_backward(const Question& question, bool low, int num_threads, const std
 
 }  // namespace
 
+double rounded_as(const Problem& p, const Buffers& buffers, int index, double value) {
+  const int32_t dtype = p.tensor[index].dtype;
+  if (!is_fp8(dtype)) return rounded(value, dtype);
+  const double scale = scale_at(p, buffers, scale_of(index), 0, 0, 0);
+  uint8_t slot = 0;
+  store_scaled(&slot, 0, dtype, value, scale);
+  return scale * load_element(&slot, 0, dtype);
+}
+
+double largest_of(const std::vector<double>& values) {
+  double largest = 0;
+  for (const double value : values) {
+    if (!(std::abs(value) <= largest)) largest = std::abs(value);
+    if (std::isnan(value)) return value;
+  }
+  return largest;
+}
+
 ReferenceValues reference_forward(const Problem& p, const Buffers& buffers, Arithmetic arithmetic,
                                   int num_threads, const ReferenceValues* held) {
   const Question question(p, buffers);
@@ -197,7 +257,7 @@ ReferenceValues reference_forward(const Problem& p, const Buffers& buffers, Arit
     run_forward<float>(question, low, num_threads, out);
   }
   if (held) add_held(p, *held, out);
-  if (low) round_results(p, out);
+  if (low) round_results(p, buffers, out);
   return out;
 }
 
@@ -210,7 +270,8 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
   for (int index = TESSERA_DQ; index <= TESSERA_DALIBI_SLOPES; ++index) {
     if (!given(p, index)) continue;
     reset(p, index, 0, out.value[index]);
-    const bool sum = index >= TESSERA_DBIAS || (gqa && index != TESSERA_DQ);
+    const bool fp8 = is_fp8(p.tensor[TESSERA_Q].dtype);
+    const bool sum = index >= TESSERA_DBIAS || (gqa && index != TESSERA_DQ) || fp8;
     if (sum && !low) reset(p, index, 0, out.terms[index]);
   }
   if (low) {
@@ -219,7 +280,7 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
     run_backward<double>(question, low, num_threads, o, lse, out);
   }
   if (held) add_held(p, *held, out);
-  if (low) round_results(p, out);
+  if (low) round_results(p, buffers, out);
   return out;
 }
 

@@ -21,7 +21,8 @@ enum class Arithmetic { kExact, kLow };
 struct ReferenceValues {
   std::vector<double> value[TESSERA_NUM_TENSORS];
   // Exact arithmetic only. A gradient that is a sum over rows, heads or a broadcast axis has the
-  // sum of the absolute values of its terms; lse and max_logit have the largest scale * (sum |q||k|
+  // sum of the absolute values of its terms, of dq and dk beside fp8 q those that dP and delta are
+  // sums of; lse and max_logit have the largest scale * (sum |q||k|
   // + |pre-scale bias|) + |post-scale bias| + |slope * distance| behind it.
   std::vector<double> terms[TESSERA_NUM_TENSORS];
 };
@@ -52,8 +53,17 @@ ReferenceValues reference_backward(const Problem& problem, const Buffers& buffer
 ReferenceValues reference_floor(const Problem& problem, const Buffers& buffers,
                                 const std::vector<double>& o, const std::vector<double>& lse);
 
+// `value` as an element of o, a gradient or lse holds it: rounded to its dtype, for fp8 beside its
+// scale, saturating.
+double rounded_as(const Problem& problem, const Buffers& buffers, int index, double value);
+
+// The largest absolute value, NaN if there is one.
+double largest_of(const std::vector<double>& values);
+
 // A tensor of any strides as dense doubles, and back with one rounding.
-std::vector<double> load_dense(const Tensor& tensor, int rank, const void* data);
-void store_dense(const Tensor& tensor, int rank, const std::vector<double>& values, void* data);
+// `scale` is what its elements are multiplied by.
+std::vector<double> load_dense(const Tensor& tensor, int rank, const void* data, double scale = 1);
+void store_dense(const Tensor& tensor, int rank, const std::vector<double>& values, void* data,
+                 double scale = 1);
 
 }  // namespace tessera::reference

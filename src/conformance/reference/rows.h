@@ -89,6 +89,20 @@ struct Question {
     }
   }
 
+  // What element (n, row i, h) of q, k, v or do is multiplied by.
+  double factor(int index, int64_t n, int64_t h, int64_t i) const {
+    const bool keys = index == TESSERA_K || index == TESSERA_V;
+    const int scale = keys                 ? TESSERA_K_SCALE + (index - TESSERA_K)
+                      : index == TESSERA_Q ? TESSERA_Q_SCALE
+                                           : TESSERA_DO_SCALE;
+    if (!given(p, scale)) return 1;
+    const Tensor& t = p.tensor[scale];
+    const int32_t rows = keys ? p.k_scale_block : p.q_scale_block;
+    const int64_t block = rows > 0 ? i / rows : 0;
+    return load_real(p, b, scale,
+                     offset_of(t, broadcast(t, 0, n), broadcast(t, 1, h), broadcast(t, 2, block)));
+  }
+
   double sink(int64_t h) const {
     return given(p, TESSERA_SINK)
                ? load_real(p, b, TESSERA_SINK, h * p.tensor[TESSERA_SINK].stride[0])

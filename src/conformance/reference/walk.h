@@ -24,6 +24,7 @@ class Walk {
   template <typename RowFunction, typename Finish>
   void for_each_row(int64_t head_k, RowFunction&& row, Finish&& finish) {
     for (int64_t n = 0; n < s_.batch; ++n) {
+      n_ = n;
       q_side_ = question_.side(n, true);
       k_side_ = question_.side(n, false);
       load_keys(TESSERA_K, n, head_k, s_.dqk, k_);
@@ -47,16 +48,10 @@ class Walk {
 
   void load_keys(int index, int64_t n, int64_t head, int64_t d, std::vector<T>& rows) {
     const int32_t dtype = p_.tensor[index].dtype;
-    const int scale_index = index == TESSERA_K ? TESSERA_K_SCALE : TESSERA_V_SCALE;
-    double factor = 1;
-    if (given(p_, scale_index)) {
-      const Tensor& t = p_.tensor[scale_index];
-      factor = load_real(p_, question_.b, scale_index,
-                         offset_of(t, broadcast(t, 0, n), broadcast(t, 1, head)));
-    }
     rows.resize(k_side_.length * d);
     for (int64_t j = 0; j < k_side_.length; ++j) {
       const int64_t at = question_.key_row(index, k_side_, n, j, head);
+      const double factor = question_.factor(index, n, head, j);
       for (int64_t c = 0; c < d; ++c) {
         rows[j * d + c] =
             static_cast<T>(factor * load_element(question_.b.data[index], at + c, dtype));
@@ -66,10 +61,11 @@ class Walk {
 
   void load_row(int index, int64_t i, int64_t h, int64_t d, std::vector<T>& row) {
     const int64_t at = offset_of(p_.tensor[index], q_side_.batch, q_side_.first + i, h);
+    const double factor = question_.factor(index, n_, h, i);
+    const int32_t dtype = p_.tensor[index].dtype;
     row.resize(d);
     for (int64_t c = 0; c < d; ++c) {
-      row[c] =
-          static_cast<T>(load_element(question_.b.data[index], at + c, p_.tensor[index].dtype));
+      row[c] = static_cast<T>(factor * load_element(question_.b.data[index], at + c, dtype));
     }
   }
 
@@ -155,6 +151,7 @@ class Walk {
   ReferenceValues& out_;
   bool sum_dk_dv_terms_ = false;
 
+  int64_t n_ = 0;
   Row* rules_ = nullptr;
   Side q_side_{}, k_side_{};
   std::vector<T> k_, v_, q_, do_row_, o_row_, dq_row_;

@@ -130,7 +130,8 @@ void Builder::place_tokens() {
       place_rows({v}, fk, batch_k_, rows_k_, join);
     }
   };
-  const int32_t o_type = c_.o_dtype ? c_.o_dtype : q_type;
+  const bool fp8 = is_fp8(q_type);  // outputs are bf16 beside it, gradients as o
+  const int32_t o_type = c_.o_dtype ? c_.o_dtype : fp8 ? int32_t{TESSERA_BF16} : q_type;
   place(TESSERA_Q, TESSERA_K, TESSERA_V);
   if (c_.v_in_k) {
     Tensor& v = g_.problem.tensor[TESSERA_V] = g_.problem.tensor[TESSERA_K];
@@ -148,13 +149,14 @@ void Builder::place_tokens() {
   const int32_t do_type = c_.do_dtype ? c_.do_dtype : o_type;
   place_rows({{TESSERA_DO, do_type, c_.hq, c_.dv}}, fq, batch_q_, rows_q_, join);
   if (c_.dlse) place_row_statistics(TESSERA_DLSE, false);
-  q_type = c_.grad_dtype ? c_.grad_dtype : q_type;
-  k_type = c_.grad_dtype ? c_.grad_dtype : k_type;
+  if (fp8) q_type = k_type = is_16bit(o_type) ? o_type : int32_t{TESSERA_BF16};
+  if (c_.grad_dtype) q_type = k_type = c_.grad_dtype;
   place(TESSERA_DQ, TESSERA_DK, TESSERA_DV);
 }
 
 void Builder::place_scores() {
-  const int32_t extra = c_.bias_dtype ? c_.bias_dtype : c_.dtype;
+  const int32_t plain = is_fp8(c_.dtype) ? int32_t{TESSERA_FP32} : c_.dtype;
+  const int32_t extra = c_.bias_dtype ? c_.bias_dtype : plain;
   const int64_t step = c_.strided ? 2 : 1;
   if (c_.bias != Case::BiasAt::kNone) place_broadcast(TESSERA_BIAS, extra, c_.bias_shape);
   if (c_.mask.what != CaseMask::What::kNone)

@@ -33,12 +33,18 @@ void require_dtypes_of_inputs(Support& support, const Problem& p) {
   }
 }
 
-void require_built(Support& support, const Problem& p) {
-  for (int i = TESSERA_Q_SCALE; i < TESSERA_NUM_TENSORS; ++i) {
+void require_built(Support& support, const Problem& p, Fp8Inputs fp8) {
+  if (given(p, TESSERA_KEEP_TAIL)) refuse_tensor(support, p, TESSERA_KEEP_TAIL);
+  const bool is_q_fp8 = is_fp8(p.tensor[TESSERA_Q].dtype);
+  const bool built = fp8 == Fp8Inputs::kBuilt && is_q_fp8;
+  for (int i = TESSERA_Q_SCALE; !built && i <= TESSERA_AMAX_DV; ++i) {
     if (given(p, i)) refuse_tensor(support, p, i);
   }
   for (const int i : {TESSERA_K_SCALE, TESSERA_V_SCALE}) {  // blocks of keys
-    if (p.tensor[i].extent[2] > 1) refuse_tensor(support, p, i);
+    if (!built && p.tensor[i].extent[2] > 1) refuse_tensor(support, p, i);
+  }
+  if (is_q_fp8 && has(p, TESSERA_ACCUMULATE)) {
+    refuse(support, ReasonId::kFeature, "accumulate=True beside fp8 q");
   }
   if (has(p, TESSERA_FP8_PRODUCTS)) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
 }

@@ -7,8 +7,11 @@
 
 namespace tessera {
 
+// Whether a backend takes fp8 q with scales, outputs in fp8 and their largest values.
+enum class Fp8Inputs : uint8_t { kUnbuilt, kBuilt };
+
 // Adds a reason for every such field that the problem, which is normalised, gives.
-void require_built(Support& support, const Problem& problem);
+void require_built(Support& support, const Problem& problem, Fp8Inputs fp8 = Fp8Inputs::kUnbuilt);
 
 // And for o, do and gradients of another dtype than q, k and v, which GPUs do not have yet.
 void require_dtypes_of_inputs(Support& support, const Problem& problem);

@@ -36,15 +36,15 @@ uint32_t allowed_dtypes(const Problem& p, int index) {
     case TESSERA_Q:
       return kAnyFloat;
     case TESSERA_K:
-      return bit(q) | (is_16bit(q) ? kAnyFp8 : 0);
+      return bit(q) | (is_16bit(q) || is_fp8(q) ? kAnyFp8 : 0);
     case TESSERA_V:
-      return bit(p.tensor[TESSERA_K].dtype);
+      return is_fp8(q) ? kAnyFp8 : bit(p.tensor[TESSERA_K].dtype);
     case TESSERA_O:
       return beside(q) | (is_fp8(q) ? bit(TESSERA_FP32) : 0);
     case TESSERA_BIAS:
     case TESSERA_SINK:
     case TESSERA_ALIBI_SLOPES:
-      return bit(q) | bit(TESSERA_FP32);
+      return (is_fp8(q) ? 0 : bit(q)) | bit(TESSERA_FP32);
     case TESSERA_LSE:
     case TESSERA_DLSE:
     case TESSERA_MAX_LOGIT:
