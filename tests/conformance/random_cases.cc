@@ -20,9 +20,10 @@ class Builder {
     backward_ = chance(0.5);
     dtype_ = pick({"fp32", "bf16", "fp16"});
     if (chance(0.01)) dtype_ = pick({"fp64", "e4m3", "e5m2"});
-    out_.refused = dtype_ == "fp64" || dtype_[0] == 'e';
+    out_.refused = dtype_ == "fp64";
     sizes();
     layout();
+    out_.refused |= dtype_[0] == 'e' && paged_;
     lengths();
     band();
     masks();
