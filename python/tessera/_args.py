@@ -230,7 +230,7 @@ def fill(a: Arguments, given: dict):
 
 def _refuse_raw(a: Arguments, given: dict):
     """Refuses fp8 q, and the keywords of them that leave no other trace, by name."""
-    cure = f"{a.adapter.noun}s do not have it yet; use tessera.{a.operation} on NumPy arrays"
+    cure = f"{a.adapter.noun}s do not have it here; use tessera.{a.operation} on NumPy arrays"
     q = a.adapter.info(given["q"]).dtype
     if q.startswith("float8"):
         raise _lib.Refused(f"tessera.{a.operation}: q.dtype={q}: {cure}, or bf16")

@@ -42,7 +42,7 @@ class Keyword:
     doc: str               # what it means, and when it is illegal
     default: Any = None
     refused: bool = False  # every backend refuses it yet
-    raw: bool = False      # of fp8 q and what follows them, which NumPy's functions alone take
+    raw: bool = False      # of fp8 q and what follows, which calls by address alone take
     name: str = ""         # the table's, like the next
     type: Any = None
 

@@ -162,9 +162,14 @@ def _set_isa(isa: str | None):
                   dict(os.environ, TESSERA_CPU_ISA=isa))
 
 
+def refusals(backend: str, through: str = "c") -> list[str]:
+    """The rules of what a backend refuses, and what a front end does."""
+    places = filter(None, (case_lines.find(f"refused.{name}") for name in (backend, through)))
+    return [rule for place in places for rule in case_lines.read(place)]
+
+
 def _refusals(args) -> list[str]:
-    place = args.refused or case_lines.find(f"refused.{args.backend or 'cpu'}")
-    return case_lines.read(place) if place else []
+    return case_lines.read(args.refused) if args.refused else refusals(args.backend or "cpu", args.through)
 
 
 def holds(rule: str, case: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from .. import _args, _explain, _keywords, _lib, _prepared
 from .._attention import Gradients
 from .._documented import documented
-from . import _describe, _nested, _ops, _tensors
+from . import _addresses, _describe, _nested, _ops, _tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,8 +40,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
 
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
     layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk.
-    Jagged nested tensors [b, j, h, d] (layout="bhsd": [b, h, j, d]) are packed sequences, o is one too.
+    or float16 (float64 in the backend "reference"); k and v may be fp8, and on the CPU, without
+    gradients, q with them. hq is a multiple of hk. Jagged nested tensors [b, j, h, d] (layout="bhsd": [b, h, j, d]) are packed sequences, o is one too.
     Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes, through o and
     lse. autocast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is the
     contract.
@@ -65,6 +65,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
     try:
         o, lse, max_logit = _ops.plain(q, k, v, *rest)
     except _FAILURES as error:
+        if _is_fp8(q):  # which operators do not take
+            return _described(q, k, v, keywords, None)
         _complete("attention", q, keywords)
         raise _diagnose("attention", {"q": q, "k": k, "v": v, **keywords}, error) from None
     return _returned(o, lse, max_logit, want_lse, want_max_logit) if want_lse or want_max_logit else o
@@ -113,7 +115,7 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     if keywords.get("accumulate"):
         _refuse_adding("attention_backward", {**given, **backward, **outputs})
     if _is_plain_cpu(q):
-        results = _prepared.call(_tensors, "attention_backward", _prepared.describe_backward,
+        results = _prepared.call(_addresses, "attention_backward", _prepared.describe_backward,
                                  {**given, **backward, **outputs})
         _written(outputs.values())
         return Gradients(*results)
@@ -211,6 +213,8 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     given = {"q": q, "k": k, "v": v}
     if keywords.get("accumulate"):
         return _added(given, keywords)
+    if _is_fp8(q) and _is_plain_cpu(q):
+        return _of_fp8(given, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     want_max_logit = options.get("return_max_logit", False)
     try:
@@ -238,8 +242,25 @@ def _added(given: dict, keywords: dict):
     _refuse_adding("attention", given)
     if not _is_plain_cpu(given["q"]):
         _describe.Call("attention", given).prepare(torch.get_num_threads())  # knows what to say
-    results = _prepared.call(_tensors, "attention", _prepared.describe_forward, given)
+    results = _prepared.call(_addresses, "attention", _prepared.describe_forward, given)
     _written((given["out"], given["lse"]))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _is_fp8(q) -> bool:
+    return isinstance(q, torch.Tensor) and q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _of_fp8(given: dict, keywords: dict):
+    """attention of an fp8 q on the CPU, by addresses."""
+    _keywords.check_names("attention", keywords, _keywords.FORWARD)
+    _complete("attention", given["q"], keywords)
+    given = {**given, **keywords}
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values() if isinstance(x, torch.Tensor)):
+        raise _lib.Refused(f"tessera.attention: q.dtype={given['q'].dtype}: has no autograd, and a tensor here asks "
+                           "for a gradient; use torch.no_grad() and tessera.torch.attention_backward")
+    results = _prepared.call(_addresses, "attention", _prepared.describe_forward, given)
+    _written((given.get("out"),))
     return results[0] if len(results) == 1 else tuple(results)
 
 

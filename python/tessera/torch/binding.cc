@@ -85,6 +85,11 @@ class Call {
     const std::string backend = to<std::string>(*scalar++);
     std::strncpy(problem_.backend, backend.c_str(), sizeof problem_.backend - 1);
     buffers_.sm_margin = static_cast<int32_t>(integer());
+    int32_t dtype = 0;
+    check(aoti_torch_get_dtype(q().get(), &dtype));
+    if (dtype == aoti_torch_dtype_float8_e4m3fn() || dtype == aoti_torch_dtype_float8_e5m2()) {
+      fail("tessera.attention: q is fp8, which operators do not take");  // _functions.py does
+    }
     check(aoti_torch_get_device_type(q().get(), &device_type_));
     check(aoti_torch_get_device_index(q().get(), &device_index_));
     if (device_type_ == aoti_torch_device_type_cuda()) {

@@ -33,7 +33,7 @@ def run(case, backend: str | None, device: str = "cpu"):
         arguments["out"] = into["o"]
     if case.is_backward and (own or case.group("backward")["o"].dtype != case.arguments()["q"].dtype):
         backward = {name: place(value) for name, value in case.group("backward").items()}
-        gradients = attention_backward(**backward, **arguments, grads=into or tuple(outputs),
+        gradients = attention_backward(**backward, **arguments, grads=into or tuple(case.spec["grads"]),
                                        backend=backend)
         for name in outputs:
             outputs[name][...] = to_numpy(getattr(gradients, name).cpu(), outputs[name].dtype)
