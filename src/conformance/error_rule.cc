@@ -58,7 +58,8 @@ Comparison compare_tensor(const TensorRuleInput& in) {
   const bool wide = in.dtype == TESSERA_FP32 || in.dtype == TESSERA_FP64;
   // One sample of the 16-bit roundings of P and dS stands for all of them; an fp32 output has no
   // rounding of its own that would cover for a lucky one.
-  const double f = in.ref.size() < 64 ? 10 : in.widened ? 4 : in.softcap ? 3 : 2, c = wide ? 32 : 2;
+  const double of_softcap = in.softcap ? 1.5 : 1, c = wide ? 32 : 2;
+  const double f = in.ref.size() < 64 ? 10 : (in.widened ? 4 : 2) * of_softcap;
   const double m = wide ? 2 : 1.2, a = wide ? 8 : 1;
   const double u = half_ulp(in.dtype);
   double max_terms = 0;

@@ -239,7 +239,7 @@ class Builder {
       if (chance(0.6)) word("o=fp32");
       if (backward_) flag(0.6, "grad=fp32");
     }
-    flag(0.08, "accumulate");
+    if (dtype_[0] != 'e') flag(0.08, "accumulate");
     flag(0.2, "deterministic");
     if (!backward_ && !dropout_) flag(0.2, "batch_invariant");
     flag(0.3, "strided");

@@ -153,30 +153,36 @@ Status check_values(const Problem& p, const Buffers& b) {
   return {};
 }
 
-// Scales of rows and keys that are inside their sequences, and of outputs.
+// The scales of sequence n in the tensor `index`: of each head, and where rows share one by blocks,
+// of each block that holds a row inside the sequence.
+Status check_scales(const Problem& p, const Buffers& b, int index, int64_t n) {
+  const bool keys = index == TESSERA_K_SCALE || index == TESSERA_V_SCALE;
+  const bool of_heads = tensor_rule(index).rank == 3;
+  const int64_t heads = of_heads ? p.tensor[index].extent[1] : 1;
+  const int64_t block = of_heads ? keys ? p.k_scale_block : p.q_scale_block : 0;
+  int64_t rows = 1;
+  if (block > 0) {
+    const Sequence sequence = sequence_of(p, b, n);
+    rows = keys ? sequence.len_k() : sequence.len_q();
+  }
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t i = 0; i < rows; i += std::max<int64_t>(block, 1)) {
+      const double scale = scale_at(p, b, index, n, h, i);
+      if (std::isfinite(scale) && scale > 0) continue;
+      return invalid("%s=%g: a scale must be finite and > 0; 1 leaves values as they are",
+                     name_of(p, index), scale);
+    }
+  }
+  return {};
+}
+
 Status check_scales(const Problem& p, const Buffers& b) {
   for (const int index : {TESSERA_K_SCALE, TESSERA_V_SCALE, TESSERA_Q_SCALE, TESSERA_DO_SCALE,
                           TESSERA_O_SCALE, TESSERA_DQ_SCALE, TESSERA_DK_SCALE, TESSERA_DV_SCALE}) {
     if (!given(p, index)) continue;
-    const Tensor& t = p.tensor[index];
-    const bool shared = tensor_rule(index).rank == 1;  // one for all
-    const bool keys = index == TESSERA_K_SCALE || index == TESSERA_V_SCALE;
-    const int32_t block = keys ? p.k_scale_block : p.q_scale_block;
-    const int64_t sequences = shared ? 1 : t.extent[0] == 1 && block <= 0 ? 1 : sizes_of(p).batch;
+    const int64_t sequences = tensor_rule(index).rank == 3 ? sizes_of(p).batch : 1;
     for (int64_t n = 0; n < sequences; ++n) {
-      int64_t rows = 1;
-      if (!shared && block > 0) {
-        const Sequence sequence = sequence_of(p, b, n);
-        rows = keys ? sequence.len_k() : sequence.len_q();
-      }
-      for (int64_t h = 0; h < (shared ? 1 : t.extent[1]); ++h) {
-        for (int64_t i = 0; i<rows; i += block> 0 ? block : 1) {
-          const double scale = scale_at(p, b, index, n, h, i);
-          if (std::isfinite(scale) && scale > 0) continue;
-          return invalid("%s=%g: a scale must be finite and > 0; 1 leaves values as they are",
-                         name_of(p, index), scale);
-        }
-      }
+      TESSERA_RETURN_IF_ERROR(check_scales(p, b, index, n));
     }
   }
   return {};
