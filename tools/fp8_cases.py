@@ -19,6 +19,7 @@ fwd e4m3 b=2 s=64 h=2 d=64 o=bf16 scale=4 seed=3
 fwd e4m3 b=1 s=40 h=2 dqk=48 dv=32 vink qscale=row poison
 fwd e4m3 b=2 s=33 h=2 d=16 qscale=one o=e4m3 amax
 fwd e4m3 b=2 sq=1 sk=129 hq=4 hk=2 d=32 page=16 lens_k=random:3 qscale=head kvscale=block poison
+fwd e4m3 b=2 s=33 h=2 d=16 accumulate
 """
 
 BACKWARD = """\
@@ -37,6 +38,7 @@ bwd e4m3 b=2 sq=8 sk=0 h=2 d=16 amax poison
 bwd e4m3 b=2 s=65 hq=4 hk=2 d=64 softcap=10 alibi align=top_left grads=dalibi_slopes strided do=e4m3 poison
 bwd e4m3 b=2 s=40 h=2 dqk=48 dv=32 partial qscale=row do=e5m2 poison
 bwd e5m2 b=2 sq=9 sk=40 h=2 d=16 page=16 lens_k=random:3 do=e4m3 amax poison
+bwd e5m2 b=2 s=33 h=2 d=16 accumulate
 """
 
 
