@@ -409,7 +409,7 @@ def test_explain():
 def test_documented_like_the_others():
     import inspect
     ours, theirs = (inspect.signature(x.attention).parameters for x in (tj, tessera))
-    assert set(theirs) - set(ours) == {"out"} and set(ours) <= set(theirs)
+    assert set(theirs) - set(ours) == {"lse", "out"} and set(ours) <= set(theirs)
 
 
 # ---- jax.nn, flax ----
