@@ -35,7 +35,7 @@ class Rows:
         begins = None
         if not is_packed:
             begins = [shards.cu_seqlens(rank) for rank in range(shards.size)]
-        # Of the axis of rows on one device: t, or s of [b, s]. XLA exchanges no empty arrays.
+        # The axis of rows on one device: t, or s of [b, s]. XLA exchanges no empty arrays.
         self.extent = max(1, *shards.extents) if is_packed else max(
             1, *(int(n) for cu in begins for n in np.diff(cu)))
         self.count = self.extent * (1 if is_packed else len(shards.lengths))
