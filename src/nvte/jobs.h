@@ -67,7 +67,7 @@ struct RngStateJob {
   }
 };
 
-// A piece of a row that one thread moves: a power of two up to 16 bytes, to which rows are aligned.
+// A piece of a row that one thread moves: 1, 2, 4 or 16 bytes, to which rows are aligned.
 struct alignas(16) Sixteen {
   int64_t half[2];
 };

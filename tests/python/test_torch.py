@@ -513,6 +513,19 @@ def test_sums_in_place():
             torch.func.vmap(call)(*(x[None] for x in (q, k, v)))
 
 
+def test_fp8_goes_by_address():
+    q, k, v = (torch.randn(1, 9, 2, 16).to(torch.float8_e4m3fn) for _ in range(3))
+    o = tt.attention(q, k, v, causal=True)
+    wide = tt.attention(q.float(), k.float(), v.float(), causal=True)
+    torch.testing.assert_close(o, wide.bfloat16())
+    compiled = torch.compile(lambda *x: tt.attention(*x, causal=True), backend="eager")  # breaks its graph
+    torch.testing.assert_close(compiled(q, k, v), o, rtol=0, atol=0)
+    with pytest.raises(tt.Refused, match="has no autograd"):
+        tt.attention(q, k, v, sink=torch.zeros(2, requires_grad=True))
+    with pytest.raises(tt.Refused, match="q.dtype=float8_e4m3fn"):
+        torch.func.vmap(tt.attention)(q[None], k[None], v[None])
+
+
 @pytest.mark.parametrize("more", [
     {"precision": "fp8"}], ids=lambda more: next(iter(more)))
 def test_what_no_backend_has_yet_is_refused(more):

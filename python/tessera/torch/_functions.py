@@ -251,6 +251,7 @@ def _is_fp8(q) -> bool:
     return isinstance(q, torch.Tensor) and q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@torch.compiler.disable(reason="attention of an fp8 q reaches tensors by their address")
 def _of_fp8(given: dict, keywords: dict):
     """attention of an fp8 q on the CPU, by addresses."""
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
@@ -309,6 +310,8 @@ def _compiled(q, k, v, keywords: dict):
     """attention as torch.compile traces it."""
     if keywords.get("accumulate"):
         return _added({"q": q, "k": k, "v": v}, keywords)
+    if _is_fp8(q):
+        return _of_fp8({"q": q, "k": k, "v": v}, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
     want_max_logit = options.get("return_max_logit", False)
