@@ -22,7 +22,10 @@ RIGHT = ["bert", "llama", "gemma2", "gpt_oss", "gpt2", "modernbert", "bart", "t5
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_attends_by_itself_is_refused(name):
+    """Or it is right on tessera, once transformers has rewritten it: codegen and gptj in 5.24."""
     outcome = hf_models.compare(name)
+    if outcome.kind == "right" and outcome.calls:
+        pytest.skip(f"goes through the interface in transformers {transformers.__version__}, and is right")
     assert outcome.kind == "refused", outcome
     assert f'model_type="{name}' in outcome.why and 'attn_implementation="eager"' in outcome.why
 

@@ -106,6 +106,8 @@ def test_continuous_batching(built, name, monkeypatch):
 
 def test_what_continuous_batching_needs(built):
     eager, ours = built("llama")
+    lengths = torch.tensor([0, tokens().shape[1]], dtype=torch.int32)
+    packed = dict(cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)  # of one row, and tokens() are two
     with pytest.raises(ValueError, match='attn_implementation="eager": must be "tessera"'):
         with tessera.hf.continuous_batching(eager):
             pass
@@ -116,9 +118,43 @@ def test_what_continuous_batching_needs(built):
     assert model.config._attn_implementation == "tessera"
     with pytest.raises(ValueError, match="Could not find the currently requested flash attention"):
         transformers.AutoModelForCausalLM.from_config(MODELS["llama"](), attn_implementation=_continuous.NAME)
-    with tessera.hf.continuous_batching(ours), pytest.raises(tessera.Refused, match="call the model outside"):
-        ours(tokens(), use_cache=False)
+    with tessera.hf.continuous_batching(ours):
+        for given in ({}, dict(attention_mask=torch.ones_like(tokens())), packed):
+            with pytest.raises(tessera.Refused, match="call the model outside"):
+                ours(tokens(), use_cache=False, **given)
     assert ours.config._attn_implementation == "tessera"
+
+
+class Steps(torch.nn.Module):
+    """A layer of a step, and what it tells the attention function."""
+    layer_idx = 0
+
+    def forward(self, rows=1, **more):
+        x = torch.randn(rows, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+        lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
+        return _continuous.packed_attention(self, x, x, x, **{"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, **more})[0]
+
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"]["full_attention"]
+        self.reads = getattr(self, "reads", 0) + 1
+        return key_states, value_states
+
+
+def test_a_step_is_told_by_its_lengths():
+    """The cache is read once, by the layer or by the attention function, whoever is handed it."""
+    layer = Steps()
+    table = {"full_attention": torch.tensor([0, 2, 5], dtype=torch.int32)}
+    expected = layer()
+    assert torch.equal(layer(cache=layer), expected) and not hasattr(layer, "reads")
+    assert torch.equal(layer(cache=layer, cu_seq_lens_k=table), expected) and layer.reads == 1
+    for given, why in ((dict(cu_seq_lens_k=table), "does not read"), (dict(cu_seq_lens_q=None), "outside"),
+                       (dict(rows=2), "outside"), (dict(attention_mask=torch.ones(1, 1, 5, 5)), "outside"),
+                       (dict(block_table=torch.zeros(1)), "block_table"), (dict(position_bias=torch.zeros(1)), "bias")):
+        with pytest.raises(tessera.Refused, match=why):
+            layer(**given)
+    layer.is_causal = False
+    with pytest.raises(tessera.Refused, match="sees both ways"):
+        layer()
 
 
 def test_masks_that_lengths_do_not_say():

@@ -15,7 +15,7 @@ its code does not show it, as soon as it computes with a mask that is not for it
 from __future__ import annotations
 
 import torch
-from transformers import (AttentionInterface, AttentionMaskInterface, GenerationConfig,
+from transformers import (AttentionInterface, AttentionMaskInterface, Cache, GenerationConfig,
                           masking_utils)
 
 from .._lib import Refused
@@ -56,7 +56,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     to scores, broadcastable to [b, h, sq, sk]. others, what models pass along, are harmless by name or
     Refused. ValueError as tessera.torch.attention."""
     for name, value_ in others.items():
-        if name not in _HARMLESS and value_ is not None and value_ is not False:
+        harmless = name in _HARMLESS or isinstance(value_, Cache)  # which the layer has read
+        if not harmless and value_ is not None and value_ is not False:
             raise Refused(f"tessera.hf: {type(module).__name__}: {name}={type(value_).__name__}: "
                           'attn_implementation="tessera" does not know this argument; use '
                           'attn_implementation="eager"')

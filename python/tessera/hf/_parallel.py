@@ -87,8 +87,8 @@ class Parallel:
         keywords = dict(keywords)
         if args:
             keywords["input_ids"] = args[0]
-        if len(args) > 1 or keywords.get("past_key_values") is not None or \
-                keywords.get("inputs_embeds") is not None:
+        of_caches = ("cache", "past_key_values", "inputs_embeds")  # transformers 5.24 renamed the second
+        if len(args) > 1 or any(keywords.get(name) is not None for name in of_caches):
             raise ValueError("tessera.hf.context_parallel: a batch must be keywords with input_ids; of "
                              "caches use tessera.torch.context_parallel.decode")
         ids = keywords["input_ids"]
