@@ -132,7 +132,8 @@ class Steps(torch.nn.Module):
     def forward(self, rows=1, **more):
         x = torch.randn(rows, 2, 5, 8, generator=torch.Generator().manual_seed(0))
         lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
-        return _continuous.packed_attention(self, x, x, x, **{"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, **more})[0]
+        given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, **more}
+        return _continuous.packed_attention(self, x, x, x, **given)[0]
 
     def update(self, key_states, value_states, layer_idx, kwargs):
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"]["full_attention"]
