@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The data of a case: every input tensor filled from (seed, number, index) alone, so that another
-// implementation can reproduce it from core/draw.h and this list.
+// implementation can reproduce it from core/case/draw.h and this list.
 //
 // Floating tensors (q 0, k 1, v 2, do 3, bias 4, sink 5, slopes 6, dlse 7): element e is N(0, 1),
 // rounded to the dtype; e is the index in C order over the extents in the order of enum
@@ -19,11 +19,12 @@
 //   other part  of partial, see below: its lse 16, its o 17. held 18: of accumulate, see below.
 //   ranges 9    seed of the token. Interval r of row e (C order over the extents without the last):
 //               index 2r', r' = intervals * e + r; K = sk (thd, pages: the case's sk):
-//               start = draw(2r') mod (K + 1) - K / 4,  end = start - 2 + draw(2r' + 1) mod (K +
-//               3). prefix:N is [0, max(N, i + 1)) for position i.
-//   lengths 10  seed of the token: core/case_geometry.cc. 0..s, of lens=: 0..min(sq, sk). Gaps
-//   0..16. pages 11    table t (k 0, v 1): the pages of its pool shuffled by Fisher and Yates, for
-//   i from
+//               start = draw(2r') mod (K + 1) - K / 4,
+//               end = start - 2 + draw(2r' + 1) mod (K + 3).
+//               prefix:N is [0, max(N, i + 1)) for position i.
+//   lengths 10  seed of the token: core/case/geometry.cc. 0..s, of lens=: 0..min(sq, sk).
+//               Gaps 0..16.
+//   pages 11    table t (k 0, v 1): the pages of its pool shuffled by Fisher and Yates, for i from
 //               last to 1: swap(i, draw(t 2^32 + i) mod (i + 1)); sequence n takes the next
 //               max_pages of them. Then sequence 1 takes the first page of sequence 0: they share a
 //               prefix.

@@ -34,7 +34,7 @@ struct Pages {
   int64_t page_size;
 };
 
-// One sequence: Sequence of core/sequence.h, in a header that kernels may include.
+// One sequence: Sequence of core/mask/sequence.h, in a header that kernels may include.
 struct CallSequence {
   int64_t n;
   int64_t first_q, first_k;  // row of the packed buffer where position 0 is stored

@@ -139,7 +139,7 @@ TEST(CaseGeometry, StridesFollowTheLayout) {
 }
 
 TEST(CaseGeometry, LengthsAndGapsAreDrawnAsWrittenDown) {
-  // Known answers, computed by another implementation of core/draw.h.
+  // Known answers, computed by another implementation of core/case/draw.h.
   const CaseGeometry random =
       geometry_of(parsed("fwd fp32 b=4 s=300 h=1 d=8 lens_q=random:7 lens_k=random:7"));
   EXPECT_EQ(random.len_q, (std::vector<int64_t>{247, 136, 150, 187}));

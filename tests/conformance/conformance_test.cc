@@ -25,7 +25,7 @@ T* data(ConformanceCase& c, int index) {
   return static_cast<T*>(c.buffers().data[index]);
 }
 
-// ---- known answers, computed by another implementation of core/draw.h ----
+// ---- known answers, computed by another implementation of core/case/draw.h ----
 
 TEST(Generator, DrawsNormals) {
   auto c = make("bwd fp64 b=1 s=2 h=1 d=3 seed=3");

@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(r"`((?:src|tests|tools|docs|examples|python|include|bench)/[\w./-]+)`")
+SHORT_PATH = re.compile(r"(?<![\w/.<>-])((?:[a-z0-9_]+/)+[a-z0-9_]+\.(?:h|cc|c|cuh|cu|py|def|cmake|sh|cases))\b")
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+SOURCES = [name for name in TRACKED if re.search(r"\.(h|cc|c|cuh|cu|def)$", name)]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -96,6 +99,27 @@ def test_links_and_paths_exist(document, made_pages):
     missing = [link for link, place in places.items() if not place.exists() and place not in made_pages]
     missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert not missing, f"{name_of(document)} names {missing}, which do not exist"
+
+
+# Names of files that other projects have.
+OF_OTHERS = {"xla/ffi/api/c_api.h"}
+
+
+def test_short_paths_in_comments_exist():
+    if not TRACKED:
+        pytest.skip("not a checkout: git lists no files")
+    ends = {"/".join(parts[i:]) for parts in map(lambda name: name.split("/"), TRACKED) for i in range(len(parts))}
+    missing = [f"{name}:{number}: {path}" for name in SOURCES
+               for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
+               for path in SHORT_PATH.findall(line) if path not in ends | OF_OTHERS]
+    missing += [f"{name_of(document)}: {path}" for document in DOCUMENTS if "kernels" in document.parts
+                for path in SHORT_PATH.findall(document.read_text()) if path not in ends]
+    assert not missing, missing
+
+
+def test_tables_in_comments_stay_tables():
+    """clang-format would pour the lines of a table into one another."""
+    assert "ReflowComments: false" in (ROOT / ".clang-format").read_text().splitlines()
 
 
 def python_blocks():

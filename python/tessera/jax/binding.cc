@@ -10,8 +10,7 @@
 //   scalars  float64 [3]: softmax_scale, softcap, dropout_p
 //   backend  a name, or ""
 //   inputs   int64 [n, 4]: operand, tessera_index, axis, item. With axis >= 0 the tensor is that
-//   item
-//            of the operand's axis, so that q, k and v may be slices of one operand
+//            item of the operand's axis, so that q, k and v may be slices of one operand
 //   outputs  int64 [m, 4]: the same of results. One result more is workspace, on CUDA
 //
 // Seeds are 32-bit words in JAX, which has no int64 unless asked: pairs of them are read as one.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference: docs/semantics.md spelled out row by row, without tiles, online softmax or
-// core/mask.h, so that no bug there can hide here. O(sq * sk * d) time, O(tokens) memory.
+// core/mask, so that no bug there can hide here. O(sq * sk * d) time, O(tokens) memory.
 //
 // Exact arithmetic is fp64 throughout: the oracle. Low arithmetic is what the error rule measures
 // kernels against: fp32, every sum in the order of its terms, with P (and dS) rounded to the input

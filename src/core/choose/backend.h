@@ -44,7 +44,7 @@ struct MergeArgs {
 // The arguments of tessera_dropout_mask, validated. keep is contiguous [b, hq, sq, sk].
 struct DropoutMaskArgs {
   int64_t b, hq, sq, sk;
-  uint32_t threshold;        // see core/philox.h
+  uint32_t threshold;        // see core/mask/philox.h
   int32_t rng_words;         // 2 or 4
   const int64_t* rng_state;  // seed, offset[, first, stride]; on the device, like the next two
   const int64_t* q_start;    // [b] positions of first rows; null: 0

@@ -4,9 +4,12 @@
 //   for each block of keys that some row of the tile sees:
 //     for each strip of queries that sees some of it:
 //       S^T   = K Q^T                                  (forward/tile.h)
-//       S^T   = base-2 logits, hidden ones -inf        (score/score.h; nothing to do for a plain
-//       product) m'    = max(m, rows of S^T);  alpha = exp2(m - m') P^T   = exp2(S^T - m');       l
-//       = alpha l + sum of P^T P^T   = 0 where dropped O^T   = alpha O^T + V^T P^T (forward/tile.h)
+//       S^T   = base-2 logits, hidden ones -inf        (score/score.h; a plain product has nothing
+//                                                       to do here)
+//       m'    = max(m, rows of S^T),   alpha = exp2(m - m')
+//       P^T   = exp2(S^T - m'),        l     = alpha l + sum of P^T
+//       P^T   = 0 where dropped                        (score/dropout.h)
+//       O^T   = alpha O^T + V^T P^T                    (forward/tile.h)
 //   o = O^T / l (with the sink), lse = ln 2 (m + log2 l)    (forward/finish.h)
 //
 // Everything vertical is a lane of its own, so a row's bits do not depend on its neighbours: not on

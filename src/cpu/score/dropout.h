@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dropout mask of core/philox.h for a strip of queries and a block of keys, as bits. One Philox
-// call a vector of patch rows decides four columns for a row in each half of its 16-row patches, so
-// a strip of consecutive rows that begins on a patch needs half the calls of any other.
+// The dropout mask of core/mask/philox.h for a strip of queries and a block of keys, as bits. One
+// Philox call a vector of patch rows decides four columns for a row in each half of its 16-row
+// patches, so a strip of consecutive rows that begins on a patch needs half the calls of any other.
 #pragma once
 
 #include "cpu/score/score.h"

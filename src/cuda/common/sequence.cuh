@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One sequence of the batch, resolved from lengths on the device: the mirror of core/sequence.h.
+// One sequence of the batch, resolved from lengths on the device: what core/mask/sequence.h is on
+// the host.
 // Lengths and offsets are clamped to the tensors' extents: wrong values give wrong results, never
 // an access outside.
 #pragma once

@@ -295,10 +295,10 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
 
 // ---- dropout ----
 
-// The fragment layout of Philox (core/philox.h): with both origins multiples of 16, a thread of an
-// S fragment needs one call for the eight values of two neighbouring 8-column tiles. A thread of an
-// S^T fragment needs halves of two calls, and the thread whose lane differs by 4 the other halves:
-// each makes one call and they trade.
+// The fragment layout of Philox (core/mask/philox.h): with both origins multiples of 16, a thread
+// of an S fragment needs one call for the eight values of two neighbouring 8-column tiles. A thread
+// of an S^T fragment needs halves of two calls, and the thread whose lane differs by 4 the other
+// halves: each makes one call and they trade.
 //
 // Sets bit e where value e of the fragment is kept. head_index: of head_index_of(); positions are
 // absolute, and multiples of 16.

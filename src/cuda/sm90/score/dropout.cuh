@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dropout mask of core/philox.h over an accumulator fragment.
+// The dropout mask of core/mask/philox.h over an accumulator fragment.
 //
 // One Philox call decides what a thread holds of a 16 x 16 patch: four words, each the two columns
 // of one P register. Only the patch's column changes in the counter along a row, so three of the

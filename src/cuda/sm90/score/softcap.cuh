@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // softcap * tanh(s * softmax_scale / softcap), in two forms: by exponentials, and by the polynomial
-// of common/softcap.cuh, which says why.
+// of common/score/softcap.cuh, which says why.
 #pragma once
 
 #include "cuda/common/element.cuh"

@@ -9,15 +9,16 @@
 //                           adds to its own head
 //                           converts its part of a head of section s - 1, as it ends
 //
-//   counter of a head   says
-//   cleared             tiles that have cleared their parts: who adds waits for all of them
-//   added               tiles that have added: who converts waits for all of them
+//   counter of a head       counts
+//   cleared                 tiles that have cleared their parts; who adds waits for all of them
+//   added                   tiles that have added; who converts waits for all of them
 //
 // Three roles take part, each by calls that are nothing where there are no sections:
 //
+//   role                       calls                            which
 //   the thread that loads      OwedToSections::before_block()   waits for zeros
-//   the producer's warpgroup   OwedToSections::serve()          clears; tells when sums are
-//   complete the owners                 SumsOfOthers                     converts
+//   the producer's warpgroup   OwedToSections::serve()          clears; tells when sums are complete
+//   the owners                 SumsOfOthers                     converts
 //
 // Where several CTAs share a tile (backward/fused/share.cuh), each is a tile here.
 //
