@@ -167,6 +167,42 @@ std::string speaks_without_waiting(const std::string& backend, int pass) {
   return "once for a call, three times for three replays";
 }
 
+// Packed sequences longer than the dense tensor over their scores: they count as no longer than it,
+// so that nothing is read behind its rows, and rows of o or dq beyond it are zeros.
+std::string longer_than(const std::string& backend, int pass, int index) {
+  constexpr int64_t kLongest = 150;
+  Attention attention(three_packed(backend, pass));
+  tessera_problem& p = attention.problem;
+  p.flags |= TESSERA_MAX_SEQLEN_Q | TESSERA_MAX_SEQLEN_K;
+  p.max_seqlen_q = p.max_seqlen_k = kLongest;
+  const std::vector<float> bias(4 * kLongest * kLongest, 0.5f);
+  const std::vector<uint8_t> shown(4 * kLongest * kLongest, 1);
+  const bool is_bias = index == TESSERA_BIAS;
+  attention.give(index, is_bias ? TESSERA_FP32 : TESSERA_BOOL, {1, 4, kLongest, kLongest},
+                 is_bias ? static_cast<const void*>(bias.data()) : shown.data());
+  if (is_bias && pass == TESSERA_BACKWARD) {
+    attention.give(TESSERA_DBIAS, TESSERA_FP32, {1, 4, kLongest, kLongest}, nullptr);
+  }
+  attention.prepare();
+  const std::vector<int32_t> one{0, 300, 300, 300};
+  require(cudaMemcpy(attention.buffers.data[TESSERA_CU_SEQLENS_K], one.data(), 16,
+                     cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  const std::string said =
+      wrong_values<int32_t>(attention, TESSERA_CU_SEQLENS_Q, one, "max_seqlen_q=150: must be");
+  const int result = pass == TESSERA_FORWARD ? TESSERA_O : TESSERA_DQ;
+  const int64_t row = attention.options.hq * attention.options.d;
+  std::vector<uint16_t> rows(static_cast<size_t>(300 * row));
+  require(cudaMemcpy(rows.data(), attention.buffers.data[result], rows.size() * 2,
+                     cudaMemcpyDeviceToHost),
+          "cudaMemcpy");
+  const auto beyond = rows.begin() + kLongest * row;
+  require(std::any_of(rows.begin(), beyond, [](uint16_t x) { return x != 0; }), "all rows are 0");
+  require(std::all_of(beyond, rows.end(), [](uint16_t x) { return (x & 0x7fff) == 0; }),
+          "rows beyond the tensor are not 0");
+  return said;
+}
+
 // k and v of a small problem as pages of 16 keys.
 Attention paged(const std::string& backend) {
   Options options = small(backend, TESSERA_FORWARD);
@@ -228,6 +264,11 @@ void lengths() {
                           text("cu_seqlens_k[0]=%lld: must be 0", static_cast<long long>(-kHuge)));
     return said;
   });
+  for (const int index : {TESSERA_BIAS, TESSERA_MASK}) {
+    for_each_pass(
+        "lengths", index == TESSERA_BIAS ? "beyond a bias" : "beyond a mask",
+        [&](const std::string& backend, int pass) { return longer_than(backend, pass, index); });
+  }
   for (const std::string& backend : backends()) {
     check("lengths", backend + " fwd, page_table", [&] {
       Attention attention = paged(backend);

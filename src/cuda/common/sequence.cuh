@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One sequence of the batch, resolved from lengths on the device: what core/mask/sequence.h is on
-// the host.
-// Lengths and offsets are clamped to the tensors' extents: wrong values give wrong results, never
-// an access outside.
+// the host. Lengths and offsets are clamped to the tensors' extents, those of a dense bias or mask
+// among them: wrong values give wrong results, never an access outside.
 #pragma once
 
 #include "cuda/common/params.h"
@@ -30,12 +29,14 @@ struct SideOfQueries {
                        kPadded = TESSERA_CU_SEQLENS_Q_PADDED, kSegmentIds = TESSERA_SEGMENT_IDS_Q;
   __device__ static bool packed(const Params& p) { return p.thd_q; }
   __device__ static int extent(const Params& p) { return p.sq; }
+  __device__ static int longest(const Params& p) { return p.longest_q; }
 };
 struct SideOfKeys {
   static constexpr int kSeqlens = TESSERA_SEQLENS_K, kCuSeqlens = TESSERA_CU_SEQLENS_K,
                        kPadded = TESSERA_CU_SEQLENS_K_PADDED, kSegmentIds = TESSERA_SEGMENT_IDS_K;
   __device__ static bool packed(const Params& p) { return p.thd_k; }
   __device__ static int extent(const Params& p) { return p.sk; }
+  __device__ static int longest(const Params& p) { return p.longest_k; }
 };
 
 __device__ inline int64_t integer_at(const View& view, int64_t i) {
@@ -65,7 +66,8 @@ __device__ int length_of(const Params& p, int n) {
   const int extent = Side::extent(p);
   if (Side::packed(p)) {
     if (cu.stride[0] == 0) return 0;
-    return clamped(integer_at(cu, n + 1) - integer_at(cu, n), 0, extent - packed_start<Side>(p, n));
+    return clamped(integer_at(cu, n + 1) - integer_at(cu, n), 0,
+                   min(extent - packed_start<Side>(p, n), Side::longest(p)));
   }
   return seqlens.data ? clamped(integer_at(seqlens, n), 0, extent) : extent;
 }

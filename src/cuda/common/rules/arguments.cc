@@ -34,6 +34,16 @@ int32_t narrow(int64_t value) {
   return static_cast<int32_t>(std::clamp<int64_t>(value, -1, int64_t{1} << 30));
 }
 
+// The least extent of the dense biases and masks on an axis, 2 of queries or 3 of keys, which those
+// of packed sequences index by position; no more than `tokens`.
+int64_t longest_of(const Problem& problem, int axis, int64_t tokens) {
+  for (const int index : {TESSERA_BIAS, TESSERA_MASK, TESSERA_DBIAS}) {
+    const Tensor& t = problem.tensor[index];
+    if (given(problem, index) && t.extent[axis] != 1) tokens = std::min(tokens, t.extent[axis]);
+  }
+  return tokens;
+}
+
 }  // namespace
 
 Params params_of(const Problem& problem, const Buffers& buffers) {
@@ -57,6 +67,8 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
   p.dv = narrow(sizes.dv);
   p.thd_q = is_thd_q(problem);
   p.thd_k = is_thd_k(problem);
+  p.longest_q = narrow(longest_of(problem, 2, sizes.sq));
+  p.longest_k = narrow(longest_of(problem, 3, sizes.sk));
   if (p.batch == 0 && (p.thd_q || p.thd_k)) {
     // Packed rows of no sequences are rows of a sequence of length 0; a padded side has none then.
     p.batch = 1;
@@ -94,6 +106,11 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
 int64_t most_queries(const Problem& problem) {
   const int64_t extent = sizes_of(problem).sq;
   return has(problem, TESSERA_MAX_SEQLEN_Q) ? std::min(extent, problem.max_seqlen_q) : extent;
+}
+
+int64_t most_keys(const Problem& problem) {
+  const int64_t extent = sizes_of(problem).sk;
+  return has(problem, TESSERA_MAX_SEQLEN_K) ? std::min(extent, problem.max_seqlen_k) : extent;
 }
 
 Buffers nominal_buffers(const Problem& problem) {

@@ -11,8 +11,9 @@ namespace tessera::cuda {
 // views are null if buffers lack pointers (shapes only).
 Params params_of(const Problem& problem, const Buffers& buffers);
 
-// Queries of the longest sequence as far as the host can know.
+// Queries and keys of the longest sequence as far as the host can know.
 int64_t most_queries(const Problem& problem);
+int64_t most_keys(const Problem& problem);
 
 // Buffers of a call with everything that the problem gives, at addresses aligned to 256 bytes that
 // nobody may read, and with scalars of 1 and 0.5: for whoever asks what such a call would run.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/machine/readable.h"
 
 namespace tessera::cuda::sm90 {
@@ -53,9 +54,7 @@ bool is_faster_apart_packed(const Problem& p, const Extent& of, int multiprocess
   constexpr int64_t kLongest = 2048, kRounds = 4, kTile = 128;
   if (!is_thd_q(p) || !is_thd_k(p)) return false;
   const Sizes s = sizes_of(p);
-  const int64_t rows =
-      std::max(has(p, TESSERA_MAX_SEQLEN_Q) ? std::min(p.max_seqlen_q, s.sq) : s.sq,
-               has(p, TESSERA_MAX_SEQLEN_K) ? std::min(p.max_seqlen_k, s.sk) : s.sk);
+  const int64_t rows = std::max(most_queries(p), most_keys(p));
   const int64_t tiles = (std::min(s.sq, s.sk) / kTile + s.batch) * s.hq;
   const int64_t most = of.in_groups                     ? kShortRows
                        : of.small_heads && is_causal(p) ? kLongest

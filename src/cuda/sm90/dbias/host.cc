@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
+#include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/dbias/choice.h"
 #include "cuda/sm90/machine/tensormap.h"
 
@@ -29,8 +30,8 @@ Extents extents_of(const Problem& problem, int index) {
   }
   e.batch = static_cast<int>(std::max<int64_t>(s.batch, 1));
   e.heads = static_cast<int>(s.hq);
-  e.queries = static_cast<int>(has(problem, TESSERA_MAX_SEQLEN_Q) ? problem.max_seqlen_q : s.sq);
-  e.keys = static_cast<int>(has(problem, TESSERA_MAX_SEQLEN_K) ? problem.max_seqlen_k : s.sk);
+  e.queries = static_cast<int>(most_queries(problem));
+  e.keys = static_cast<int>(most_keys(problem));
   return e;
 }
 
