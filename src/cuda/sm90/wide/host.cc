@@ -65,8 +65,10 @@ class WidePlan final : public Plan {
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     ForwardParams a = forward_params(problem, buffers);
-    const Choice& choice = runs_alone(a.problem, clustered_.clusters) ? alone_ : clustered_;
+    Choice choice = runs_alone(a.problem, clustered_.clusters) ? alone_ : clustered_;
     const WideKernel& kernel = *choice.kernel;
+    const int ctas = kernel.tile.ctas;
+    choice.clusters = std::max(multiprocessors_for(buffers, choice.clusters * ctas) / ctas, 1);
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
     TESSERA_RETURN_IF_ERROR(
