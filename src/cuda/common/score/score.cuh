@@ -32,6 +32,12 @@ inline constexpr float kToLog2 = sizeof(T) == 4 ? kLog2e : 1.f;
 template <typename T>
 inline constexpr float kFromNatural = sizeof(T) == 4 ? 1.f : kLog2e;
 
+// Where a bias may stand, a row whose greatest logit so far is at or below this has seen nothing
+// (docs/semantics.md, "Very low scores"). Beside a greatest logit above it, scores 104 further down
+// weigh 0 by themselves, so that kernels look at maxima and never at single scores.
+inline constexpr float kLowest = -16777216.f;        // -2^24, natural
+inline constexpr float kLowest2 = kLowest * kLog2e;  // in units of log2
+
 // Factor from raw scores to logits where nothing stands between them. A scale of 0 becomes the
 // smallest normal number: the same scores, and -inf stays -inf.
 template <typename T>

@@ -71,7 +71,9 @@ __global__ void __launch_bounds__(kThreads)
       row_lse =
           static_cast<const float*>(lse.data)[offset_of(lse, sequence.q.batch, head, stored)] *
           kFromNatural<T>;
-      if (row_lse == -kInfinity) row_lse = 0;
+      // Rows that see no key; beside a bias, a sink may have left them an lse.
+      const float lowest = p.tensor[TESSERA_BIAS].data ? kLowest * kFromNatural<T> : -kInfinity;
+      if (row_lse <= lowest) row_lse = 0;
     }
     args.b.lse[at] = row_lse;
     args.b.delta[at] = delta;

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       apply_band<kKeys, Major::kQueries>(s, sequence.band, rows, 0, key0);
     }
     float rescale[2];
-    softmax.template update<kKeys, !kRich && !kSplits<T>>(s, scale, rescale);
+    softmax.template update<kKeys, !kRich && !kSplits<T>, kRich>(s, scale, rescale);
     if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
       for (int e = 0; e < kD / 2; ++e) o[e] *= rescale[e / 2 % 2];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   const bool exists = query >= 0 && query < sequence.q.length;
   const View& max_logit = p.tensor[TESSERA_MAX_LOGIT];
-  if (max_logit.data && exists && column0 == 0 && max > -kInfinity) {
+  if (max_logit.data && exists && column0 == 0 && sum != 0) {
     atomic_max(static_cast<float*>(max_logit.data) + head * max_logit.stride[0], max * kLn2);
   }
   const RowResult result = finish_row(p, head, max, sum, split == 0 && exists);

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(32 * kWarps, min_ctas(sizeof(T), kD, kWarps, k
       apply_band<kTileN, Major::kQueries>(s, sequence.band, rows, warp_row, key0);
     }
     float rescale[2];
-    softmax[0].template update<kTileN, !kRich && !kSplits<T>>(s, scale, rescale);
+    softmax[0].template update<kTileN, !kRich && !kSplits<T>, kRich>(s, scale, rescale);
 #pragma unroll
     for (int e = 0; e < kDv / 2; ++e) o[0][e] *= rescale[e / 2 % 2];
     if constexpr (kRich) {

@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1)
           }
         }
         float rescale[2];
-        softmax[r].template update<kTileN, kRaw>(s[r], scale, rescale);
+        softmax[r].template update<kTileN, kRaw, (kFeatures & kBias) != 0>(s[r], scale, rescale);
 #pragma unroll
         for (int e = 0; e < kDv / 2; ++e) o[r][e] *= rescale[e / 2 % 2];
         if (is_on<kFeatures, kDropout>(p)) {

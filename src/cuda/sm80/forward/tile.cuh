@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_results(const ForwardArgs& args, const For
       const float sum = softmax[r].total(half), max = softmax[r].max[half] * scale;
       if (p.tensor[TESSERA_MAX_LOGIT].data && t.dv_first == 0) {
         report_max_logit(p.tensor[TESSERA_MAX_LOGIT], t.rows.pack, head,
-                         mine && exists ? max * kLn2 : -kInfinity);
+                         mine && exists && sum != 0 ? max * kLn2 : -kInfinity);
       }
       const RowResult result = finish_row(p, head, max, sum, t.split == 0 && exists);
       const float factor = result.factor * v_scale;

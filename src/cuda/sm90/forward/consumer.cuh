@@ -146,7 +146,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     float largest[2];
     row_maxima(S, largest);
     if constexpr (kCapsLate) softcap.cap_maxima(vote, largest, S);
-    move_references(moves, c, largest, m, cm, alpha);
+    move_references<(kFeatures & kBias) != 0>(moves, c, largest, m, cm, alpha);
     if constexpr (kCapsLate) most[0] = softcap.most(m[0]), most[1] = softcap.most(m[1]);
   };
   const auto exponent = [&](float s, int r) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/score/score.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -32,13 +33,15 @@ __device__ __forceinline__ void row_maxima(const float (&S)[kScores], float (&ma
 // The rows that move take the largest score that they have seen as their reference m: the one of
 // `largest`, which has the block's maxima, or the m before. alpha: what O and l are to be
 // multiplied by; 1, and m as it was, in a row that does not move. cm = c m. Leaves the new m in
-// `largest`.
+// `largest`. kHidesLow: a row whose scores are very low has seen nothing (kLowest).
+template <bool kHidesLow>
 __device__ __forceinline__ void move_references(const bool (&moves)[2], float c,
                                                 float (&largest)[2], float (&m)[2], float (&cm)[2],
                                                 float (&alpha)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     largest[r] = moves[r] ? fmaxf(m[r], largest[r]) : m[r];
+    if (kHidesLow && largest[r] * c <= kLowest2) largest[r] = -kInfinity;
     // A row that has seen nothing has m = -inf; any finite stand-in makes its exponentials 0.
     cm[r] = largest[r] == -kInfinity ? 0.f : largest[r] * c;
     alpha[r] = moves[r] ? exp2_approx(fmaf(m[r], c, -cm[r])) : 1.f;
