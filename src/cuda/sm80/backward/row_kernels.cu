@@ -102,9 +102,14 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.x;
   const bool one_sequence = !of_sink && out.stride[0] != 0;
   if (!out.data || (blockIdx.y > 0 && !one_sequence)) return;
-  const float natural =
-      p.tensor[TESSERA_Q].dtype == TESSERA_FP32 ? kFromNatural<float> : kFromNatural<__half>;
-  const float sink = of_sink ? sink_of(p, head) * natural : 0;
+  const View& lse = p.tensor[TESSERA_LSE];
+  const float sink = of_sink ? sink_of(p, head) : 0;
+  // Natural, since units of log2 would not hold 3e38. A row without weights has an lse of -inf.
+  const auto weight_of_sink = [&](const Rows& rows, int i) {
+    const float row_lse =
+        static_cast<const float*>(lse.data)[offset_of(lse, rows.batch, head, rows.first + i)];
+    return row_lse == -kInfinity ? 0.f : exp2_approx((sink - row_lse) * kLog2e);
+  };
 
   float sum = 0;
   const int begin = one_sequence ? blockIdx.y : 0, end = one_sequence ? begin + 1 : p.batch;
@@ -112,9 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     const Rows rows = rows_of<SideOfQueries>(p, n);
     const int64_t at = (int64_t{rows.batch} * p.hq + head) * p.sq + rows.first;
     for (int i = threadIdx.x; i < rows.length; i += kThreads) {
-      sum += of_sink
-                 ? -exp2_approx((sink - args.lse[at + i]) * (kLog2e / natural)) * args.delta[at + i]
-                 : args.slope_rows[at + i];
+      sum += of_sink ? -weight_of_sink(rows, i) * args.delta[at + i] : args.slope_rows[at + i];
     }
   }
   sum = sum_of_threads(sum);

@@ -2,6 +2,8 @@
 // What leaves the registers: rows of results, and the values of one row that the kernels share.
 #pragma once
 
+#include <cfloat>
+
 #include "cuda/sm80/machine/load.cuh"
 
 namespace tessera::cuda::sm80 {
@@ -24,18 +26,20 @@ struct RowResult {
 // joins where it is due: in one of the splits, and in rows that exist.
 __device__ inline RowResult finish_row(const Params& p, int head, float max, float sum,
                                        bool with_sink) {
-  float factor = p.dropout_scale;
+  float factor = p.dropout_scale, sink = -kInfinity;
   if (max == -kInfinity) max = 0;
   if (with_sink && has_sink(p)) {
-    const float sink = sink_of(p, head) * kLog2e;
-    const float top = sum == 0 ? sink : fmaxf(max, sink);
+    sink = sink_of(p, head);
+    const float sink2 = fminf(sink * kLog2e, FLT_MAX);  // 3e38 is infinite in these units
+    const float top = fmaxf(sum == 0 ? -FLT_MAX : max, sink2);
     const float rescale = sum == 0 ? 0 : exp2_approx(max - top);
-    sum = sum * rescale + exp2_approx(sink - top);
+    sum = sum * rescale + exp2_approx(sink2 - top);
     factor *= rescale;
     max = top;
   }
-  if (sum == 0) return {0, -kInfinity};
-  return {factor / sum, max * kLn2 + logf(sum)};
+  if (sum == 0) return {0, sink};
+  const float lse = max * kLn2 + logf(sum);
+  return {factor / sum, lse < sink ? sink : lse};  // NaN stays NaN
 }
 
 // What an fp8 v of this sequence and head was divided by; 1 without.

@@ -26,7 +26,10 @@ __global__ void __launch_bounds__(kThreads)
     // are +inf and 0.
     const int end = (rows.length + 15) / 16 * 16;
     for (int i = threadIdx.x; i < end; i += kThreads) {
-      sum -= exp2_approx(sink - a.lse2[first + i]) * a.delta[first + i];
+      const float difference = sink - a.lse2[first + i];
+      // Both are +inf where a sink above 2.36e38 has all of a row's weight.
+      const float weight = isnan(difference) ? p.dropout_scale : exp2_approx(difference);
+      sum -= weight * a.delta[first + i];
     }
   }
   __shared__ float sums[kWarps];

@@ -36,7 +36,7 @@ struct Output {
     const View& sinks = p.tensor[TESSERA_SINK];
     work.sink = p.flags & TESSERA_SINK_OFF_BY_ONE ? 0.f : -kInfinity;
     if (sinks.data) {
-      work.sink = kLog2e * load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype);
+      work.sink = load_float(sinks.data, offset_of(sinks, work.head), sinks.dtype);
     }
   }
 
@@ -50,18 +50,28 @@ struct Output {
     return static_cast<float*>(lse.data) + (work.lse + row_of_tile * lse.stride[2]);
   }
 
+  // The sink in units of log2, which do not hold 3e38.
+  __device__ __forceinline__ float sink2() const { return fminf(work.sink * kLog2e, FLT_MAX); }
+
   // Returns what o is multiplied by, and leaves the lse in place of l, from m (log2 units) and l of
-  // a row and the head's sink. A row that sees nothing, not even a sink, has o = 0 and lse = -inf;
-  // so has one that does not exist, whatever it has seen. It has no branches: consumers have
-  // latency to hide.
-  __device__ __forceinline__ float finish_row(bool exists, float sink, float m, float& l) const {
-    const float largest = fmaxf(fmaxf(m, sink), -FLT_MAX);  // finite, for the differences
-    const float factor = exp2_approx(m - largest);          // 1 without a sink
-    l = l * factor + exp2_approx(sink - largest);
+  // a row and sink2(). A row that sees nothing, not even a sink, has o = 0 and lse = -inf; so has
+  // one that does not exist, whatever it has seen. It has no branches: consumers have latency to
+  // hide.
+  __device__ __forceinline__ float finish_row(bool exists, float sink2, float m, float& l) const {
+    const float largest = fmaxf(fmaxf(m, sink2), -FLT_MAX);  // finite, for the differences
+    const float factor = exp2_approx(m - largest);           // 1 without a sink
+    l = l * factor + exp2_approx(sink2 - largest);
     const bool sees = exists && l != 0.f;
     const float inverse = sees ? factor * reciprocal_approx(l) : 0.f;
     l = sees ? (largest + log2_approx(l)) * kLn2 : -kInfinity;
     return inverse * p.dropout_scale;
+  }
+
+  // The lse that finish_row() left is no less than the sink, of which sink2() may say too little.
+  // The sink is read again here: until now it would take a register. NaN stays NaN.
+  __device__ __forceinline__ float lse_to_store(bool exists, float lse) const {
+    const float sink = *const_cast<const volatile float*>(&work.sink);
+    return exists && lse < sink ? sink : lse;
   }
 
   // What is left to be done for the two rows of a thread when O arrives.
@@ -78,7 +88,7 @@ struct Output {
     const int quad = lane % 4;
     const bool odd = quad % 2;
     const int4 ranges = *reinterpret_cast<const int4*>(&work.exists_lo);
-    const float sink = work.sink;
+    const float sink = sink2();
     bool exists[2], owned[2];
     float sum[2];
 #pragma unroll
@@ -106,7 +116,9 @@ struct Output {
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
       rows.factor[r] = finish_row(exists[r], sink, m[r] * c, sum[r]);
       rows.columns[r] = owned[r] ? p.dv - (odd ? 8 : 0) : 0;
-      if (stores_lse && owned[r]) lse_of_rows[8 * r * lse.stride[2]] = sum[r];
+      if (stores_lse && owned[r]) {
+        lse_of_rows[8 * r * lse.stride[2]] = lse_to_store(exists[r], sum[r]);
+      }
     }
     return rows;
   }
@@ -150,8 +162,9 @@ struct Output {
       if (!work.owns(work.m0 + i)) continue;
       if (lane == 0 && p.tensor[TESSERA_LSE].data) {
         float lse = 0;
-        finish_row(work.exists(work.m0 + i), work.sink, -kInfinity, lse);
-        *row_of_lse(i) = lse;
+        const bool exists = work.exists(work.m0 + i);
+        finish_row(exists, sink2(), -kInfinity, lse);
+        *row_of_lse(i) = lse_to_store(exists, lse);
       }
       Element* o = row_of_o(i);
       for (int column = kColumns * lane; column < p.dv; column += kColumns * kWarp) {

@@ -23,7 +23,7 @@ struct Work {
   Band band;
   int64_t o, lse;  // elements before row m0
   float slope;     // of ALiBi, see Features::slope_of()
-  float sink;      // in units of log2; -inf: none
+  float sink;      // natural; -inf: none
   // The rest is what consumers read between two tiles, where all else waits for it: four words at a
   // time.
   //
