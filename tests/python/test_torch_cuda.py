@@ -285,3 +285,117 @@ def test_te_graphs_keywords():
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(torch.autograd.grad(out.float().sum(), x), gradients):
         torch.testing.assert_close(ours, theirs)
+
+
+# ---- very low scores (docs/semantics.md) ----
+
+LOWEST = -2.0**24
+ON_DEVICE = [name for name in tessera.backends() if name.startswith("cuda")]
+LOW = [(torch.float32, torch.float32, None), (torch.bfloat16, torch.bfloat16, None),
+       (torch.float16, torch.float16, None), (torch.float16, torch.float32, -1e9),
+       (torch.bfloat16, torch.float32, -1e10), (torch.float32, torch.float32, -1e9),
+       (torch.bfloat16, torch.bfloat16, -1e4)]
+
+
+def low_bias(shape, hidden, dtype, value, device="cuda"):
+    """Random, and `value` where hidden, or the dtype's minimum."""
+    bias = torch.randn(shape, device=device).to(dtype)
+    return bias.masked_fill(hidden, torch.finfo(dtype).min if value is None else value)
+
+
+def with_low_scores(q, k, v, bias, sink=None, pre_scale=False):
+    """(o, lse) in fp64, where a score at or below -2^24 is -inf and a row of nothing else is 0."""
+    scores, scale = q.transpose(1, 2) @ k.permute(0, 2, 3, 1), q.shape[-1] ** -0.5
+    x = (scores + bias) * scale if pre_scale else scores * scale + bias
+    x = x.masked_fill(x <= LOWEST, -torch.inf)
+    all_x = x if sink is None else torch.cat(
+        [x, sink[:, None, None].expand(x.shape[0], -1, x.shape[2], 1)], -1)
+    p = all_x.softmax(-1).nan_to_num(0)[..., :x.shape[-1]]
+    return (p @ v.transpose(1, 2)).transpose(1, 2), all_x.detach().logsumexp(-1)
+
+
+def check_low_scores(backend, dtype, s, d, bias, *, b=2, h=3, s_q=None, sink=None, device="cuda",
+                     **keywords):
+    """o, lse and every gradient are those of with_low_scores, and without NaN."""
+    g = torch.Generator(device).manual_seed(1)
+    given = [torch.randn(b, n, h, d, generator=g, device=device).to(dtype)
+             for n in (s_q or s, s, s)] + [bias] + ([] if sink is None else [sink])
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    pre_scale = keywords.get("bias_at") == "pre_scale"
+    o, lse = tt.attention(*leaves[:3], bias=leaves[3], return_lse=True, backend=backend,
+                          **({} if sink is None else {"sink": leaves[4]}), **keywords)
+    theirs, their_lse = with_low_scores(*exact[:4], exact[4] if sink is not None else None,
+                                        pre_scale)
+    near = dict(rtol=1e-3, atol=1e-4) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(o.double(), theirs, **near)
+    torch.testing.assert_close(lse.double(), their_lse, rtol=1e-4, atol=2e-2)
+    do = torch.randn(o.shape, generator=g, device=device).to(dtype)
+    for x, ours, right in zip(("dq", "dk", "dv", "dbias", "dsink"),
+                              torch.autograd.grad(o, leaves, do),
+                              torch.autograd.grad(theirs, exact, do.double())):
+        far = dict(near, atol=3 * near["atol"] * max(1.0, float(right.abs().max())))
+        torch.testing.assert_close(ours.double(), right, **far, msg=lambda m: f"{x}: {m}")
+
+
+def skip_unless(backend, dtype):
+    if backend == "cuda_sm90" and dtype == torch.float32:
+        pytest.skip("cuda_sm90 has 16-bit elements")
+
+
+@pytest.mark.parametrize("backend", ON_DEVICE)
+@pytest.mark.parametrize("dtype,bias_dtype,value", LOW)
+@pytest.mark.parametrize("d", [8, 64, 128, 256])
+@pytest.mark.parametrize("bias_at", ["post_scale", "pre_scale"])
+def test_a_bias_that_hides_whole_rows(backend, dtype, bias_dtype, value, d, bias_at):
+    skip_unless(backend, dtype)
+    hidden = torch.zeros(1, 1, 320, 1, dtype=torch.bool, device="cuda")
+    hidden[:, :, 3::7] = hidden[:, :, 128:200] = True  # rows in tiles, and a tile of them
+    bias = low_bias((1, 3, 320, 320), hidden, bias_dtype, value)
+    check_low_scores(backend, dtype, 320, d, bias, bias_at=bias_at)
+
+
+@pytest.mark.parametrize("backend", ON_DEVICE)
+@pytest.mark.parametrize("dtype,bias_dtype,value", LOW)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 320), (2, 1, 1, 320), (1, 3, 320, 320)])
+def test_a_bias_that_hides_the_last_keys(backend, dtype, bias_dtype, value, d, shape):
+    skip_unless(backend, dtype)
+    hidden = torch.arange(320, device="cuda") >= 320 - 129  # whole blocks of 64 and of 128, and one
+    check_low_scores(backend, dtype, 320, d, low_bias(shape, hidden, bias_dtype, value))
+
+
+@pytest.mark.parametrize("backend", ON_DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("s_q", [1, 5, 512])
+def test_a_bias_that_hides_all_keys_of_a_split(backend, dtype, s_q):
+    skip_unless(backend, dtype)
+    hidden = torch.arange(512, device="cuda") >= 200
+    check_low_scores(backend, dtype, 512, 64, b=1, h=12, s_q=s_q,
+                     bias=low_bias((1, 1, s_q, 512), hidden, torch.float32, None))
+
+
+@pytest.mark.parametrize("backend", ON_DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [[3e38, 1, -3e38], [3.4e38, -2e9, -1e4]])
+def test_sinks_of_any_size_beside_hidden_rows(backend, dtype, sinks):
+    skip_unless(backend, dtype)
+    hidden = torch.zeros(1, 1, 320, 1, dtype=torch.bool, device="cuda")
+    hidden[:, :, 3::7] = hidden[:, :, 128:200] = True
+    bias = low_bias((1, 3, 320, 320), hidden, dtype, None)
+    check_low_scores(backend, dtype, 320, 64, bias, sink=torch.tensor(sinks, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, 128])
+def test_sdpa_takes_a_causal_mask_of_floats(dtype, d):
+    q, k, v = (x.transpose(1, 2) for x in qkv(b=1, s=512, d=d, dtype=dtype))
+    mask = torch.full((512, 512), torch.finfo(dtype).min, dtype=dtype, device="cuda").triu(1)
+    ours = tt.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    do = torch.randn_like(ours)
+    near = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(ours, theirs, **near)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), do),
+                    torch.autograd.grad(theirs, (q, k, v), do)):
+        torch.testing.assert_close(a, b, **near)
