@@ -149,10 +149,10 @@ __global__ void __launch_bounds__(kWarpgroup)
       const int i = half * 64 + of_thread + 8 * r;
       const auto [lse, grad_lse] = given[2 * half + r];
       float lse2 = kLog2e * lse, delta = diagonal - grad_lse;
-      // Rows that do not exist, and those that see no key; beside a bias, a sink may have left them
-      // an lse.
+      // Rows that do not exist, and those that see no key; of a very low sink they have an lse.
       const float lowest2 = p.tensor[TESSERA_BIAS].data ? kLowest2 : -kInfinity;
-      if (lse2 <= lowest2) lse2 = kInfinity, delta = 0;
+      if (lse2 <= lowest2) lse2 = kInfinity;
+      if (lse == -kInfinity) delta = 0;
       lse2 -= log2f(p.dropout_scale), delta /= p.dropout_scale;
       const int place = kIsLean<Row> ? place_in_quads(i) : i;
       a.lse2[slot * kTileM + place] = lse2;

@@ -26,9 +26,10 @@ __global__ void __launch_bounds__(kThreads)
     // are +inf and 0.
     const int end = (rows.length + 15) / 16 * 16;
     for (int i = threadIdx.x; i < end; i += kThreads) {
-      const float difference = sink - a.lse2[first + i];
-      // Both are +inf where a sink above 2.36e38 has all of a row's weight.
-      const float weight = isnan(difference) ? p.dropout_scale : exp2_approx(difference);
+      // lse2 is +inf where the sink has all of a row's weight, being very low or above 2.36e38, and
+      // where delta is 0.
+      const float lse2 = a.lse2[first + i];
+      const float weight = lse2 == kInfinity ? p.dropout_scale : exp2_approx(sink - lse2);
       sum -= weight * a.delta[first + i];
     }
   }
