@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "conformance/pattern.h"
 #include "core/case/draw.h"
 
 namespace tessera {
@@ -74,6 +75,16 @@ class Filler {
         static_cast<uint8_t*>(data)[offset(index, at)] = static_cast<uint8_t>(value);
         break;
     }
+  }
+
+  void put(int index, const At& at, double value) const {
+    store_element(buffers_.data[index], offset(index, at), p_.tensor[index].dtype, value);
+  }
+
+  // The nearest number that the dtype has, never an infinity.
+  void put_in_reach(int index, const At& at, double value) const {
+    const double largest = largest_finite(p_.tensor[index].dtype);
+    put(index, at, std::clamp(value, -largest, largest));
   }
 
   void normals(int index, uint32_t number, const Inside& inside) const {
@@ -159,19 +170,22 @@ class Filler {
     };
   }
 
+  PatternElement pattern_element(int index, const At& at, int64_t e) const {
+    const Tensor& t = p_.tensor[index];
+    PatternElement element{};
+    element.e = e;
+    for (int axis = 0; axis < 4; ++axis) {
+      element.extent[axis] = t.stride[axis] == 0 ? 1 : t.extent[axis];
+      element.axis[axis] = at.axis[axis];
+    }
+    return element;
+  }
+
   void mask() const {
     if (!given(p_, TESSERA_MASK)) return;
-    const auto extent = [&](int axis) {
-      const Tensor& t = p_.tensor[TESSERA_MASK];
-      return t.stride[axis] == 0 ? int64_t{1} : t.extent[axis];
-    };
-    const int64_t heads = extent(1), rows = (extent(2) + 63) / 64, columns = (extent(3) + 63) / 64;
     each(TESSERA_MASK, valid_pairs(TESSERA_MASK), [&](const At& at, int64_t e) {
-      int64_t draw = e;
-      if (c_.mask.what == CaseMask::What::kBlocks) {
-        draw = ((at.axis[0] * heads + at.axis[1]) * rows + at.axis[2] / 64) * columns +
-               at.axis[3] / 64;
-      }
+      const bool blocks = c_.mask.what == CaseMask::What::kBlocks;
+      const int64_t draw = blocks ? pattern_element(TESSERA_MASK, at, e).block() : e;
       const bool visible = draw_chance(c_.seed, kDrawMask, draw, c_.mask.p);
       put_integer(TESSERA_MASK, at, visible != c_.mask.drop);
     });
@@ -263,15 +277,22 @@ class Filler {
   void scores() const {
     const Inside always = [](const At&) { return true; };
     if (given(p_, TESSERA_BIAS)) {
-      normals(TESSERA_BIAS, kDrawBias, valid_pairs(TESSERA_BIAS));
-      if (c_.bias_inf > 0)
-        each(TESSERA_BIAS, valid_pairs(TESSERA_BIAS), [&](const At& at, int64_t e) {
-          if (!draw_chance(c_.seed, kDrawBias, e, c_.bias_inf)) return;
-          store_element(buffers_.data[TESSERA_BIAS], offset(TESSERA_BIAS, at),
-                        p_.tensor[TESSERA_BIAS].dtype, -std::numeric_limits<double>::infinity());
-        });
+      const Inside valid = valid_pairs(TESSERA_BIAS);
+      normals(TESSERA_BIAS, kDrawBias, valid);
+      each(TESSERA_BIAS, valid, [&](const At& at, int64_t e) {
+        if (c_.bias_inf > 0 && draw_chance(c_.seed, kDrawBias, e, c_.bias_inf)) {
+          return put(TESSERA_BIAS, at, -std::numeric_limits<double>::infinity());
+        }
+        if (is_low(c_.bias_low, c_.seed, pattern_element(TESSERA_BIAS, at, e))) {
+          put_in_reach(TESSERA_BIAS, at, c_.bias_low.value);
+        }
+      });
     }
     normals(TESSERA_SINK, kDrawSink, always);
+    if (c_.sink_value != 0) {
+      each(TESSERA_SINK, always,
+           [&](const At& at, int64_t) { put_in_reach(TESSERA_SINK, at, c_.sink_value); });
+    }
     normals(TESSERA_ALIBI_SLOPES, kDrawSlopes, always);
   }
 
@@ -355,30 +376,6 @@ class Filler {
 
 void fill_inputs(const Case& c, const CaseGeometry& geometry, const Buffers& buffers) {
   Filler(c, geometry, buffers).fill();
-}
-
-void join_other_part(const Case& c, int64_t dv, std::vector<double>& o, std::vector<double>& lse,
-                     const std::vector<int64_t>& statistic_of_row) {
-  NormalPair pair{};
-  for (size_t row = 0; row < statistic_of_row.size(); ++row) {
-    if (statistic_of_row[row] < 0) continue;
-    double& own = lse[statistic_of_row[row]];
-    const auto at = static_cast<uint64_t>(statistic_of_row[row]);
-    pair = draw_normals(c.seed, kDrawPartLse, at / 2);
-    const bool empty = own == -std::numeric_limits<double>::infinity();
-    // The other part of some rows has all but e^-1000 of the weight: here P is 0.
-    const double far = at % 8 == 7 ? 1000 : 0;
-    const double other = (at % 2 ? pair.odd : pair.even) + far + (empty ? 0 : own);
-    const double least = std::min(own, other), most = std::max(own, other);
-    const double both = most + std::log1p(std::exp(least - most));
-    const double weight = std::exp(own - both);
-    for (int64_t d = 0; d < dv; ++d) {
-      const uint64_t e = row * static_cast<uint64_t>(dv) + static_cast<uint64_t>(d);
-      pair = draw_normals(c.seed, kDrawPartO, e / 2);
-      o[e] = weight * o[e] + (1 - weight) * (e % 2 ? pair.odd : pair.even);
-    }
-    own = both;
-  }
 }
 
 std::vector<bool> valid_query_rows(const CaseGeometry& g) {

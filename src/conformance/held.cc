@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "conformance/data.h"
 #include "core/case/draw.h"
@@ -49,6 +51,30 @@ void fill_held(const Case& c, const CaseGeometry& geometry, const Buffers& buffe
     const int64_t of_lse = (i[0] * rows[1] + i[2]) * rows[2] + i[1];
     return of_lse % 8 == 7 ? std::numeric_limits<double>::quiet_NaN() : value;
   });
+}
+
+void join_other_part(const Case& c, int64_t dv, std::vector<double>& o, std::vector<double>& lse,
+                     const std::vector<int64_t>& statistic_of_row) {
+  NormalPair pair{};
+  for (size_t row = 0; row < statistic_of_row.size(); ++row) {
+    if (statistic_of_row[row] < 0) continue;
+    double& own = lse[statistic_of_row[row]];
+    const auto at = static_cast<uint64_t>(statistic_of_row[row]);
+    pair = draw_normals(c.seed, kDrawPartLse, at / 2);
+    const bool empty = own == -kInfinity;
+    // The other part of some rows has all but e^-1000 of the weight: here P is 0.
+    const double far = at % 8 == 7 ? 1000 : 0;
+    const double other = (at % 2 ? pair.odd : pair.even) + far + (empty ? 0 : own);
+    const double least = std::min(own, other), most = std::max(own, other);
+    const double both = most + std::log1p(std::exp(least - most));
+    const double weight = std::exp(own - both);
+    for (int64_t d = 0; d < dv; ++d) {
+      const uint64_t e = row * static_cast<uint64_t>(dv) + static_cast<uint64_t>(d);
+      pair = draw_normals(c.seed, kDrawPartO, e / 2);
+      o[e] = weight * o[e] + (1 - weight) * (e % 2 ? pair.odd : pair.even);
+    }
+    own = both;
+  }
 }
 
 }  // namespace tessera

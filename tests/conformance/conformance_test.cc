@@ -60,6 +60,27 @@ TEST(Generator, DrawsMasksRangesPagesAndSegments) {
   }
   EXPECT_EQ(hidden, 7);
 
+  auto causal = make("fwd fp64 b=1 s=4 h=1 d=3 bias=post/qk bias_low=-1e9,causal seed=3");
+  for (int e = 0; e < 16; ++e) {
+    const double drawn = values(*finite, TESSERA_BIAS)[e];
+    EXPECT_EQ(values(*causal, TESSERA_BIAS)[e], e % 4 > e / 4 ? -1e9 : drawn);
+  }
+  // Whole rows, and the dtype's minimum where the value is beyond it.
+  auto rows = make("fwd fp16 b=1 s=8 h=1 d=3 bias=post/qk bias_low=-1e9,rows:0.5 seed=3");
+  int low = 0;
+  for (int i = 0; i < 8; ++i) {
+    const std::vector<double> bias = values(*rows, TESSERA_BIAS);
+    low += bias[i * 8] == -65504;
+    for (int j = 0; j < 8; ++j) EXPECT_EQ(bias[i * 8 + j] == -65504, bias[i * 8] == -65504);
+  }
+  EXPECT_GT(low, 0);
+  EXPECT_LT(low, 8);
+  auto from = make("fwd bf16 b=1 s=8 h=1 d=3 bias=post/k bias_low=min,from:5 sink=3e38");
+  for (int j = 0; j < 8; ++j) {
+    EXPECT_EQ(values(*from, TESSERA_BIAS)[j] == -0x1.FEp127, j >= 5);
+  }
+  EXPECT_NEAR(values(*from, TESSERA_SINK)[0], 3e38, 1e36);
+
   auto segments = make("fwd fp32 b=2 s=12 h=1 d=3 segments=3 seed=5");
   const int32_t ids[] = {1, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1,
                          0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  -1};

@@ -99,6 +99,17 @@ TEST(Dtype, NamesAndSizes) {
   EXPECT_EQ(parse_dtype("none"), TESSERA_NONE);
 }
 
+TEST(Dtype, LargestFiniteIsTheLastBeforeInfinity) {
+  for (const Format& f : kFormats) {
+    const double largest = largest_finite(f.dtype);
+    const uint32_t bits = stored(f, largest);
+    EXPECT_EQ(value_of(f, bits), largest) << dtype_name(f.dtype);
+    EXPECT_FALSE(std::isfinite(value_of(f, bits + 1))) << dtype_name(f.dtype);
+  }
+  EXPECT_EQ(largest_finite(TESSERA_FP32), std::numeric_limits<float>::max());
+  EXPECT_EQ(largest_finite(TESSERA_FP64), std::numeric_limits<double>::max());
+}
+
 TEST(Dtype, HalfUlpIsHalfTheStepAtOne) {
   for (const Format& f : kFormats) {
     const uint32_t one = stored(f, 1.0);

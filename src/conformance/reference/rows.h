@@ -13,6 +13,7 @@
 namespace tessera::reference {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kHiddenScore = -16777216;  // -2^24: a score no higher hides its key
 
 // Element of an integer or boolean tensor.
 inline int64_t load_integer(const Problem& p, const Buffers& b, int index, int64_t offset) {

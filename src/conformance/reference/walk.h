@@ -69,8 +69,9 @@ class Walk {
     }
   }
 
-  // keys_: the visible ones; x_: their scores; slope_of_cap_: d(capped) / d(scaled); magnitudes_,
-  // if asked for: the sums of absolute terms behind the scores.
+  // keys_: the visible ones with a score above kHiddenScore (or NaN); x_: their scores;
+  // slope_of_cap_: d(capped) / d(scaled); magnitudes_, if asked for: the sums of absolute terms
+  // behind the scores.
   void score_row(bool with_magnitude) {
     const T scale = static_cast<T>(question_.scale), cap = static_cast<T>(question_.softcap);
     const bool biased = given(p_, TESSERA_BIAS), pre = has(p_, TESSERA_BIAS_PRE_SCALE);
@@ -89,6 +90,7 @@ class Walk {
         x = cap * std::tanh(x / cap);
       }
       x += (pre ? T{0} : bias) - slope * distance;
+      if (x <= static_cast<T>(kHiddenScore)) continue;
       keys_.push_back(j), x_.push_back(x), slope_of_cap_.push_back(cap_slope);
       if (!with_magnitude) continue;
       const double before = dot_of_absolutes(q_.data(), k, s_.dqk) + (pre ? std::abs(bias) : T{0});

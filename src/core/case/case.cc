@@ -98,6 +98,9 @@ constexpr View kList = "full, n,n,... or random:SEED";
 constexpr View kMask =
     "random:P, keys:P or blocks:P, P in [0, 1], with /SHAPE of letters of bhqk in this "
     "order (keys without q)";
+constexpr View kLow =
+    "VALUE,WHERE: a finite number below 0 or min (of the dtype), and random:P, keys:P, rows:P, "
+    "blocks:P with P in (0, 1], from:KEY or causal";
 constexpr View kFlag = "without a value";
 constexpr View kStarts = "n,n,... or random:SEED";
 #define FLAG(name, field)                                                        \
@@ -204,6 +207,8 @@ constexpr Token kTokens[] = {
      }},
     {"bias_inf", true, "a probability in (0, 1]", "bias_inf=0.3",
      [](Case& c, View v) { return number(v, c.bias_inf) && c.bias_inf > 0 && c.bias_inf <= 1; }},
+    {"bias_low", true, kLow, "bias_low=min,keys:0.3",
+     [](Case& c, View v) { return bias_low(v, c.bias_low); }},
     {"bias_dtype", true, "fp32, or left out for the dtype of q", "bias_dtype=fp32",
      [](Case& c, View v) { return v == "fp32" && (c.bias_dtype = TESSERA_FP32); }},
     {"alibi", true, "alone (a slope for each head) or bh (for each batch and head)", "alibi=bh",
@@ -211,10 +216,12 @@ constexpr Token kTokens[] = {
        c.alibi = v.empty() ? Case::Alibi::kPerHead : Case::Alibi::kPerBatchHead;
        return v.empty() || v == "bh";
      }},
-    {"sink", true, "off_by_one or learnable", "sink=learnable",
+    {"sink", true, "off_by_one, learnable or a finite number other than 0 (of every head)",
+     "sink=learnable",
      [](Case& c, View v) {
-       c.sink = v == "learnable" ? Case::Sink::kLearnable : Case::Sink::kOffByOne;
-       return v == "learnable" || v == "off_by_one";
+       c.sink = v == "off_by_one" ? Case::Sink::kOffByOne : Case::Sink::kLearnable;
+       const bool drawn = v == "off_by_one" || v == "learnable";
+       return drawn || (number(v, c.sink_value) && c.sink_value != 0);
      }},
     {"dropout", true, "a probability in (0, 1)", "dropout=0.1",
      [](Case& c, View v) { return number(v, c.dropout) && c.dropout > 0 && c.dropout < 1; }},

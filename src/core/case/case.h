@@ -7,6 +7,7 @@
 // without allocating a tensor. src/conformance fills the tensors.
 #pragma once
 
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,6 +39,17 @@ struct CaseMask {
   double p = 0;       // of being visible
   std::string shape;  // letters of b, h, q, k that are not broadcast
   bool operator==(const CaseMask&) const = default;
+};
+
+// bias_low=VALUE,WHERE: elements of the bias that are one finite low number.
+struct CaseBiasLow {
+  enum class Where : uint8_t { kNone, kRandom, kKeys, kRows, kBlocks, kFrom, kCausal };
+  Where where = Where::kNone;
+  double value = 0;  // as far as the bias's dtype reaches; kMinimum: its minimum
+  double p = 0;      // of being low
+  int64_t from = 0;  // the first low key
+  static constexpr double kMinimum = -std::numeric_limits<double>::max();
+  bool operator==(const CaseBiasLow&) const = default;
 };
 
 struct CaseRanges {
@@ -113,10 +125,12 @@ struct Case {
   double softcap = 0;  // 0 = off
   BiasAt bias = BiasAt::kNone;
   std::string bias_shape;
-  double bias_inf = 0;                // share of the bias that is -inf
+  double bias_inf = 0;  // share of the bias that is -inf
+  CaseBiasLow bias_low;
   int32_t bias_dtype = TESSERA_NONE;  // of bias, learnable sink and slopes; NONE: q's
   Alibi alibi = Alibi::kNone;
   Sink sink = Sink::kNone;
+  double sink_value = 0;    // of every learnable sink; 0: drawn
   double dropout = 0;       // 0 = off
   bool four_words = false;  // of rng_state
   int64_t rng_first = 0, rng_stride = 0;

@@ -35,6 +35,7 @@ enum DrawNumber : uint32_t {
   kDrawPartLse,  // of the other part of a union
   kDrawPartO,
   kDrawHeld,  // what outputs of accumulate hold
+  kDrawLow,   // which elements of a bias are low
 };
 
 inline Philox4 draw_words(uint32_t seed, uint32_t number, uint64_t counter) {

@@ -106,12 +106,30 @@ Status check_shared_buffer(const Case& c) {
   return {};
 }
 
+// Rows and keys are low where the bias has them.
+Status check_bias_low(const Case& c) {
+  using Where = CaseBiasLow::Where;
+  const Where where = c.bias_low.where;
+  if (c.bias == Case::BiasAt::kNone) {
+    return invalid("case token 'bias_low': needs a bias; add bias=post");
+  }
+  const auto has = [&](char axis) { return c.bias_shape.find(axis) != std::string::npos; };
+  const bool of_rows = where == Where::kRows || where == Where::kCausal;
+  const bool of_keys = where == Where::kKeys || where == Where::kFrom || where == Where::kCausal;
+  if ((of_rows && !has('q')) || (of_keys && !has('k'))) {
+    return invalid(
+        "case token 'bias_low': rows need a bias with q, keys one with k, causal both; bias=post");
+  }
+  return {};
+}
+
 // Keys that mean something only beside others, or not beside others.
 Status check_companions(const Case& c) {
   const bool one_buffer = is_packed(c) || c.interleaved;
   if (c.bias_inf > 0 && c.bias == Case::BiasAt::kNone) {
     return invalid("case token 'bias_inf': needs a bias; add bias=post");
   }
+  if (c.bias_low.where != CaseBiasLow::Where::kNone) TESSERA_RETURN_IF_ERROR(check_bias_low(c));
   if (c.expanded && one_buffer) {
     return invalid(
         "case token 'expanded': parts of one buffer have strides of their own; separate buffers");

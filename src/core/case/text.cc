@@ -100,6 +100,15 @@ void write_masks(const Case& c, Writer& w) {
   }
 }
 
+std::string low_text(const CaseBiasLow& low) {
+  using Where = CaseBiasLow::Where;
+  const std::string value = low.value == CaseBiasLow::kMinimum ? "min" : number(low.value);
+  const char* const where[] = {"", "random:", "keys:", "rows:", "blocks:", "from:", "causal"};
+  const std::string name = value + "," + where[static_cast<int>(low.where)];
+  if (low.where == Where::kCausal) return name;
+  return name + (low.where == Where::kFrom ? std::to_string(low.from) : number(low.p));
+}
+
 void write_score(const Case& c, Writer& w) {
   if (c.has_scale) w.word("scale=" + number(c.scale));
   if (c.softcap > 0) w.word("softcap=" + number(c.softcap));
@@ -108,11 +117,14 @@ void write_score(const Case& c, Writer& w) {
            shape_or_one(c.bias_shape));
   }
   if (c.bias_inf > 0) w.word("bias_inf=" + number(c.bias_inf));
+  if (c.bias_low.where != CaseBiasLow::Where::kNone) w.word("bias_low=" + low_text(c.bias_low));
   w.dtype("bias_dtype", c.bias_dtype);
   if (c.alibi != Case::Alibi::kNone)
     w.word(c.alibi == Case::Alibi::kPerHead ? "alibi" : "alibi=bh");
   if (c.sink != Case::Sink::kNone) {
-    w.word(c.sink == Case::Sink::kLearnable ? "sink=learnable" : "sink=off_by_one");
+    w.word(c.sink == Case::Sink::kOffByOne ? "sink=off_by_one"
+           : c.sink_value != 0             ? "sink=" + number(c.sink_value)
+                                           : "sink=learnable");
   }
   if (c.dropout > 0) w.word("dropout=" + number(c.dropout));
   if (c.four_words) {

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/case/case.h"
@@ -108,6 +109,31 @@ inline bool mask(View text, bool drop, CaseMask& out) {
   if (what.size() < text.size() && !shape_letters(text.substr(what.size() + 1), out.shape))
     return false;
   return out.what != CaseMask::What::kKeys || out.shape.find('q') == std::string::npos;
+}
+
+// VALUE,WHERE of bias_low=.
+inline bool bias_low(View text, CaseBiasLow& out) {
+  using Where = CaseBiasLow::Where;
+  const View value = text.substr(0, text.find(','));
+  if (value == text) return false;
+  if (value == "min")
+    out.value = CaseBiasLow::kMinimum;
+  else if (!number(value, out.value) || out.value >= 0)
+    return false;
+  const View where = text.substr(value.size() + 1);
+  if (where == "causal") return out.where = Where::kCausal, true;
+  View rest;
+  if (after(where, "from:", rest)) return out.where = Where::kFrom, size(rest, 0, out.from);
+  constexpr std::pair<View, Where> kShares[] = {{"random:", Where::kRandom},
+                                                {"keys:", Where::kKeys},
+                                                {"rows:", Where::kRows},
+                                                {"blocks:", Where::kBlocks}};
+  for (const auto& [name, kind] : kShares) {
+    if (!after(where, name, rest)) continue;
+    out.where = kind;
+    return number(rest, out.p) && out.p > 0 && out.p <= 1;
+  }
+  return false;
 }
 
 inline bool format(View name, int32_t& out) {

@@ -128,6 +128,24 @@ void store_element(void* base, int64_t index, int32_t dtype, double value) {
   }
 }
 
+double largest_finite(int32_t dtype) {
+  switch (dtype) {
+    case TESSERA_FP64:
+      return std::numeric_limits<double>::max();
+    case TESSERA_FP32:
+      return std::numeric_limits<float>::max();
+    case TESSERA_FP16:
+      return kFp16.largest;
+    case TESSERA_BF16:
+      return kBf16.largest;
+    case TESSERA_E4M3:
+      return kE4m3.largest;
+    case TESSERA_E5M2:
+      return kE5m2.largest;
+  }
+  return 0;
+}
+
 double half_ulp(int32_t dtype) {
   switch (dtype) {
     case TESSERA_FP64:

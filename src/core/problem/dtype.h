@@ -40,6 +40,9 @@ int32_t parse_dtype(std::string_view name);  // TESSERA_NONE if unknown
 double load_element(const void* base, int64_t index, int32_t dtype);
 void store_element(void* base, int64_t index, int32_t dtype, double value);
 
+// The largest finite number of a floating dtype; its minimum is the negative of it.
+double largest_finite(int32_t dtype);
+
 // Half an ulp at 1.0: the u of the error rule. fp32 2^-24, fp16 2^-11, bf16 2^-8, e4m3 2^-4.
 double half_ulp(int32_t dtype);
 

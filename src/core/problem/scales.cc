@@ -57,7 +57,7 @@ int amax_of(int index) {
 void store_scaled(void* base, int64_t index, int32_t dtype, double value, double scale) {
   value /= scale;
   if (is_fp8(dtype)) {
-    const double most = dtype == TESSERA_E4M3 ? 448.0 : 57344.0;
+    const double most = largest_finite(dtype);
     value = std::clamp(value, -most, most);  // NaN is not less than either
   }
   store_element(base, index, dtype, value);
