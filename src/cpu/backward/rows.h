@@ -179,6 +179,9 @@ class BackwardRows {
       for (int l = 0; l < n && args_.sink_parts; ++l) {
         sink_sum_ -= __builtin_exp(sink_ - lse[l]) * x_.delta[place * W + l];
       }
+      for (int l = 0; l < n; ++l) {  // a sink's alone: every score is as low, hence -inf
+        if (lse[l] <= kHiddenScore) lse[l] = kInfinity;
+      }
     }
   }
 

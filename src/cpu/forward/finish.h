@@ -91,6 +91,7 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
     const bool real = lane < strip.rows.count;
     const int64_t head = strip.rows.head[lane];
     float m = strip.m[lane], l = strip.l[lane], shrink = 1.0f, sink = 0.0f;
+    bool sink_leads = false;
     if (real && call.max_logit.data) {
       const float top = m * kLn2 + 0.0f;  // -0 becomes 0: the order of tasks must not show
       raise_max_logit(const_cast<char*>(at(call.max_logit, head)), top);
@@ -98,14 +99,21 @@ void finish_strip(const Call& call, const CallSequence& sequence, const Strip<S>
     const bool saw = m > -kInfinity;
     if (call.has_sink) {
       if (call.sink.data) sink = load_scalar<S>(at(call.sink, head), call.sink.dtype);
-      const float s = sink * kLog2e, top = m > s ? m : s;
+      // A sink near the end of fp32 has no base-2 logit there.
+      const float s = smaller(larger(sink * kLog2e, -kLargest), kLargest);
+      sink_leads = !(m > s);
+      const float top = sink_leads ? s : m;
       shrink = __builtin_exp2f(m - top);
       l = l * shrink + __builtin_exp2f(s - top);
       m = top;
     }
     const bool empty = !saw && l == l;
     factor[lane] = empty || l == 0 ? 0.0f : call.dropout_scale * shrink / l;
-    float lse = !empty ? (m + __builtin_log2f(l)) * kLn2 : call.has_sink ? sink : -kInfinity;
+    float lse = -kInfinity;
+    if (empty)
+      lse = call.has_sink ? sink : lse;
+    else
+      lse = sink_leads ? sink + __builtin_log2f(l) * kLn2 : (m + __builtin_log2f(l)) * kLn2;
     if (real && call.lse.data) {
       char* to = const_cast<char*>(
           at(call.lse, sequence.batch_q, head, sequence.first_q + strip.rows.token[lane]));

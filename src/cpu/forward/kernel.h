@@ -51,10 +51,14 @@ __attribute__((noinline)) void exponentiate(float c, const Visible<S>& visible,
   constexpr int L = S::kLanes;
   using F = typename S::F;
   const F scale = S::set1(c), nothing = S::set1(-kInfinity);
+  const F lowest = S::set1(kHiddenScore * kLog2e);
   for (int v = 0; v < N; ++v) {
     const F before = S::load(m + v * L);
-    const F now = S::max(S::mul(scale, S::load(maximum + v * L)), before);
-    const F base = S::select(S::equal(now, nothing), S::zero(), now);
+    // Scores up to `lowest` are -inf. A row whose maximum is above it gives them no weight; for
+    // one whose maximum is not, a base of 0 does that.
+    const F top = S::max(S::mul(scale, S::load(maximum + v * L)), before);
+    const auto sees = S::less(lowest, top);
+    const F now = S::select(sees, top, nothing), base = S::select(sees, top, S::zero());
     const F shrink = S::exp2(S::sub(before, base));
     F sum[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
     const auto weight = [&](int j, F& total) {

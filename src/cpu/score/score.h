@@ -20,6 +20,8 @@ namespace tessera::cpu {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLargest = __FLT_MAX__;
+constexpr float kHiddenScore = -16777216.0f;  // -2^24: a score no higher is -inf
 
 template <typename T>
 TESSERA_INLINE T smaller(T a, T b) {
@@ -139,7 +141,8 @@ void StripRows<S>::resolve(const Call& call, const CallSequence& sequence, int n
     }
     if (call.slopes.data) {
       const float given = load_scalar<S>(at(call.slopes, sequence.n, h), call.slopes.dtype);
-      const double both = call.score_unit == 1 ? given : given * 1.4426950408889634;
+      const double exact = call.score_unit == 1 ? given : given * 1.4426950408889634;
+      const double both = smaller<double>(larger<double>(exact, -kLargest), kLargest);
       slope[l] = static_cast<float>(both);
       slope_low[l] = static_cast<float>(both - slope[l]);
     }
