@@ -15,6 +15,7 @@ from pathlib import Path
 
 import fp8_cases
 import kernel_cases as kernels
+import low_cases
 from case_lines import PASSES, both, heads, line
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "cases"
@@ -477,13 +478,14 @@ def smoke():
     yield line("fwd", dtype="bf16", b=2, sq=1, sk=600, hq=8, hk=2, d=64, lens_k="random:3", poison=True)
     yield line("fwd", dtype="fp32", b=2, sq=1, sk=257, hq=8, hk=1, d=128, page=32, lens_k="random:4", poison=True)
     yield from both(dtype="fp32", b=1, s=9, h=1, d=576, poison=True)
+    yield from low_cases.small()
 
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
                     scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(),
                     added(), unbuilt(),
-                    fp8_cases.inputs(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
+                    fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
                     kernels.groups(), kernels.documents(False), kernels.segments_again(False),
                     kernels.wide_backward(False), products(500, 8, False)):
         yield from section

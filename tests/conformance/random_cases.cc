@@ -211,15 +211,29 @@ class Builder {
     }
   }
 
+  // A low bias: any value, where a bias of these axes can have it.
+  Text low(const Text& axes) {
+    const auto has = [&](char axis) { return axes.find(axis) != Text::npos; };
+    Text where = pick({"random", "blocks"});
+    if (has('k') && chance(0.4)) where = "keys";
+    if (has('q') && chance(0.4)) where = "rows";
+    const Text value = pick({"min", "min", "-3.4e38", "-1e10", "-1e9", "-65504", "-1e4"}) + ",";
+    if (has('k') && chance(0.2)) return value + "from:" + std::to_string(below(sk_ + 1));
+    if (has('k') && has('q') && chance(0.2)) return value + "causal";
+    return value + where + ":" + pick({"0.3", "0.7", "1"});
+  }
+
   void scores() {
     if (chance(0.25)) word("scale=" + pick({"0", "0.05", "0.5", "1", "3"}));
     if (chance(0.2)) word("softcap=" + pick({"0.5", "3", "50"}));
     const bool bias = chance(0.3), sink = chance(0.2);
     if (bias) {
-      word("bias=" + pick({"post", "pre"}) + "/" + shape());
+      const Text letters = shape();
+      word("bias=" + pick({"post", "pre"}) + "/" + letters);
       if (chance(0.25)) word("bias_inf=" + pick({"0.1", "0.5", "1"}));
+      if (chance(0.35)) word("bias_low=" + low(letters));
     }
-    if (sink) word("sink=learnable");
+    if (sink) word("sink=" + pick({"learnable", "learnable", "learnable", "3e38", "-3e38", "-5"}));
     if (!sink && chance(0.1)) word("sink=off_by_one");
     if ((bias || sink || alibi_) && chance(0.3)) word("bias_dtype=fp32");
     Text grads;
