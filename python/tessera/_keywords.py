@@ -342,7 +342,8 @@ class Keywords(TypedDict, total=False):
             "extents must agree; a pair is for q and for k.")]
     bias: Annotated[Array | None, Tensor(
         axes="b, hq, sq, sk", dtype="q's dtype or float32", broadcasts=True, differentiable=True,
-        doc="Added to scores, broadcastable to these axes; -inf hides a key.")]
+        doc="Added to scores, broadcastable to these axes; -inf hides a key, and so does what brings its score "
+            "to -2**24 or below (finfo.min, -1e9).")]
     bias_at: Annotated[Literal["post_scale", "pre_scale"], Option(
         values='"post_scale" or "pre_scale"', default="post_scale",
         check=lambda a, name, value: a.choice(name, value, ("post_scale", "pre_scale")),
