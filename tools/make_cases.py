@@ -13,6 +13,7 @@ import sys
 from itertools import cycle, product
 from pathlib import Path
 
+import decode_cases
 import fp8_cases
 import kernel_cases as kernels
 import low_cases
@@ -483,7 +484,7 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), other_dtypes(), parts(), shards(), positions(), sums(),
+                    scores(), decode(False), decode_cases.stream(), other_dtypes(), parts(), shards(), positions(), sums(),
                     added(), unbuilt(),
                     fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
                     kernels.groups(), kernels.documents(False), kernels.segments_again(False),

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines for make_cases.py of few rows over many keys without features, which have kernels of their own on GPUs: pages,
+caches in E4M3, ragged lengths, tiles of every number of rows."""
+
+from itertools import cycle, product
+
+from case_lines import line
+
+# Batch, keys, lengths: one sequence on all multiprocessors, ragged ones with 0 and 1, more than one wave of work.
+_BATCHES = cycle((
+    {"b": 1, "sk": 1500}, {"b": 3, "sk": 300, "lens_k": "300,0,1"}, {"b": 2, "sk": 257, "lens_k": "random:3"},
+    {"b": 5, "sk": 130, "lens_k": "1,130,64,65,0"}, {"b": 64, "sk": 90, "lens_k": "random:9"}, {"b": 2, "sk": 4100}))
+_BANDS = cycle((
+    {"causal": True, "align": "bottom_right"}, {}, {"window": "70,0", "align": "bottom_right"}, {"sink": "learnable"},
+    {"window": "33,5", "align": "bottom_right", "max_logit": True}))
+_PAGES = cycle((None, 16, 1, 64, 3, 256, 16))
+_LAYOUTS = cycle((None, "bhsd", None, "sbhd"))
+
+
+def _heads(group):
+    return {"hq": 2 * group, "hk": 2} if group < 16 else {"hq": 16, "hk": 1}
+
+
+def stream():
+    types = cycle(("bf16", "fp16"))
+    # Rows of a sequence, from 1 to more than a tile has, at each width.
+    for kv, d, (sq, group) in product((None, "e4m3"), (64, 128, 256),
+                                      ((1, 1), (1, 4), (4, 4), (5, 4), (8, 8), (16, 16), (1, 16))):
+        yield line("fwd", dtype=next(types), **next(_BATCHES), sq=sq, **_heads(group), d=d, kv=kv, page=next(_PAGES),
+                   layout=next(_LAYOUTS), **next(_BANDS), poison=True)
+    for kv, batch_invariant in product((None, "e4m3"), (None, True)):
+        # Groups that do not divide a tile, head dims that do not fill one, v of another width.
+        for sq, hq, hk, dims in ((2, 6, 2, {"d": 80}), (3, 14, 2, {"dqk": 192, "dv": 128}), (7, 5, 1, {"dqk": 64, "dv": 96}),
+                                 (1, 96, 1, {"d": 128}), (64, 2, 2, {"d": 64}), (16, 3, 3, {"dqk": 40, "dv": 16})):
+            yield line("fwd", dtype=next(types), **next(_BATCHES), sq=sq, hq=hq, hk=hk, **dims, kv=kv, page=next(_PAGES),
+                       **next(_BANDS), batch_invariant=batch_invariant, poison=True)
+        # Packed queries, of which a sequence may have none; packed keys; lengths of padded queries.
+        more = {"kv": kv, "batch_invariant": batch_invariant, "poison": True}
+        yield line("fwd", dtype=next(types), b=4, sq=4, sk=300, hq=8, hk=2, d=128, layout="paged_kv_thd_bshd_bshd",
+                   lens_q="4,0,1,3", lens_k="300,17,0,211", page=16, causal=True, align="bottom_right", **more)
+        yield line("fwd", dtype=next(types), b=3, sq=3, sk=200, hq=4, hk=1, d=64, layout="thd", lens_q="3,1,2",
+                   lens_k="200,0,77", gaps=5, **more)
+        yield line("fwd", dtype=next(types), b=3, sq=5, sk=200, hq=4, hk=1, d=64, lens_q="0,5,2", lens_k="200,9,77",
+                   tables=2, page=16, int64=True, **more)
+        yield line("fwd", dtype=next(types), b=64, sq=1, sk=700, hq=8, hk=2, d=64, lens_k="random:5", page=16, **more)
+    # Rows of q beyond a head dim that no 16 bytes hold, and strides that leave the general kernel alone.
+    yield line("fwd", dtype="bf16", b=1, sq=1, sk=1, h=1, d=36, poison=True)
+    yield line("fwd", dtype="bf16", b=2, sq=2, sk=70, hq=4, hk=2, d=64, strided=True, poison=True)
+    yield line("fwd", dtype="bf16", b=2, sq=1, sk=0, h=2, d=64)
+    yield line("fwd", dtype="bf16", b=2, sq=1, sk=70, hq=4, hk=2, d=64, scale="0", poison=True)
+    yield line("fwd", dtype="bf16", b=2, sq=1, sk=70, hq=4, hk=2, d=64, kv="e5m2", poison=True)
