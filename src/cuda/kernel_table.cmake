@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # tessera_kernel_table(FOLDER ROWS function KERNEL type COLUMNS type CODE type [MAKE name FROM header]
-#                      [PER_FILE n | TOGETHER regex])
+#                      [TYPES header] [PER_FILE n | TOGETHER regex])
 #
 # Reads FOLDER/table.def, of lines and comments as C++ has them:
 #
@@ -8,7 +8,8 @@
 #
 # a kernel for each element type: bf16 and fp16, or what a column `.elements = Elements::fp32` says. The columns are the
 # members of the type COLUMNS, in its order. The kernel is what MAKE<element, Row_...>() of the header FROM makes;
-# without MAKE, what a column `.loop = Loop::x` says: make_x() of FOLDER/x.cuh.
+# without MAKE, what a column `.loop = Loop::x` says: make_x() of FOLDER/x.cuh. TYPES declares KERNEL, COLUMNS and CODE;
+# kernels.h of the room, where it does not say.
 #
 # Sets, of FOLDER with _ for /,
 #   <FOLDER>_table    a file that defines std::span<const KERNEL> ROWS(): all rows, in the table's order. Every
@@ -21,7 +22,7 @@
 set(TESSERA_KERNEL_TABLE_DIR ${CMAKE_CURRENT_LIST_DIR})
 
 function(tessera_kernel_table folder)
-  cmake_parse_arguments(PARSE_ARGV 1 TABLE "" "ROWS;KERNEL;COLUMNS;CODE;MAKE;FROM;PER_FILE;TOGETHER" "")
+  cmake_parse_arguments(PARSE_ARGV 1 TABLE "" "ROWS;KERNEL;COLUMNS;CODE;MAKE;FROM;TYPES;PER_FILE;TOGETHER" "")
   set(file ${TESSERA_KERNEL_TABLE_DIR}/${folder}/table.def)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
   string(REPLACE "/" "_" flat ${folder})
@@ -111,7 +112,10 @@ function(tessera_kernel_table folder)
     math(EXPR number "${number} + 1")
   endforeach()
 
-  set(INCLUDES "#include \"cuda/${ROOM}/kernels.h\"")
+  if(NOT TABLE_TYPES)
+    set(TABLE_TYPES cuda/${ROOM}/kernels.h)
+  endif()
+  set(INCLUDES "#include \"${TABLE_TYPES}\"")
   set(KERNEL ${TABLE_KERNEL})
   set(FUNCTION ${TABLE_ROWS})
   set(out ${CMAKE_CURRENT_BINARY_DIR}/${folder})
