@@ -42,6 +42,23 @@ bool serves(const Kernel& kernel, uint32_t features) {
   return kernel.features == features || (several && (features & ~kernel.features) == 0);
 }
 
+StreamKernels find_stream(const Problem& problem, int64_t head_dim, int shared_bytes) {
+  const int dtype = problem.tensor[TESSERA_Q].dtype, cache = problem.tensor[TESSERA_K].dtype;
+  StreamKernels found{};
+  if (!is_16bit(dtype) || (cache != dtype && cache != TESSERA_E4M3)) return found;
+  const Cache stored = cache == dtype ? Cache::same : Cache::e4m3;
+  constexpr int kRows[] = {8, 16, 32, 64};
+  for (const StreamKernel& kernel : stream_kernels()) {
+    if (kernel.dtype != dtype || kernel.tile.cache != stored || kernel.tile.bucket < head_dim ||
+        kernel.tile.shared_bytes > shared_bytes) {
+      continue;
+    }
+    const auto at = std::ranges::find(kRows, kernel.tile.rows) - kRows;
+    if (!found[at]) found[at] = &kernel;
+  }
+  return found;
+}
+
 // True if queries are so few that the decode kernel, which is bound by loads, takes them.
 bool decodes(const Problem& problem) {
   return !has(problem, TESSERA_DROPOUT) &&
@@ -127,16 +144,53 @@ int pack_of(const Problem& problem, int rows) {
 
 ForwardKernels::ForwardKernels(const Problem& canonical, int shared_bytes)
     : forward(Pass::forward, dtype_of(canonical), head_dim_of(canonical), shared_bytes),
-      decode(Pass::decode, dtype_of(canonical), head_dim_of(canonical), shared_bytes) {}
+      decode(Pass::decode, dtype_of(canonical), head_dim_of(canonical), shared_bytes),
+      stream(find_stream(canonical, head_dim_of(canonical), shared_bytes)) {}
+
+int64_t units_of(const Problem& problem, const StreamTile& tile) {
+  const Sizes s = sizes_of(problem);
+  const int pack = pack_of(problem, tile.rows);
+  const int64_t queries = tile.rows / pack, batch = std::max<int64_t>(s.batch, 1);
+  // num_tile_slots, in 64 bits.
+  const int64_t slots =
+      is_thd_q(problem) ? s.sq / queries + batch + 1 : (s.sq + queries - 1) / queries * batch;
+  return s.hq / pack * slots;
+}
+
+const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
+  const bool plain = (features_of(problem) & ~uint32_t{kOther}) == kLean &&
+                     problem.tensor[TESSERA_V].dtype == problem.tensor[TESSERA_K].dtype &&
+                     problem.tensor[TESSERA_O].dtype == problem.tensor[TESSERA_Q].dtype;
+  if (!plain) return nullptr;
+  // The least tile that holds a group's heads of all queries; else the largest, with some of them.
+  const int64_t queries = std::max<int64_t>(most_queries(problem), 1);
+  const int64_t group = sizes_of(problem).group();
+  const StreamKernel* found = decodes(problem) ? stream.back() : nullptr;
+  for (const StreamKernel* kernel : stream) {
+    if (kernel && queries * group <= kernel->tile.rows) {
+      found = kernel;
+      break;
+    }
+  }
+  if (!found) return nullptr;
+  const int64_t steps = sizes_of(problem).sk / found->tile.step_keys() + 1;
+  return units_of(problem, found->tile) < kMostCells / steps ? found : nullptr;
+}
+
+const StreamKernel* ForwardKernels::stream_of(const Problem& problem, const Params& p) const {
+  const bool aligned = has_aligned_keys(p) && p.tensor[TESSERA_Q].vector_bytes == 16;
+  return aligned && !is_steep(p.softmax_scale) ? stream_of(problem) : nullptr;
+}
 
 const KernelSet& ForwardKernels::of(const Problem& problem) const {
-  return decode[kLean] && decodes(problem) ? decode : forward;
+  return decode[kGeneral] && decodes(problem) ? decode : forward;
 }
 
 const Kernel& ForwardKernels::of(const Problem& problem, const Params& p) const {
   const KernelSet& kernels = of(problem);
   const uint32_t needs = needs_of(problem, p) | (is_steep(p.softmax_scale) ? kOther : kLean);
-  const Kernel& kernel = *kernels[needs];
+  // Of 16 bits the decode pass has the kernel of all features alone.
+  const Kernel& kernel = *(kernels[needs] ? kernels[needs] : kernels[kGeneral]);
   // Heads share a tile where nothing or everything is expected of the scores.
   const bool shares = kernel.features != kLean && pack_of(problem, rows_of(kernel)) > 1;
   return shares ? *kernels[kGeneral] : kernel;
@@ -145,7 +199,9 @@ const Kernel& ForwardKernels::of(const Problem& problem, const Params& p) const 
 std::string forward_names(const Problem& problem, int shared_bytes) {
   const Params p = params_of(problem, nominal_buffers(problem));
   if (p.batch == 0 || p.sq == 0) return {};
-  return ForwardKernels(problem, shared_bytes).of(problem, p).name;
+  const ForwardKernels kernels(problem, shared_bytes);
+  const StreamKernel* stream = kernels.stream_of(problem, p);
+  return stream ? stream->name : kernels.of(problem, p).name;
 }
 
 // ---- backward ----

@@ -9,6 +9,7 @@
 #include "core/problem/problem.h"
 #include "cuda/common/params.h"
 #include "cuda/sm80/kernels.h"
+#include "cuda/sm80/stream/tile.h"
 
 namespace tessera::cuda::sm80 {
 
@@ -58,10 +59,21 @@ class KernelSet {
   std::array<const Kernel*, kOfAll + 1> kernels_{};
 };
 
+// The kernels of stream/ for one problem: by rows of a tile, null where the table has none.
+using StreamKernels = std::array<const StreamKernel*, 4>;
+
+// Units of work of stream/work.cuh: tiles of rows and the heads that share one, by shapes.
+int64_t units_of(const Problem& problem, const StreamTile& tile);
+
 struct ForwardKernels {
   KernelSet forward, decode;
+  StreamKernels stream;
 
   ForwardKernels(const Problem& canonical, int shared_bytes);
+  // The stream kernel that takes a problem or a call, or null: those of 16 bits with few rows and
+  // no features but pages and an E4M3 cache.
+  const StreamKernel* stream_of(const Problem& problem) const;
+  const StreamKernel* stream_of(const Problem& problem, const Params& p) const;
   // The kernels of the pass, forward or decode, that the problem takes; and the one of a call.
   const KernelSet& of(const Problem& problem) const;
   const Kernel& of(const Problem& problem, const Params& p) const;

@@ -88,6 +88,7 @@ std::vector<const char*> Sm80Rules::kernel_names() const {
   for (const auto table : {forward_kernels(), decode_kernels(), backward_kernels()}) {
     for (const Kernel& kernel : table) names.push_back(kernel.name);
   }
+  for (const StreamKernel& kernel : stream_kernels()) names.push_back(kernel.name);
   return names;
 }
 

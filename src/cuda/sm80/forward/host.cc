@@ -6,6 +6,7 @@
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/plan.h"
+#include "cuda/sm80/stream/host.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
@@ -49,7 +50,12 @@ class ForwardPlan final : public Plan {
       take_workspace(problem, kernel, cut_of(problem, kernel, device_), workspace);
       return workspace.bytes();
     };
-    return std::max(bytes_of(*kernels[needs_of(problem)]), bytes_of(*kernels[kGeneral]));
+    const Kernel* needed = kernels[needs_of(problem)];
+    int64_t bytes = std::max(needed ? bytes_of(*needed) : 0, bytes_of(*kernels[kGeneral]));
+    if (const StreamKernel* stream = kernels_.stream_of(problem)) {
+      bytes = std::max(bytes, stream_workspace_bytes(problem, *stream, device_));
+    }
+    return bytes;
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -66,6 +72,9 @@ class ForwardPlan final : public Plan {
     }
     if (p.batch == 0 || p.sq == 0) return {};
 
+    if (const StreamKernel* few_rows = kernels_.stream_of(problem, p)) {
+      return run_stream(problem, buffers, p, *few_rows, device_, stream);
+    }
     const Kernel& kernel = kernels_.of(problem, p);
     const Cut cut = cut_of(problem, kernel, device_);
     args.pack = cut.pack;
@@ -165,6 +174,9 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
   TESSERA_RETURN_IF_ERROR(prepare(kernels.forward[kGeneral]));
   TESSERA_RETURN_IF_ERROR(prepare_all(kernels.forward));
   TESSERA_RETURN_IF_ERROR(prepare_all(kernels.decode));
+  for (const StreamKernel* kernel : kernels.stream) {
+    if (kernel) TESSERA_RETURN_IF_ERROR(prepare(*kernel));
+  }
   return std::unique_ptr<Plan>(std::make_unique<ForwardPlan>(kernels, info.value()));
 }
 

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward pass for few rows and many keys, in one launch: bound by the bytes of K and V, so
+// everything serves to keep loads in flight, on every multiprocessor, to the end.
+//
+// Work is counted on the device, from live lengths (work.cuh): each CTA takes an equal run of steps
+// of keys, across tiles, heads and sequences. Where a run begins or ends within a tile, its part of
+// that tile goes to the workspace, and whoever is last to bring one sums them in their order.
+//
+// In a CTA, teams of kTeam warps take every kTeams-th block of kKeys keys each, with a softmax and
+// an O of their own and a ring of kStages blocks that they alone fill and drain. The products are
+// transposed, with keys and columns of V as the 16 rows of an mma and the rows of queries as its
+// 8 columns, so that few rows waste little:
+//
+//     team t    copies  block t + (s + kStages - 1) kTeams ...
+//               S^T = K Q^T | softmax | O^T += V^T P^T     on block t + s kTeams
+//     at last   o = sum_t 2^(m_t - m) O_t / l
+//
+// A warp has the columns 8 n .. 8 n + 7 of n < kGroups groups of rows: lane l rows 2 (l % 4) and
+// the next of each. An E4M3 cache is converted to fp16, which holds it exactly, between the load
+// and the mma; a bf16 q then becomes fp16 times a power of two for each row.
+#pragma once
+
+#include "cuda/sm80/stream/merge.cuh"
+#include "cuda/sm80/stream/rows.cuh"
+
+namespace tessera::cuda::sm80 {
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads)
+    stream_kernel(const __grid_constant__ StreamArgs args) {
+  using T = typename S::Query;
+  extern __shared__ __align__(16) char shared[];
+  auto& smem = *reinterpret_cast<typename S::Storage*>(shared);
+  const Params& p = args.params;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int team = warp / S::kTeam, thread = threadIdx.x % (32 * S::kTeam);
+  const int first_row = warp % S::kTeam * 8 * S::kGroups;
+  const int queries = S::kRows / args.pack;
+  find_start(smem.start, args, queries, S::kStepKeys);
+  Walk walk(args, queries, S::kStepKeys, smem.start, blockIdx.x, gridDim.x);
+  for (; !walk.done(); walk.advance()) {
+    const Piece piece = walk.piece();
+    const Sequence& sequence = walk.sequence();
+    const int head0 = piece.pack * args.pack;
+    const TileRows rows{piece.row0, head0, args.pack};
+    const FewRows tile{p, sequence, rows, queries * args.pack};
+
+    const QueryRows q_rows =
+        query_rows(p, TESSERA_Q, sequence, head0, piece.row0, args.pack, tile.used);
+    KeyLoader<S> k_loader(p, TESSERA_K, sequence, head0 / p.group, p.dqk, thread);
+    KeyLoader<S> v_loader(p, TESSERA_V, sequence, head0 / p.group, p.dv, thread);
+    const Interval visible = sequence.band.keys(piece.row0, piece.row0 + queries);
+    const Interval clean = sequence.band.keys_of_all(piece.row0, piece.row0 + queries);
+    const int end = min(piece.key_end, visible.hi);
+    const int key_begin = piece.key_begin + team * S::kKeys;
+    const auto load = [&](int key0, int stage) {
+      if (key0 < end) {
+        auto& to = smem.ring[team][stage];
+        k_loader.copy(to.k, key0, visible);
+        v_loader.copy(to.v, key0, visible);
+        k_loader.fetch(key0 + S::kStepKeys, visible);
+        v_loader.fetch(key0 + S::kStepKeys, visible);
+      }
+      commit_copies();  // empty at the end, so that counting stays simple
+    };
+    const auto meet = [&] {
+      if constexpr (S::kTeam == 1) {
+        __syncwarp();
+      } else {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(32 * S::kTeam) : "memory");
+      }
+    };
+
+    k_loader.fetch(key_begin, visible);
+    v_loader.fetch(key_begin, visible);
+#pragma unroll
+    for (int s = 0; s < S::kStages - 1; ++s) load(key_begin + s * S::kStepKeys, s);
+    load_q<T, S>(smem, q_rows, p.tensor[TESSERA_Q], p.dqk);
+    __syncthreads();
+
+    float to_log2 = logit_scale<T>(p);
+    if (const View& k_scale = p.tensor[TESSERA_K_SCALE]; k_scale.data) {
+      to_log2 *=
+          load_float(k_scale.data, offset_of(k_scale, sequence.n, head0 / p.group), TESSERA_FP32);
+    }
+    float scale[S::kGroups][2];
+#pragma unroll
+    for (int n = 0; n < S::kGroups; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        scale[n][e] = to_log2;
+        if constexpr (S::kFp8) scale[n][e] *= smem.q_scale[first_row + 8 * n + lane % 4 * 2 + e];
+      }
+    }
+
+    StreamRows<S> result;
+    int stage = 0;
+    for (int key0 = key_begin; key0 < end; key0 += S::kStepKeys) {
+      wait_for_copies<S::kStages - 2>();
+      meet();  // all copies of the team are there, and the stage to be filled has been used
+      load(key0 + (S::kStages - 1) * S::kStepKeys, stage == 0 ? S::kStages - 1 : stage - 1);
+      const bool all_see = key0 >= clean.lo && key0 + S::kKeys <= clean.hi;
+      result.add(smem.ring[team][stage], smem.q + first_row * S::kQStride, scale, key0, all_see,
+                 [&](int n, int e) {
+                   return sequence.band.row(rows.query(first_row + 8 * n + lane % 4 * 2 + e));
+                 });
+      stage = stage + 1 == S::kStages ? 0 : stage + 1;
+    }
+
+    // ---- the teams' parts, then the rows ----
+    wait_for_copies<0>();
+    __syncthreads();  // the rings are free
+    result.store(smem.parts, team, first_row);
+    __syncthreads();
+    constexpr int kQuads = S::kD / 4;
+    for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
+      const int row = i / kQuads, column = i % kQuads * 4;
+      RowSum total;
+#pragma unroll
+      for (int t = 0; t < S::kTeams; ++t) {
+        total.add(smem.parts.max[t][row], smem.parts.sum[t][row],
+                  *reinterpret_cast<const float4*>(&smem.parts.o[t][row][column]));
+      }
+      if (piece.parts == 1) {
+        tile.finish(row, column, total);
+      } else {
+        const int64_t at = int64_t{piece.slot} * S::kRows + row;
+        __stcg(reinterpret_cast<float4*>(args.part_o + at * S::kD + column), total.o);
+        if (column == 0) __stcg(args.part_sums + at, make_float2(total.max, total.sum));
+      }
+    }
+    if (piece.parts > 1) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) smem.last = arrives_last(args, piece.unit, piece.parts);
+      __syncthreads();
+      if (smem.last) {
+        __threadfence();
+        merge_parts<S>(smem, args, piece, tile);
+      }
+    }
+    __syncthreads();  // the parts are free
+  }
+}
+
+template <typename T, typename Row>
+StreamCode make_stream() {
+  constexpr StreamTile kTile = Row::kTile;
+  using S = Stream<T, kTile.bucket, kTile.rows, kTile.warps, kTile.team, kTile.keys, kTile.stages,
+                   kTile.cache == Cache::e4m3>;
+  static_assert(S::kStepKeys == kTile.step_keys());
+  constexpr int kBytes = sizeof(typename S::Storage);
+  static_assert(kBytes <= kTile.shared_bytes && kTile.shared_bytes - kBytes < 1024);
+  return {reinterpret_cast<const void*>(&stream_kernel<S>)};
+}
+
+}  // namespace tessera::cuda::sm80
