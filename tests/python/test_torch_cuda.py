@@ -57,6 +57,58 @@ def test_agrees_with_pytorch(keywords):
         torch.testing.assert_close(a.float(), b.transpose(1, 2), rtol=2e-2, atol=2e-2)
 
 
+def _decode_problem(lengths, cache, rows=1, d=128, hq=8, hk=2, page=16, pages=40):
+    """A cache in pages with lengths on the device; and as k and v of each sequence, in fp32."""
+    g = torch.Generator("cuda").manual_seed(1)
+    b = len(lengths)
+    q = torch.randn(b, rows, hq, d, generator=g, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(b * pages, page, hk, d, generator=g, device="cuda").to(cache) for _ in range(2))
+    table = torch.randperm(b * pages, generator=g, device="cuda").int().view(b, pages)
+    keywords = dict(page_table=table, seqlens_k=torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    if cache == torch.float8_e4m3fn:
+        keywords.update(k_scale=torch.full((hk,), 0.5, device="cuda"), v_scale=torch.full((hk,), 2.0, device="cuda"))
+
+    def expected():
+        scale_k, scale_v = (0.5, 2.0) if cache == torch.float8_e4m3fn else (1, 1)
+        o = torch.zeros(b, rows, hq, d, device="cuda")
+        for n, length in enumerate(keywords["seqlens_k"].tolist()):
+            if length == 0:
+                continue
+            keys, values = (x[table[n].long()].float().flatten(0, 1)[:length].repeat_interleave(hq // hk, 1) * scale
+                            for x, scale in ((k, scale_k), (v, scale_v)))
+            p = (torch.einsum("qhd,khd->hqk", q[n].float(), keys) / d**0.5).softmax(-1)
+            o[n] = torch.einsum("hqk,khd->qhd", p, values)
+        return o
+    return q, k, v, keywords, expected
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_graph_of_decoding_takes_other_lengths_and_gives_the_same_bits(cache, rows):
+    q, k, v, keywords, expected = _decode_problem([640, 3, 0, 77, 512], cache, rows)
+    graph, o = captured(lambda: tt.attention(q, k, v, **keywords))
+    for lengths in ([640, 3, 0, 77, 512], [1, 640, 640, 0, 16], [0, 0, 0, 0, 0], [640] * 5, [0, 0, 640, 0, 0]):
+        keywords["seqlens_k"].copy_(torch.tensor(lengths, device="cuda"))
+        graph.replay()
+        torch.testing.assert_close(o.float(), expected(), rtol=2e-2, atol=1e-2)
+        first = o.clone()
+        for _ in range(200):
+            graph.replay()
+        assert torch.equal(o, first)
+        assert torch.equal(tt.attention(q, k, v, **keywords), first)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+def test_batch_invariant_decoding_of_one_sequence_and_of_many(cache):
+    lengths = [int(x) for x in torch.randint(0, 641, (64,), generator=torch.Generator().manual_seed(2))]
+    q, k, v, keywords, expected = _decode_problem(lengths, cache)
+    together = tt.attention(q, k, v, batch_invariant=True, **keywords)
+    torch.testing.assert_close(together.float(), expected(), rtol=2e-2, atol=1e-2)
+    for n in (0, 31, 63):
+        own = {name: x if "scale" in name else x[n:n + 1].contiguous() for name, x in keywords.items()}
+        assert torch.equal(tt.attention(q[n:n + 1], k, v, batch_invariant=True, **own), together[n:n + 1])
+
+
 def test_a_graph_replays_the_dropout_of_its_state():
     q, k, v = qkv()
     state = torch.tensor([5, 7], device="cuda")

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the decode kernel's work is dealt out (sm80/stream/work.cuh), on the host: random small
+// batches, every size of grid, every CTA one after the other. Needs no GPU.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <tuple>
+#include <vector>
+
+using std::max;
+using std::min;  // as in device code
+
+#include "cuda/sm80/stream/work.cuh"
+
+namespace tessera::cuda::sm80 {
+namespace {
+
+constexpr int kStepKeys = 4;
+
+// A batch with its lengths, and what the host makes of its shapes.
+struct Batch {
+  StreamArgs args{};
+  std::vector<int32_t> q, k;  // cu_seqlens or lengths
+  int queries;                // of a tile
+  int most_runs = 0;
+
+  int sequences() const { return args.params.batch; }
+  int packs() const { return args.params.hq / args.pack; }
+
+  void point() {
+    Params& p = args.params;
+    const auto give = [&](int index, std::vector<int32_t>& from) {
+      p.tensor[index] = {from.data(), {1, 0, 0, 0}, TESSERA_INT32, 4};
+    };
+    give(p.thd_q ? TESSERA_CU_SEQLENS_Q : TESSERA_SEQLENS_Q, q);
+    give(p.thd_k ? TESSERA_CU_SEQLENS_K : TESSERA_SEQLENS_K, k);
+    const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, queries);
+    args.units = slots * packs();
+  }
+  CellsOf cells(int n) const {
+    return CellsOf(args, sequence_of(args.params, n), queries, kStepKeys);
+  }
+};
+
+// Lengths of a side: [batch], or [batch + 1] with their sums; and the extent.
+std::vector<int32_t> draw_lengths(std::mt19937& random, int batch, int most, bool packed,
+                                  int32_t* extent) {
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  std::vector<int32_t> lengths;
+  int at = packed ? below(4) : 0;  // what is stored before the first sequence
+  if (packed) lengths.push_back(at);
+  for (int n = 0; n < batch; ++n) {
+    const int length = below(5) == 0 ? below(2) : below(most + 1);
+    lengths.push_back(packed ? at += length : length);
+  }
+  *extent = packed ? at + below(4) : most;  // and behind the last
+  return lengths;
+}
+
+Batch draw(std::mt19937& random) {
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  Batch batch;
+  Params& p = batch.args.params;
+  p.batch = 1 + below(7);
+  p.thd_q = below(2), p.thd_k = below(2);
+  p.hk = 1 + below(2);
+  p.group = 1 + below(4);
+  p.hq = p.hk * p.group;
+  batch.args.pack = p.group % 2 == 0 ? 2 : 1;
+  batch.queries = 1 + below(4);
+  batch.q = draw_lengths(random, p.batch, 6, p.thd_q, &p.sq);
+  batch.k = draw_lengths(random, p.batch, below(3) == 0 ? 200 : 40, p.thd_k, &p.sk);
+  p.bottom_right = below(2);
+  p.left = below(2) ? -1 : below(12);
+  p.right = below(2) ? -1 : below(3);
+  batch.point();
+  return batch;
+}
+
+// What find_start does: `threads` count runs of sequences, and one of them finds the cell's.
+Start start_of(const Batch& batch, int threads, int run, int most_runs) {
+  Start start{};
+  const int each = (batch.sequences() + threads - 1) / threads;
+  const auto count_of = [&](int thread) {
+    const int lo = min(thread * each, batch.sequences());
+    return count(batch.args, batch.queries, kStepKeys, lo, min(lo + each, batch.sequences()));
+  };
+  Counted all{0, 0};
+  for (int thread = 0; thread < threads; ++thread) all = all.plus(count_of(thread));
+  start.all = all.cells;
+  const int cell = Runs(all.cells, most_runs).begin(run);
+  Counted before{0, 0};
+  int found = 0;
+  for (int thread = 0; thread < threads; ++thread) {
+    const Counted to = before.plus(count_of(thread));
+    if (before.cells <= cell && cell < to.cells) {
+      const int lo = min(thread * each, batch.sequences());
+      find_sequence(start, batch.args, batch.queries, kStepKeys, lo,
+                    min(lo + each, batch.sequences()), before, cell);
+      ++found;
+    }
+    before = to;
+  }
+  EXPECT_EQ(found, run < Runs(all.cells, most_runs).runs ? 1 : 0);
+  return start;
+}
+
+struct Placed {
+  Piece piece;
+  int n, run;
+};
+
+std::vector<Placed> pieces_of(const Batch& batch, int threads, int most_runs) {
+  std::vector<Placed> pieces;
+  for (int run = 0; run < most_runs; ++run) {
+    const Start start = start_of(batch, threads, run, most_runs);
+    Walk walk(batch.args, batch.queries, kStepKeys, start, run, most_runs);
+    for (; !walk.done(); walk.advance()) pieces.push_back({walk.piece(), walk.sequence().n, run});
+  }
+  return pieces;
+}
+
+using Unit = std::tuple<int, int, int>;  // sequence, first row, pack
+
+// The pieces of each unit, by keys.
+std::map<Unit, std::vector<Placed>> by_unit(const std::vector<Placed>& pieces) {
+  std::map<Unit, std::vector<Placed>> units;
+  for (const Placed& placed : pieces) {
+    units[{placed.n, placed.piece.row0, placed.piece.pack}].push_back(placed);
+  }
+  for (auto& [unit, of_unit] : units) {
+    std::ranges::sort(of_unit, {}, [](const Placed& placed) { return placed.piece.key_begin; });
+  }
+  return units;
+}
+
+// Every row that is owned has a tile, once for each pack.
+void expect_all_rows(const Batch& batch, const std::map<Unit, std::vector<Placed>>& units) {
+  for (int n = 0; n < batch.sequences(); ++n) {
+    const Rows rows = sequence_of(batch.args.params, n).q;
+    for (int pack = 0; pack < batch.packs(); ++pack) {
+      for (int row = rows.owned_lo; row < rows.owned_hi; ++row) {
+        int tiles = 0;
+        for (const auto& [unit, pieces] : units) {
+          const auto [of, row0, of_pack] = unit;
+          tiles += of == n && of_pack == pack && row0 <= row && row < row0 + batch.queries;
+        }
+        ASSERT_EQ(tiles, 1) << "sequence " << n << " row " << row << " pack " << pack;
+      }
+    }
+  }
+}
+
+// The pieces of a unit follow each other over all that its sequence sees, each knows how many there
+// are and where the others put their parts.
+void expect_whole_units(const Batch& batch, const std::map<Unit, std::vector<Placed>>& units,
+                        int slots) {
+  std::set<int> numbers, taken;
+  for (const auto& [unit, pieces] : units) {
+    const Sequence sequence = sequence_of(batch.args.params, std::get<0>(unit));
+    const Interval keys = sequence.band.keys(0, sequence.q.length);
+    const int parts = static_cast<int>(pieces.size());
+    ASSERT_TRUE(numbers.insert(pieces[0].piece.unit).second);
+    ASSERT_LT(pieces[0].piece.unit, batch.args.units);
+    if (!keys.empty()) {
+      ASSERT_LE(pieces.front().piece.key_begin, keys.lo);
+      ASSERT_GE(pieces.back().piece.key_end, keys.hi);
+      ASSERT_LT(pieces.back().piece.key_begin, keys.hi);
+    }
+    for (int part = 0; part < parts; ++part) {
+      const Piece& piece = pieces[part].piece;
+      ASSERT_EQ(piece.unit, pieces[0].piece.unit);
+      ASSERT_EQ(piece.parts, parts);
+      ASSERT_LT(piece.key_begin, piece.key_end);
+      ASSERT_EQ(piece.key_begin % kStepKeys, 0);
+      if (part > 0) {
+        ASSERT_EQ(piece.key_begin, pieces[part - 1].piece.key_end);
+      }
+      if (parts == 1) continue;
+      ASSERT_TRUE(taken.insert(piece.slot).second);
+      ASSERT_GE(piece.slot, 0);
+      ASSERT_LT(piece.slot, slots);
+      for (const Placed& other : pieces) ASSERT_EQ(other.piece.slot_of(part), piece.slot);
+    }
+  }
+}
+
+// Steps of keys of each CTA.
+std::vector<int> steps_of_runs(const std::vector<Placed>& pieces, int most_runs) {
+  std::vector<int> steps(most_runs);
+  for (const Placed& placed : pieces) {
+    steps[placed.run] += (placed.piece.key_end - placed.piece.key_begin) / kStepKeys;
+  }
+  return steps;
+}
+
+TEST(Work, EqualShares) {
+  std::mt19937 random(1);
+  for (int problem = 0; problem < 150; ++problem) {
+    Batch batch = draw(random);
+    batch.point();
+    int cells = 0;
+    for (int n = 0; n < batch.sequences(); ++n) cells += batch.cells(n).all().cells;
+    for (int most_runs = 1; most_runs <= 24; ++most_runs) {
+      const int threads = 1 + static_cast<int>(random() % 9);
+      const std::vector<Placed> pieces = pieces_of(batch, threads, most_runs);
+      const auto units = by_unit(pieces);
+      expect_whole_units(batch, units, 2 * most_runs);
+      if (most_runs % 8 == 1) expect_all_rows(batch, units);
+      const std::vector<int> steps = steps_of_runs(pieces, most_runs);
+      const auto [least, most] = std::ranges::minmax(steps);
+      ASSERT_LE(most - least, 1);
+      ASSERT_EQ(std::accumulate(steps.begin(), steps.end(), 0), cells);
+      if (HasFatalFailure()) FAIL() << "problem " << problem << ", " << most_runs << " CTAs";
+    }
+  }
+}
+
+// Batch-invariant cuts: those of a sequence alone, whatever the grid.
+TEST(Work, CutsOfASequencesOwn) {
+  std::mt19937 random(2);
+  for (int problem = 0; problem < 150; ++problem) {
+    Batch batch = draw(random);
+    batch.args.chunks = 1 + static_cast<int>(random() % 9);
+    batch.args.least_steps = 1 + static_cast<int>(random() % 3);
+    batch.point();
+    std::map<int, std::vector<std::pair<int, int>>> cuts;  // of a sequence's first unit
+    for (int most_runs = 1; most_runs <= 24; most_runs += 1 + most_runs / 4) {
+      const auto units = by_unit(pieces_of(batch, 5, most_runs));
+      expect_whole_units(batch, units, batch.args.units * batch.args.chunks);
+      if (most_runs == 1) expect_all_rows(batch, units);
+      for (const auto& [unit, pieces] : units) {
+        ASSERT_LE(static_cast<int>(pieces.size()), batch.args.chunks);
+        std::vector<std::pair<int, int>> keys;
+        for (const Placed& placed : pieces) {
+          keys.emplace_back(placed.piece.key_begin, placed.piece.key_end);
+        }
+        const auto cut = cuts.emplace(std::get<0>(unit), keys).first;
+        ASSERT_EQ(cut->second, keys);
+      }
+      if (HasFatalFailure()) FAIL() << "problem " << problem << ", " << most_runs << " CTAs";
+    }
+    if (batch.args.params.thd_q || batch.args.params.thd_k) continue;
+    for (int n = 0; n < batch.sequences(); ++n) {
+      Batch alone = batch;
+      alone.args.params.batch = 1;
+      alone.q = {batch.q[n]}, alone.k = {batch.k[n]};
+      alone.point();
+      for (const Placed& placed : pieces_of(alone, 1, 3)) {
+        const std::pair<int, int> keys{placed.piece.key_begin, placed.piece.key_end};
+        ASSERT_NE(std::ranges::find(cuts[n], keys), cuts[n].end());
+      }
+    }
+  }
+}
+
+// Tables that no caller may give: every CTA finds a sequence, no unit is beyond the counters, and
+// the CTAs agree on how many pieces a unit has, so that no counter is left dirty.
+TEST(Work, TablesThatOverlap) {
+  std::mt19937 random(3);
+  for (int problem = 0; problem < 60; ++problem) {
+    Batch batch = draw(random);
+    Params& p = batch.args.params;
+    p.thd_q = 1;
+    p.tensor[TESSERA_SEQLENS_Q] = {};
+    p.sq = problem % 3 == 0 ? 1 << 20 : 40;
+    batch.q.assign(p.batch + 1, 0);
+    for (int32_t& start : batch.q) {
+      start = static_cast<int32_t>(random() % 3) * (p.sq / 2) - 5;
+    }
+    batch.point();
+    for (const int most_runs : {1, 5, 13}) {
+      std::map<int, std::pair<int, int>> counts;  // pieces seen, pieces said
+      for (int run = 0; run < most_runs; ++run) {
+        const Start start = start_of(batch, 4, run, most_runs);
+        Walk walk(batch.args, batch.queries, kStepKeys, start, run, most_runs);
+        for (int piece = 0; !walk.done() && piece < 20'000; ++piece, walk.advance()) {
+          ASSERT_GE(walk.sequence().n, 0);
+          ASSERT_LT(walk.sequence().n, p.batch);
+          const Piece at = walk.piece();
+          ASSERT_GE(at.unit, 0);
+          ASSERT_LT(at.unit, batch.args.units);
+          if (p.sq <= 40) counts[at.unit] = {counts[at.unit].first + 1, at.parts};
+        }
+      }
+      for (const auto& [unit, count] : counts) ASSERT_EQ(count.first, count.second);
+    }
+  }
+}
+
+// Whatever a counter holds, the last arrival is the last, at every launch with the same mark.
+TEST(Work, CountersOfUnknownContent) {
+  constexpr uint64_t kMark = 0x5e1f'a7c3'0007;
+  const uint64_t before[] = {0, ~uint64_t{0}, 7, kMark, (kMark - 1) << 16 | 3, kMark << 8};
+  for (const uint64_t content : before) {
+    for (const int parts : {2, 3, kMostParts}) {
+      unsigned long long counter = content;
+      for (int launch = 0; launch < 3; ++launch) {
+        for (int arrival = 1; arrival <= parts; ++arrival) {
+          counter = counted(counter, kMark, parts);
+          ASSERT_EQ(counter == 0, arrival == parts);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cuda::sm80
