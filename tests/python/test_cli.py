@@ -16,7 +16,7 @@ import pytest
 import tessera
 from tessera import _lib
 from tessera.__main__ import main
-from tessera.cli import case_lines, conformance, peers, work
+from tessera.cli import bench, bench_devices, case_lines, conformance, peers, work
 
 
 def run(*arguments, **options):
@@ -188,7 +188,7 @@ def test_bench_json(tmp_path):
     for result in results:
         assert set(result) == {"case", "pass", "backend", "kernel", "device", "threads", "ms", "min_ms",
                                "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
-                               "peers", "machine", "date", "command"}
+                               "copies", "byte_rule_ms", "peers", "machine", "date", "command"}
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
         assert set(result["peers"]["numpy"]) == {"ms", "min_ms", "tflops", "times"}
         assert "GPU" in result["peers"]["cudnn"]["refused"]
@@ -219,6 +219,29 @@ def test_bench_outlives_a_peer_that_fails(monkeypatch, capsys):
     result, = json.loads(capsys.readouterr().out)
     assert result["ms"] > 0
     assert result["peers"]["numpy"] == {"refused": "numpy failed: cannot be captured"}
+
+
+def test_bench_takes_tensors_by_turns_where_memory_is_the_limit():
+    """A stand-in for a GPU: a decode gets as many copies as the device asks for, a square problem one."""
+    class Device(bench_devices.Cpu):
+        def copies(self, read):
+            return 3
+
+        def byte_rule(self, read, bytes_per_s):
+            return 5e-6 + read / bytes_per_s
+
+    args = argparse.Namespace(backend=None, threads=None, mode="quick")
+    for case, copies in (("fwd fp32 b=1 sq=1 sk=512 h=1 d=16", 3), ("fwd fp32 b=1 s=256 h=1 d=64", 1)):
+        opened = conformance.Case(case)
+        entry = bench.measure(case, opened, ["numpy"], Device(None), args)
+        assert entry["copies"] == copies, entry
+        assert (entry["byte_rule_ms"] or 0) > 0.005 if copies > 1 else entry["byte_rule_ms"] is None
+        assert entry["peers"]["numpy"]["ms"] > 0
+    taken = []
+    call = bench_devices.in_turn([lambda n=n: taken.append(n) for n in range(3)])
+    for _ in range(7):
+        call()
+    assert taken == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_bench_plot(tmp_path):

@@ -31,6 +31,8 @@ neighbouring samples. % of peak is of the fastest multiply-add loop of this mach
 dtype's native width), % DRAM of reading memory (where a case does little with each byte, as decode
 does), both measured between the samples.
 On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
+Where memory may be the limit, calls there take copies of the tensors by turns, so that no cache
+holds them, and "rule ms" is 5 us + bytes / (0.95 x what a sum over 1 GiB reads in the same run).
 peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
 products and softmax: oneDNN's in bf16), numpy (unfused), paddle (its scaled_dot_product_attention,
 on the CPU in fp32); on a GPU
@@ -208,14 +210,28 @@ def measure(case: str, opened, against, device, args) -> dict:
         why = tessera.explain(case, device=device.explained_as)
         with opened:
             arguments = opened.arguments()
-            o, do, ours = device.problem(dict(arguments, backend=args.backend), tokens, backward)
+            copies = 1 if backward else _copies(arguments, device)
+            problems = [device.problem(dict(arguments, backend=args.backend), tokens, backward)
+                        for _ in range(copies)]
+            o, do = problems[0][:2]
+            ours = bench_devices.in_turn([call for _, _, call in problems])
             q, k, v = (arguments.pop(name) for name in "qkv")
             workload = peers.Workload(q, k, v, do, arguments, args.threads, device.name, args.backend,
                                       bench_devices.gradients(tokens), "dlse" in tokens)
-            return _timed(dict(result, backend=args.backend or why.backend, kernel=_kernel(why, args.backend)), workload, o, ours, against,
-                          device, args)
+            result.update(backend=args.backend or why.backend, kernel=_kernel(why, args.backend), copies=copies)
+            return _timed(result, workload, o, ours, against, device, args)
     except (ValueError, tessera.Refused, MemoryError) as error:
         return dict(result, error=str(error))
+
+
+def _copies(arguments, device) -> int:
+    """How many sets of tensors calls take by turns, where memory may be the limit: so many that none
+    is still in a cache when its turn comes."""
+    q, k, v, keywords = (arguments["q"], arguments["k"], arguments["v"],
+                         {name: value for name, value in arguments.items() if name not in "qkv"})
+    read = work.bytes_touched([q, k, v])
+    flops = work.flops(work.visible_scores(q, k, v, keywords), q.shape[-1], v.shape[-1], False)
+    return device.copies(read) if 0 < flops < _FEW_OPERATIONS * read else 1
 
 
 def _kernel(why, forced: str | None) -> str | None:
@@ -228,7 +244,8 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
     contenders, refused = {"tessera": device.contender(ours)}, {}
     for name in against:
         try:
-            contenders[name] = device.contender(peers.prepare(name, workload))
+            contenders[name] = device.contender(bench_devices.in_turn(
+                [peers.prepare(name, workload) for _ in range(result["copies"])]))
         except peers.Unsupported as reason:
             refused[name] = str(reason)
         except RuntimeError as error:  # a peer that fails must not cost the other figures
@@ -254,9 +271,11 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
     mine = numbers("tessera")
     del mine["times"]
     rate = bytes_touched / (mine["ms"] / 1e3)
+    rule = device.byte_rule(bytes_touched, memory.bytes_per_s) if memory else None
     return {**result, "device": device.name, "threads": args.threads, **mine,
             "percent_of_peak": 100 * mine["tflops"] / probe.tflops, "bytes_per_s": rate,
             "percent_of_bandwidth": 100 * rate / memory.bytes_per_s if memory else None,
+            "byte_rule_ms": rule and rule * 1e3,
             "peers": {name: {"refused": refused[name]} if name in refused else numbers(name)
                       for name in against}}
 
@@ -271,7 +290,7 @@ def _silent(_):
 
 def _printer(cases, against, *print_line):
     """A function that prints the row of a result, with whatever it or its peers refused below."""
-    columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s", ">% DRAM"]
+    columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s", ">% DRAM", ">rule ms"]
     columns += [f">{name} ms" for name in against] + [f">x {name}" for name in against]
     rows = terminal.Rows(columns, max(map(len, cases)), *print_line)
 
@@ -284,7 +303,8 @@ def _printer(cases, against, *print_line):
         dram = result["percent_of_bandwidth"]
         row = [result["case"], f"{result['ms']:.3f}", f"{result['min_ms']:.3f}",
                f"{result['tflops']:.3f}", f"{result['percent_of_peak']:.1f}",
-               f"{result['bytes_per_s'] / 1e9:.1f}", f"{dram:.1f}" if dram else "-"]
+               f"{result['bytes_per_s'] / 1e9:.1f}", f"{dram:.1f}" if dram else "-",
+               f"{result['byte_rule_ms']:.3f}" if result.get("byte_rule_ms") else "-"]
         peers_of = [result["peers"].get(name, {}) for name in against]
         row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers_of]
         row += [f"{peer['times']:.2f}" if "ms" in peer else "-" for peer in peers_of]

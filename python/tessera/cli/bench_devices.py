@@ -4,6 +4,7 @@ machine can do at most."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -18,6 +19,19 @@ def gradients(tokens) -> tuple[str, ...]:
     """What a bwd case asks for."""
     return ("dq", "dk", "dv") + tuple(name for token in tokens if token.startswith("grads=")
                                       for name in token[len("grads="):].split(","))
+
+
+def in_turn(calls):
+    """A function that is each of `calls` once, by turns."""
+    if len(calls) == 1:
+        return calls[0]
+    turns = itertools.cycle(calls)
+
+    def call():
+        return next(turns)()
+    if hasattr(calls[0], "wait"):
+        call.wait = calls[0].wait
+    return call
 
 
 class Cpu:
@@ -43,6 +57,12 @@ class Cpu:
         return o, do, lambda: tessera.attention_backward(do, o=o, lse=lse, dlse=dlse,
                                                          grads=gradients(tokens), **rest)
 
+    def copies(self, read: int) -> int:
+        return 1
+
+    def byte_rule(self, read: int, bytes_per_s: float) -> None:
+        """Nothing: what a call costs beside reading depends on the machine."""
+
     def contender(self, call):
         """The function itself, called once: what cannot run says so before anything is timed."""
         call()
@@ -63,7 +83,9 @@ class Cuda:
     """CUDA tensors through tessera.torch. A contender replays a CUDA graph of many calls, so that no
     host time is in it, on one stream that all share."""
     name = "cuda"
-    cases_ahead = 3
+    cases_ahead = min(8, max(len(os.sched_getaffinity(0)) - 1, 1))
+    _COLD_BYTES = 256 << 20  # between two readings: more than any cache holds
+    _MAX_COPIES = 128
     _WINDOW_SECONDS = 0.01  # of one sample
     _MAX_CALLS = 200        # in one graph
 
@@ -104,6 +126,14 @@ class Cuda:
         numpy_do = to_numpy(do.cpu(), dtype)
         return results[0], numpy_do, lambda: self._torch.autograd.grad(outputs, roots, grads,
                                                                        retain_graph=True)
+
+    def copies(self, read: int) -> int:
+        """Sets of tensors of so many bytes that calls should take by turns."""
+        return min(-(-self._COLD_BYTES // max(read, 1)), self._MAX_COPIES)
+
+    def byte_rule(self, read: int, bytes_per_s: float) -> float:
+        """Seconds that a call bound by memory may take: a launch, and reading near its speed."""
+        return 5e-6 + read / (0.95 * bytes_per_s)
 
     def contender(self, call):
         """A function of .calls calls that returns when they have ended."""
@@ -146,7 +176,8 @@ class Cuda:
         return _Gemm(self._torch, dtype)
 
     def bandwidth(self):
-        return None
+        """A contender that is PyTorch's sum over 1 GiB, with .bytes_per_s."""
+        return _Sum(self._torch)
 
 
 def _seconds(torch, function) -> float:
@@ -177,3 +208,19 @@ class _Gemm:
     @property
     def tflops(self) -> float:
         return float(np.median(self._rates)) / 1e12
+
+
+class _Sum:
+    _BYTES = 1 << 30
+
+    def __init__(self, torch):
+        self._torch = torch
+        self._x = torch.zeros(self._BYTES // 4, device="cuda")
+        self._rates: list[float] = []
+
+    def run(self):
+        self._rates.append(self._BYTES / _seconds(self._torch, self._x.sum))
+
+    @property
+    def bytes_per_s(self) -> float:
+        return float(np.median(self._rates))
