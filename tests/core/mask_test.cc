@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/mask/band.h"
+#include "core/mask/narrow.h"
 
 namespace tessera {
 namespace {
@@ -51,6 +51,50 @@ void for_all_bands(int64_t largest, Check check) {
           }
         }
       }
+    }
+  }
+}
+
+TEST(Band, NarrowedShowsTheSameKeys) {
+  constexpr int64_t kFar = int64_t{3} << 60, kShift = kMostShift;
+  const std::vector<int64_t> near{-70, -9, -1, 0, 1, 8, 70};
+  std::vector<int64_t> shifts, sides{-1, INT64_MAX, INT64_MAX - 5};
+  for (const int64_t x : near) {
+    for (const int64_t far : {int64_t{0}, kShift, -kShift, int64_t{1} << 40, kFar, -kFar}) {
+      shifts.push_back(far + x);
+      if (far + x >= 0) sides.push_back(far + x);
+    }
+  }
+  for (const int64_t shift : shifts) {
+    for (const int64_t left : sides) {
+      for (const int64_t right : sides) {
+        const BandRule rule{.bottom_right = 0, .left = left, .right = right, .shift = 0};
+        const Band wide = Band::of(rule, 9, 7, shift);
+        const BasicBand<int32_t> band = narrowed(wide);
+        ASSERT_GE(band.left, 0);
+        ASSERT_GE(band.right, 0);
+        for (int32_t i = -1; i <= 9; ++i) {
+          const Interval keys = wide.row(i);
+          const BasicInterval<int32_t> narrow = band.row(i);
+          for (int32_t j = -1; j <= 7; ++j) {
+            ASSERT_EQ(narrow.contains(j), keys.contains(j))
+                << "shift=" << shift << " left=" << left << " right=" << right << " i=" << i
+                << " j=" << j;
+          }
+          ASSERT_EQ(band.rows(i, i + 1).empty(), wide.rows(i, i + 1).empty());
+          ASSERT_EQ(band.keys_of_all(i, i + 2).empty(), wide.keys_of_all(i, i + 2).empty());
+        }
+      }
+    }
+  }
+  // The longest sequences: no sum leaves 32 bits.
+  for (const int64_t shift : {-kFar, -kShift, int64_t{0}, kShift, kFar}) {
+    const BandRule rule{.bottom_right = 0, .left = 5, .right = 0, .shift = 0};
+    const Band wide = Band::of(rule, kShift, kShift, shift);
+    const BasicBand<int32_t> band = narrowed(wide);
+    for (const int32_t i : {0, 7, kMostShift - 1}) {
+      EXPECT_EQ(band.row(i).empty(), wide.row(i).empty()) << shift << " " << i;
+      EXPECT_EQ(band.rows(i, i + 1).empty(), wide.rows(i, i + 1).empty()) << shift << " " << i;
     }
   }
 }
