@@ -321,10 +321,39 @@ def sums():
         yield line("bwd", dtype=dtype, b=1, sq=64, sk=1100, h=2, d=64, grad="fp32", o="fp32", poison=True)
 
 
+def parts_of_long_sequences(dtype):
+    """Several tiles, so that walks begin and end inside; diagonals that leave nothing, or all; masks whose tiles
+    the starts keep, and do not keep, whole."""
+    far, gqa = {"int64": True, "align": "top_left"}, {"hq": 4, "hk": 2, "d": 64}
+    lens = {"lens": "random:3", "align": "top_left"}
+    for starts in ({"q_start": "256,17", "k_start": "0,150"}, {"q_start": "0,90", "k_start": "128,400"}):
+        yield from both(dtype=dtype, b=2, s=300, **gqa, **starts, causal=True, align="top_left", poison=True)
+        yield from both(dtype=dtype, b=2, s=300, **gqa, **starts, **lens, window="100,20", sink="learnable",
+                        grads="dsink", poison=True)
+        yield from both(dtype=dtype, b=2, sq=130, sk=300, h=2, d=128, **starts, align="top_left", alibi=True,
+                        causal=True, deterministic=True)
+        yield from both(dtype=dtype, b=2, s=200, **gqa, layout="thd", **starts, lens="random:4", causal=True,
+                        shift="random:9", segments=3)
+    both_far = {"q_start": "1099511627776,40", "k_start": "1099511627770,1099511627776"}
+    yield from both(dtype=dtype, b=2, s=150, **gqa, **both_far, **far, causal=True, poison=True)
+    yield from both(dtype=dtype, b=2, s=150, **gqa, q_start="1099511627776,7", **far,
+                    window="1099511627760,-1", poison=True)
+    yield from both(dtype=dtype, b=2, s=150, **gqa, k_start="1099511627776,7", **far,
+                    window="-1,1099511627760", poison=True)
+    packed = {"layout": "thd", "lens": "random:5", "gaps": 1, "poison": True}
+    for starts in ({"q_start": "128,64", "k_start": "128,0"}, {"q_start": "5,64", "k_start": "64,3"}):
+        yield from both(dtype=dtype, b=2, s=260, **gqa, **packed, **starts, keep="random:0.9/bqk")
+        yield from both(dtype=dtype, b=2, s=260, **gqa, **packed, **starts, bias="post/hqk", grads="dbias",
+                        dropout="0.2")
+        yield from both(dtype=dtype, b=2, s=260, **gqa, **starts, ranges="two:4", poison=True)
+
+
 def positions():
     """Rows and keys that begin anywhere in their sequences, and diagonals of each sequence's own."""
     starts = {"q_start": "random:1", "k_start": "random:2"}
     packed = {"layout": "thd", "lens": "random:2", "gaps": 1, "poison": True}
+    for dtype in DTYPES[:2]:
+        yield from parts_of_long_sequences(dtype)
     for dtype in DTYPES:
         yield from both(dtype=dtype, b=2, s=33, h=2, d=16, q_start="3,0", causal=True, align="top_left", poison=True)
         yield from both(dtype=dtype, b=2, s=80, h=2, d=32, **starts, window="30,5", align="bottom_right", int64=True)

@@ -49,11 +49,8 @@ void require_built(Support& support, const Problem& p, Fp8Inputs fp8) {
   if (has(p, TESSERA_FP8_PRODUCTS)) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
 }
 
-void require_whole_problem(Support& support, const Problem& p) {
+void require_no_sums(Support& support, const Problem& p) {
   if (has(p, TESSERA_ACCUMULATE)) refuse(support, ReasonId::kFeature, "accumulate=True");
-  for (const int i : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT}) {
-    if (given(p, i)) refuse_tensor(support, p, i);
-  }
 }
 
 }  // namespace tessera

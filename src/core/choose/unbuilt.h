@@ -16,8 +16,7 @@ void require_built(Support& support, const Problem& problem, Fp8Inputs fp8 = Fp8
 // And for o, do and gradients of another dtype than q, k and v, which GPUs do not have yet.
 void require_dtypes_of_inputs(Support& support, const Problem& problem);
 
-// And for what belongs to parts of a problem, which GPUs do not have yet: positions and diagonals
-// of each sequence's own, outputs that are added to.
-void require_whole_problem(Support& support, const Problem& problem);
+// And for outputs that are added to, which GPUs do not have yet.
+void require_no_sums(Support& support, const Problem& problem);
 
 }  // namespace tessera

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "core/mask/band.h"
+#include "core/mask/narrow.h"
 #include "tessera.h"
 
 namespace tessera::cuda {
@@ -28,6 +28,12 @@ struct View {
 // the arguments of all kernels grow by no more than is used.
 inline constexpr int kKernelTensors = TESSERA_DALIBI_SLOPES + 1;
 static_assert(kKernelTensors == 32, "kernel arguments have grown: is every tensor in use?");
+
+// Where the sequences of a call stand in whole ones. Views are [b]; null: 0 everywhere.
+struct Positions {
+  View q_start, k_start, shift;
+  BasicBandRule<int64_t> rule;
+};
 
 // Positions and extents fit in 31 bits (the backends refuse longer sequences); offsets of elements
 // are 64-bit everywhere.
@@ -53,6 +59,9 @@ struct Params : BandRule {
   uint32_t dropout_threshold;  // read with TESSERA_DROPOUT; core/mask/philox.h
   int32_t rng_words;           // of RNG_STATE: 2, or 4
   float dropout_scale;         // 1 without dropout
+
+  int32_t has_positions;  // some are given, or the diagonal does not fit in BandRule
+  Positions positions;    // read with has_positions
 };
 static_assert(sizeof(Params) <= 2048, "kernel arguments are 4 KB, and kernels add their own");
 

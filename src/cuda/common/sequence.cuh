@@ -4,6 +4,8 @@
 // among them: wrong values give wrong results, never an access outside.
 #pragma once
 
+#include <climits>
+
 #include "cuda/common/params.h"
 
 namespace tessera::cuda {
@@ -30,6 +32,7 @@ struct SideOfQueries {
   __device__ static bool packed(const Params& p) { return p.thd_q; }
   __device__ static int extent(const Params& p) { return p.sq; }
   __device__ static int longest(const Params& p) { return p.longest_q; }
+  __device__ static const View& start(const Params& p) { return p.positions.q_start; }
 };
 struct SideOfKeys {
   static constexpr int kSeqlens = TESSERA_SEQLENS_K, kCuSeqlens = TESSERA_CU_SEQLENS_K,
@@ -37,6 +40,7 @@ struct SideOfKeys {
   __device__ static bool packed(const Params& p) { return p.thd_k; }
   __device__ static int extent(const Params& p) { return p.sk; }
   __device__ static int longest(const Params& p) { return p.longest_k; }
+  __device__ static const View& start(const Params& p) { return p.positions.k_start; }
 };
 
 __device__ inline int64_t integer_at(const View& view, int64_t i) {
@@ -83,9 +87,47 @@ __device__ Rows rows_of(const Params& p, int n) {
   return rows;
 }
 
+// ---- positions: where a sequence of a call stands in a whole one ----
+
+// Element n of an array of positions, 0 where there is none; what is out of range is brought into
+// it, so that sums of three are no overflow.
+__device__ inline int64_t position_at(const View& view, int n) {
+  constexpr int64_t kMost = int64_t{1} << 60;
+  if (!view.data) return 0;
+  const int64_t value = integer_at(view, n);
+  return value < -kMost ? -kMost : value > kMost ? kMost : value;
+}
+
+// The band of a sequence whose diagonal is found in 64 bits.
+__device__ inline Band band_at_positions(const Params& p, int n, int len_q, int len_k) {
+  const Positions& at = p.positions;
+  return narrowed(BasicBand<int64_t>::of(
+      at.rule, len_q, len_k,
+      position_at(at.shift, n) + position_at(at.q_start, n) - position_at(at.k_start, n)));
+}
+__device__ __forceinline__ Band band_of(const Params& p, int n, int len_q, int len_k) {
+  return p.has_positions ? band_at_positions(p, n, len_q, len_k) : Band::of(p, len_q, len_k);
+}
+
 __device__ inline Sequence sequence_of(const Params& p, int n) {
   const Rows q = rows_of<SideOfQueries>(p, n), k = rows_of<SideOfKeys>(p, n);
-  return {n, q, k, Band::of(p, q.length, k.length)};
+  return {n, q, k, band_of(p, n, q.length, k.length)};
+}
+
+// The row or key of a dense bias or mask that row or key 0 of a sequence of this length stands for:
+// those of a packed side are indexed by position.
+template <typename Side>
+__device__ __forceinline__ int dense_start(const Params& p, int n, int length) {
+  if (!p.has_positions || !Side::packed(p)) return 0;
+  return clamped(position_at(Side::start(p), n), 0, max(Side::longest(p) - length, 0));
+}
+
+// The position of key 0 in key ranges, and what a position in them means to the sequence.
+__device__ __forceinline__ int range_start(const Params& p, int n) {
+  return p.has_positions ? clamped(position_at(p.positions.k_start, n), 0, INT_MAX) : 0;
+}
+__device__ __forceinline__ int key_of_position(int position, int start) {
+  return max(position, 0) - start;
 }
 
 #ifdef __CUDACC__

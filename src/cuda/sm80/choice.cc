@@ -106,6 +106,11 @@ uint32_t needs_of(const Problem& problem) {
   constexpr int64_t kMostMasks = 65535;  // a grid's z; see map_blocks
   const int dtype = dtype_of(problem);
   uint32_t needs = features_of(problem) & ~uint32_t{kSegments};
+  // Lean loops move the diagonal and key ranges alone.
+  for (const int start : {TESSERA_Q_START, TESSERA_K_START}) {
+    const bool others = needs & (kDropout | kBias) || given(problem, TESSERA_MASK);
+    if (others && counted_from(problem, start)) needs |= kOther;
+  }
   if (given(problem, TESSERA_BIAS)) {
     const Tensor& bias = problem.tensor[TESSERA_BIAS];
     const bool copied = !has(problem, TESSERA_BIAS_PRE_SCALE) && bias.dtype == dtype &&

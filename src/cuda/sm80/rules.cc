@@ -70,9 +70,11 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   require_most(support, ReasonId::kSize, "sk", s.sk, kMostRows);
   require_most(support, ReasonId::kSize, "batch", s.batch, kMostRows);
   require_most(support, ReasonId::kSize, "num_heads_q", s.hq, kMostGridY);
-  require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
+  if (given(p, TESSERA_ALIBI_SLOPES)) {  // distances are 32-bit
+    require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
+  }
   require_built(support, p);
-  require_whole_problem(support, p);
+  require_no_sums(support, p);
   require_dtypes_of_inputs(support, p);
   return support;
 }

@@ -105,6 +105,18 @@ void require_features(Support& support, const Problem& p) {
                   });
 }
 
+// Positions are the diagonal of a sequence here. What counts rows and keys from them as well is
+// not.
+void require_no_origin(Support& support, const Problem& p) {
+  for (const int index : {TESSERA_Q_START, TESSERA_K_START}) {
+    const char* by = counted_from(p, index);
+    support.require(!by, ReasonId::kFeature, Remedy::kNone, [&] {
+      return std::string(tensor_rule(index).name) + ".shape=" + shape_text(p, index) + ": beside " +
+             by + ", the Hopper kernels do not have it; cuda_sm80 does";
+    });
+  }
+}
+
 // Few queries live on loads: a CTA here owns rows of one head and reads the keys for them alone,
 // where cuda_sm80 packs the heads of a group and splits the keys (b=64 hq=32 hk=4, one query, 8k
 // keys of d=128 on an H200: 1.47 ms here, 0.27 ms there).
@@ -185,7 +197,8 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
   }
   require_features(support, p);
   require_built(support, p);
-  require_whole_problem(support, p);
+  require_no_sums(support, p);
+  require_no_origin(support, p);
   return support;
 }
 

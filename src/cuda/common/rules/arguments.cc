@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "core/mask/philox.h"
 #include "core/mask/sequence.h"
@@ -86,6 +87,15 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
     }
   }
 
+  const auto position = [&](int index) {
+    return sizes.batch == 0 ? View{} : view_of(problem.tensor[index], buffers.data[index]);
+  };
+  p.has_positions = has_positions(problem);
+  p.positions = {.q_start = position(TESSERA_Q_START),
+                 .k_start = position(TESSERA_K_START),
+                 .shift = position(TESSERA_SHIFT),
+                 .rule = band_rule_of<int64_t>(problem)};
+
   p.flags = problem.flags;
   static_cast<BandRule&>(p) = band_rule_of<int32_t>(problem);
   if (given(problem, TESSERA_KEY_RANGES)) {
@@ -101,6 +111,21 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
     p.rng_words = static_cast<int32_t>(problem.tensor[TESSERA_RNG_STATE].extent[0]);
   }
   return p;
+}
+
+bool has_positions(const Problem& problem) {
+  return given(problem, TESSERA_Q_START) || given(problem, TESSERA_K_START) ||
+         given(problem, TESSERA_SHIFT) || std::abs(problem.shift) > kMostShift;
+}
+
+const char* counted_from(const Problem& problem, int index) {
+  if (!given(problem, index)) return nullptr;
+  const bool keys = index == TESSERA_K_START;
+  const bool packed = keys ? is_thd_k(problem) : is_thd_q(problem);
+  if (has(problem, TESSERA_DROPOUT)) return "dropout";
+  if (packed && given(problem, TESSERA_BIAS)) return "a bias";
+  if (packed && given(problem, TESSERA_MASK)) return "a mask";
+  return keys && given(problem, TESSERA_KEY_RANGES) ? "key_ranges" : nullptr;
 }
 
 int64_t most_queries(const Problem& problem) {

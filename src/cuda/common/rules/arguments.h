@@ -11,6 +11,14 @@ namespace tessera::cuda {
 // views are null if buffers lack pointers (shapes only).
 Params params_of(const Problem& problem, const Buffers& buffers);
 
+// True if sequences have positions or diagonals that are read on the device, in 64 bits.
+bool has_positions(const Problem& problem);
+
+// What of the problem counts rows from TESSERA_Q_START, or keys from TESSERA_K_START, beyond the
+// diagonal of a sequence, which both move: "dropout", "key_ranges", "a bias" or "a mask" over a
+// packed side. Null: nothing, or `index` is not given.
+const char* counted_from(const Problem& problem, int index);
+
 // Queries and keys of the longest sequence as far as the host can know.
 int64_t most_queries(const Problem& problem);
 int64_t most_keys(const Problem& problem);

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) summary_kernel(const __grid_constant
       if (threadIdx.x % 32 == 0) a.segments[slot] = hull;
     }
     if (a.ranges) {
-      const RangeHulls hulls = hulls_of_ranges(p, rows, head, begin, a.step);
+      const RangeHulls hulls = hulls_of_ranges(p, rows, head, begin, a.step, range_start(p, n));
       if (threadIdx.x % 32 == 0) a.ranges[int64_t{head} * a.slots + slot] = hulls;
     }
   }

@@ -40,9 +40,10 @@ __device__ inline Hull hull_of_segments(const View& ids, const Rows& rows, int b
   return hull_of_warp(hull);
 }
 
-// The hulls of the ranges of queries [begin, begin + count), by all lanes of a warp.
+// The hulls of the ranges of queries [begin, begin + count), by all lanes of a warp. start: of
+// range_start().
 __device__ inline RangeHulls hulls_of_ranges(const Params& p, const Rows& rows, int head, int begin,
-                                             int count) {
+                                             int count, int start) {
   const View& view = p.tensor[TESSERA_KEY_RANGES];
   RangeHulls hulls;
 #pragma unroll
@@ -55,7 +56,8 @@ __device__ inline RangeHulls hulls_of_ranges(const Params& p, const Rows& rows, 
          row < min(begin + count, rows.length); row += 32) {
       const int* range = static_cast<const int*>(view.data) +
                          offset_of(view, rows.batch, head, rows.first + row, 2 * i);
-      const int lo = range[0], hi = range[view.stride[3]];
+      const int lo = key_of_position(range[0], start);
+      const int hi = key_of_position(range[view.stride[3]], start);
       all = {max(all.lo, lo), min(all.hi, hi)};
       if (lo < hi) hulls.any[i] = {min(hulls.any[i].lo, lo), max(hulls.any[i].hi, hi)};
     }
@@ -64,6 +66,17 @@ __device__ inline RangeHulls hulls_of_ranges(const Params& p, const Rows& rows, 
   }
   return hulls;
 }
+
+// Where a sequence begins in the dense mask, whose states are of one tile where an axis is one row.
+struct MaskStart {
+  int q, k;
+
+  __device__ MaskStart(const Params& p, const Sequence& sequence)
+      : q(dense_start<SideOfQueries>(p, sequence.n, sequence.q.length)),
+        k(p.tensor[TESSERA_MASK].stride[3] == 0
+              ? 0
+              : dense_start<SideOfKeys>(p, sequence.n, sequence.k.length)) {}
+};
 
 // What is left of a block; narrowed by one kind of mask after the other.
 struct BlockView {
@@ -105,10 +118,14 @@ struct KeyBlocks {
       b.segments = hull_of_segments(p.tensor[TESSERA_SEGMENT_IDS_Q], sequence.q, query0, queries);
     }
     b.has_ranges = p.num_ranges > 0 && (heads == 1 || p.tensor[TESSERA_KEY_RANGES].stride[1] == 0);
-    if (b.has_ranges) b.ranges = hulls_of_ranges(p, sequence.q, head, query0, queries);
-    if (map.mask && (heads == 1 || map.mask_head == 0)) {
+    if (b.has_ranges) {
+      b.ranges = hulls_of_ranges(p, sequence.q, head, query0, queries, range_start(p, sequence.n));
+    }
+    const MaskStart start(p, sequence);
+    if (map.mask && (heads == 1 || map.mask_head == 0) && start.q % queries == 0 &&
+        start.k % map.step == 0) {
       b.mask = map.mask + sequence.n * map.mask_batch + head * map.mask_head +
-               max(query0, 0) / queries * map.mask_row;
+               (start.q + max(query0, 0)) / queries * map.mask_row + start.k / map.step;
     }
     b.all_known = (b.summaries || !p.tensor[TESSERA_SEGMENT_IDS_Q].data) &&
                   (b.has_ranges || p.num_ranges == 0) && (b.mask || !p.tensor[TESSERA_MASK].data);
@@ -146,9 +163,11 @@ struct QueryBlocks {
     if (map.segments) {
       b.segments = hull_of_segments(p.tensor[TESSERA_SEGMENT_IDS_K], sequence.k, key0, num_keys);
     }
-    // A page may begin anywhere in a tile of the mask.
-    if (map.mask && key0 >= 0 && key0 % num_keys == 0) {
-      b.mask = map.mask + sequence.n * map.mask_batch + key0 / num_keys;
+    // A page may begin anywhere in a tile of the mask, and so may a sequence with positions.
+    const MaskStart start(p, sequence);
+    if (map.mask && key0 >= 0 && (start.k + key0) % num_keys == 0 && start.q % map.step == 0) {
+      b.mask = map.mask + sequence.n * map.mask_batch + (start.k + key0) / num_keys +
+               start.q / map.step * map.mask_row;
       b.mask_head = map.mask_head;
       b.mask_row = map.mask_row;
     }

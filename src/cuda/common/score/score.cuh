@@ -111,20 +111,23 @@ __device__ inline int existing(int position, int length) {
 // body(e, value) with the element of a [b|1, hq|1, sq|1, sk|1] tensor of B for every score of the
 // fragment; two at a time where rows are dense, aligned and whole.
 template <typename B, int kN, Major kMajor, typename Body>
-__device__ __forceinline__ void for_each_element(const View& view, const Sequence& sequence,
-                                                 const TileRows& rows, int major0, int minor0,
-                                                 const Body& body) {
+__device__ __forceinline__ void for_each_element(const Params& p, const View& view,
+                                                 const Sequence& sequence, const TileRows& rows,
+                                                 int major0, int minor0, const Body& body) {
   const int64_t step = view.stride[3];
+  const int first_row = dense_start<SideOfQueries>(p, sequence.n, sequence.q.length);
+  const int first_key = dense_start<SideOfKeys>(p, sequence.n, sequence.k.length);
   const auto of_row = [&](int row) {
     return static_cast<const B*>(view.data) +
            offset_of(view, sequence.n, rows.head(row),
-                     existing(rows.query(row), sequence.q.length));
+                     first_row + existing(rows.query(row), sequence.q.length)) +
+           first_key * step;
   };
   struct alignas(2 * sizeof(B)) Pair {
     B value[2];
   };
   if (kMajor == Major::kQueries && step == 1 && view.vector_bytes % sizeof(Pair) == 0 &&
-      minor0 + kN <= sequence.k.length) {
+      first_key % 2 == 0 && minor0 + kN <= sequence.k.length) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const B* row = of_row(major0 + lane_major() + 8 * half) + minor0 + lane_minor();
@@ -150,9 +153,9 @@ __device__ __forceinline__ void for_each_bias(const Params& p, const Sequence& s
   const View& bias = p.tensor[TESSERA_BIAS];
   const auto convert = [&](int e, auto value) { body(e, static_cast<float>(value)); };
   if (sizeof(T) == 4 || bias.dtype == TESSERA_FP32) {
-    for_each_element<float, kN, kMajor>(bias, sequence, rows, major0, minor0, convert);
+    for_each_element<float, kN, kMajor>(p, bias, sequence, rows, major0, minor0, convert);
   } else {
-    for_each_element<T, kN, kMajor>(bias, sequence, rows, major0, minor0, convert);
+    for_each_element<T, kN, kMajor>(p, bias, sequence, rows, major0, minor0, convert);
   }
 }
 
@@ -183,11 +186,12 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
   if (const View& mask = p.tensor[TESSERA_MASK]; kDense && mask.data) {
     const bool drops = (p.flags & TESSERA_MASK_DROP) != 0;
     for_each_element<uint8_t, kN, kMajor>(
-        mask, sequence, rows, major0, minor0,
+        p, mask, sequence, rows, major0, minor0,
         [&](int e, uint8_t shows) { s[e] = (shows != 0) != drops ? s[e] : -kInfinity; });
   }
   if (p.num_ranges > 0) {
     const View& ranges = p.tensor[TESSERA_KEY_RANGES];
+    const int start = range_start(p, sequence.n);
     struct Pair {
       Interval a, b;
     };
@@ -199,8 +203,11 @@ __device__ __forceinline__ void apply_data_masks(float (&s)[kN / 2], const Param
               static_cast<const int*>(ranges.data) +
               offset_of(ranges, sequence.q.batch, rows.head(row), sequence.q.first + query);
           const int64_t step = ranges.stride[3];
-          return Pair{{at[0], at[step]},
-                      p.num_ranges > 1 ? Interval{at[2 * step], at[3 * step]} : Interval{0, 0}};
+          const auto range = [&](int i) {
+            return Interval{key_of_position(at[2 * i * step], start),
+                            key_of_position(at[(2 * i + 1) * step], start)};
+          };
+          return Pair{range(0), p.num_ranges > 1 ? range(1) : Interval{0, 0}};
         },
         [&](int e, int, int key, const Pair& pair) {
           s[e] = pair.a.contains(key) || pair.b.contains(key) ? s[e] : -kInfinity;
@@ -301,17 +308,38 @@ __device__ __forceinline__ void shape_scores(float (&s)[kN / 2], float (*cap_slo
 
 // ---- dropout ----
 
+// Where a sequence stands in the dropout mask: counters of the patch that its row and key 0 lie in,
+// and rows and columns of that patch before them.
+struct DropoutOrigin {
+  uint32_t row = 0, column = 0;
+  int rows = 0, columns = 0;
+
+  // True if (i, j), counted from the first row and column of that patch, is kept. What counters,
+  // which have 32 bits, leave of the patch's own position is all that matters.
+  __device__ bool keep(const Dropout& dropout, uint32_t head_index, int i, int j) const {
+    return dropout.keep(head_index, int64_t{row} * 2 + i, int64_t{column} * 4 + j);
+  }
+};
+
+__device__ __forceinline__ DropoutOrigin dropout_origin(const Params& p, int n) {
+  if (!p.has_positions) return {};
+  const int64_t i = position_at(p.positions.q_start, n), j = position_at(p.positions.k_start, n);
+  return {static_cast<uint32_t>(i >> 4) * 8, static_cast<uint32_t>(j >> 4) * 4,
+          static_cast<int>(i & 15), static_cast<int>(j & 15)};
+}
+
 // The fragment layout of Philox (core/mask/philox.h): with both origins multiples of 16, a thread
 // of an S fragment needs one call for the eight values of two neighbouring 8-column tiles. A thread
 // of an S^T fragment needs halves of two calls, and the thread whose lane differs by 4 the other
 // halves: each makes one call and they trade.
 //
 // Sets bit e where value e of the fragment is kept. head_index: of head_index_of(); positions are
-// absolute, and multiples of 16.
+// counted from the origin, and multiples of 16.
 template <int kN, Major kMajor, int kUnrolled>
 __device__ __forceinline__ void dropout_bits_of_patches(const Dropout& dropout, uint32_t head_index,
                                                         int major0, int minor0,
-                                                        uint32_t (&bits)[(kN + 63) / 64]) {
+                                                        uint32_t (&bits)[(kN + 63) / 64],
+                                                        const DropoutOrigin& origin = {}) {
 #pragma unroll
   for (int i = 0; i < (kN + 63) / 64; ++i) bits[i] = 0;
   const int lane = threadIdx.x % 32;
@@ -322,7 +350,8 @@ __device__ __forceinline__ void dropout_bits_of_patches(const Dropout& dropout, 
                         // (+8, ...)
     if constexpr (kMajor == Major::kQueries) {
       const Philox4 random = philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
-                                          major0 / 16 * 8 + lane / 4, minor16 * 4 + lane % 4);
+                                          origin.row + major0 / 16 * 8 + lane / 4,
+                                          origin.column + minor16 * 4 + lane % 4);
 #pragma unroll
       for (int w = 0; w < 4; ++w) field[w] = random.word[w];
     } else {
@@ -330,9 +359,9 @@ __device__ __forceinline__ void dropout_bits_of_patches(const Dropout& dropout, 
       // thread's keys are lane / 4 and + 8, its queries lane % 4 * 2 + {0, 1, 8, 9}: it calls for
       // the query of its key's parity.
       const int parity = lane / 4 % 2;
-      const Philox4 random =
-          philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
-                       minor16 * 8 + lane % 4 * 2 + parity, major0 / 16 * 4 + lane / 8);
+      const Philox4 random = philox4x32_7(dropout.key0, dropout.key1, dropout.counter0, head_index,
+                                          origin.row + minor16 * 8 + lane % 4 * 2 + parity,
+                                          origin.column + major0 / 16 * 4 + lane / 8);
       // Halves by key parity: mine stay, the others go to the neighbour in keys.
       const uint32_t mine = parity ? 0x7632 : 0x5410, theirs = parity ? 0x5410 : 0x7632;
       const uint32_t my_q0 = __byte_perm(random.word[0], random.word[1], mine);  // query r
@@ -360,17 +389,21 @@ __device__ __forceinline__ void dropout_bits_of_patches(const Dropout& dropout, 
   }
 }
 
-// The same at any position.
+// The same at any position of the sequence.
 template <int kN, Major kMajor>
 __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t head_index,
                                              int major0, int minor0,
-                                             uint32_t (&bits)[(kN + 63) / 64]) {
+                                             uint32_t (&bits)[(kN + 63) / 64],
+                                             const DropoutOrigin& origin = {}) {
+  major0 += kMajor == Major::kQueries ? origin.rows : origin.columns;
+  minor0 += kMajor == Major::kQueries ? origin.columns : origin.rows;
   if ((major0 | minor0) % 16 == 0) {
     constexpr int kUnrolled = kN <= 64 ? 1 : kN / 16;  // one word of bits needs no constant index
-    dropout_bits_of_patches<kN, kMajor, kUnrolled>(dropout, head_index, major0, minor0, bits);
+    dropout_bits_of_patches<kN, kMajor, kUnrolled>(dropout, head_index, major0, minor0, bits,
+                                                   origin);
     return;
   }
-  // pages of odd sizes
+  // pages of odd sizes, and starts that are no multiples of 16
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (uint32_t& word : bits) {
@@ -380,8 +413,8 @@ __device__ __forceinline__ void dropout_bits(const Dropout& dropout, uint32_t he
     for (int e = first; e < first + 32 && e < kN / 2; ++e) {
       const int major = major0 + lane / 4 + 8 * (e / 2 % 2);
       const int minor = minor0 + lane % 4 * 2 + 8 * (e / 4) + e % 2;
-      const bool keep = kMajor == Major::kQueries ? dropout.keep(head_index, major, minor)
-                                                  : dropout.keep(head_index, minor, major);
+      const bool keep = kMajor == Major::kQueries ? origin.keep(dropout, head_index, major, minor)
+                                                  : origin.keep(dropout, head_index, minor, major);
       word |= static_cast<uint32_t>(keep) << (e - first);
     }
   }

@@ -43,11 +43,16 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
   const int64_t statistics = statistics_at(p, sequence, head);
   const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head, 1);
   const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head, 1);
-  for (int m = tiles_m.begin; m < tiles_m.end && m * kTileM < sequence.q.length; ++m) {
-    const int query0 = m * kTileM;
+  // Tiles are those of the bias, of which row and key 0 of the sequence may stand anywhere.
+  const int first_row = dense_start<SideOfQueries>(p, n, sequence.q.length);
+  const int first_key = dense_start<SideOfKeys>(p, n, sequence.k.length);
+  for (int m = max(tiles_m.begin, first_row / kTileM);
+       m < tiles_m.end && m * kTileM < first_row + sequence.q.length; ++m) {
+    const int query0 = m * kTileM - first_row;
     const Interval keys = sequence.band.keys(query0, query0 + kTileM);
-    const int begin = max(tiles_n.begin, keys.lo / kTileN);
-    const int end = keys.empty() ? 0 : min(tiles_n.end, (keys.hi + kTileN - 1) / kTileN);
+    const int begin = max(tiles_n.begin, (first_key + keys.lo) / kTileN);
+    const int end =
+        keys.empty() ? 0 : min(tiles_n.end, (first_key + keys.hi + kTileN - 1) / kTileN);
     if (begin >= end) continue;
     __syncthreads();  // the buffers are free
     load_queries<T, kTileM, kD, kThreads, true>(smem.q, p, TESSERA_Q, sequence, head, query0,
@@ -61,7 +66,7 @@ __device__ __forceinline__ void accumulate_dbias(const DbiasArgs& args,
           statistics_of(args.b, sequence, statistics, query0 + warp_row + lane_major() + 8 * half);
     }
     for (int j = begin; j < end; ++j) {
-      const int key0 = j * kTileN;
+      const int key0 = j * kTileN - first_key;
       if (j > begin) __syncthreads();
       load_keys<T, kTileN, kD, kThreads, true>(smem.k, k_rows, key0, p.dqk, p.tensor[TESSERA_K]);
       load_keys<T, kTileN, kD, kThreads, true>(smem.v, v_rows, key0, p.dv, p.tensor[TESSERA_V]);

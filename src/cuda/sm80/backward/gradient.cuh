@@ -62,7 +62,8 @@ __device__ __forceinline__ void score_gradient(float (&s)[kN / 2], float (&dp)[k
       const int row0 = rows.origin + (kMajor == Major::kQueries ? major0 : minor0);
       dropout_bits<kN, kMajor>(dropout_of(p), head_index_of(p, sequence.n, rows.head0),
                                kMajor == Major::kQueries ? row0 : major0,
-                               kMajor == Major::kQueries ? minor0 : row0, kept);
+                               kMajor == Major::kQueries ? minor0 : row0, kept,
+                               dropout_origin(p, sequence.n));
     } else {
 #pragma unroll
       for (uint32_t& word : kept) word = ~0u;

@@ -33,7 +33,8 @@ template <int kN>
 __device__ __forceinline__ void drop(float (&s)[kN / 2], const Params& p, int n, int head,
                                      int query0, int key0) {
   uint32_t kept[(kN + 63) / 64];
-  dropout_bits<kN, Major::kQueries>(dropout_of(p), head_index_of(p, n, head), query0, key0, kept);
+  dropout_bits<kN, Major::kQueries>(dropout_of(p), head_index_of(p, n, head), query0, key0, kept,
+                                    dropout_origin(p, n));
 #pragma unroll
   for (int e = 0; e < kN / 2; ++e) s[e] = kept[e / 32] >> (e % 32) & 1 ? s[e] : 0.f;
 }

@@ -77,7 +77,7 @@ struct KeyRows {
 
   __device__ const char* operator()(int r) const {
     const int key = begin + r;
-    if (key >= length || (mask && hidden(key))) return nullptr;
+    if (key < 0 || key >= length || (mask && hidden(key))) return nullptr;
     if (!table) return base + key * row_bytes;
     const int page = clamped(table[key / p->page_size * table_stride], 0, num_pages - 1);
     return base + page * page_bytes + key % p->page_size * row_bytes;
@@ -115,7 +115,9 @@ __device__ inline KeyRows key_rows(const Params& p, int tensor, const Sequence& 
   }
   const View& mask = p.tensor[TESSERA_MASK];
   if (mask.data && mask.stride[2] == 0) {
-    rows.mask = static_cast<const uint8_t*>(mask.data) + offset_of(mask, sequence.n, head);
+    rows.mask = static_cast<const uint8_t*>(mask.data) +
+                offset_of(mask, sequence.n, head, 0,
+                          dense_start<SideOfKeys>(p, sequence.n, sequence.k.length));
     rows.mask_stride = mask.stride[3];
     rows.mask_head_stride = mask.stride[1];
     rows.mask_heads = heads;
@@ -242,7 +244,8 @@ template <typename T, int kRows, int kColumns, int kThreads, bool kRich, bool kF
 __device__ __forceinline__ void load_keys(T* tile, KeyRows rows, int key0, int columns,
                                           const View& view, int thread = threadIdx.x) {
   if constexpr (kHasFastLoad<T, kRows, kColumns, kThreads>) {
-    if (!kRich || (same_type<T>(view) && view.vector_bytes == 16 && !rows.table && !rows.mask)) {
+    if (!kRich ||
+        (same_type<T>(view) && view.vector_bytes == 16 && !rows.table && !rows.mask && key0 >= 0)) {
       const int valid = min(max(rows.length - key0, 0), kRows);
       load_tile_fast<T, kRows, kColumns, kThreads>(
           tile, valid > 0 ? rows.base + key0 * rows.row_bytes : static_cast<const char*>(view.data),
@@ -265,7 +268,7 @@ __device__ __forceinline__ void load_queries(T* tile, const Params& p, int tenso
   const View& view = p.tensor[tensor];
   const QueryRows rows = query_rows(p, tensor, sequence, head, query0, 1, kRows);
   if constexpr (kHasFastLoad<T, kRows, kColumns, kThreads>) {
-    if (!kRich || view.vector_bytes == 16) {
+    if (!kRich || (view.vector_bytes == 16 && query0 >= 0)) {
       load_tile_fast<T, kRows, kColumns, kThreads>(tile, rows.base + query0 * rows.row_bytes,
                                                    rows.row_bytes, min(rows.length - query0, kRows),
                                                    columns);

@@ -166,8 +166,9 @@ const TwoKernels* choose_two_kernels(const Problem& p, int multiprocessors) {
   }
   // dsink reads the statistics of every row, but of tiles that see no key there are none.
   const Sizes s = sizes_of(p);
-  const bool sees = s.sq == s.sk && !is_thd_q(p) && !given(p, TESSERA_SEQLENS_Q) &&
-                    !given(p, TESSERA_SEQLENS_K) && !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
+  const bool sees = s.sq == s.sk && p.shift == 0 && !has_positions(p) && !is_thd_q(p) &&
+                    !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
+                    !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
   if (given(p, TESSERA_DSINK) && !sees) return nullptr;
   return find_two_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
 }

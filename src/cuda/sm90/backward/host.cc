@@ -171,7 +171,8 @@ class BackwardPlan final : public Plan {
     a.spans = workspace.take<int2>(int64_t{p.sk} * (p.thd_k ? 1 : std::max<int64_t>(p.batch, 1)));
     a.span_slots = num_tile_slots(p.thd_k, p.sk, p.batch, tile.tile_m);
     int* const orders = workspace.take<int>(a.slots);
-    if (!a.ragged_q && !a.ragged_k && p.sq == p.sk && p.right == 0) a.orders = orders;
+    const bool on_diagonal = p.sq == p.sk && p.right == 0 && p.shift == 0 && !p.has_positions;
+    if (!a.ragged_q && !a.ragged_k && on_diagonal) a.orders = orders;
   }
 
   // Strides are rules of support; addresses are only known now.

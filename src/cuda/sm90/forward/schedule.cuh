@@ -60,7 +60,7 @@ __device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int 
                 end - start};
   };
   const Rows q = rows_of_side(0, p.sq), k = rows_of_side(4, p.sk);
-  return {n, q, k, Band::of(p, q.length, k.length)};
+  return {n, q, k, band_of(p, n, q.length, k.length)};
 }
 
 // The sequences of a packed problem in the order in which their tiles are handed out: longest

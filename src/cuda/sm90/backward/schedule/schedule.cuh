@@ -80,7 +80,7 @@ struct KeySchedule {
   }
   // Called after set_sequence(), once: lengths that come by two ways would take two registers each.
   static __device__ __forceinline__ void set_blocks(const Params& p, KeyTile& tile) {
-    tile.band = Band::of(p, tile.q.length, tile.k.length);
+    tile.band = band_of(p, tile.n, tile.q.length, tile.k.length);
     const int end = tile.key0 + kTileN;
     const Interval some = tile.band.rows(tile.key0, end),
                    all = tile.band.rows_of_all(tile.key0, end);
