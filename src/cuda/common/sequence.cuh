@@ -70,8 +70,8 @@ __device__ int length_of(const Params& p, int n) {
   const int extent = Side::extent(p);
   if (Side::packed(p)) {
     if (cu.stride[0] == 0) return 0;
-    return clamped(integer_at(cu, n + 1) - integer_at(cu, n), 0,
-                   min(extent - packed_start<Side>(p, n), Side::longest(p)));
+    const int left = extent - packed_start<Side>(p, n), longest = Side::longest(p);
+    return clamped(integer_at(cu, n + 1) - integer_at(cu, n), 0, left < longest ? left : longest);
   }
   return seqlens.data ? clamped(integer_at(seqlens, n), 0, extent) : extent;
 }
@@ -119,7 +119,8 @@ __device__ inline Sequence sequence_of(const Params& p, int n) {
 template <typename Side>
 __device__ __forceinline__ int dense_start(const Params& p, int n, int length) {
   if (!p.has_positions || !Side::packed(p)) return 0;
-  return clamped(position_at(Side::start(p), n), 0, max(Side::longest(p) - length, 0));
+  const int most = Side::longest(p) - length;
+  return clamped(position_at(Side::start(p), n), 0, most < 0 ? 0 : most);
 }
 
 // The position of key 0 in key ranges, and what a position in them means to the sequence.
@@ -127,7 +128,7 @@ __device__ __forceinline__ int range_start(const Params& p, int n) {
   return p.has_positions ? clamped(position_at(p.positions.k_start, n), 0, INT_MAX) : 0;
 }
 __device__ __forceinline__ int key_of_position(int position, int start) {
-  return max(position, 0) - start;
+  return (position < 0 ? 0 : position) - start;
 }
 
 #ifdef __CUDACC__
