@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <span>
 
 #include "core/choose/backend.h"
 #include "cuda/sm90/forward/choice.h"
@@ -15,7 +16,11 @@ namespace tessera::cuda::sm90 {
 
 // True if the forward kernels take this call: TMA can address its q, k, v and o, and their
 // exponents can hold its scale. Strides are rules of support; addresses are only known in run().
+// Says why not through TESSERA_LOG=dispatch.
 bool takes_call(const Problem& problem, const Buffers& buffers);
+
+// True if TMA can address these tensors of the call, as far as they are given. Says why not, too.
+bool can_address(const Problem& problem, const Buffers& buffers, std::span<const int> indices);
 
 // All that does not depend on the kernel.
 ForwardParams forward_params(const Problem& problem, const Buffers& buffers);

@@ -11,7 +11,6 @@
 #include "cuda/sm90/dbias/choice.h"
 #include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/kernels.h"
-#include "cuda/sm90/machine/ragged.h"
 #include "cuda/sm90/machine/readable.h"
 
 namespace tessera::cuda::sm90 {
@@ -19,6 +18,7 @@ namespace {
 
 constexpr int kHopper = 90;
 constexpr int kElementsOf16Bytes = 8;
+constexpr int64_t kMostExtent = 1 << 24;  // room in 32 bits for sums and products of positions
 
 // Tensors in the dtype of q that are read or written in units of 16 bytes.
 constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
@@ -64,10 +64,10 @@ void require_sizes(Support& support, const Problem& p) {
                 "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
   });
   for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
-    support.require(extent > 0 && extent <= kRagged, ReasonId::kSize, Remedy::kNone,
+    support.require(extent > 0 && extent <= kMostExtent, ReasonId::kSize, Remedy::kNone,
                     [&] { return text(name, extent, "must be in [1, 2^24]"); });
   }
-  support.require(std::abs(p.shift) <= kRagged, ReasonId::kSize, Remedy::kNone,
+  support.require(std::abs(p.shift) <= kMostExtent, ReasonId::kSize, Remedy::kNone,
                   [&] { return text("align", p.shift, "must be in [-2^24, 2^24]"); });
   constexpr int64_t kMostHeads = 65535;  // of a grid's y and z
   support.require(s.hq <= kMostHeads, ReasonId::kSize, Remedy::kNone,
@@ -208,7 +208,8 @@ std::string Sm90Rules::yields(const Problem& p, const Device&) const {
   return why.empty() ? yields_few_tiles(p) : why;
 }
 
-// Answers for a call whose tensors are aligned; others run in kernels of cuda_sm80.
+// Answers for a call whose tensors TMA can address (machine/readable.h), as far as addresses tell;
+// others run in kernels of cuda_sm80.
 std::string Sm90Rules::kernels_for(const Problem& problem, const Device& device) const {
   const int multiprocessors = traits_of(device).multiprocessors;
   return is_backward(problem) ? backward_names(problem, multiprocessors)

@@ -54,18 +54,14 @@ __device__ __forceinline__ void zero_unseen(const uint32_t (&visible)[2], float 
 }
 
 // The place of row `row` of a side for a tensor map.
-struct MapRow {
-  int c2, c3;
-};
-__device__ __forceinline__ MapRow map_row(bool ragged, const Rows& rows, int row) {
-  return ragged ? MapRow{kRagged - rows.length + row, rows.first + rows.length}
-                : MapRow{rows.first + row, 0};
+__device__ __forceinline__ MapRow map_row(int reach, const Rows& rows, int row) {
+  return map_row(reach, rows.first, rows.length, row);
 }
 
 // A box wholly outside a ragged map faults: one that would be starts at the last row instead. What
 // it brings is hidden, and finite.
-__device__ __forceinline__ MapRow existing_row(bool ragged, const Rows& rows, int row) {
-  return map_row(ragged, rows, min(row, rows.length - 1));
+__device__ __forceinline__ MapRow existing_row(int reach, const Rows& rows, int row) {
+  return map_row(reach, rows, min(row, rows.length - 1));
 }
 
 // Row r (0, or 1: eight rows below) of a fragment of kN columns, times factor, to a row of 16-bit

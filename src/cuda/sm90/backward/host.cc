@@ -39,7 +39,7 @@ class BackwardPlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!aligned(problem, buffers)) return fallback_->run(problem, buffers, device);
+    if (!takes(problem, buffers)) return fallback_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
@@ -98,8 +98,8 @@ class BackwardPlan final : public Plan {
     BackwardParams a{};
     a.problem = params_of(problem, buffers);
     a.in_quads = kernel.code->in_quads;
-    a.ragged_q = given(problem, TESSERA_SEQLENS_Q) || a.problem.thd_q;
-    a.ragged_k = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+    a.reach_q = reach_of(is_ragged_q(problem), a.problem.sq);
+    a.reach_k = reach_of(is_ragged_k(problem), a.problem.sk);
     const Sizes s = sizes_of(problem);
     a.slots = num_slots(is_thd_q(problem), static_cast<int>(s.sq),
                         static_cast<int>(std::max<int64_t>(s.batch, 1)), kernel.tile.tile_m);
@@ -110,18 +110,18 @@ class BackwardPlan final : public Plan {
   static Status set_maps(const BackwardKernel& kernel, const Problem& problem,
                          const Buffers& buffers, BackwardParams& a) {
     const BackwardTile& tile = kernel.tile;
-    const auto map = [&](int index, int box_rows, bool ragged, CUtensorMap* to) {
-      return map_of(problem, buffers, index, box_rows, ragged, to);
+    const auto map = [&](int index, int box_rows, int reach, CUtensorMap* to) {
+      return map_of(problem, buffers, index, box_rows, reach, to);
     };
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m, a.ragged_q, &a.q));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_O, tile.tile_m, a.ragged_q, &a.o));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m, a.ragged_q, &a.grad_o));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m, a.reach_q, &a.q));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_O, tile.tile_m, a.reach_q, &a.o));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m, a.reach_q, &a.grad_o));
     const int keys_of_cta = tile.tile_n() / tile.ctas();
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.ragged_k, &a.k));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.ragged_k, &a.v));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.reach_k, &a.k));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.reach_k, &a.v));
     for (const auto& [index, to] : {std::pair{TESSERA_DK, &a.grad_k}, {TESSERA_DV, &a.grad_v}}) {
       if (given(problem, index)) {
-        TESSERA_RETURN_IF_ERROR(map(index, kRowsOfWarp, false, to));
+        TESSERA_RETURN_IF_ERROR(map(index, kRowsOfWarp, 0, to));
       }
     }
     if (!kernel.tile.sums_dbias) return {};
@@ -172,18 +172,15 @@ class BackwardPlan final : public Plan {
     a.span_slots = num_tile_slots(p.thd_k, p.sk, p.batch, tile.tile_m);
     int* const orders = workspace.take<int>(a.slots);
     const bool on_diagonal = p.sq == p.sk && p.right == 0 && p.shift == 0 && !p.has_positions;
-    if (!a.ragged_q && !a.ragged_k && on_diagonal) a.orders = orders;
+    if (!a.reach_q && !a.reach_k && on_diagonal) a.orders = orders;
   }
 
   // Strides are rules of support; addresses are only known now.
-  static bool aligned(const Problem& problem, const Buffers& buffers) {
-    uintptr_t bits = 0;
-    for (const int index : kTensors) {
-      if (given(problem, index)) bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
-    }
-    if (copies_bias(problem)) bits |= reinterpret_cast<uintptr_t>(buffers.data[TESSERA_BIAS]);
-    if (sums_bias(problem)) bits |= reinterpret_cast<uintptr_t>(buffers.data[TESSERA_DBIAS]);
-    return bits % 16 == 0;
+  static bool takes(const Problem& problem, const Buffers& buffers) {
+    constexpr int kBias[] = {TESSERA_BIAS}, kGradient[] = {TESSERA_DBIAS};
+    return can_address(problem, buffers, kTensors) &&
+           (!copies_bias(problem) || can_address(problem, buffers, kBias)) &&
+           (!sums_bias(problem) || can_address(problem, buffers, kGradient));
   }
 
   // Converts the sums of all heads, or of those whose sums no tile converts.

@@ -42,7 +42,7 @@ struct BackwardParams {
   CUtensorMap grad_k, grad_v;  // boxes of kRowsOfWarp rows
   CUtensorMap grad_bias;       // backward/fused/dbias.cuh: boxes of 64 queries and keys
   Params problem;
-  int ragged_q, ragged_k;
+  int reach_q, reach_k;  // of the maps of a side (machine/ragged.h)
 
   // Tiles of keys, in the order of the grid.
   int tiles;

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const int64_t slot = slot_of_head(a, head, blockIdx.x);
   if (thread == 0) {
     mbarrier_arrive_expect(barrier, 2 * Tile::kBytes);
-    const MapRow row = map_row(a.ragged_q, rows, row0);
+    const MapRow row = map_row(a.reach_q, rows, row0);
     Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
     Tile::load(grad_o, &a.grad_o, barrier, head, row.c2, row.c3, rows.batch);
   }

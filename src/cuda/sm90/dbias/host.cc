@@ -122,8 +122,8 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   const auto stream = static_cast<cudaStream_t>(buffers.stream);
   DbiasParams a{};
   const Params& p = a.problem = rows.problem;
-  a.ragged_q = rows.ragged_q;
-  a.ragged_k = rows.ragged_k;
+  a.reach_q = rows.reach_q;
+  a.reach_k = rows.reach_k;
   a.lse2 = rows.lse2;
   a.delta = rows.delta;
   a.in_quads = rows.in_quads;
@@ -131,13 +131,13 @@ Status launch_dbias(const Problem& problem, const Buffers& buffers, const Device
   a.tile_m = tile_m;
   a.vectors = reads_bias_by_vectors(p);
   a.partial = static_cast<float*>(workspace);
-  const auto map = [&](int index, int box_rows, bool ragged, CUtensorMap* to) {
-    return map_of(problem, buffers, index, box_rows, ragged, to);
+  const auto map = [&](int index, int box_rows, int reach, CUtensorMap* to) {
+    return map_of(problem, buffers, index, box_rows, reach, to);
   };
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, DbiasTile::kTileM, a.ragged_q, &a.q));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, DbiasTile::kTileM, a.ragged_q, &a.grad_o));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_K, DbiasTile::kTileN, a.ragged_k, &a.k));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_V, DbiasTile::kTileN, a.ragged_k, &a.v));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, DbiasTile::kTileM, a.reach_q, &a.q));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, DbiasTile::kTileM, a.reach_q, &a.grad_o));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_K, DbiasTile::kTileN, a.reach_k, &a.k));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_V, DbiasTile::kTileN, a.reach_k, &a.v));
   for (const auto& [gradient, of] : kGradients) {
     if (!p.tensor[gradient].data) continue;
     const Extents extents = extents_of(problem, of);

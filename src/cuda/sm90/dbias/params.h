@@ -28,7 +28,7 @@ struct DbiasParams {
   int bias_of_sequence, bias_of_head;  // 0: there is one for all of them
   Params problem;
   DbiasCut cut;
-  int ragged_q, ragged_k;
+  int reach_q, reach_k;
   int vectors;  // other kernels: nothing shapes the scores but the band and a bias that is read by
                 // vectors
 

@@ -205,14 +205,14 @@ class DbiasProducer {
     visit.key0 = key0;
     visit.begin = visit_begin;
     visit.end = visit_end;
-    visit.row0 = map_row(a_.ragged_q, sequence.q, 0);
+    visit.row0 = map_row(a_.reach_q, sequence.q, 0);
     const int slot_of_rows =
         first_slot_of(p.thd_q, n, sequence.q.first, a_.tile_m, (p.sq + a_.tile_m - 1) / a_.tile_m);
     visit.stats = (int64_t{head} * a_.slots + slot_of_rows) * a_.tile_m;
     const uint32_t full = barriers.full(slot);
     mbarrier_arrive_expect(full, Kernel::KTile::kBytes + Kernel::VTile::kBytes);
     const int kv_head = head / p.group, batch = sequence.k.batch;
-    const MapRow row = map_row(a_.ragged_k, sequence.k, key0);
+    const MapRow row = map_row(a_.reach_k, sequence.k, key0);
     Kernel::KTile::load(shared_.k(slot), &a_.k, full, kv_head, row.c2, row.c3, batch);
     Kernel::VTile::load(shared_.v(slot), &a_.v, full, kv_head, row.c2, row.c3, batch);
     ring_.advance();

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <climits>
 
+#include "core/log.h"
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
@@ -24,6 +25,7 @@ constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is 
 // many of the long tiles in few hands where CTAs ask for tiles long before they need them.
 constexpr int64_t kL2Bytes = 16 << 20, kL2BytesAskingEarly = 32 << 20;
 constexpr int64_t kHeadsAskingEarly = 32;
+constexpr const char* kLeaves = "cuda_sm90 leaves this call to cuda_sm80:";
 
 class ForwardPlan final : public Plan {
  public:
@@ -53,12 +55,12 @@ class ForwardPlan final : public Plan {
         tall_kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
     const ForwardKernel& kernel = with_rows(a.problem, tall, multiprocessors_);
     const int tile_n = kernel.tile.tile_n;
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, false, &a.q));
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, false, &a.k));
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.ragged_v, &a.v));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, 0, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, 0, &a.k));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.reach_v, &a.v));
     if (kernel.tile.o_by_tma) {
-      TESSERA_RETURN_IF_ERROR(
-          map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, a.problem.thd_q, &a.o));
+      const int reach = reach_of(a.problem.thd_q, a.problem.sq);
+      TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, reach, &a.o));
     }
     Workspace workspace(buffers.workspace);
     const Pieces pieces = take_workspace(problem, kernel.tile, workspace);
@@ -116,17 +118,30 @@ class ForwardPlan final : public Plan {
 }  // namespace
 
 bool takes_call(const Problem& problem, const Buffers& buffers) {
-  uintptr_t bits = 0;
-  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
-    bits |= reinterpret_cast<uintptr_t>(buffers.data[index]);
+  constexpr int kTensors[] = {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O};
+  if (!can_address(problem, buffers, kTensors)) return false;
+  const double scale = softmax_scale_of(problem, buffers);
+  if (!is_steep(scale)) return true;
+  if (log_enabled(Topic::kDispatch)) {
+    log(Topic::kDispatch, "%s softmax_scale=%g: is too large", kLeaves, scale);
   }
-  return bits % 16 == 0 && !is_steep(softmax_scale_of(problem, buffers));
+  return false;
+}
+
+bool can_address(const Problem& problem, const Buffers& buffers, std::span<const int> indices) {
+  const Unaddressable first = first_unaddressable(problem, buffers, indices);
+  if (!first.rule) return true;
+  if (log_enabled(Topic::kDispatch)) {
+    log(Topic::kDispatch, "%s %s=%p: %s; %s", kLeaves, first.name, first.address, first.rule,
+        to_case(problem).c_str());
+  }
+  return false;
 }
 
 ForwardParams forward_params(const Problem& problem, const Buffers& buffers) {
   ForwardParams a{};
   a.problem = params_of(problem, buffers);
-  a.ragged_v = given(problem, TESSERA_SEQLENS_K) || a.problem.thd_k;
+  a.reach_v = reach_of(is_ragged_k(problem), a.problem.sk);
   return a;
 }
 

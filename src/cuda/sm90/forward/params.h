@@ -48,7 +48,7 @@ struct ForwardParams {
   Divisor tiles_m, heads, heads_per_section, per_section;
   int longest_first;
   int keys_per_section;  // of packed problems: heads x keys that fit in L2 together
-  int ragged_v;
+  int reach_v;           // of its map (machine/ragged.h)
   TileCounter* counter;  // in the workspace; null: every CTA has one tile
   uint64_t mark;         // of this launch, not 0
 

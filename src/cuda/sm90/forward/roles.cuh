@@ -152,9 +152,7 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
   [[maybe_unused]] int filled = 0;         // how many there are
   Ring<kStages> ring;
   const auto store = [&](const Place& tile) {
-    const bool ragged = a.problem.thd_q;
-    const int first = ragged ? kRagged - tile.rows : tile.row;  // see machine/tensormap.h
-    const int shift = ragged ? tile.row + tile.rows : 0;
+    const MapRow first = map_row(reach_of(a.problem.thd_q, a.problem.sq), tile.row, tile.rows, 0);
     for (int w = 0; w < Kernel::kConsumers; ++w) {
       mbarrier_wait(shared.q_barriers(w).empty(ring.stage), ring.phase ^ 1);
       const int row = w * Kernel::kRows;
@@ -162,7 +160,7 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
       for (int column = 0; column < a.problem.dv; column += kChunkColumns) {
         tma_store(&a.o,
                   shared.q(w, ring.stage) + column / kChunkColumns * Kernel::QTile::kChunkBytes,
-                  column, tile.head, first + row, shift, tile.batch);
+                  column, tile.head, first.c2 + row, first.c3, tile.batch);
       }
     }
     bulk_commit();
@@ -239,14 +237,13 @@ __device__ __forceinline__ void load_values(const ForwardParams& a,
   const int chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
   for_each_tile<Kernel>(works, shared, [&](const auto& work) {
     const int begin = work.begin, kv_head = work.head / a.problem.group, batch = work.k.batch;
-    const int row = a.ragged_v ? kRagged - work.k.length : work.k.first;  // see machine/tensormap.h
-    const int shift = a.ragged_v ? work.k.first + work.k.length : 0;
+    const MapRow row = map_row(a.reach_v, work.k.first, work.k.length, 0);
 #pragma unroll 1
     for (int i = work.end - 1; i >= begin; i = block_before(work, i)) {
       const int j = block_at(work, i);
       barriers.acquire(ring, chunks * Kernel::VTile::kChunkBytes);
       Kernel::VTile::load(shared.v(ring.stage), &a.v, barriers.full(ring.stage), kv_head,
-                          row + j * Kernel::kTileN, shift, batch, chunks);
+                          row.c2 + j * Kernel::kTileN, row.c3, batch, chunks);
       ring.advance();
     }
   });

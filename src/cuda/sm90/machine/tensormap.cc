@@ -30,36 +30,33 @@ CUtensorMapDataType type_of_map(int dtype) {
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map) {
   const Encode encode = driver_encode();
   if (encode == nullptr) return failed("cuTensorMapEncodeTiled: not found in the driver");
-  constexpr int kElementBytes = 2, kChunkColumns = 64;
-  // The stride of an axis of extent 1 is never used, but must be a legal one.
-  const auto bytes = [&](int64_t stride, int64_t extent) {
-    return static_cast<cuuint64_t>(extent > 1 ? stride * kElementBytes : 16);
+  constexpr int kChunkColumns = 64;
+  const auto bytes = [](int64_t stride, int64_t extent) {
+    return static_cast<cuuint64_t>(bytes_of_stride(stride, extent));
   };
-  const uint64_t rows = static_cast<uint64_t>(shape.rows);
-  const cuuint64_t row_bytes = bytes(shape.stride_row, shape.rows);
+  const RowAxes row = row_axes(reinterpret_cast<uintptr_t>(base), shape.rows,
+                               bytes_of_stride(shape.stride_row, shape.rows), shape.reach);
   const cuuint64_t extent[5] = {static_cast<cuuint64_t>(shape.head_dim),
-                                static_cast<cuuint64_t>(shape.heads), shape.ragged ? kRagged : rows,
-                                shape.ragged ? rows + 1 : 1, static_cast<cuuint64_t>(shape.batch)};
-  const cuuint64_t stride[4] = {bytes(shape.stride_head, shape.heads), row_bytes,
-                                shape.ragged ? row_bytes : 16,
+                                static_cast<cuuint64_t>(shape.heads), row.extent[0], row.extent[1],
+                                static_cast<cuuint64_t>(shape.batch)};
+  const cuuint64_t stride[4] = {bytes(shape.stride_head, shape.heads), row.stride[0], row.stride[1],
                                 bytes(shape.stride_batch, shape.batch)};
   const cuuint32_t box[5] = {kChunkColumns, 1, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
-  const auto address = reinterpret_cast<uintptr_t>(base) - (shape.ragged ? kRagged * row_bytes : 0);
   const CUresult result =
-      encode(map, shape.type, 5, reinterpret_cast<void*>(address), extent, stride, box, step,
+      encode(map, shape.type, 5, reinterpret_cast<void*>(row.base), extent, stride, box, step,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return failed("cuTensorMapEncodeTiled: error %d for [%lld, %lld, %lld, %lld]",
+    return failed("cuTensorMapEncodeTiled: error %d for [%lld, %lld, %lld, %lld] at %p, reach %d",
                   static_cast<int>(result), static_cast<long long>(shape.batch),
                   static_cast<long long>(shape.rows), static_cast<long long>(shape.heads),
-                  static_cast<long long>(shape.head_dim));
+                  static_cast<long long>(shape.head_dim), base, shape.reach);
   }
   return {};
 }
 
-Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, bool ragged,
+Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, int reach,
               CUtensorMap* map) {
   const Tensor& t = problem.tensor[index];
   const MapShape shape{.type = type_of_map(t.dtype),
@@ -71,7 +68,7 @@ Status map_of(const Problem& problem, const Buffers& buffers, int index, int box
                        .stride_row = t.stride[1],
                        .stride_batch = t.stride[0],
                        .box_rows = box_rows,
-                       .ragged = ragged};
+                       .reach = reach};
   return make_tensor_map(shape, buffers.data[index], map);
 }
 
@@ -87,7 +84,7 @@ Status map_of_bias(const Problem& problem, const Buffers& buffers, int index, in
                        .stride_row = t.stride[2],
                        .stride_batch = t.stride[0],
                        .box_rows = box_rows,
-                       .ragged = false};
+                       .reach = 0};
   return make_tensor_map(shape, buffers.data[index], map);
 }
 

@@ -4,13 +4,16 @@
 //
 // A map has the axes [head_dim, head, row, row', batch], and a row of the tensor is the sum of the
 // two row coordinates: both have the row stride. That makes reads "ragged". The extent of `row` is
-// kRagged and the base address is moved back by kRagged rows; the rows i = 0, 1, ... of a sequence
-// that has `length` rows and is stored from row `first` on are then at
+// the map's reach and the base address is moved back by as many rows; the rows i = 0, 1, ... of a
+// sequence that has `length` <= reach rows and is stored from row `first` on are then at
 //
-//   row = kRagged - length + i,   row' = first + length
+//   row = reach - length + i,   row' = first + length
 //
-// and rows i >= length are outside the map: they arrive as zeros, whatever is stored there. A plain
-// map ends at the tensor's extent instead; its rows are at (i, 0).
+// and rows i >= length are outside the map: they arrive as zeros, whatever is stored there. The
+// reach is the extent of the side, which is the least that suits every length. The base then lies
+// below the tensor by no more than the tensor's own size; where memory lies lower than that, calls
+// are left to the fallback (machine/readable.h). A plain map has reach 0 and ends at the tensor's
+// extent instead; its rows are at (i, 0).
 #pragma once
 
 #include <cuda.h>
@@ -28,16 +31,16 @@ struct MapShape {
   int64_t head_dim, heads, rows, batch;
   int64_t stride_head, stride_row, stride_batch;  // in elements; multiples of 8
   int box_rows;
-  bool ragged;
+  int reach;
 };
 
 CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type
 
-// base must be aligned to 16 bytes and no extent may be 0.
+// base must be aligned to 16 bytes and in_address_space(), and no extent may be 0.
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map);
 
 // The same for a 16-bit tensor of a problem.
-Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, bool ragged,
+Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, int reach,
               CUtensorMap* map);
 
 // A bias or its gradient as a tensor of rows of keys, in boxes of `box_rows` rows and 64 keys; an

@@ -69,10 +69,10 @@ class WidePlan final : public Plan {
     const WideKernel& kernel = *choice.kernel;
     const int ctas = kernel.tile.ctas;
     choice.clusters = std::max(multiprocessors_for(buffers, choice.clusters * ctas) / ctas, 1);
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, false, &a.q));
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, false, &a.k));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, WideTile::kRows, 0, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, WideTile::kKeys, 0, &a.k));
     TESSERA_RETURN_IF_ERROR(
-        map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.ragged_v, &a.v));
+        map_of(problem, buffers, TESSERA_V, WideTile::kValues, a.reach_v, &a.v));
     order_tiles(kernel.tile.tile_m(), choice.clusters, static_cast<TileCounter*>(buffers.workspace),
                 a);
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));

@@ -144,9 +144,8 @@ struct WideLoader {
       const int head = work.head / a.problem.group, batch = work.k.batch;
       const int begin = work.begin, end = work.end, length = work.k.length;
       const int first_key = work.k.first;
-      const int first_value = a.ragged_v ? kRagged - length : work.k.first;
-      const int shift = a.ragged_v ? work.k.first + length : 0;
-      const int last = a.ragged_v ? length - 1 : INT_MAX;
+      const MapRow first_value = map_row(a.reach_v, work.k.first, length, 0);
+      const int last = a.reach_v ? length - 1 : INT_MAX;
       work_barriers.release(work_ring);
       // A box has the keys of one consumer; with two CTAs each loads one of the two.
       const auto keys = [&](int j) {
@@ -167,7 +166,8 @@ struct WideLoader {
       const auto values = [&](int j) {
 #pragma unroll 1
         for (int part = 0; part < Kernel::kParts; ++part) {
-          const int row = first_value + min(j * WideTile::kTileN + part * WideTile::kValues, last);
+          const int row =
+              first_value.c2 + min(j * WideTile::kTileN + part * WideTile::kValues, last);
 #pragma unroll
           for (int half = 0; half < kConsumers; ++half) {
             barriers.acquire(ring, boxes[half] * VTile::kChunkBytes);
@@ -176,7 +176,7 @@ struct WideLoader {
               const int box = i + (kCtas == 1 ? 0 : rank ^ half);
               if (box >= boxes[half]) break;
               load(&a.v, box * VTile::kChunkBytes, half * kColumns + box * kChunkColumns, head, row,
-                   shift, batch);
+                   first_value.c3, batch);
             }
             ring.advance();
           }

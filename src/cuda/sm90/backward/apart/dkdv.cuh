@@ -157,7 +157,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
     carry<BackwardDkdv, Place>(
         works, shared,
         [&](const Work& work, int w, int stage, uint32_t barrier) {
-          const MapRow row = existing_row(a.ragged_k, work.k, work.key0 + w * kRowsOfBox);
+          const MapRow row = existing_row(a.reach_k, work.k, work.key0 + w * kRowsOfBox);
           Tile::load(shared.kept(w, stage, 0), &a.k, barrier, work.kv_head, row.c2, row.c3,
                      work.k.batch);
           Tile::load(shared.kept(w, stage, 1), &a.v, barrier, work.kv_head, row.c2, row.c3,
@@ -166,8 +166,8 @@ struct BackwardDkdv : DkdvShape<kDim> {
         [&](const Place& tile, int w, int stage) {
           const int row = w * kRowsOfBox;
           const auto store = [&](const CUtensorMap* map, int i, int columns) {
-            store_kept<Tile>(map, shared.kept(w, stage, i), a.problem.thd_k, columns, tile.head,
-                             tile.batch, tile.row + row, tile.rows - row);
+            store_kept<Tile>(map, shared.kept(w, stage, i), reach_of(a.problem.thd_k, a.problem.sk),
+                             columns, tile.head, tile.batch, tile.row + row, tile.rows - row);
           };
           store(&a.grad_k, 0, a.problem.dqk);
           store(&a.grad_v, 1, a.problem.dv);
@@ -192,7 +192,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
           const int64_t slot = int64_t{head} * a.slots + work.first_slot + block;
           const uint32_t barrier = barriers.full(ring.stage);
           barriers.acquire(ring, Block::kBytes + kStatisticsBytes);
-          Shape::load_block(shared.stream(i, ring.stage), map, barrier, a.ragged_q, work.q, head,
+          Shape::load_block(shared.stream(i, ring.stage), map, barrier, a.reach_q, work.q, head,
                             block * kQueries);
           if (!waited) wait_for_predecessors();
           waited = true;

@@ -68,8 +68,8 @@ struct BackwardDq : DqShape<kDim> {
         },
         [&](const Place& tile, int w, int stage) {
           const int row = w * kRowsOfBox;
-          store_kept<Tile>(&a.o, shared.kept(w, stage, 0), a.problem.thd_q, a.problem.dqk,
-                           tile.head, tile.batch, tile.row + row, tile.rows - row);
+          store_kept<Tile>(&a.o, shared.kept(w, stage, 0), reach_of(a.problem.thd_q, a.problem.sq),
+                           a.problem.dqk, tile.head, tile.batch, tile.row + row, tile.rows - row);
         });
   }
   // i: 0 brings the keys, 1 the values; before them 64 rows of o each.
@@ -87,7 +87,7 @@ struct BackwardDq : DqShape<kDim> {
 #pragma unroll 1
       for (int j = work.end - 1; j >= begin; --j) {
         barriers.acquire(ring, Tile::kBytes);
-        Shape::load_block(shared.stream(i, ring.stage), map, barriers.full(ring.stage), a.ragged_v,
+        Shape::load_block(shared.stream(i, ring.stage), map, barriers.full(ring.stage), a.reach_v,
                           work.k, kv_head, j * kTileN);
         ring.advance();
       }

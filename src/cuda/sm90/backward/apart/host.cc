@@ -71,8 +71,8 @@ DqParams dq_params(const ForwardParams& forward, const Pieces& pieces) {
 DkdvParams dkdv_params(const ForwardParams& forward, const DqParams& q, const Problem& problem) {
   DkdvParams a{};
   a.problem = forward.problem;
-  a.ragged_q = given(problem, TESSERA_SEQLENS_Q) || a.problem.thd_q;
-  a.ragged_k = forward.ragged_v;
+  a.reach_q = reach_of(is_ragged_q(problem), a.problem.sq);
+  a.reach_k = forward.reach_v;
   a.slots = q.slots;
   a.lse2 = q.lse2;
   a.delta = q.delta;
@@ -82,22 +82,23 @@ DkdvParams dkdv_params(const ForwardParams& forward, const DqParams& q, const Pr
 // Rows of q, dO and o past a sequence's end may hold NaN. They are rows of their own in dq's
 // kernel, which does not store them; the other one sums over them: its maps are ragged.
 Status map_tensors(const Problem& problem, const Buffers& buffers, DqParams& q, DkdvParams& k) {
-  const auto map = [&](int index, bool ragged, CUtensorMap* to) {
-    return map_of(problem, buffers, index, kRowsOfBox, ragged, to);
+  const auto map = [&](int index, int reach, CUtensorMap* to) {
+    return map_of(problem, buffers, index, kRowsOfBox, reach, to);
   };
   const Params& p = k.problem;
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, false, &q.q));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, false, &q.grad_o));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_O, false, &q.forward_o));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_K, q.ragged_v, &q.k));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_V, q.ragged_v, &q.v));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_DQ, p.thd_q, &q.o));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, k.ragged_q, &k.q));
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, k.ragged_q, &k.grad_o));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, 0, &q.q));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, 0, &q.grad_o));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_O, 0, &q.forward_o));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_K, q.reach_v, &q.k));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_V, q.reach_v, &q.v));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_DQ, reach_of(p.thd_q, p.sq), &q.o));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, k.reach_q, &k.q));
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, k.reach_q, &k.grad_o));
   k.k = q.k;
   k.v = q.v;
-  TESSERA_RETURN_IF_ERROR(map(TESSERA_DK, p.thd_k, &k.grad_k));
-  return map(TESSERA_DV, p.thd_k, &k.grad_v);
+  const int reach = reach_of(p.thd_k, p.sk);
+  TESSERA_RETURN_IF_ERROR(map(TESSERA_DK, reach, &k.grad_k));
+  return map(TESSERA_DV, reach, &k.grad_v);
 }
 
 Status launch(const char* name, const void* function, int ctas, int shared_bytes, const void* args,

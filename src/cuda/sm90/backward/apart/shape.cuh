@@ -96,12 +96,12 @@ struct TwoShape {
   // A block of a stream, from row `row` of a sequence on. It has several boxes only where a tile is
   // one chunk of columns wide: then their rows follow each other in shared memory.
   static __device__ __forceinline__ void load_block(uint32_t at, const CUtensorMap* map,
-                                                    uint32_t barrier, bool ragged, const Rows& rows,
+                                                    uint32_t barrier, int reach, const Rows& rows,
                                                     int head, int row) {
     static_assert(Block::kChunks == 1 || kTileN == kRowsOfBox);
 #pragma unroll
     for (int i = 0; i < kTileN / kRowsOfBox; ++i) {
-      const MapRow from = existing_row(ragged, rows, row + i * kRowsOfBox);
+      const MapRow from = existing_row(reach, rows, row + i * kRowsOfBox);
       Tile::load(at + i * Tile::kBytes, map, barrier, head, from.c2, from.c3, rows.batch);
     }
   }
@@ -153,17 +153,17 @@ __device__ __forceinline__ void carry(const typename Kernel::Work* works,
 }
 
 // One tensor of a consumer's results, from its place in shared memory: rows from `row` of the
-// tensor on, of which `rows` are to be stored. ragged: the map is.
+// tensor on, of which `rows` are to be stored. reach: of the map.
 template <typename Tile>
-__device__ __forceinline__ void store_kept(const CUtensorMap* map, uint32_t at, bool ragged,
+__device__ __forceinline__ void store_kept(const CUtensorMap* map, uint32_t at, int reach,
                                            int columns, int head, int batch, int row, int rows) {
   if (rows <= 0) return;  // such a box would fault
-  const int c2 = ragged ? kRagged - rows : row,
-            c3 = ragged ? row + rows : 0;  // see machine/tensormap.h
+  const MapRow to = map_row(reach, row, rows, 0);
 #pragma unroll
   for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
     if (chunk * kChunkColumns >= columns) break;
-    tma_store(map, at + chunk * Tile::kChunkBytes, chunk * kChunkColumns, head, c2, c3, batch);
+    tma_store(map, at + chunk * Tile::kChunkBytes, chunk * kChunkColumns, head, to.c2, to.c3,
+              batch);
   }
 }
 

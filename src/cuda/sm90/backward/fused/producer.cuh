@@ -67,10 +67,10 @@ struct BackwardProducer {
    public:
     __device__ __forceinline__ Loader(const BackwardParams& a, const KeyTile& tile,
                                       const Shared shared)
-        : a_(a), tile_(tile), shared_(shared), row0_(map_row(a.ragged_q, tile.q, 0)) {}
+        : a_(a), tile_(tile), shared_(shared), row0_(map_row(a.reach_q, tile.q, 0)) {}
 
     __device__ __forceinline__ void load_keys() const {
-      const MapRow key = map_row(a_.ragged_k, tile_.k, tile_.key0);
+      const MapRow key = map_row(a_.reach_k, tile_.k, tile_.key0);
       const uint32_t barrier = shared_.kv_barrier();
       mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes);
       KTile::load(shared_.k(), &a_.k, barrier, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
@@ -78,7 +78,7 @@ struct BackwardProducer {
     }
     // K, V and all of the first block that no kernel before this one writes.
     __device__ __forceinline__ void load_first(int block) const {
-      const MapRow key = map_row(a_.ragged_k, tile_.k, tile_.key0);
+      const MapRow key = map_row(a_.reach_k, tile_.k, tile_.key0);
       const int head = tile_.kv_head * a_.problem.group + tile_.member,
                 c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(0), grad_o = shared_.grad_o_barrier(0);

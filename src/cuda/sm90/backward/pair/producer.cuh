@@ -49,7 +49,7 @@ class PairLoader {
   __device__ __forceinline__ void load_block(int member, int block, int mask) {
     const int head = tile_.kv_head * a_.problem.group + member;
     const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
-    const MapRow row0 = map_row(a_.ragged_q, tile_.q, block * kTileM);  // registers are short here
+    const MapRow row0 = map_row(a_.reach_q, tile_.q, block * kTileM);  // registers are short here
     const int batch = tile_.q.batch;
     const auto q_barriers = shared_.q_barriers();
     const int stage = acquire_q();
@@ -74,8 +74,8 @@ class PairLoader {
  private:
   static __device__ __forceinline__ int rank() { return blockIdx.x % 2; }
   __device__ __forceinline__ void load_keys() const {
-    const MapRow mine = existing_row(a_.ragged_k, tile_.k, tile_.key0 + rank() * kKeys),
-                 other = existing_row(a_.ragged_k, tile_.k, tile_.key0 + (1 - rank()) * kKeys);
+    const MapRow mine = existing_row(a_.reach_k, tile_.k, tile_.key0 + rank() * kKeys),
+                 other = existing_row(a_.reach_k, tile_.k, tile_.key0 + (1 - rank()) * kKeys);
     const uint32_t barrier = shared_.kv_barrier();
     const int head = tile_.kv_head, batch = tile_.k.batch;
     mbarrier_arrive_expect(barrier, KTile::kBytes + VTile::kBytes + OtherTile::kBytes);
