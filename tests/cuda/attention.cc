@@ -11,6 +11,8 @@
 namespace tessera_test {
 namespace {
 
+Memory* memory_in_use = nullptr;
+
 int64_t bytes_of(int dtype) {
   switch (dtype) {
     case TESSERA_FP32:
@@ -73,17 +75,33 @@ std::string text(const char* format, ...) {
   return buffer;
 }
 
-DeviceArray::DeviceArray(size_t bytes) : bytes_(bytes) {
-  require(cudaMalloc(reinterpret_cast<void**>(&base_), bytes + 2 * kGuard), "cudaMalloc");
+Memory::~Memory() {
+  if (memory_in_use == this) memory_in_use = nullptr;
+}
+void Memory::use() { memory_in_use = this; }
+
+DeviceArray::DeviceArray(size_t bytes) : memory_(memory_in_use), bytes_(bytes) {
+  if (memory_) {
+    base_ = memory_->take(bytes + 2 * kGuard);
+  } else {
+    require(cudaMalloc(reinterpret_cast<void**>(&base_), bytes + 2 * kGuard), "cudaMalloc");
+  }
   require(cudaMemset(base_, 0xA5, kGuard), "cudaMemset");
   require(cudaMemset(data(), 0xFF, bytes), "cudaMemset");
   require(cudaMemset(data() + bytes, 0xA5, kGuard), "cudaMemset");
 }
 
-DeviceArray::~DeviceArray() { (void)cudaFree(base_); }
+DeviceArray::~DeviceArray() {
+  if (!base_) return;
+  if (memory_) {
+    memory_->give_back(base_);
+  } else {
+    (void)cudaFree(base_);
+  }
+}
 
 DeviceArray::DeviceArray(DeviceArray&& other) noexcept
-    : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
+    : memory_(other.memory_), base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
 
 void DeviceArray::check_guards(const char* name) const {
   std::vector<uint8_t> guards(2 * kGuard);

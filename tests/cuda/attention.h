@@ -34,6 +34,18 @@ void require(bool condition, const std::string& what);
 void require(cudaError_t error, const char* operation);
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
+// Where arrays lie that are made while it is the one in use; cudaMalloc's memory where none is. It
+// outlives them.
+class Memory {
+ public:
+  Memory() = default;
+  virtual ~Memory();
+  Memory(const Memory&) = delete;
+  void use();
+  virtual char* take(size_t bytes) = 0;  // at a multiple of 256 bytes
+  virtual void give_back(char* base) = 0;
+};
+
 // Device memory between two guards: a write outside is found by check_guards().
 class DeviceArray {
  public:
@@ -49,6 +61,7 @@ class DeviceArray {
 
  private:
   static constexpr size_t kGuard = 1024;
+  Memory* memory_ = nullptr;
   char* base_ = nullptr;
   size_t bytes_ = 0;
 };

@@ -84,19 +84,6 @@ std::string survives_failed_launch(const std::string& backend, int pass) {
   return message;
 }
 
-// tessera_set_log's callback: the messages since the last clear().
-struct Log {
-  std::vector<std::string> messages;
-  Log() {
-    tessera_set_log(
-        [](void* user, const char* topic, const char* message) {
-          static_cast<Log*>(user)->messages.push_back(std::string(topic) + ": " + message);
-        },
-        this);
-  }
-  ~Log() { tessera_set_log(nullptr, nullptr); }
-};
-
 // Runs with `values` in place of a table, twice: in silence, and with TESSERA_LOG=checks, which
 // must say `says`. Nothing outside the tensors may be written.
 template <typename T>

@@ -13,6 +13,7 @@
 //   dropout  the mask is the CPU's, and kernels use it forward and backward
 //   errors   the caller's errors, failed launches and spoilt captures leave the context usable
 //   lengths  wrong lengths and page tables write nothing outside; TESSERA_LOG=checks names them
+//   addresses  low and high ones, of cuMemMap and cudaMallocAsync, give the bits of cudaMalloc's
 //   host     prepared calls run 10^5 times; prints what one costs the host
 //   large    tensors of more than 2^31 elements
 #include "properties.h"
@@ -31,10 +32,11 @@ int passed = 0, failed = 0, skipped = 0, refused = 0;
 constexpr struct {
   const char* name;
   void (*run)();
-} kProperties[] = {{"repeat", repeat},   {"layouts", layouts}, {"packed", packed},
-                   {"outside", outside}, {"nan", nan},         {"graph", graph},
-                   {"streams", streams}, {"dropout", dropout}, {"errors", errors},
-                   {"lengths", lengths}, {"host", host_cost},  {"large", large}};
+} kProperties[] = {
+    {"repeat", repeat}, {"layouts", layouts}, {"packed", packed},       {"outside", outside},
+    {"nan", nan},       {"graph", graph},     {"streams", streams},     {"dropout", dropout},
+    {"errors", errors}, {"lengths", lengths}, {"addresses", addresses}, {"host", host_cost},
+    {"large", large}};
 
 }  // namespace
 
@@ -117,7 +119,7 @@ void require_equal(const std::vector<uint8_t>& expected, const std::vector<uint8
 
 int main(int argc, char** argv) {
   using namespace tessera_test;
-  setenv("TESSERA_LOG", "checks", 1);  // the topic is silent until a callback listens
+  setenv("TESSERA_LOG", "checks,dispatch", 1);  // the topics are silent until a callback listens
   for (int i = 1; i < argc; ++i) {
     const auto named = [&](const auto& property) { return !std::strcmp(argv[i], property.name); };
     if (std::none_of(std::begin(kProperties), std::end(kProperties), named)) {

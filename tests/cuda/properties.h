@@ -3,6 +3,8 @@
 #pragma once
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include "attention.h"
 
@@ -19,7 +21,21 @@ void dropout();
 void errors();
 void lengths();
 void host_cost();
+void addresses();
 void large();
+
+// The messages of the topics of TESSERA_LOG while it lives.
+struct Log {
+  std::vector<std::string> messages;
+  Log() {
+    tessera_set_log(
+        [](void* user, const char* topic, const char* message) {
+          static_cast<Log*>(user)->messages.push_back(std::string(topic) + ": " + message);
+        },
+        this);
+  }
+  ~Log() { tessera_set_log(nullptr, nullptr); }
+};
 
 // Runs body and prints one line: what it answers, or why it failed. A case that the forced backend
 // refuses is counted and not printed.
