@@ -3,12 +3,14 @@
 # Everything that needs a GPU, in one go, on a machine that has one: build, conformance through C and
 # PyTorch, exact properties, sanitizers, random sleeps, benches. Prints each stage's own summary lines, and
 # fails if any command did.
-#   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties sanitizer chaos profile bench
+#   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties allocators
+#                                        sanitizer chaos profile bench
 #                                        (default: all, in that order; build must have been run once)
-# torch and bench need a python3 with PyTorch and NumPy. A sanitizer or profiler that cannot run is "unavailable".
+# torch, allocators and bench need a python3 with PyTorch and NumPy; allocators takes JAX too where it has CUDA. A
+# sanitizer or profiler that cannot run is "unavailable".
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all="build cases nightly torch properties sanitizer chaos profile bench"
+all="build cases nightly torch properties allocators sanitizer chaos profile bench"
 stages=${*:-$all}
 export PYTHONPATH=$PWD/python PYTHONUNBUFFERED=1
 cases=build/cuda/tests/conformance/tessera_check_cases
@@ -67,6 +69,12 @@ for stage in $stages; do
     properties)
       say "exact properties, streams, graphs, large problems"
       run 300 build/cuda/tests/cuda/tessera_cuda_properties ;;
+    allocators)
+      say "low and high addresses of our choosing"
+      run 240 build/cuda/tests/cuda/tessera_cuda_properties addresses
+      if ! python3 -m pytest --version >/dev/null 2>&1; then echo "pytest: unavailable"; continue; fi
+      say "the allocators of PyTorch and JAX"
+      run 240 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_allocators.py ;;
     sanitizer)
       # It says so if it may not attach to the device, and then has no summary of errors.
       if ! timeout -s KILL 60 compute-sanitizer "$cases" --cuda 0 tests/cases/smoke.cases --every 1000 2>&1 |
