@@ -397,6 +397,27 @@ def test_wrong_lengths():
         jax.block_until_ready(program(lengths))
 
 
+def test_lengths_that_are_still_computed():
+    """An eager call on the CPU waits for the values that it looks at: not for q, which the backend waits for."""
+    q, k, v = qkv()
+    x = normal(4, 700, 700)
+
+    @jax.jit
+    def late(lengths):
+        y = jax.lax.fori_loop(0, 4, lambda _, y: jnp.tanh(y @ x), x)
+        return lengths + (0 * y[0, 0]).astype(jnp.int32), q + 0 * y[0, 0]
+    right, wrong = jnp.array([33, 7]), jnp.array([34, 7])
+    expected = tj.attention(q, k, v, seqlens_k=right)
+    for _ in range(15):
+        same(tj.attention(q, k, v, seqlens_k=late(right)[0]), expected)
+        with pytest.raises(ValueError, match=r"seqlens_k\[0\]=34: must be between 0 and the extent, 33"):
+            tj.attention(q, k, v, seqlens_k=late(wrong)[0])
+        same(tj.attention(late(right)[1], k, v, seqlens_k=right), expected)
+    with pytest.raises(ValueError, match=r"align\[0\]=.*: a diagonal must be"):
+        with jax.enable_x64(True):
+            tj.attention(q, k, v, causal=True, align=jnp.array([2**61, 0]))
+
+
 def test_explain():
     q, k, v = qkv()
     assert tj.explain(q, k, v, causal=True).backend == "cpu"

@@ -33,9 +33,6 @@ _MAX_KEPT = 512
 _ASKED_DETERMINISTIC = any(
     f"--xla_gpu_{name}=true" in os.environ.get("XLA_FLAGS", "").split()
     for name in ("deterministic_ops", "exclude_nondeterministic_ops"))
-# What libtessera looks into before it computes, on the CPU.
-_WITH_VALUES = {name for name, row in _keywords.ALL.items() if isinstance(row, _keywords.Tensor)} - \
-    {"bias", "keep", "drop", "rng_state"}
 
 _kept: dict[tuple, Described] = {}
 jax.tree_util.register_dataclass(Gradients, [field.name for field in dataclasses.fields(Gradients)], [])
@@ -165,7 +162,7 @@ def _described(operation: str, given: dict, rows=None, grads=()) -> Described:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
         _kept[key] = described
-    if not _WITH_VALUES.isdisjoint(given):
+    if described.read:
         _validate(described, _operands(described, everything))
     return described
 
@@ -228,9 +225,11 @@ def _check(described: Described, operands):
 
 
 def _validate(described: Described, operands):
-    """Raises the ValueError of values, where they are at hand: an eager call on the CPU."""
+    """Raises the ValueError of values, where they are at hand: an eager call on the CPU, which waits
+    for what is read, as JAX may still compute it."""
     if all(isinstance(x, jax.Array) and not _arrays.is_traced(x) and x.is_fully_addressable and
            [device.platform for device in x.devices()] == ["cpu"] for x in operands):
+        jax.block_until_ready([operands[i] for i in described.read])
         described.spec.validate(operands, [x.unsafe_buffer_pointer() for x in operands])
 
 

@@ -18,6 +18,11 @@ DIFFERENTIABLE = {_lib.INDEX[name]: _lib.INDEX[f"d{name}"] for name in _keywords
 _WORDS = ("pass_", "flags", "align", "format_q", "format_kv", "window_left", "window_right",
           "max_seqlen_q", "max_seqlen_k", "q_scale_block", "k_scale_block", "shift")
 _SCALARS = ("softmax_scale", "softcap", "dropout_p")
+# The tensors whose values libtessera looks at before it computes, on the CPU: core/validate/values.cc.
+_READ = {_lib.INDEX[name] for name in (
+    *(f"{name}_{side}" for side in "qk" for name in ("seqlens", "cu_seqlens")),
+    "cu_seqlens_q_padded", "cu_seqlens_k_padded", "q_start", "k_start", "shift",
+    "page_table_k", "page_table_v", "sink", "alibi_slopes")}
 _FORMATS = tuple(_lib.FORMATS)
 _FLAGS = _WORDS.index("flags")
 
@@ -169,6 +174,7 @@ class Described:
                 self.sources.append((source.name, source.part))
             inputs.append((operands[key], source.index, *((value.axis, value.index) if sliced
                                                           else (-1, 0))))
+        self.read = sorted({operand for operand, index, *_ in inputs if index in _READ})
         outputs, likes = self._outputs(a, inputs, backward is not None, grads)
         words = [getattr(a.problem, field) for field in _WORDS] + [a.sm_margin]
         self.spec = Spec(
