@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch as tt  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
 def qkv(s, d=8, dtype=torch.float32):
@@ -52,6 +53,37 @@ def test_compiled_equals_eager_at_every_length_without_recompiling(keywords):
             results.append((loss, *torch.autograd.grad(loss, arguments)))
         for a, b in zip(*results):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend, checkpointed", [("aot_eager", False), ("aot_eager", True),
+                                                   ("inductor", False)])
+def test_what_is_computed_again_drops_the_same(backend, checkpointed):
+    """At a budget of 0 the backward pass computes everything again, from the inputs alone."""
+    def function(q, k, v):
+        return 2 * tt.attention(q.sin(), k.cos(), v, dropout_p=0.3)
+
+
+    def run(q, k, v):
+        return checkpoint(function, q, k, v, use_reentrant=False) if checkpointed else function(q, k, v)
+    q, k, v = qkv(16)
+    do = torch.randn(q.shape)
+    seen = []
+    for budget in (0.0, 1.0):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        # Caches do not know budgets.
+        with torch._functorch.config.patch(activation_memory_budget=budget), \
+                torch.compiler.config.patch(force_disable_caches=True):
+            compiled = torch.compile(run, fullgraph=True, backend=backend)
+            for _ in range(2):
+                o = compiled(q, k, v)
+                dv, = torch.autograd.grad(o, v, do)
+                # o is linear in v, so <dv, v> = <do, o> only if both passes dropped the same entries
+                torch.testing.assert_close((dv * v).sum(), (do * o).sum(), rtol=1e-4, atol=1e-3)
+                seen.append(o.detach())
+    assert not torch.equal(seen[0], seen[1])
+    for i in (2, 3):
+        torch.testing.assert_close(seen[i], seen[i % 2])
 
 
 def test_packed_sequences_compile_with_a_changing_max_seqlen():

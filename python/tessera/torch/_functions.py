@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from .. import _args, _explain, _keywords, _lib, _prepared
 from .._attention import Gradients
@@ -350,9 +351,19 @@ def _complete(operation: str, q, keywords: dict):
         keywords["rng_state"] = _state(operation, state, q)
     elif state is None and keywords.get("dropout_p") and isinstance(q, torch.Tensor):
         if operation == "attention":
-            keywords["rng_state"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+            keywords["rng_state"] = drawn_state(q.device)
         elif operation == "explain":
             keywords["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def drawn_state(device: torch.device) -> torch.Tensor:
+    """An rng_state from PyTorch's generator, which a backward pass that computes it again gets again."""
+    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or \
+            not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+    # Partitioners compute random operators again where they save little (activation_memory_budget), from
+    # another state of the generator. In a checkpoint they restore the state.
+    return checkpoint(_ops.rng_state, device, use_reentrant=False)
 
 
 def _check_unbuilt(given: dict):

@@ -38,6 +38,9 @@ for _schema in (f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
                 "dropout_mask(Tensor rng_state, SymInt b, SymInt hq, SymInt sq, SymInt sk, "
                 "float dropout_p, Tensor? q_start=None, Tensor? k_start=None) -> Tensor"):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+# An operator of its own: Inductor replaces PyTorch's random operators, and forgets what a checkpoint says.
+_library.define("rng_state(Device device) -> Tensor",
+                tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded))
 
 
 has_binding = _bindings.load("torch", torch.ops.load_library)  # the compiled kernels
@@ -46,11 +49,15 @@ for _name in ("merge", "dropout_mask") if has_binding else \
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, getattr(_kernels, _name), _key)
 
+_library.impl("rng_state", lambda device: torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device),
+              "CompositeExplicitAutograd")
+
 attention = torch.ops.tessera.attention.default
 attention_out = torch.ops.tessera.attention_out.default
 attention_backward = torch.ops.tessera.attention_backward.default
 merge = torch.ops.tessera.merge.default
 dropout_mask = torch.ops.tessera.dropout_mask.default
+rng_state = torch.ops.tessera.rng_state.default
 
 
 _flops.register(torch.ops.tessera)
@@ -121,6 +128,11 @@ def _(os, lses, format, out_dtype=None):
 @torch.library.register_fake("tessera::dropout_mask", lib=_library)
 def _(rng_state, b, hq, sq, sk, dropout_p, q_start=None, k_start=None):
     return rng_state.new_empty((b, hq, sq, sk), dtype=torch.bool)
+
+
+@torch.library.register_fake("tessera::rng_state", lib=_library)
+def _(device):
+    return torch.empty(2, dtype=torch.int64, device=device)
 
 
 # ---- autograd ----

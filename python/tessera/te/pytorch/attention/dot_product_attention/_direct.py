@@ -12,6 +12,7 @@ import inspect
 
 import torch
 
+from .....torch._functions import drawn_state
 from ... import _words
 from ..._translate import Call
 
@@ -67,8 +68,7 @@ def translated(module, q, k, v, *, qkv_layout="sbh3d", attn_mask_type="causal",
         _words.dropout(attention_dropout)
     if dropout and module.training:
         with module.attention_dropout_ctx():
-            keywords["rng_state"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64,
-                                                  device=q.device)
+            keywords["rng_state"] = drawn_state(q.device)
         keywords["dropout_p"] = dropout
     return call.q, call.k, call.v, keywords
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .....torch import attention
+from .....torch._functions import drawn_state
 from ...._logging import logger, switch
 from ...._names import missing
 from ... import _words
@@ -220,8 +221,7 @@ class DotProductAttention(Float8Module):
 
     def _dropout(self, device) -> dict:
         with self.attention_dropout_ctx():
-            state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
-        return {"dropout_p": self.attention_dropout, "rng_state": state}
+            return {"dropout_p": self.attention_dropout, "rng_state": drawn_state(device)}
 
     def _with_cache(self, inference_params, q, k, v, tensors, words):
         """Appends k and v to the cache of this layer; q sees all of it, along the bottom right."""
