@@ -190,6 +190,30 @@ std::string longer_than(const std::string& backend, int pass, int index) {
   return said;
 }
 
+// Starts that no sequence has: the diagonal is one in range, and where a dense bias or mask is
+// indexed by position nothing is read outside of it.
+std::string beyond_starts(const std::string& backend, int pass, int start, int over) {
+  constexpr int64_t kLongest = 150;
+  Attention attention(three_packed(backend, pass));
+  tessera_problem& p = attention.problem;
+  p.flags |= TESSERA_CAUSAL | TESSERA_MAX_SEQLEN_Q | TESSERA_MAX_SEQLEN_K;
+  p.align = TESSERA_ALIGN_TOP_LEFT;
+  p.max_seqlen_q = p.max_seqlen_k = kLongest;
+  const std::vector<uint8_t> data(4 * kLongest * kLongest * sizeof(float), 1);
+  if (over != 0) {
+    attention.give(over, over == TESSERA_BIAS ? TESSERA_FP32 : TESSERA_BOOL,
+                   {1, 4, kLongest, kLongest}, data.data());
+  }
+  const std::vector<int64_t> zeros(3);
+  attention.give(start, TESSERA_INT64, {3}, zeros.data());
+  attention.prepare();
+  constexpr int64_t kWrong = int64_t{1} << 61;
+  return wrong_values<int64_t>(
+      attention, start, {kWrong, -kWrong, INT64_MAX},
+      text("%s_start[0]=%lld: a position must be between 0 and 2^60",
+           start == TESSERA_Q_START ? "q" : "k", static_cast<long long>(kWrong)));
+}
+
 // k and v of a small problem as pages of 16 keys.
 Attention paged(const std::string& backend) {
   Options options = small(backend, TESSERA_FORWARD);
@@ -255,6 +279,17 @@ void lengths() {
     for_each_pass(
         "lengths", index == TESSERA_BIAS ? "beyond a bias" : "beyond a mask",
         [&](const std::string& backend, int pass) { return longer_than(backend, pass, index); });
+  }
+  for (const int start : {TESSERA_Q_START, TESSERA_K_START}) {
+    const char* name = start == TESSERA_Q_START ? "q_start" : "k_start";
+    for_each_pass("lengths", name, [&](const std::string& backend, int pass) {
+      std::string said = beyond_starts(backend, pass, start, 0);
+      if (backend == "cuda_sm80") {  // the other one refuses these
+        beyond_starts(backend, pass, start, TESSERA_BIAS);
+        beyond_starts(backend, pass, start, TESSERA_MASK);
+      }
+      return said;
+    });
   }
   for (const std::string& backend : backends()) {
     check("lengths", backend + " fwd, page_table", [&] {
