@@ -38,6 +38,22 @@ TEST(Choose, NotOnThisMachine) {
   EXPECT_TRUE(reasons_of(a, forward(), kCpu, /*imagined=*/true).empty());
 }
 
+// Looking for a GPU starts its driver, and then no child of fork() can.
+TEST(Choose, ACallOnTheHostLooksForNoGpu) {
+  const auto on_gpu = [](Support& support, const Problem&, const Device& device) {
+    support.require(device.kind == TESSERA_CUDA, ReasonId::kDevice, Remedy::kNone,
+                    [] { return std::string("device=cpu: must be a CUDA device"); });
+  };
+  const DummyBackend gpu("gpu", on_gpu), host("host", testing::fp32_on_cpu);
+  const Backend* const list[] = {&gpu, &host};
+  EXPECT_EQ(choose(list, normalised(forward()), kCpu).value(), &host);
+  EXPECT_FALSE(choose(list, normalised(forward(TESSERA_BF16)), kCpu).ok());
+  EXPECT_FALSE(choose_utilities(list, kCpu).ok());
+  EXPECT_EQ(gpu.looked_for, 0);
+  EXPECT_EQ(choose(list, normalised(forward()), kHopper).value(), &gpu);
+  EXPECT_EQ(gpu.looked_for, 1);
+}
+
 TEST(Choose, WhoIsSlowerIsPassedByWhereAnotherRuns) {
   DummyBackend slow("slow", testing::supports_all);
   const DummyBackend narrow("narrow", testing::fp32_on_cpu);

@@ -23,7 +23,10 @@ class DummyBackend : public Backend {
   DummyBackend(std::string name, Rules rules) : name_(std::move(name)), rules_(std::move(rules)) {}
 
   std::string_view name() const override { return name_; }
-  std::string unavailable() const override { return missing; }
+  std::string unavailable() const override {
+    ++looked_for;
+    return missing;
+  }
   Support supports(const Problem& p, const Device& device) const override {
     ++asked;
     Support support;
@@ -48,6 +51,7 @@ class DummyBackend : public Backend {
   std::string missing;          // what unavailable() answers
   std::string slower, kernels;  // what yields() and kernels_for() answer
   mutable std::atomic<int> asked{0}, built{0};
+  mutable std::atomic<int> looked_for{0};  // times that unavailable() was asked
 
  private:
   std::string name_;

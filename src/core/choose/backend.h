@@ -57,7 +57,8 @@ class Backend {
   virtual ~Backend() = default;
   virtual std::string_view name() const = 0;
 
-  // "" when this machine can run it; otherwise why not ("libcuda.so.1 not found").
+  // "" when this machine can run it; otherwise why not ("libcuda.so.1 not found"). May start a
+  // driver, which a child of fork() cannot share: asked only for tensors that the backend takes.
   virtual std::string unavailable() const { return {}; }
 
   // Cheap, pure, all reasons; says nothing of unavailable(), so that explain can answer for devices

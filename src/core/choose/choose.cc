@@ -69,7 +69,7 @@ Result<const Backend*> choose(BackendList backends, const Problem& problem, cons
   const Backend* chosen = nullptr;
   for (const Backend* backend : backends) {
     if (!forced.empty() && backend->name() != forced) continue;
-    if (!backend->unavailable().empty() || !backend->supports(problem, device)) continue;
+    if (!backend->supports(problem, device) || !backend->unavailable().empty()) continue;
     const bool yields = forced.empty() && !backend->yields(problem, device).empty();
     if (!chosen || !yields) chosen = backend;
     if (!yields) break;
@@ -95,10 +95,15 @@ std::vector<Reason> reasons_of(const Backend& backend, const Problem& problem, c
                    "backend=\"" + std::string(forced) + "\" is forced; leave it unset"});
   }
   const Support support = backend.supports(problem, device);
-  const bool built = std::none_of(support.reasons().begin(), support.reasons().end(),
-                                  [](const Reason& r) { return r.id == ReasonId::kNotBuilt; });
-  if (std::string why = backend.unavailable(); built && !imagined && !why.empty()) {
-    all.push_back({ReasonId::kNotLoaded, Remedy::kDeviceCpu, std::move(why)});
+  // Without its driver a backend is no further away from tensors on the host than with it.
+  const bool moot =
+      std::any_of(support.reasons().begin(), support.reasons().end(), [&](const Reason& r) {
+        return r.id == ReasonId::kNotBuilt ||
+               (r.id == ReasonId::kDevice && device.kind == TESSERA_CPU);
+      });
+  if (!moot && !imagined) {
+    std::string why = backend.unavailable();
+    if (!why.empty()) all.push_back({ReasonId::kNotLoaded, Remedy::kDeviceCpu, std::move(why)});
   }
   all.insert(all.end(), support.reasons().begin(), support.reasons().end());
   return all;
@@ -130,8 +135,10 @@ int first_of(std::span<const Answer> answers) {
 Result<const Backend*> choose_utilities(BackendList backends, const Device& device) {
   std::string text = "no backend of this machine computes it on " + device_text(device);
   for (const Backend* backend : backends) {
-    const std::string why = backend->unavailable();
-    if (why.empty() && backend->owns_utilities(device)) return backend;
+    const bool owns = backend->owns_utilities(device);
+    std::string why;
+    if (owns || device.kind != TESSERA_CPU) why = backend->unavailable();
+    if (owns && why.empty()) return backend;
     text += "\n  " + std::string(backend->name()) + ": " +
             (why.empty() ? "does not own merge and dropout_mask there" : why);
   }
