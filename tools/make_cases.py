@@ -115,6 +115,25 @@ def pages():
                        strided=rng.random() < 0.3 or None, int64=rng.random() < 0.3 or None,
                        causal=rng.random() < 0.6 or None, align="bottom_right", poison=True)
         yield line(which, dtype=dtype, b=2, s=33, h=2, d=16, layout=layout, page=8)
+    # Pages that a window has left behind, or that a diagonal has not reached.
+    for dtype, page in product(DTYPES, (1, 3, 4, 16)):
+        window = {"window": rng.choice(("3,0", "0,0", "7,2")), "align": "bottom_right"}
+        for sq, heads in ((1, {"h": 2}), (5, {"hq": 8, "hk": 1}), (3, {"hq": 4, "hk": 2}), (70, {"h": 2})):
+            yield from both(dtype=dtype, b=3, sq=sq, sk=150, **heads, d=rng.choice((8, 40, 64)), page=page,
+                            lens_k=f"random:{rng.randrange(99)}", tables=rng.choice((None, 2)), **window, poison=True)
+        yield from both(dtype=dtype, b=3, sq=9, sk=90, h=2, d=16, page=page, lens_q="9,0,4", lens_k="90,60,80",
+                        window="5,-1", align="bottom_right", sink="learnable", grads="dsink", poison=True)
+        yield from both(dtype=dtype, b=2, sq=33, sk=150, h=2, d=32, page=page, lens_k="150,120", causal=True,
+                        align="top_left", poison=True)
+        yield line("fwd", dtype=dtype, b=2, sq=1, sk=3000, hq=4, hk=2, d=64, page=page, lens_k="3000,2111",
+                   window="1100,0", align="bottom_right", poison=True)
+        yield from both(dtype=dtype, b=2, sq=9, sk=90, h=2, d=16, page=page, lens_k="90,60", q_start="50,7",
+                        k_start="3,0", window="8,1", align="top_left", poison=True)
+        yield from both(dtype=dtype, b=2, sq=9, sk=90, h=2, d=16, page=page, lens_k="90,60", shift="random:2",
+                        window="8,0", poison=True)
+    for kv in ("e4m3", "e5m2"):
+        yield line("fwd", dtype="bf16", b=3, sq=2, sk=150, hq=4, hk=2, d=64, kv=kv, page=16, lens_k="random:3",
+                   window="9,0", align="bottom_right", poison=True)
 
 
 def bands():

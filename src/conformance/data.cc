@@ -9,6 +9,7 @@
 
 #include "conformance/pattern.h"
 #include "core/case/draw.h"
+#include "core/mask/sequence.h"
 
 namespace tessera {
 namespace {
@@ -143,11 +144,18 @@ class Filler {
         std::swap(order[i], order[draw_integer(c_.seed, kDrawPages, draw, i + 1)]);
       }
       if (c_.b >= 2) order[max_pages] = order[0];
-      const Inside used = [&](const At& at) { return at.axis[1] * c_.page < g_.len_k[at.axis[0]]; };
+      const Inside used = [&](const At& at) { return page_is_seen(at.axis[0], at.axis[1]); };
       each(index, used, [&](const At& at, int64_t) {
         put_integer(index, at, order[at.axis[0] * max_pages + at.axis[1]]);
       });
     }
+  }
+
+  // True if page `page` of sequence n holds a key that the band shows to some query. Others may
+  // hold anything, as may their entries of the table.
+  bool page_is_seen(int64_t n, int64_t page) const {
+    const Interval seen = sequence_of(p_, buffers_, n).band.keys();
+    return !seen.empty() && page * c_.page < seen.hi && seen.lo < (page + 1) * c_.page;
   }
 
   // Some sequence has this pair inside its lengths; broadcast axes stand for all of theirs.
@@ -221,6 +229,7 @@ class Filler {
     for (int64_t n = 0; n < c_.b; ++n) {
       for (int64_t j = 0; j < g_.len_k[n]; ++j) {
         if (!hidden_[n].empty() && hidden_[n][j]) continue;
+        if (c_.page > 0 && !page_is_seen(n, j / c_.page)) continue;
         int64_t row = n * t.extent[1] + j;
         if (c_.page > 0) {
           const int64_t max_pages = p_.tensor[TESSERA_PAGE_TABLE_K].extent[1];

@@ -208,6 +208,36 @@ TEST(ValidateBuffers, Pages) {
   expect_invalid(p, s, "seqlens_k[0]=13: must be between 0 and the extent, 12");
 }
 
+// Entries of pages that the band hides from every query may be anything.
+TEST(ValidateBuffers, PagesBehindTheBand) {
+  Problem p = testing::paged();  // 5 queries, two tables of three pages of 4 keys
+  p.flags |= TESSERA_WINDOW;
+  p.window_left = 1, p.window_right = 0;
+  p.align = TESSERA_ALIGN_GIVEN;
+  for (const int index : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT, TESSERA_SEQLENS_Q}) {
+    p.tensor[index] = testing::dense(TESSERA_INT32, {2});
+  }
+  Storage s(p);
+  for (const int64_t n : {0, 1}) {
+    s.set(TESSERA_SEQLENS_Q, n, 2);
+    s.set(TESSERA_SEQLENS_K, n, 12);
+    s.set(TESSERA_SHIFT, n, 5);  // rows 0 and 1 see keys 4 to 6
+    s.set(TESSERA_Q_START, n, 0), s.set(TESSERA_K_START, n, 0);
+  }
+  for (const int64_t entry : {0, 2, 3, 5}) s.set(TESSERA_PAGE_TABLE_K, entry, INT32_MAX);
+  for (const int64_t entry : {1, 4}) s.set(TESSERA_PAGE_TABLE_K, entry, 0);
+  expect_valid(p, s);
+  s.set(TESSERA_SHIFT, 1, 4);  // keys 3 to 5
+  expect_invalid(p, s, "page_table[1, 0]=2147483647: must be a page of k, between 0 and 5");
+  s.set(TESSERA_Q_START, 1, 9), s.set(TESSERA_K_START, 1, 7);  // keys 5 to 7
+  expect_valid(p, s);
+  s.set(TESSERA_Q_START, 1, 10);  // keys 6 to 8
+  expect_invalid(p, s, "page_table[1, 2]=2147483647");
+  s.set(TESSERA_SEQLENS_Q, 1, 0);
+  s.set(TESSERA_PAGE_TABLE_K, 4, -1);
+  expect_valid(p, s);
+}
+
 TEST(ValidateBuffers, SinksAndSlopesAreFinite) {
   Problem p = testing::forward(TESSERA_BF16);
   p.align = TESSERA_ALIGN_TOP_LEFT;

@@ -114,7 +114,8 @@ def _positions(shape, layout: str, keywords) -> np.ndarray:
         lengths = keywords.get("seqlens_k", np.full(len(table), table.shape[1] * size))
         for pages, length in zip(table, lengths):
             for i, page in enumerate(pages[:-(-int(length) // size)]):
-                place[page] = i * size + np.arange(size)
+                if 0 <= page < shape[0]:  # the entry of a hidden page may be anything
+                    place[page] = i * size + np.arange(size)
         return place
     if layout == "thd":
         place = np.full(shape[0], -1)

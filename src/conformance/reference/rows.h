@@ -127,15 +127,39 @@ struct Question {
   }
 };
 
+// The band of a sequence, its rows and keys counted from 0.
+class Diagonal {
+ public:
+  Diagonal(const Question& question, int64_t n, const Side& q, const Side& k)
+      : len_q_(q.length), len_k_(k.length), shift_(question.shift(n, q, k) + q.start - k.start) {
+    const Problem& p = question.p;
+    if (has(p, TESSERA_WINDOW)) left_ = p.window_left, right_ = p.window_right;
+    if (has(p, TESSERA_CAUSAL)) right_ = 0;
+  }
+
+  bool shows(int64_t i, int64_t j) const {
+    return i < len_q_ && j < len_k_ && !ends_before(i, j) && !begins_after(i, j);
+  }
+  // To any row: the first reaches furthest to the left, the last to the right.
+  bool shows(int64_t j) const {
+    return len_q_ > 0 && j < len_k_ && !begins_after(0, j) && !ends_before(len_q_ - 1, j);
+  }
+  int64_t distance(int64_t i, int64_t j) const { return std::abs(i + shift_ - j); }
+
+ private:
+  bool begins_after(int64_t i, int64_t j) const { return left_ >= 0 && i + shift_ - j > left_; }
+  bool ends_before(int64_t i, int64_t j) const { return right_ >= 0 && j - (i + shift_) > right_; }
+
+  int64_t len_q_, len_k_, shift_;
+  int64_t left_ = -1, right_ = -1;
+};
+
 // Which keys query i of (sequence n, head h) sees, and what is added to their scores.
 class Row {
  public:
   Row(const Question& question, int64_t n, int64_t h, const Side& q, const Side& k)
-      : question_(question), n_(n), h_(h), q_(q), k_(k) {
+      : question_(question), n_(n), h_(h), q_(q), k_(k), diagonal_(question, n, q, k) {
     const Problem& p = question.p;
-    shift_ = question.shift(n, q, k) + q.start - k.start;
-    if (has(p, TESSERA_WINDOW)) left_ = p.window_left, right_ = p.window_right;
-    if (has(p, TESSERA_CAUSAL)) right_ = 0;
     if (given(p, TESSERA_ALIBI_SLOPES)) {
       const Tensor& t = p.tensor[TESSERA_ALIBI_SLOPES];
       slope_ = load_real(p, question.b, TESSERA_ALIBI_SLOPES, offset_of(t, broadcast(t, 0, n), h));
@@ -146,10 +170,7 @@ class Row {
 
   bool visible(int64_t j) const {
     const Problem& p = question_.p;
-    if (i_ >= q_.length || j >= k_.length) return false;
-    const int64_t distance = j - (i_ + shift_);  // > 0: the key lies after the diagonal
-    if (left_ >= 0 && -distance > left_) return false;
-    if (right_ >= 0 && distance > right_) return false;
+    if (!diagonal_.shows(i_, j)) return false;
     if (given(p, TESSERA_MASK)) {
       const bool set = load_integer(p, question_.b, TESSERA_MASK, pair(TESSERA_MASK, j)) != 0;
       if (set == has(p, TESSERA_MASK_DROP)) return false;
@@ -171,7 +192,7 @@ class Row {
     return load_real(question_.p, question_.b, TESSERA_BIAS, pair(TESSERA_BIAS, j));
   }
   double slope() const { return slope_; }
-  int64_t distance(int64_t j) const { return std::abs(i_ + shift_ - j); }
+  int64_t distance(int64_t j) const { return diagonal_.distance(i_, j); }
 
   bool kept(int64_t j) const {
     const auto wrapped = [](int64_t x) { return static_cast<uint32_t>(x); };  // modulo 2^32
@@ -212,8 +233,7 @@ class Row {
   const Question& question_;
   int64_t n_, h_, i_ = 0;
   Side q_, k_;
-  int64_t shift_;  // as rows and keys are counted here, from 0
-  int64_t left_ = -1, right_ = -1;
+  Diagonal diagonal_;
   double slope_ = 0;
 };
 

@@ -46,10 +46,13 @@ class Walk {
     }
   }
 
+  // Keys that the band hides from every row stay unread: their pages may not exist.
   void load_keys(int index, int64_t n, int64_t head, int64_t d, std::vector<T>& rows) {
     const int32_t dtype = p_.tensor[index].dtype;
-    rows.resize(k_side_.length * d);
+    const Diagonal diagonal(question_, n, q_side_, k_side_);
+    rows.assign(k_side_.length * d, 0);
     for (int64_t j = 0; j < k_side_.length; ++j) {
+      if (!diagonal.shows(j)) continue;
       const int64_t at = question_.key_row(index, k_side_, n, j, head);
       const double factor = question_.factor(index, n, head, j);
       for (int64_t c = 0; c < d; ++c) {
@@ -112,7 +115,9 @@ class Walk {
       Problem contiguous = p_;
       contiguous.tensor[input] = dense;
       const Question where(contiguous, question_.b);
+      const Diagonal diagonal(question_, n, q_side_, k_side_);
       for (int64_t j = 0; j < k_side_.length; ++j) {
+        if (!diagonal.shows(j)) continue;
         const int64_t to = where.key_row(input, k_side_, n, j, head);
         const auto add = [&](const std::vector<T>& from, std::vector<double>& sum) {
           for (int64_t c = 0; c < d; ++c)

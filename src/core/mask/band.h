@@ -78,6 +78,8 @@ struct BasicBand {
     if (m0 >= m1) return {0, 0};
     return {lo(m0), hi(m1 - 1)};
   }
+  // Keys that some query of the sequence may see; pages that hold none of them are never read.
+  TESSERA_HOST_DEVICE Interval keys() const { return keys(0, len_q); }
   // Keys that every query of [m0, m1) sees; none if one of them does not exist.
   TESSERA_HOST_DEVICE Interval keys_of_all(Int m0, Int m1) const {
     return {lo(m1 - 1), m0 < 0 || m1 > len_q ? 0 : hi(m0)};

@@ -147,7 +147,7 @@ Status check_values(const Problem& p, const Buffers& b) {
   BadValue bad;
   for (int r = 0; r < rules.count; ++r) {
     for (int64_t item = 0; item < rules.rule[r].items; ++item) {
-      if (breaks(rules.rule[r], item, &bad)) return refuse(p, rules.rule[r], bad);
+      if (breaks(rules, r, item, &bad)) return refuse(p, rules.rule[r], bad);
     }
   }
   return {};

@@ -3,6 +3,8 @@
 
 #include <cinttypes>
 
+#include "core/mask/sequence.h"
+
 namespace tessera {
 namespace {
 
@@ -89,9 +91,23 @@ void add_pages(ValueRules* to, const Problem& p, const Buffers& b, int table) {
   const Tensor& t = p.tensor[table];
   ValueRule& rule = add(to, ValueRule::kPages, p, b, table, t.extent[0] * t.extent[1],
                         p.tensor[pool_of(p, table)].extent[0]);
-  rule.lengths = p.tensor[TESSERA_SEQLENS_K];
-  rule.lengths_data = b.data[TESSERA_SEQLENS_K];
   rule.page_size = p.tensor[TESSERA_K].extent[1];
+}
+
+PagedBands paged_bands(const Problem& p, const Buffers& b) {
+  const auto list = [&](int index) {
+    return given(p, index)
+               ? Integers{b.data[index], p.tensor[index].stride[0], p.tensor[index].dtype}
+               : Integers{};
+  };
+  return {.rule = band_rule_of<int64_t>(p),
+          .sq = sizes_of(p).sq,
+          .len_q = list(TESSERA_SEQLENS_Q),
+          .cu_len_q = list(TESSERA_CU_SEQLENS_Q),
+          .len_k = list(TESSERA_SEQLENS_K),
+          .q_start = list(TESSERA_Q_START),
+          .k_start = list(TESSERA_K_START),
+          .shift = list(TESSERA_SHIFT)};
 }
 
 void add_finite(ValueRules* to, const Problem& p, const Buffers& b, int index) {
@@ -148,6 +164,7 @@ Status refuse_padded(const Problem& p, const ValueRule& rule, const BadValue& ba
 
 ValueRules::ValueRules(const Problem& p, const Buffers& b) {
   const Sizes s = sizes_of(p);
+  bands = paged_bands(p, b);
   for (const int index : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT}) {
     const auto kind = index == TESSERA_SHIFT ? ValueRule::kShift : ValueRule::kStarts;
     if (given(p, index)) add(this, kind, p, b, index, p.tensor[index].extent[0], 0);

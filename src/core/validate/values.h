@@ -4,7 +4,7 @@
 // and both find the same one first.
 #pragma once
 
-#include "core/mask/philox.h"  // TESSERA_HOST_DEVICE
+#include "core/mask/band.h"
 #include "core/problem/problem.h"
 
 namespace tessera {
@@ -15,8 +15,8 @@ struct ValueRule {
   Kind kind;
   int32_t index;  // of the tensor
   int64_t items;
-  // lengths: cu_seqlens beside kPadded, seqlens_k beside kPages; starts beside kCuSeqlens, which a
-  // dense mask or bias has places for too, or not given
+  // lengths: cu_seqlens beside kPadded; starts beside kCuSeqlens, which a dense mask or bias has
+  // places for too, or not given
   Tensor tensor, lengths;
   const void *data, *lengths_data;
   int64_t limit;       // the extent, tokens or pages that bound the values
@@ -36,10 +36,27 @@ struct BadValue {
   int64_t other;
 };
 
-// The rules of a problem, in the order in which their violations are reported.
+// A list of integers of the caller's, one a sequence: int32 or int64.
+struct Integers {
+  const void* data;  // null: not given
+  int64_t stride;    // elements
+  int32_t dtype;
+};
+
+// What decides which keys of a paged sequence its band shows to some query.
+struct PagedBands {
+  BandRule rule;
+  int64_t sq;                // the length of every q, where neither of the next two is given
+  Integers len_q, cu_len_q;  // seqlens_q, cu_seqlens_q
+  Integers len_k, q_start, k_start, shift;
+};
+
+// The rules of a problem, in the order in which their violations are reported. Those of pages come
+// after those of lengths and positions, which they rely on.
 struct ValueRules {
   int count = 0;
   ValueRule rule[kMostValueRules];
+  PagedBands bands;  // read with kPages
   ValueRules(const Problem& problem, const Buffers& buffers);
 };
 
@@ -52,6 +69,23 @@ TESSERA_HOST_DEVICE int64_t integer_at(const Tensor& t, const void* data, int64_
   const int64_t at = i * t.stride[0];
   return t.dtype == TESSERA_INT32 ? static_cast<const int32_t*>(data)[at]
                                   : static_cast<const int64_t*>(data)[at];
+}
+
+TESSERA_HOST_DEVICE int64_t integer_at(const Integers& list, int64_t i) {
+  if (!list.data) return 0;
+  return list.dtype == TESSERA_INT32 ? static_cast<const int32_t*>(list.data)[i * list.stride]
+                                     : static_cast<const int64_t*>(list.data)[i * list.stride];
+}
+
+// Keys of sequence n that the band shows to some query of it.
+TESSERA_HOST_DEVICE Interval seen_keys(const PagedBands& bands, int64_t n) {
+  const int64_t len_q = bands.len_q.data ? integer_at(bands.len_q, n)
+                        : bands.cu_len_q.data
+                            ? integer_at(bands.cu_len_q, n + 1) - integer_at(bands.cu_len_q, n)
+                            : bands.sq;
+  const int64_t further =
+      integer_at(bands.shift, n) + integer_at(bands.q_start, n) - integer_at(bands.k_start, n);
+  return Band::of(bands.rule, len_q, integer_at(bands.len_k, n), further).keys();
 }
 
 // Differences and sums of values that may be anything.
@@ -79,9 +113,10 @@ TESSERA_HOST_DEVICE bool is_finite(const void* data, int64_t i, int32_t dtype, i
 
 }  // namespace values
 
-// True if item `item` breaks the rule; then *bad says how. Reads nothing outside the tensors,
+// True if item `item` breaks rule `rule`; then *bad says how. Reads nothing outside the tensors,
 // whatever other items hold.
-TESSERA_HOST_DEVICE bool breaks(const ValueRule& r, int64_t item, BadValue* bad) {
+TESSERA_HOST_DEVICE bool breaks(const ValueRules& rules, int rule, int64_t item, BadValue* bad) {
+  const ValueRule& r = rules.rule[rule];
   int64_t value = 0, other = 0;
   bool wrong = false;
   switch (r.kind) {
@@ -125,10 +160,13 @@ TESSERA_HOST_DEVICE bool breaks(const ValueRule& r, int64_t item, BadValue* bad)
       }
       wrong = value < other || value > r.limit;
       break;
-    case ValueRule::kPages: {  // entries of the pages that seqlens_k uses
+    case ValueRule::kPages: {  // entries of the pages that hold a key which some query may see
       const int64_t n = item / r.tensor.extent[1], page = item % r.tensor.extent[1];
       const int64_t at = n * r.tensor.stride[0] + page * r.tensor.stride[1];
-      if (page * r.page_size >= values::integer_at(r.lengths, r.lengths_data, n)) return false;
+      const Interval seen = values::seen_keys(rules.bands, n);
+      if (seen.empty() || page * r.page_size >= seen.hi || (page + 1) * r.page_size <= seen.lo) {
+        return false;
+      }
       value = static_cast<const int32_t*>(r.data)[at];
       wrong = value < 0 || value >= r.limit;
       break;

@@ -177,14 +177,17 @@ bool all_visible(const Problem& p) {
   return !has_band(p);
 }
 
-// True if a row of a pool belongs to two keys. Marks the pages in used, a byte each.
+// True if a row of a pool belongs to two keys that some query may see. Marks the pages in used, a
+// byte each.
 bool shares_pages(const Problem& problem, const Buffers& buffers, const Layout& layout, int table) {
   if (!given(problem, table)) return false;
   const Tensor& t = problem.tensor[table];
   const int64_t page_size = problem.tensor[TESSERA_K].extent[1];
   std::memset(layout.used_pages, 0, static_cast<size_t>(layout.used_pages_bytes));
   for (int64_t n = 0; n < layout.args.call.batch; ++n) {
-    for (int64_t place = 0; place * page_size < layout.sequences[n].band.len_k; ++place) {
+    const Interval seen = layout.sequences[n].band.keys();
+    if (seen.empty()) continue;
+    for (int64_t place = seen.lo / page_size; place * page_size < seen.hi; ++place) {
       const int32_t page = static_cast<const int32_t*>(buffers.data[table])[offset_of(t, n, place)];
       if (layout.used_pages[page]++ != 0) return true;
     }

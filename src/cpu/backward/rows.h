@@ -101,16 +101,18 @@ class BackwardRows {
     store(reinterpret_cast<T*>(to));
   }
 
-  // K and V of the block. A key that a mask by key hides from this head may hold anything.
+  // K and V of the block. A key that the band hides from every query, or a mask by key from this
+  // head, may hold anything.
   __attribute__((noinline)) void prepare_keys() {
     keys_ready_ = true;
     const int64_t head_k = head_ / call_.group;
+    const Interval seen = sequence_->band.keys();
     const int rows = static_cast<int>(pad_to(keys_.count, R));
     const char *k[B], *v[B];
     for (int j = 0; j < rows; ++j) {
       k[j] = v[j] = x_.zeros;
       const int64_t key = keys_.n0 + j;
-      if (j >= keys_.count) continue;
+      if (j >= keys_.count || !seen.contains(key)) continue;
       if (call_.mask_by_key &&
           static_cast<uint8_t>(*at(call_.mask, sequence_->n, head_, 0, sequence_->dense_k + key)) ==
               call_.mask_hides) {
@@ -249,8 +251,10 @@ class BackwardRows {
       ask_row(row_at(call_.o, batch, row, head_), call_.dv);
     }
     if (ahead_.query < queries) return;
-    const int64_t keys = smaller(ahead_.keys_end, keys_.n0 + 2 * B), head_k = head_ / call_.group;
-    ahead_.key = larger(ahead_.key, keys_.n0 + B);
+    const Interval seen = sequence_->band.keys();
+    const int64_t head_k = head_ / call_.group;
+    const int64_t keys = smaller(smaller(ahead_.keys_end, seen.hi), keys_.n0 + 2 * B);
+    ahead_.key = larger(larger(ahead_.key, seen.lo), keys_.n0 + B);
     for (int n = 0; n < 3 && ahead_.key < keys; ++n, ++ahead_.key) {
       ask_row(row_of_key(call_.k, call_.k_pages, *sequence_, ahead_.key, head_k), call_.dqk);
       ask_row(row_of_key(call_.v, call_.v_pages, *sequence_, ahead_.key, head_k), call_.dv);
@@ -356,6 +360,8 @@ class BackwardRows {
     }
     const float* before = first_of_group_ ? nullptr : sum;
     if (parts || !last_of_group_) return store_row<S>(sum, row, before, 1.0f, dim);
+    // Whoever is seen by nobody may have no page; its gradient has been set to 0 with the pool's.
+    if (pages.table && !sequence_->band.keys().contains(key)) return;
     if (args_.shared_pages) {
       const int64_t place = key / pages.page_size;
       const int32_t page =

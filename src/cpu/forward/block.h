@@ -116,9 +116,13 @@ struct Block {
 
 template <typename S>
 void Block<S>::point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head) {
-  find_rows(call.k, call.k_pages, sequence, kv_head, keys.n0, keys.count, k_rows);
-  find_rows(call.v, call.v_pages, sequence, kv_head, keys.n0, keys.count, v_rows);
-  for (int j = keys.count; j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
+  const Interval seen = sequence.band.keys();
+  const int begin = static_cast<int>(larger<int64_t>(seen.lo - keys.n0, 0));
+  const int end = static_cast<int>(smaller<int64_t>(seen.hi - keys.n0, keys.count));
+  for (int j = 0; j < begin; ++j) k_rows[j] = v_rows[j] = zeros;
+  find_rows(call.k, call.k_pages, sequence, kv_head, keys.n0 + begin, end - begin, k_rows + begin);
+  find_rows(call.v, call.v_pages, sequence, kv_head, keys.n0 + begin, end - begin, v_rows + begin);
+  for (int j = end; j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
 }
 
 template <typename S>
@@ -129,7 +133,7 @@ void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, Turn 
   k_bytes = turn.heads * call.dqk * size(call.k.dtype);
   v_bytes = turn.heads * call.dv * size(call.v.dtype);
   const int64_t n0 = keys.n0 + kBlock;
-  const int64_t n = smaller<int64_t>(sequence.band.len_k - n0, kBlock);
+  const int64_t n = smaller<int64_t>(sequence.band.keys().hi - n0, kBlock);
   next_rows = static_cast<int>((n + turn.heads - 1 - turn.index) / turn.heads);
   if (n <= 0 || next_rows == 0) {
     next_rows = 1, next_k_rows[0] = k_rows[0], next_v_rows[0] = v_rows[0];

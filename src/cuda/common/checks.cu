@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
       __syncthreads();
       BadValue bad;
       const int64_t item = item0 + threadIdx.x;
-      const bool wrong = item < rule.items && breaks(rule, item, &bad);
+      const bool wrong = item < rule.items && breaks(args.rules, r, item, &bad);
       if (wrong) atomicMin(&first, static_cast<int>(threadIdx.x));
       if (!__syncthreads_or(wrong)) continue;
       if (first == static_cast<int>(threadIdx.x)) *args.finding = {r, bad};
