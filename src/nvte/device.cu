@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/current_device.h"
 #include "nvte/device.h"
 #include "nvte/tensor.h"
 
@@ -30,16 +31,12 @@ void check(cudaError_t error, const char* what) {
 // Makes the device current for one scope.
 class DeviceScope {
  public:
-  explicit DeviceScope(int ordinal) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    check(cudaSetDevice(ordinal), "cudaSetDevice");
+  explicit DeviceScope(int ordinal) : current_(ordinal) {
+    check(current_.error(), "cuCtxPushCurrent");
   }
-  ~DeviceScope() { (void)cudaSetDevice(previous_); }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int previous_ = 0;
+  cuda::CurrentDevice current_;
 };
 
 }  // namespace

@@ -47,17 +47,8 @@ Status launch_overlapping(const char* operation, const void* function, dim3 grid
   return launch_status(cudaLaunchKernelExC(&config, function, arguments), operation);
 }
 
-DeviceScope::DeviceScope(int ordinal) {
-  int current = -1;
-  status_ = cuda_status(cudaGetDevice(&current), "cudaGetDevice");
-  if (!status_.ok() || current == ordinal) return;
-  status_ = cuda_status(cudaSetDevice(ordinal), "cudaSetDevice");
-  if (status_.ok()) previous_ = current;
-}
-
-DeviceScope::~DeviceScope() {
-  if (previous_ >= 0) (void)cudaSetDevice(previous_);
-}
+DeviceScope::DeviceScope(int ordinal)
+    : current_(ordinal), status_(cuda_status(current_.error(), "cuCtxPushCurrent")) {}
 
 Result<DeviceInfo> device_info(int ordinal) {
   constexpr int kMaxDevices = 64;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/problem/problem.h"
+#include "cuda/common/current_device.h"
 #include "cuda/common/rules/arguments.h"
 #include "cuda/common/rules/device.h"
 
@@ -30,13 +31,10 @@ Status launch_overlapping(const char* operation, const void* function, dim3 grid
 class DeviceScope {
  public:
   explicit DeviceScope(int ordinal);
-  ~DeviceScope();
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
   const Status& status() const { return status_; }
 
  private:
-  int previous_ = -1;  // -1: nothing to put back
+  CurrentDevice current_;
   Status status_;
 };
 
