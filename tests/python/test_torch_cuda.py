@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.torch on a CUDA device: graphs, streams, no host synchronisation, what PyTorch computes."""
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -453,3 +456,34 @@ def test_sdpa_takes_a_causal_mask_of_floats(dtype, d):
     for a, b in zip(torch.autograd.grad(ours, (q, k, v), do),
                     torch.autograd.grad(theirs, (q, k, v), do)):
         torch.testing.assert_close(a, b, **near)
+
+
+@pytest.mark.parametrize("count", [32, 40, 320])
+def test_merge_of_many_parts_rounds_once(count):
+    g = torch.Generator("cuda").manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=g, device="cuda")  # noqa: E731
+    parts = [(draw(1, 50, 2, 64).bfloat16(), draw(1, 2, 50)) for _ in range(count)]
+    weights = torch.stack([lse for _, lse in parts]).double().softmax(0).transpose(2, 3)[..., None]
+    exact = (weights * torch.stack([o for o, _ in parts]).double()).sum(0)
+    error = lambda o: (o.double() - exact).abs().mean()  # noqa: E731
+    assert error(tt.merge(parts)[0]) <= 1.02 * error(exact.bfloat16())
+
+
+SECOND_DEVICE = """
+import torch, tessera, tessera.torch as tt
+x = lambda *shape: torch.randn(*shape, device="cuda:1")
+q = x(2, 8, 2, 64)
+o, lse = tt.attention(q, q, q, causal=True, return_lse=True)
+tt.merge([(o, lse), (o, lse)])
+tt.append_kv(x(2, 1, 2, 64), x(2, 1, 2, 64), x(2, 16, 2, 64), x(2, 16, 2, 64),
+             torch.zeros(2, dtype=torch.int32, device="cuda:1"))
+tt.dropout_mask(2, 2, 8, 8, 0.5, torch.tensor([1, 2], device="cuda:1"))
+torch.cuda.synchronize(1)
+assert torch.cuda.current_device() == 0
+assert not torch._C._cuda_hasPrimaryContext(0), "a context on a device that nobody asked for"
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_calls_on_the_second_device_leave_the_first_alone():
+    subprocess.run([sys.executable, "-c", SECOND_DEVICE], check=True)

@@ -10,38 +10,55 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// One warp a row: lane p holds the weight of part p.
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeLaunch m) {
+// One warp a row: lane p holds the weights of parts p, p + 32, ...
+template <int kParts>
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(const __grid_constant__ MergeLaunchOf<kParts> m) {
+  static_assert(kParts % 32 == 0);
+  constexpr int kOwn = kParts / 32;
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   if (row >= int64_t{m.batch} * m.sq * m.hq) return;
   const int head = static_cast<int>(row % m.hq);
   const int64_t query = row / m.hq % m.sq, n = row / m.hq / m.sq;
 
-  float part_lse = -kInfinity;
-  if (lane < m.num_parts) {
-    const View& lse = m.part[lane].lse;
-    part_lse = static_cast<const float*>(lse.data)[offset_of(lse, n, head, query)];
+  float weight[kOwn], max = -kInfinity, sum = 0;
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    const int p = own * 32 + lane;
+    weight[own] = -kInfinity;
+    if (p < m.num_parts) {
+      const View& lse = m.part[p].lse;
+      weight[own] = static_cast<const float*>(lse.data)[offset_of(lse, n, head, query)];
+    }
+    max = fmaxf(max, weight[own]);
   }
-  float max = part_lse;
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
   if (max == -kInfinity) max = 0;
-  float weight = part_lse == -kInfinity ? 0 : exp2_approx((part_lse - max) * kLog2e);
-  float sum = weight;
+#pragma unroll
+  for (float& w : weight) {
+    w = w == -kInfinity ? 0 : exp2_approx((w - max) * kLog2e);
+    sum += w;
+  }
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
   const float lse = sum == 0 ? -kInfinity : max + logf(sum);
-  weight = sum == 0 ? 0 : weight / sum;
+#pragma unroll
+  for (float& w : weight) w = sum == 0 ? 0 : w / sum;
 
   for (int c0 = 0; c0 < m.dv; c0 += 32) {
     const int c = c0 + lane;
     float value = 0;
-    for (int p = 0; p < m.num_parts; ++p) {
-      const float w = __shfl_sync(~0u, weight, p);
-      if (w == 0 || c >= m.dv) continue;
-      const View& o = m.part[p].o;
-      value += w * load_float(o.data, offset_of(o, n, query, head, c), o.dtype);
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int count = min(m.num_parts - own * 32, 32);
+      for (int p = 0; p < count; ++p) {
+        const float w = __shfl_sync(~0u, weight[own], p);
+        if (w == 0 || c >= m.dv) continue;
+        const View& o = m.part[own * 32 + p].o;
+        value += w * load_float(o.data, offset_of(o, n, query, head, c), o.dtype);
+      }
     }
     if (c < m.dv) store_float(m.o.data, offset_of(m.o, n, query, head, c), m.o.dtype, value);
   }
@@ -83,15 +100,39 @@ View view_of(const Tensor& t, const void* data, int rank) {
   return view;
 }
 
-}  // namespace
-
-Status launch_merge(const MergeLaunch& merge, cudaStream_t stream) {
+template <int kParts>
+Status launch(const MergeLaunchOf<kParts>& merge, cudaStream_t stream) {
   const int64_t rows = int64_t{merge.batch} * merge.sq * merge.hq;
   if (rows == 0) return {};
   const int64_t ctas = (rows * 32 + kThreads - 1) / kThreads;
-  return launch_kernel("merge", reinterpret_cast<const void*>(&merge_kernel),
+  return launch_kernel("merge", reinterpret_cast<const void*>(&merge_kernel<kParts>),
                        dim3(static_cast<unsigned>(ctas)), kThreads, 0, &merge, stream);
 }
+
+template <int kParts>
+Status merge_in_rounds(const MergeArgs& args, cudaStream_t stream) {
+  MergeLaunchOf<kParts> m{};
+  m.batch = static_cast<int32_t>(args.o.extent[0]);
+  m.sq = static_cast<int32_t>(args.o.extent[1]);
+  m.hq = static_cast<int32_t>(args.o.extent[2]);
+  m.dv = static_cast<int32_t>(args.o.extent[3]);
+  m.o = view_of(args.o, args.o_out, 4);
+  m.lse = view_of(args.lse, args.lse_out, 3);
+  for (int64_t next = 0; next < args.num_parts;) {
+    m.num_parts = 0;
+    if (next > 0) m.part[m.num_parts++] = {m.o, m.lse};
+    for (; m.num_parts < kParts && next < args.num_parts; ++next) {
+      m.part[m.num_parts++] = {view_of(args.o_parts[next], args.o_data[next], 4),
+                               view_of(args.lse_parts[next], args.lse_data[next], 3)};
+    }
+    TESSERA_RETURN_IF_ERROR(launch(m, stream));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status launch_merge(const MergeLaunch& merge, cudaStream_t stream) { return launch(merge, stream); }
 
 Status merge(const MergeArgs& args, const Buffers& context, const Device& device) {
   if (args.o.dtype == TESSERA_FP64) {
@@ -100,24 +141,9 @@ Status merge(const MergeArgs& args, const Buffers& context, const Device& device
   }
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  MergeLaunch m{};
-  m.batch = static_cast<int32_t>(args.o.extent[0]);
-  m.sq = static_cast<int32_t>(args.o.extent[1]);
-  m.hq = static_cast<int32_t>(args.o.extent[2]);
-  m.dv = static_cast<int32_t>(args.o.extent[3]);
-  m.o = view_of(args.o, args.o_out, 4);
-  m.lse = view_of(args.lse, args.lse_out, 3);
-  // More parts than a warp has lanes: what is merged so far is the first part of the next round.
-  for (int64_t next = 0; next < args.num_parts;) {
-    m.num_parts = 0;
-    if (next > 0) m.part[m.num_parts++] = {m.o, m.lse};
-    for (; m.num_parts < kMaxMergeParts && next < args.num_parts; ++next) {
-      m.part[m.num_parts++] = {view_of(args.o_parts[next], args.o_data[next], 4),
-                               view_of(args.lse_parts[next], args.lse_data[next], 3)};
-    }
-    TESSERA_RETURN_IF_ERROR(launch_merge(m, static_cast<cudaStream_t>(context.stream)));
-  }
-  return {};
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  return args.num_parts <= kMaxMergeParts ? merge_in_rounds<kMaxMergeParts>(args, stream)
+                                          : merge_in_rounds<kMaxMergePartsAtOnce>(args, stream);
 }
 
 Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context, const Device& device) {

@@ -15,15 +15,20 @@ inline constexpr int kMaxMergeParts = 32;
 struct MergePart {
   View o, lse;
 };
-struct MergeLaunch {
+template <int kParts>
+struct MergeLaunchOf {
   int num_parts;
   int32_t batch, sq, hq, dv;
   View o, lse;
-  MergePart part[kMaxMergeParts];
+  MergePart part[kParts];
 };
+using MergeLaunch = MergeLaunchOf<kMaxMergeParts>;
 Status launch_merge(const MergeLaunch& merge, cudaStream_t stream);
 
-// tessera_merge: any number of parts.
+// tessera_merge: any number of parts. As many as a launch has room for are summed in fp32; what
+// these make is the first part of the next ones, rounded to o's dtype.
+inline constexpr int kMaxMergePartsAtOnce = 320;
+static_assert(sizeof(MergeLaunchOf<kMaxMergePartsAtOnce>) <= 32764, "arguments of a kernel");
 Status merge(const MergeArgs& args, const Buffers& context, const Device& device);
 
 // tessera_dropout_mask.
