@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
       const int count = min(m.num_parts - own * 32, 32);
+#pragma unroll(kOwn == 1 ? 4 : 1)
       for (int p = 0; p < count; ++p) {
         const float w = __shfl_sync(~0u, weight[own], p);
         if (w == 0 || c >= m.dv) continue;

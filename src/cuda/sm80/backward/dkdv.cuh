@@ -109,8 +109,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   while (used) {
     const Sequence sequence = sequence_of(p, use.n);
     const int key0 = use.key0;
-    if (threadIdx.x == 0) keys = max(keys, sequence.k.length - key0);
     const Interval queries = sequence.band.rows(key0, key0 + kTileN);
+    // A page that the sequence sees nothing of may be named by chance.
+    if (threadIdx.x == 0 && !queries.empty()) keys = max(keys, sequence.k.length - key0);
     const int query_begin = queries.lo / kTileM * kTileM;
     const int steps = queries.empty() ? 0 : (queries.hi - query_begin + kTileM - 1) / kTileM;
     const int total = steps * p.group;

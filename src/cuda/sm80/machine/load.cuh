@@ -61,7 +61,8 @@ __device__ inline QueryRows query_rows(const Params& p, int tensor, const Sequen
 }
 
 // Rows of one head of k or v: positions of a sequence, through the page table if there is one. Keys
-// that a key-only mask hides from all `heads` query heads from `head` on do not exist.
+// that a key-only mask hides from all `heads` query heads from `head` on do not exist, nor do those
+// of pages that the band hides from all queries: neither their entries nor the pages are read.
 struct KeyRows {
   const Params* p;
   const char* base;  // position 0, or page 0
@@ -70,6 +71,7 @@ struct KeyRows {
   int64_t table_stride;
   int num_pages;
   int begin, length;
+  int first;            // keys before it do not exist
   const uint8_t* mask;  // key-only mask of this sequence and head; null: none
   int64_t mask_stride, mask_head_stride;
   int mask_heads;
@@ -77,7 +79,7 @@ struct KeyRows {
 
   __device__ const char* operator()(int r) const {
     const int key = begin + r;
-    if (key < 0 || key >= length || (mask && hidden(key))) return nullptr;
+    if (key < first || key >= length || (mask && hidden(key))) return nullptr;
     if (!table) return base + key * row_bytes;
     const int page = clamped(table[key / p->page_size * table_stride], 0, num_pages - 1);
     return base + page * page_bytes + key % p->page_size * row_bytes;
@@ -109,7 +111,9 @@ __device__ inline KeyRows key_rows(const Params& p, int tensor, const Sequence& 
     rows.table_stride = table.stride[1];
     rows.num_pages = tensor == TESSERA_K ? p.pages_k : p.pages_v;
     rows.base = base + offset_of(view, 0, 0, kv_head) * bytes;
-    if (rows.num_pages == 0) rows.length = 0;
+    const Interval seen = sequence.band.keys();
+    rows.first = seen.lo;
+    rows.length = rows.num_pages == 0 ? 0 : seen.hi;
   } else {
     rows.base = base + offset_of(view, sequence.k.batch, sequence.k.first, kv_head) * bytes;
   }
