@@ -12,7 +12,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 all="build cases nightly torch properties allocators sanitizer chaos profile bench"
 stages=${*:-$all}
-export PYTHONPATH=$PWD/python PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cases=build/cuda/tests/conformance/tessera_check_cases
 failed=0
 
