@@ -40,11 +40,11 @@ struct Positions {
 struct Params : BandRule {
   View tensor[kKernelTensors];
 
-  int32_t batch;             // sequences; a packed problem of none counts as one of length 0
-  int32_t sq, sk;            // extents: padded length, tokens of a packed side, pages x page size
-  int32_t hq, hk, group;     // heads; group = hq / hk
-  int32_t dqk, dv;           // head dims
-  int32_t thd_q, thd_k;      // sides that are packed
+  int32_t batch;          // sequences; a packed problem of none counts as one of length 0
+  int32_t sq, sk;         // extents: padded length, tokens of a packed side, pages x page size
+  int32_t hq, hk, group;  // heads; group = hq / hk
+  int32_t dqk, dv;        // head dims
+  int32_t thd_q, thd_k;   // sides that are packed
   // Rows and keys that a packed sequence may have: the extents of a dense bias or mask over them.
   int32_t longest_q, longest_k;
   int32_t page_size;         // 0: no pages

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm80/stream/host.h"
+
 #include <algorithm>
 
 #include "core/workspace.h"
@@ -6,7 +8,6 @@
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/plan.h"
-#include "cuda/sm80/stream/host.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
