@@ -51,15 +51,15 @@ __device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int 
   const View& table = p.tensor[is_length || !p.tensor[padded].data ? cu : padded];
   int mine = static_cast<int>(integer_at(table, n + next));
   if (!is_length) mine = n + next >= p.batch ? extent : clamped(mine, 0, extent);
-  const auto rows_of_side = [&](int first_lane, int side_extent) {
+  const auto rows_of_side = [&](int first_lane, int side_extent, int longest) {
     const int start = __shfl_sync(kAllLanes, mine, first_lane);
     const int end = __shfl_sync(kAllLanes, mine, first_lane + 1);
     const int length =
         __shfl_sync(kAllLanes, mine, first_lane + 3) - __shfl_sync(kAllLanes, mine, first_lane + 2);
-    return Rows{0, start, clamped(length, 0, side_extent - start), n == 0 ? -start : 0,
-                end - start};
+    return Rows{0, start, clamped(length, 0, min(side_extent - start, longest)),
+                n == 0 ? -start : 0, end - start};
   };
-  const Rows q = rows_of_side(0, p.sq), k = rows_of_side(4, p.sk);
+  const Rows q = rows_of_side(0, p.sq, p.longest_q), k = rows_of_side(4, p.sk, p.longest_k);
   return {n, q, k, band_of(p, n, q.length, k.length)};
 }
 
