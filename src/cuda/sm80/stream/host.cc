@@ -56,14 +56,14 @@ void take_workspace(const StreamKernel& kernel, const Cut& cut, Workspace& works
   const int64_t rows = cut.slots * kernel.tile.rows;
   args.part_o = workspace.take<float>(rows * kernel.tile.bucket, 16);
   args.part_sums = workspace.take<float2>(rows);
-  args.counters = workspace.take<unsigned long long>(cut.units);
+  args.announced = workspace.take<unsigned long long>(cut.slots);
 }
 
-// What a counter of this launch begins with; random, because the workspace's content is unknown.
+// What announces the parts of this launch: a value that stray memory is unlikely to hold.
 uint64_t next_mark() {
-  constexpr uint64_t kMark = 0x5e1f'a7c3'0000, kMask = (uint64_t{1} << 48) - 1;
+  constexpr uint64_t kMark = 0x5e1f'a7c3'9b4d'0000;
   static std::atomic<uint64_t> launches{0};
-  return (kMark + launches.fetch_add(1, std::memory_order_relaxed)) & kMask;
+  return kMark + launches.fetch_add(1, std::memory_order_relaxed);
 }
 
 }  // namespace

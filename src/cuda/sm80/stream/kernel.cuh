@@ -130,14 +130,13 @@ __global__ void __launch_bounds__(S::kThreads)
       }
     }
     if (piece.parts > 1) {
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) smem.last = arrives_last(args, piece.unit, piece.parts);
-      __syncthreads();
-      if (smem.last) {
-        __threadfence();
-        merge_parts<S>(smem, args, piece, tile);
+      __syncthreads();  // the CTA has written its part
+      if (warp == 0) {
+        const bool last = brings_last(args, piece);
+        if (lane == 0) smem.last = last;
       }
+      __syncthreads();
+      if (smem.last) merge_parts<S>(smem, args, piece, tile);
     }
     __syncthreads();  // the parts are free
   }

@@ -82,7 +82,7 @@ __device__ __forceinline__ void merge_parts(typename S::Storage& smem, const Str
     if (lane == 0) smem.merge.total[row] = {most, sum};
   }
   __syncthreads();
-  constexpr int kQuads = S::kD / 4, kAtOnce = 8;
+  constexpr int kQuads = S::kD / 4, kAtOnce = 16;
   for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
     const int row = i / kQuads, column = i % kQuads * 4;
     RowSum total;

@@ -15,10 +15,10 @@ struct StreamArgs {
   int units;          // at most, by shapes
   int chunks;         // most parts of a unit where they may not depend on the batch; 0: they may
   int least_steps;    // of such a part
-  uint64_t mark;      // of this launch: 48 bits, not 0
+  uint64_t mark;      // of this launch, not 0
   float* part_o;      // [slots, rows of a tile, bucket], not divided by the sums
   float2* part_sums;  // [slots, rows of a tile]: maximum in units of log2, sum
-  unsigned long long* counters;  // [units]: mark and arrivals
+  unsigned long long* announced;  // [slots]: the mark, where a part is there
 };
 
 }  // namespace tessera::cuda::sm80

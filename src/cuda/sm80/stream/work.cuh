@@ -19,7 +19,7 @@
 namespace tessera::cuda::sm80 {
 
 // Sums of cells and of units. Tables that no caller may give, whose sequences overlap, could name
-// more than an int counts: sums end at kMostCells, where the units that the workspace has counters
+// more than an int counts: sums end at kMostCells, where the units that the workspace has room
 // for have ended.
 struct Counted {
   int cells, units;
@@ -151,7 +151,7 @@ class Walk {
   }
 
   // The sequence of cell at_, from n_ on. Tables that no caller may give could name more units than
-  // the workspace has counters for: the walk ends there.
+  // the workspace has room for: the walk ends there.
   __device__ void resolve() {
     for (;; ++n_) {
       if (n_ >= args_.params.batch) break;
@@ -233,29 +233,38 @@ __device__ inline void find_start(Start& start, const StreamArgs& args, int quer
 }
 #endif
 
-// A counter after one more arrival at a unit of `parts` pieces; 0 after the last. The workspace's
-// content is unknown: a counter without this launch's mark counts as 0. The last one leaves 0
-// behind, because a graph launches again with the same mark.
-__device__ inline unsigned long long counted(unsigned long long counter, uint64_t mark, int parts) {
-  constexpr int kCountBits = 16;
-  static_assert(kMostParts < 1 << kCountBits);
-  constexpr unsigned long long kCount = (1 << kCountBits) - 1;
-  const bool marked = counter >> kCountBits == mark;
-  const int count = (marked ? static_cast<int>(counter & kCount) : 0) + 1;
-  return count == parts ? 0 : mark << kCountBits | static_cast<unsigned long long>(count);
-}
-
 #ifdef __CUDACC__
-// Counts an arrival at a unit; true for the last of `parts`.
-__device__ inline bool arrives_last(const StreamArgs& args, int unit, int parts) {
-  unsigned long long* counter = args.counters + unit;
-  unsigned long long seen = *const_cast<volatile unsigned long long*>(counter);
-  while (true) {
-    const unsigned long long next = counted(seen, args.mark, parts);
-    const unsigned long long found = atomicCAS(counter, seen, next);
-    if (found == seen) return next == 0;
-    seen = found;
+// Announces a piece of several to the others of its unit, by a warp that comes from a barrier of the
+// CTA; true for one of them, which then sees what all of them have written.
+//
+// A part is announced by the launch's mark in the word of its slot: the workspace's content is
+// unknown, and a word that is not the mark announces nothing. Each word is written by one CTA (a
+// counter would have all of them queue up), and whoever is last to write sees all others'. If
+// several see all, the first to take part 0's word back is the one. All words end as 0, because a
+// graph launches again with the same mark.
+__device__ inline bool brings_last(const StreamArgs& args, const Piece& piece) {
+  const int lane = threadIdx.x % 32;
+  const auto word = [&](int part) -> volatile unsigned long long& {
+    return args.announced[piece.slot_of(part)];
+  };
+  if (lane == 0) {
+    __threadfence();  // what the CTA has written comes before the word
+    *const_cast<volatile unsigned long long*>(args.announced + piece.slot) = args.mark;
+    __threadfence();  // the word before the looks: one of any two sees the other's
   }
+  __syncwarp();
+  bool all = true;
+#pragma unroll 4
+  for (int part = lane; part < piece.parts; part += 32) all &= word(part) == args.mark;
+  if (!__all_sync(~0u, all)) return false;
+  bool first = false;
+  if (lane == 0) {
+    first = atomicCAS(args.announced + piece.slot_of(0), args.mark, 0ull) == args.mark;
+  }
+  if (!__shfl_sync(~0u, first, 0)) return false;
+  for (int part = 1 + lane; part < piece.parts; part += 32) word(part) = 0;
+  __threadfence();
+  return true;
 }
 #endif
 
