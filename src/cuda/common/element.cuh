@@ -15,6 +15,11 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
+// Stands for a scale of 0, which would make -inf a NaN: the smallest float, 2^-149. It makes at
+// most 5e-7 of a finite score, also of a bias before the scale that is -3e38 to hide. Kernels
+// multiply by it, which keeps subnormal operands; 1 / kZeroScale is +inf.
+inline constexpr float kZeroScale = 1.4e-45f;
+
 // Element i of an array of fp32, bf16 or fp16, as float; int64 offsets are the caller's business.
 __device__ inline float load_float(const void* base, int64_t i, int dtype) {
   switch (dtype) {

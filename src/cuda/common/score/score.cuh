@@ -38,11 +38,10 @@ inline constexpr float kFromNatural = sizeof(T) == 4 ? 1.f : kLog2e;
 inline constexpr float kLowest = -16777216.f;        // -2^24, natural
 inline constexpr float kLowest2 = kLowest * kLog2e;  // in units of log2
 
-// Factor from raw scores to logits where nothing stands between them. A scale of 0 becomes the
-// smallest normal number: the same scores, and -inf stays -inf.
+// Factor from raw scores to logits where nothing stands between them.
 template <typename T>
 __device__ float logit_scale(const Params& p) {
-  return fmaxf(p.softmax_scale * kFromNatural<T>, 1.17549435e-38f);
+  return fmaxf(p.softmax_scale * kFromNatural<T>, kZeroScale);
 }
 
 // ---- walking a fragment ----

@@ -11,10 +11,9 @@
 
 namespace tessera::cuda::sm90 {
 
-// Raw scores to exponents of 2. A scale of 0 becomes the smallest normal number: the same scores,
-// and -inf stays -inf.
+// Raw scores to exponents of 2.
 __device__ __forceinline__ float log2_scale(const Params& p) {
-  return fmaxf(p.softmax_scale * kLog2e, FLT_MIN);
+  return fmaxf(p.softmax_scale * kLog2e, kZeroScale);
 }
 
 __device__ __forceinline__ float log2_approx(float x) {

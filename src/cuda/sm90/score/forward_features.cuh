@@ -11,7 +11,6 @@
 // columns 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of row r.
 #pragma once
 
-#include <cfloat>
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
@@ -191,7 +190,7 @@ class Features {
 
  private:
   // The scale is not 0, so that -inf stays -inf.
-  __device__ __forceinline__ float scale() const { return fmaxf(p_.softmax_scale, FLT_MIN); }
+  __device__ __forceinline__ float scale() const { return fmaxf(p_.softmax_scale, kZeroScale); }
 
   // S = softcap tanh(softmax_scale S / softcap). A bias before it may have hidden some.
   __device__ __forceinline__ void cap(float (&S)[kTileN / 2]) const {
