@@ -213,6 +213,14 @@ def scores():
                    poison=True)
         yield line(which, dtype=dtype, b=2, s=33, h=2, d=40, softcap=cap, bias="post/bk", grads="dbias",
                    sink="off_by_one", poison=True)
+    # Caps far above the scores, which must not lose digits to them; the last meets a bias that saturates it.
+    for which, dtype, cap in product(PASSES, DTYPES, ("1e3", "1e5")):
+        yield line(which, dtype=dtype, b=1, s=130, hq=2, hk=1, d=64, softcap=cap, causal=True, dlse=True, max_logit=True,
+                   poison=True)
+        yield line(which, dtype=dtype, b=2, s=65, h=2, d=128, softcap=cap, bias="post/hqk", grads="dbias", poison=True)
+    for which, dtype in product(PASSES, DTYPES):
+        yield line(which, dtype=dtype, b=1, s=65, h=2, d=64, softcap="1e5", bias="pre/hqk", bias_low="-1e10,rows:0.5",
+                   bias_dtype="fp32", grads="dbias", poison=True)
     for which, dtype, alibi, align in product(PASSES, DTYPES, (True, "bh"), ("top_left", "bottom_right")):
         for layout, band in (("bshd", {}), ("thd", {"causal": True})):
             yield line(which, dtype=dtype, b=2, sq=17, sk=65, hq=4, hk=2, d=32, layout=layout, alibi=alibi,

@@ -71,6 +71,12 @@ static_assert(sizeof(Params) <= 2048, "kernel arguments are 4 KB, and kernels ad
 // before they subtract.
 inline bool is_steep(double scale) { return scale > 256; }
 
+// True if a cap is beyond the fast kernels of 16 bits, forward and backward. Their tanh is off by
+// 5e-7 at most (TanhPolynomial; by exponentials 2.4e-7), so a logit by 5e-7 of the cap and a weight
+// by that part of itself: at a cap of 1000 by 2^-11, as much as fp16 rounds it. The rich kernels of
+// sm80 have tanh to 1e-6 of itself. softcap: 0 where there is none.
+inline bool is_large_cap(double softcap) { return softcap > 1000; }
+
 // Every row of k and v can be copied by 16 bytes.
 TESSERA_HOST_DEVICE bool has_aligned_keys(const Params& p) {
   return p.tensor[TESSERA_K].vector_bytes == 16 && p.tensor[TESSERA_V].vector_bytes == 16;

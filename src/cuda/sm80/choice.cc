@@ -193,7 +193,8 @@ const KernelSet& ForwardKernels::of(const Problem& problem) const {
 
 const Kernel& ForwardKernels::of(const Problem& problem, const Params& p) const {
   const KernelSet& kernels = of(problem);
-  const uint32_t needs = needs_of(problem, p) | (is_steep(p.softmax_scale) ? kOther : kLean);
+  const bool exact = is_steep(p.softmax_scale) || is_large_cap(p.softcap);
+  const uint32_t needs = needs_of(problem, p) | (exact ? kOther : kLean);
   // Of 16 bits the decode pass has the kernel of all features alone.
   const Kernel& kernel = *(kernels[needs] ? kernels[needs] : kernels[kGeneral]);
   // Heads share a tile where nothing or everything is expected of the scores.
@@ -225,8 +226,8 @@ const Kernel* BackwardKernels::fused_of(const Problem& problem, uint32_t needs) 
 }
 
 const Kernel* BackwardKernels::fused_of(const Problem& problem, const Params& p) const {
-  const Kernel* kernel =
-      fused_of(problem, needs_of(problem, p) | (has_aligned_queries(p) ? kLean : kOther));
+  const bool fast = has_aligned_queries(p) && !is_large_cap(p.softcap);
+  const Kernel* kernel = fused_of(problem, needs_of(problem, p) | (fast ? kLean : kOther));
   return kernel && (adds_in_turn(*kernel) || adds_to_dq(p, *kernel)) ? kernel : nullptr;
 }
 

@@ -14,13 +14,17 @@
 
 namespace tessera::cuda::sm90 {
 
-// True if the forward kernels take this call: TMA can address its q, k, v and o, and their
-// exponents can hold its scale. Strides are rules of support; addresses are only known in run().
+// True if the forward kernels take this call: TMA can address its q, k, v and o, their exponents
+// can hold its scale, and their tanh its cap. Strides are rules of support; addresses are only known in run().
 // Says why not through TESSERA_LOG=dispatch.
 bool takes_call(const Problem& problem, const Buffers& buffers);
 
 // True if TMA can address these tensors of the call, as far as they are given. Says why not, too.
 bool can_address(const Problem& problem, const Buffers& buffers, std::span<const int> indices);
+
+// True if tanh as the kernels of both passes have it is right enough for the call's cap. Says why
+// not, too.
+bool can_cap(const Problem& problem, const Buffers& buffers);
 
 // All that does not depend on the kernel.
 ForwardParams forward_params(const Problem& problem, const Buffers& buffers);

@@ -175,10 +175,10 @@ class BackwardPlan final : public Plan {
     if (!a.reach_q && !a.reach_k && on_diagonal) a.orders = orders;
   }
 
-  // Strides are rules of support; addresses are only known now.
+  // Strides are rules of support; addresses and the cap are only known now.
   static bool takes(const Problem& problem, const Buffers& buffers) {
     constexpr int kBias[] = {TESSERA_BIAS}, kGradient[] = {TESSERA_DBIAS};
-    return can_address(problem, buffers, kTensors) &&
+    return can_address(problem, buffers, kTensors) && can_cap(problem, buffers) &&
            (!copies_bias(problem) || can_address(problem, buffers, kBias)) &&
            (!sums_bias(problem) || can_address(problem, buffers, kGradient));
   }

@@ -119,11 +119,20 @@ class ForwardPlan final : public Plan {
 
 bool takes_call(const Problem& problem, const Buffers& buffers) {
   constexpr int kTensors[] = {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O};
-  if (!can_address(problem, buffers, kTensors)) return false;
+  if (!can_address(problem, buffers, kTensors) || !can_cap(problem, buffers)) return false;
   const double scale = softmax_scale_of(problem, buffers);
   if (!is_steep(scale)) return true;
   if (log_enabled(Topic::kDispatch)) {
     log(Topic::kDispatch, "%s softmax_scale=%g: is too large", kLeaves, scale);
+  }
+  return false;
+}
+
+bool can_cap(const Problem& problem, const Buffers& buffers) {
+  const double softcap = softcap_of(problem, buffers);
+  if (!is_large_cap(softcap)) return true;
+  if (log_enabled(Topic::kDispatch)) {
+    log(Topic::kDispatch, "%s softcap=%g: is too large", kLeaves, softcap);
   }
   return false;
 }
