@@ -15,8 +15,8 @@
 namespace tessera::cuda::sm90 {
 
 // True if the forward kernels take this call: TMA can address its q, k, v and o, their exponents
-// can hold its scale, and their tanh its cap. Strides are rules of support; addresses are only known in run().
-// Says why not through TESSERA_LOG=dispatch.
+// can hold its scale, and their tanh its cap. Strides are rules of support; addresses are only
+// known in run(). Says why not through TESSERA_LOG=dispatch.
 bool takes_call(const Problem& problem, const Buffers& buffers);
 
 // True if TMA can address these tensors of the call, as far as they are given. Says why not, too.
