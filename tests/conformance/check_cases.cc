@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // tessera_check_cases FILE... [--backend B] [--cuda ORDINAL] [--threads N] [--jobs N]
-//                     [--filter TEXT] [--every N] [--random N [--seed S]]
+//                     [--filter TEXT] [--every N] [--random N [--seed S]] [--refused FILE]
 // Runs every case of the files (with --every, each Nth of them), and N random ones, through the C
 // door and judges it by the error rule. Prints the lines that fail, each with why, then `N passed,
-// M refused, K failed`; exits with 1 on any failure. refused.<backend> beside the file holds rules
-// (docs/cases.md): a case must be refused where one of them holds, and nowhere else. Random cases
-// know of themselves whether they are legal and whether the cpu backend computes them; --threads 0
+// M refused, K failed`; exits with 1 on any failure. refused.<device> and refused.<backend> beside
+// the file, or FILE in their place, hold rules (docs/cases.md): a case must be refused where one of
+// them holds, and nowhere else. Random cases know of themselves whether they are legal and whether the cpu backend computes them; --threads 0
 // draws 1 to 8 of them for each case.
 #include <fnmatch.h>
 #include <signal.h>
@@ -48,7 +48,7 @@ void on_fault(int signal) {
 
 struct Options {
   std::vector<std::string> files;
-  std::string backend, filter;
+  std::string backend, filter, refused;
   tessera_device device{};
   size_t every = 1;
   uint64_t random = 0;
@@ -61,7 +61,8 @@ int usage() {
   std::fprintf(stderr,
                "usage: tessera_check_cases FILE... [--backend NAME] [--cuda ORDINAL] [--threads N] "
                "[--jobs N]\n"
-               "                           [--filter TEXT] [--every N] [--random N [--seed S]]\n");
+               "                           [--filter TEXT] [--every N] [--random N [--seed S]]\n"
+               "                           [--refused FILE]\n");
   return 2;
 }
 
@@ -108,10 +109,14 @@ class Checker {
       if (line.find(options_.filter) == std::string::npos) continue;
       if (number++ % options_.every == 0) cases_.push_back(line);
     }
-    const std::string folder = path.substr(0, path.find_last_of('/') + 1);
-    const std::string name = options_.backend.empty() ? "cpu" : options_.backend;
-    for (std::string& line : lines_of(folder + "refused." + name, false))
-      refusals_.push_back(std::move(line));
+    if (!options_.refused.empty()) return add_rules(options_.refused, true);
+    const std::string folder = path.substr(0, path.find_last_of('/') + 1) + "refused.";
+    const std::string device = options_.device.kind == TESSERA_CUDA ? "cuda" : "cpu";
+    const std::string name = options_.backend.empty() ? device : options_.backend;
+    // What no backend of a device runs, then what the one that is forced does not: "cuda_sm90".
+    const std::string shared = name.substr(0, name.find('_'));
+    add_rules(folder + shared, false);
+    if (name != shared) add_rules(folder + name, false);
   }
 
   int run() {
@@ -142,6 +147,10 @@ class Checker {
   }
 
  private:
+  void add_rules(const std::string& path, bool required) {
+    for (std::string& line : lines_of(path, required)) refusals_.push_back(std::move(line));
+  }
+
   void check(const std::string& line) {
     auto made = ConformanceCase::create(line);
     if (!made.ok()) return fail(line, {made.status().message()});  // illegal
@@ -220,6 +229,8 @@ int main(int argc, char** argv) {
       options.backend = argv[++i];
     else if (word == "--filter")
       options.filter = argv[++i];
+    else if (word == "--refused")
+      options.refused = argv[++i];
     else if (word == "--threads")
       options.threads = std::atoi(argv[++i]);
     else if (word == "--jobs")

@@ -143,11 +143,35 @@ def test_rules_of_refusals():
     for rule in ("fwd", "bf16 d=4", "d=[13579]*1", "bwd s=[1-9]", "!layout=t*", "keep=*/* !keep=*q"):
         assert not check.holds(rule, case), rule
     cases = case_lines.read("smoke") + case_lines.read("ci")
-    for backend in ("reference", "cpu", "cuda_sm80", "cuda_sm90"):
+    for backend in ("reference", "cpu", "cuda", "cuda_sm90"):
         rules = case_lines.read(case_lines.find(f"refused.{backend}"))
         idle = [rule for rule in rules if not any(check.holds(rule, case) for case in cases)]
         # A case listed by name is spelled as the library spells it, which the files need not do.
         assert rules and all(rule.startswith(("fwd ", "bwd ")) and " b=" in rule for rule in idle), idle
+
+
+@pytest.mark.parametrize("device, forced", [("sm80", ["cuda_sm80"]), ("sm90", ["cuda_sm80", "cuda_sm90"])])
+def test_rules_of_gpus_are_what_explain_says(device, forced):
+    """Rules of CUDA backends are in every build: what a GPU refuses of smoke and ci is known without one."""
+    from tessera.cli import case_lines, check, conformance
+    rules = {name: check.refusals(name) for name in ("cuda", *forced)}
+
+    def wrong(case):
+        answer = tessera.explain(case, device=device).answer
+        reasons = {entry["name"]: [reason["text"] for reason in entry["reasons"] if reason["id"] != "not_built"]
+                   for entry in answer["backends"]}
+        reasons["cuda"] = [] if any(not reasons[name] for name in forced) else sum((reasons[x] for x in forced), [])
+        held = {name: [rule for rule in own if check.holds(rule, case)] for name, own in rules.items()}
+        return [(name, case, held[name], reasons[name]) for name in rules if bool(held[name]) != bool(reasons[name])]
+
+    cases = [case for case in case_lines.read("smoke") + case_lines.read("ci") if wrong(case)]
+    for i, case in enumerate(cases):  # rules are of the library's spelling, which the files need not have
+        with conformance.Case(case) as spelled:
+            cases[i] = spelled.text
+    assert not [line for case in cases for line in wrong(case)]
+    assert wrong("fwd fp64 b=1 s=8 h=1 d=8") == []
+    rules["cuda"] = []
+    assert [name for name, *_ in wrong("fwd fp64 b=1 s=8 h=1 d=8")] == ["cuda"]
 
 
 def test_check_sees_wrong_results():

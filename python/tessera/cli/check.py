@@ -20,8 +20,9 @@ examples:
   python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
   python -m tessera check --cases ci --through c --backend cpu
   python -m tessera check --cases nightly --through c --device cuda --kernel "sm90/backward/d128_*"
-A failure prints one line that can be pasted back. A refusal for which tests/cases/refused.<backend> has
-no rule is a failure, and so is a case with a rule that runs. docs/cases.md describes a case."""
+A failure prints one line that can be pasted back. A refusal for which tests/cases/refused.<backend> or
+refused.<device> has no rule is a failure, and so is a case with a rule that runs. docs/cases.md describes
+a case."""
 
 _THROUGH = ("numpy", "c", "torch", "jax", "paddle")
 _ISAS = ("portable", "avx2", "avx512", "avx512bf16")
@@ -44,7 +45,7 @@ def add_parser(commands):
     parser.add_argument("--kernel", metavar="NAME",
                         help="only the cases that run in a kernel of this name, a glob, as explain says")
     parser.add_argument("--refused", metavar="FILE",
-                        help="rules of what is refused (default: tests/cases/refused.<backend>)")
+                        help="rules of what is refused (default: tests/cases/refused.<device> and .<backend>)")
     parser.set_defaults(main=main)
 
 
@@ -163,13 +164,15 @@ def _set_isa(isa: str | None):
 
 
 def refusals(backend: str, through: str = "c") -> list[str]:
-    """The rules of what a backend refuses, and what a front end does."""
-    places = filter(None, (case_lines.find(f"refused.{name}") for name in (backend, through)))
+    """The rules of what a backend refuses, and what a front end does. "cpu" and "cuda" are devices, whose
+    rules hold for each of their backends."""
+    names = dict.fromkeys((backend.split("_")[0], backend, through))
+    places = filter(None, (case_lines.find(f"refused.{name}") for name in names))
     return [rule for place in places for rule in case_lines.read(place)]
 
 
 def _refusals(args) -> list[str]:
-    return case_lines.read(args.refused) if args.refused else refusals(args.backend or "cpu", args.through)
+    return case_lines.read(args.refused) if args.refused else refusals(args.backend or args.device, args.through)
 
 
 def holds(rule: str, case: str) -> bool:
