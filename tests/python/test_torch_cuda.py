@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.torch on a CUDA device: graphs, streams, no host synchronisation, what PyTorch computes."""
+import argparse
 import subprocess
 import sys
 
@@ -258,6 +259,21 @@ def test_out_and_vmap():
         torch.stack([q, k]), sinks)
     for a, b in zip(ours, (tt.attention(x, k, v, sink=s) for x, s in zip((q, k), sinks))):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", [
+    "fwd e4m3 b=2 s=33 h=2 d=16 qscale=head amax", "fwd e5m2 b=1 s=65 hq=4 hk=2 d=64 causal poison",
+    "bwd e4m3 b=2 s=40 h=2 d=32 o=e4m3 do=e5m2 grad=e5m2 amax poison", "fwd fp64 b=1 s=8 h=1 d=8",
+    "fwd bf16 b=2 s=33 h=2 d=64 causal accumulate poison", "bwd fp16 b=2 s=65 hq=4 hk=2 d=64 causal accumulate poison",
+    "fwd bf16 b=2 s=65 hq=4 hk=2 d=40 o=fp32 causal poison", "bwd bf16 b=2 s=129 d=64 grad=fp32 poison hq=4 hk=2"])
+def test_runs_or_is_refused_as_through_c(case):
+    from tessera.cli import check
+    run = {through: check.runner(argparse.Namespace(through=through, device="cuda", backend=None, threads=None))
+           for through in ("c", "torch")}
+    (outcome, why, _), (through_c, because, _) = (check.judge(case, run[x]) for x in ("torch", "c"))
+    assert outcome == through_c != "failed", (why, because)
+    ours, theirs = (said[said.find("cuda_sm90:"):said.find("repro:")] for said in (why, because))
+    assert ours == theirs  # every reason of every backend
 
 
 # ---- caches ----

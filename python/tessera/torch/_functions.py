@@ -115,7 +115,7 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     if keywords.get("accumulate"):
         _refuse_adding("attention_backward", {**given, **backward, **outputs})
-    if _is_plain_cpu(q):
+    if _is_plain(q) and (q.device.type == "cpu" or _is_fp8(q) or keywords.get("accumulate")):
         results = _prepared.call(_addresses, "attention_backward", _prepared.describe_backward,
                                  {**given, **backward, **outputs})
         _written(outputs.values())
@@ -214,7 +214,7 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     given = {"q": q, "k": k, "v": v}
     if keywords.get("accumulate"):
         return _added(given, keywords)
-    if _is_fp8(q) and _is_plain_cpu(q):
+    if _is_fp8(q) and _is_plain(q):
         return _of_fp8(given, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
     want_max_logit = options.get("return_max_logit", False)
@@ -241,7 +241,7 @@ def _added(given: dict, keywords: dict):
     _complete("attention", given["q"], keywords)
     given = {**given, **keywords}
     _refuse_adding("attention", given)
-    if not _is_plain_cpu(given["q"]):
+    if not _is_plain(given["q"]):
         _describe.Call("attention", given).prepare(torch.get_num_threads())  # knows what to say
     results = _prepared.call(_addresses, "attention", _prepared.describe_forward, given)
     _written((given["out"], given["lse"]))
@@ -254,7 +254,7 @@ def _is_fp8(q) -> bool:
 
 @torch.compiler.disable(reason="attention of an fp8 q reaches tensors by their address")
 def _of_fp8(given: dict, keywords: dict):
-    """attention of an fp8 q on the CPU, by addresses."""
+    """attention of an fp8 q, by addresses."""
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
     _complete("attention", given["q"], keywords)
     given = {**given, **keywords}
@@ -266,9 +266,9 @@ def _of_fp8(given: dict, keywords: dict):
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _is_plain_cpu(q) -> bool:
+def _is_plain(q) -> bool:
     """Whether tensors may be reached by their address: anything that is wrong is said there too."""
-    return not isinstance(q, torch.Tensor) or q.device.type == "cpu" and \
+    return not isinstance(q, torch.Tensor) or q.device.type in ("cpu", "cuda") and \
         type(q) in (torch.Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's adapter for _args, and on the CPU for _prepared. Extents may be symbolic: a problem is described by their hints, the
+"""PyTorch's adapter for _args; _addresses makes it _prepared's. Extents may be symbolic: a problem is described by their hints, the
 values of the call being traced, without a guard on them."""
 
 from __future__ import annotations
 
 import torch
 
-from .. import _lib, _numpy
+from .. import _lib
 from .._args import ORDERS, ArrayInfo
 
 noun = "PyTorch tensor"
@@ -56,13 +56,6 @@ def signature(x):
 
 def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
-
-
-def empty(operation: str, name: str, shape, dtype: torch.dtype, like) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-num_threads, workspace = torch.get_num_threads, _numpy.workspace  # of calls on the CPU
 
 
 def pointer(x: torch.Tensor) -> int:
