@@ -45,7 +45,8 @@ struct Params : BandRule {
   int32_t hq, hk, group;  // heads; group = hq / hk
   int32_t dqk, dv;        // head dims
   int32_t thd_q, thd_k;   // sides that are packed
-  // Rows and keys that a packed sequence may have: the extents of a dense bias or mask over them.
+  // Rows and keys that a dense bias or mask over packed sequences has, which positions count from
+  // its first; tokens where none has the axis.
   int32_t longest_q, longest_k;
   int32_t page_size;         // 0: no pages
   int32_t max_pages;         // of one sequence

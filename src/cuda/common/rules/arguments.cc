@@ -36,13 +36,16 @@ int32_t narrow(int64_t value) {
 }
 
 // The least extent of the dense biases and masks on an axis, 2 of queries or 3 of keys, which those
-// of packed sequences index by position; no more than `tokens`.
+// of packed sequences index by position: with positions more than the `tokens` of the call, which
+// stand for it where all are broadcast.
 int64_t longest_of(const Problem& problem, int axis, int64_t tokens) {
+  int64_t longest = -1;
   for (const int index : {TESSERA_BIAS, TESSERA_MASK, TESSERA_DBIAS}) {
     const Tensor& t = problem.tensor[index];
-    if (given(problem, index) && t.extent[axis] != 1) tokens = std::min(tokens, t.extent[axis]);
+    if (!given(problem, index) || t.extent[axis] == 1) continue;
+    longest = longest < 0 ? t.extent[axis] : std::min(longest, t.extent[axis]);
   }
-  return tokens;
+  return longest < 0 ? tokens : longest;
 }
 
 }  // namespace
