@@ -62,13 +62,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int block_begin = split * blocks_a_split + warp;
 
   const KeyRows k_rows = key_rows(p, TESSERA_K, sequence, head0, args.pack);
-  const KeyRows v_rows = key_rows(p, TESSERA_V, sequence, head0, args.pack);
+  // Made for each block where registers are dearer.
+  constexpr bool kHoldsV = !kRich || kD < 256;
+  const auto v_rows_of = [&] { return key_rows(p, TESSERA_V, sequence, head0, args.pack); };
+  const KeyRows v_held = v_rows_of();
   const auto load = [&](int block, int stage) {
     if (block < block_end) {
       const int key0 = first_key + block * kKeys;
       load_keys<T, kKeys, kD, 32, kRich, true>(smem.ring[warp][stage].k, k_rows, key0, p.dqk,
                                                p.tensor[TESSERA_K], lane);
-      load_keys<T, kKeys, kD, 32, kRich, true>(smem.ring[warp][stage].v, v_rows, key0, p.dv,
+      load_keys<T, kKeys, kD, 32, kRich, true>(smem.ring[warp][stage].v,
+                                               kHoldsV ? v_held : v_rows_of(), key0, p.dv,
                                                p.tensor[TESSERA_V], lane);
     }
     commit_copies();  // empty at the end, so that counting stays simple

@@ -105,8 +105,6 @@ struct Output {
       if (lane == 0) raise_max_logit(largest * (c * kLn2));
     }
     Rows rows;
-    // Even threads store 4 columns of even groups, odd threads of odd ones.
-    rows.o = row_of_o(row_of_tile) + (odd ? 8 : 0) + (quad / 2) * 4;
     const View& lse = p.tensor[TESSERA_LSE];
     float* const lse_of_rows = row_of_lse(row_of_tile);
     const bool stores_lse = lse.data && quad == 0;
@@ -119,6 +117,8 @@ struct Output {
         lse_of_rows[8 * r * lse.stride[2]] = lse_to_store(exists[r], sum[r]);
       }
     }
+    // Even threads store 4 columns of even groups, odd threads of odd ones.
+    rows.o = row_of_o(row_of_tile) + (odd ? 8 : 0) + (quad / 2) * 4;
     return rows;
   }
 
