@@ -4,6 +4,7 @@ feature is right is for the cases (check --through jax), meshes for test_jax_sha
 import re
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ jnp = jax.numpy
 
 import tessera  # noqa: E402
 import tessera.jax as tj  # noqa: E402
-from tessera.jax import _vmap, nn  # noqa: E402
+from jax.sharding import AbstractMesh, Mesh  # noqa: E402
+from tessera import _lib  # noqa: E402
+from tessera.jax import _call, _functions, _vmap, nn  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 N, B, S, H, D = 3, 2, 5, 4, 8
@@ -306,6 +309,92 @@ def test_lowering_for_another_platform():
             traced.lower(lowering_platforms=("cuda",))
     with pytest.raises(tj.Refused, match="platform='tpu'"):
         traced.lower(lowering_platforms=("tpu",))
+
+
+class Gpu:
+    """A double of a CUDA device of JAX."""
+    platform = "gpu"
+
+    def __init__(self, ordinal, arch="9.0"):
+        self.id = self.local_hardware_id = ordinal
+        self.compute_capability = arch
+
+
+GPUS = [Gpu(0), Gpu(1), Gpu(2), Gpu(3, "8.0")]
+BYTES = [100, 300, 200, 700]  # of the workspace on each
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """GPUS are this process's; answers the (arch, ordinal)s that the library was asked about."""
+    asked = []
+
+    def prepare(problem, device, num_threads, info, error):
+        del problem, num_threads, error
+        device = _lib.Device.from_address(device)
+        assert device.kind == _lib.CUDA
+        asked.append((device.arch, device.ordinal))
+        _lib.Info.from_address(info).workspace_bytes = BYTES[device.ordinal] + device.arch
+        return _lib.OK
+
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: GPUS)
+    monkeypatch.setattr(_lib, "prepare", prepare)
+    return asked
+
+
+def test_workspace_of_every_device_here(gpus):
+    """Lowering where no CUDA device is named: the largest of this process's devices."""
+    q = qkv(dtype=jnp.bfloat16, d=64)[0]
+    traced = jax.jit(lambda q: tj.attention(q, q, q)).trace(q)
+    gpus.clear()
+    assert "tensor<780xui8>" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert sorted(gpus) == [(80, 3), (90, 0), (90, 1), (90, 2)]
+
+
+def assigned(*devices):
+    return types.SimpleNamespace(device_assignment=devices)
+
+
+def meshed(mesh):
+    return types.SimpleNamespace(mesh=mesh)
+
+
+EVERYWHERE = [(80, 3), (90, 0), (90, 1), (90, 2)]
+CONTEXTS = {
+    "one device": (assigned(GPUS[1]), [(90, 1)]),
+    "two devices": (assigned(GPUS[2], GPUS[3]), [(80, 3), (90, 2)]),
+    "inside shard_map": (meshed(Mesh(np.array(GPUS[1:3], object), "x")), [(90, 1), (90, 2)]),
+    "an abstract mesh": (meshed(AbstractMesh((2,), ("x",))), EVERYWHERE),
+    "nothing assigned": (types.SimpleNamespace(device_assignment=None), EVERYWHERE),
+    "from the CPU": (assigned(jax.devices("cpu")[0]), EVERYWHERE),
+    "one of another process": (assigned(GPUS[3], Gpu(1)), EVERYWHERE),
+    "a topology that is not here": (assigned(Gpu(5, "10.0"), Gpu(6, "10.0")), [(100, 0)]),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_devices_of_a_program(gpus, context):
+    """One that is elsewhere counts as those here of its architecture, if there are any."""
+    del gpus
+    axis_context, places = CONTEXTS[context]
+    assert _call.places(_call.assigned(types.SimpleNamespace(axis_context=axis_context))) == places
+
+
+def test_devices_without_cuda(monkeypatch):
+    """All architectures that are known; a topology has its own."""
+    def none(*_, **__):
+        raise RuntimeError("Unknown backend cuda")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    assert _call.places(jax.devices("cpu")) == [(arch, 0) for arch in (80, 89, 90, 100, 120)]
+    assert _call.places([Gpu(5)]) == [(90, 0)]
+
+
+def test_explain_asks_the_devices_own_ordinal(gpus, monkeypatch):
+    del gpus
+    monkeypatch.setattr(jax, "devices", lambda *_: GPUS[2:])
+    device = _functions._device(jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32))
+    assert (device.kind, device.ordinal, device.arch) == (_lib.CUDA, 2, 90)
 
 
 def test_donated_buffers():

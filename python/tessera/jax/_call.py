@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _lib
 from . import _arrays, _binding, _partition, _vmap
@@ -59,7 +59,7 @@ def _lower_cuda(ctx, *operands, spec: Spec):
     if _arrays.is_symbolic(ctx.avals_in):
         raise _lib.Refused(f"tessera.{spec.operation}: q.shape=symbolic: on CUDA the workspace must be "
                            "known when a program is lowered; give constant shapes")
-    size = _workspace(spec, ctx.avals_in, _archs(ctx.module_context))
+    size = _workspace(spec, ctx.avals_in, places(assigned(ctx.module_context)))
     workspace = jax.core.ShapedArray((size,), np.dtype(np.uint8))
     return _custom_call(ctx.replace(avals_out=[*ctx.avals_out, workspace]), operands, spec)[:-1]
 
@@ -78,24 +78,45 @@ mlir.register_lowering(_call_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(_call_p, _lower_cuda, platform="cuda")
 
 
-def _archs(context) -> tuple[int, ...]:
-    """Compute capabilities, 90 for 9.0, that a program is lowered for; all that are known, if nothing
-    says which."""
-    devices = getattr(context.axis_context, "device_assignment", None)
-    if devices is None:
-        try:
-            devices = jax.local_devices(backend="cuda")
-        except RuntimeError:
-            devices = ()
-    texts = {getattr(device, "compute_capability", None) for device in devices} - {None}
-    return tuple(sorted(int(text.replace(".", "")) for text in texts)) or _ARCHS
+def assigned(context) -> tuple:
+    """The devices that a program is lowered for; () if nothing says which."""
+    axis = context.axis_context
+    mesh = getattr(axis, "mesh", None)  # inside shard_map
+    if isinstance(mesh, Mesh):
+        return tuple(mesh.devices.flat)
+    return getattr(axis, "device_assignment", None) or ()
 
 
-def _workspace(spec: Spec, operands, archs) -> int:
+def places(devices) -> list[tuple[int, int]]:
+    """(compute capability, 90 for 9.0; ordinal in this process) of every CUDA device among
+    `devices`, or of all that are here if there is none. A device of another process or of a topology
+    gives the devices here that have its architecture; if there are none, and where no device is
+    known at all, only the architecture says something."""
+    try:
+        here = {x: (_arch(x), x.local_hardware_id) for x in jax.local_devices(backend="cuda")}
+    except RuntimeError:
+        here = {}
+    found = set()
+    for device in [x for x in devices if hasattr(x, "compute_capability")] or here:
+        if device in here:
+            found.add(here[device])
+        else:
+            arch = _arch(device)
+            found.update([x for x in here.values() if x[0] == arch] or [(arch, 0)])
+    return sorted(found) or [(arch, 0) for arch in _ARCHS]
+
+
+def _arch(device) -> int:
+    return int(device.compute_capability.replace(".", ""))
+
+
+def _workspace(spec: Spec, operands, places) -> int:
+    """Bytes that are enough on each of the places; refuses what all of them refuse."""
     sizes, refusals = [], []
-    for arch in archs:
+    for arch, ordinal in places:
         try:
-            sizes.append(spec.prepare(operands, _lib.Device(kind=_lib.CUDA, arch=arch)))
+            device = _lib.Device(kind=_lib.CUDA, ordinal=ordinal, arch=arch)
+            sizes.append(spec.prepare(operands, device))
         except _lib.Refused as refusal:
             refusals.append(refusal)
     if not sizes:

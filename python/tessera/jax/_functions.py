@@ -186,7 +186,8 @@ def _device(q) -> _lib.Device:
     device = next(iter(x.devices())) if placed else jax.devices()[0]
     if device.platform == "cpu":
         return _lib.CPU_DEVICE
-    return _lib.Device(kind=_lib.CUDA, arch=int(device.compute_capability.replace(".", "")))
+    arch, ordinal = _call.places([device])[0]
+    return _lib.Device(kind=_lib.CUDA, ordinal=ordinal, arch=arch)
 
 
 def _signature(x):
