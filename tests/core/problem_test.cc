@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/mask/sequence.h"
 #include "core/problems.h"
 
 namespace tessera {

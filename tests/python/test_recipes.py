@@ -157,31 +157,44 @@ def test_its_layers_are_in_order_and_wrong_ones_are_seen(tree):
     assert done.returncode == 1 and 'src/dummy/wrong.h includes "cpu/pool.h"' in done.stdout
 
 
-# A chunked mask: a query sees the keys of its chunk, floor(i / c) == floor(j / c), up to itself.
+# A chunked mask: a query sees the keys of its chunk, floor(i / c) == floor(j / c); with causal up
+# to itself.
 # (file, what stands there, what is to stand there)
 CHUNKED = (
     ("include/tessera.h", "  int64_t reserved[FIELDS];  /* 0 */\n  tessera_tensor",
      "  int64_t chunk;  /* 0 = none */\n  int64_t reserved[FIELDS];  /* 0 */\n  tessera_tensor"),
-    ("src/core/mask/band.h", "  Int left, right;   // -1 = unbounded",
-     "  Int chunk;         // 0 = none\n  Int left, right;   // -1 = unbounded"),
+    ("src/core/mask/band.h", "  Int left = -1, right = -1;  // -1 = unbounded",
+     "  Int chunk = 0;     // 0 = none\n  Int left = -1, right = -1;  // -1 = unbounded"),
     ("src/core/mask/band.h", "both >= 0\n", "both >= 0\n  Int chunk;         // 0 = none\n"),
     ("src/core/mask/band.h", "side(rule.right, len_k - shift)};",
      "side(rule.right, len_k - shift), rule.chunk};"),
+    ("src/core/mask/band.h", "Int hi(Int i) const { return clamp(shift + right + 1 + i); }",
+     "Int hi(Int i) const {\n    const Int p = i + shift, hi = p + right + 1;\n"
+     "    const Int end = p < 0 ? 0 : (p / greatest(chunk, 1) + 1) * chunk;\n"
+     "    return clamp(chunk > 0 ? least(hi, end) : hi);\n  }"),
     ("src/core/mask/band.h", "Int first_key(Int i) const { return greatest(shift - left + i, 0); }",
      "Int first_key(Int i) const {\n    const Int p = i + shift;\n"
      "    const Int first = chunk > 0 && p > 0 ? p / chunk * chunk : 0;\n"
      "    return greatest(first, p - left);\n  }"),
-    ("src/core/mask/band.h", "shift + m, left, right};", "shift + m, left, right, chunk};"),
+    ("src/core/mask/band.h", "Int first(Int j) const { return greatest(j - shift - right, 0); }",
+     "Int first(Int j) const {\n    const Int first = greatest(j - shift - right, 0);\n"
+     "    return chunk > 0 ? greatest(first, j / chunk * chunk - shift) : first;\n  }"),
     ("src/core/mask/band.h",
      "Int end(Int j) const { return least(j - (shift - left - 1), len_q); }",
      "Int end(Int j) const {\n    const Int end = least(j - (shift - left - 1), len_q);\n"
      "    return chunk > 0 ? least(end, (j / chunk + 1) * chunk - shift) : end;\n  }"),
+    ("src/core/mask/narrow.h", "cut(band.shift + band.right) - shift};",
+     "cut(band.shift + band.right) - shift,\n          static_cast<int32_t>(band.chunk)};"),
     ("src/core/mask/sequence.h", ".left = side(",
      ".chunk = static_cast<Int>(p.chunk), .left = side("),
-    ("src/conformance/reference/rows.h",
-     "    if (right_ >= 0 && distance > right_) return false;\n",
-     "    if (right_ >= 0 && distance > right_) return false;\n"
-     "    if (p.chunk > 0 && (i_ + shift_) / p.chunk != j / p.chunk) return false;\n"),
+    ("src/conformance/reference/rows.h", "    if (has(p, TESSERA_CAUSAL)) right_ = 0;\n",
+     "    if (has(p, TESSERA_CAUSAL)) right_ = 0;\n    chunk_ = p.chunk;\n"),
+    ("src/conformance/reference/rows.h", "return left_ >= 0 && i + shift_ - j > left_;",
+     "return (left_ >= 0 && i + shift_ - j > left_) || chunk_of(i + shift_) > chunk_of(j);"),
+    ("src/conformance/reference/rows.h", "return right_ >= 0 && j - (i + shift_) > right_; }\n",
+     "return (right_ >= 0 && j - (i + shift_) > right_) || chunk_of(i + shift_) < chunk_of(j); }\n"
+     "  int64_t chunk_of(int64_t j) const { return chunk_ == 0 ? 0 : j < 0 ? -1 : j / chunk_; }\n"
+     "  int64_t chunk_ = 0;\n"),
     ("src/core/case/case.h", "  bool window = false;\n",
      "  bool window = false;\n  int64_t chunk = 0;\n"),
     ("src/core/case/case.cc", '    FLAG("causal", causal),\n',
@@ -193,7 +206,8 @@ CHUNKED = (
      "  p.chunk = c_.chunk;\n  p.window_left = c_"),
 )
 
-# Dense, decoding, packed, pages, top-left and bottom-right, with a window, few rows and many.
+# Dense, decoding, packed, pages, top-left and bottom-right, with a window, few rows and many; and
+# the mask alone, whose diagonal and whose hidden keys nothing else tells of.
 CHUNKED_CASES = """
 fwd fp32 b=2 s=129 hq=4 hk=2 d=64 causal chunk=16
 fwd bf16 b=1 s=257 h=3 d=80 causal window=20,0 chunk=48 softcap=20 max_logit
@@ -206,29 +220,40 @@ bwd fp32 b=2 s=129 hq=6 hk=2 d=64 causal chunk=16 dlse
 bwd bf16 b=2 sq=200 sk=170 hq=4 hk=1 d=72 causal align=bottom_right chunk=50 bias=post/q grads=dbias
 bwd fp16 b=3 s=165 h=2 d=40 layout=thd lens=random:2 causal chunk=64
 bwd fp32 b=3 sq=33 sk=65 hq=2 hk=1 d=32 page=7 lens_k=random:8 causal align=bottom_right chunk=8
+fwd fp32 b=1 s=129 h=2 d=32 chunk=16
+fwd fp32 b=2 sq=130 sk=200 h=2 d=32 align=bottom_right chunk=33 max_logit
+fwd bf16 b=2 sq=200 sk=130 h=2 d=64 align=bottom_right chunk=33 poison
+fwd fp16 b=4 sq=5 sk=300 hq=8 hk=2 d=64 page=16 align=bottom_right chunk=7 lens_k=random:4
+fwd fp32 b=4 s=257 h=4 d=65 layout=thd lens=random:2 align=top_left chunk=100
+bwd fp32 b=1 s=150 h=2 d=40 chunk=16 bias=post/q grads=dbias
+bwd fp32 b=2 sq=150 sk=170 hq=4 hk=2 d=40 align=bottom_right chunk=50 bias=post/q grads=dbias poison
+bwd bf16 b=2 sq=170 sk=90 hq=4 hk=2 d=64 align=bottom_right chunk=24 dlse
 """
 
 # Band against the mask's rule, in 64 bits and in 32; and the field's way from a case to a Band.
 CHUNKED_BAND = """
 #include <algorithm>
 #include <cstdio>
+#include <tuple>
 
 #include "conformance/conformance_case.h"
+#include "core/mask/narrow.h"
 #include "core/mask/sequence.h"
 
 template <typename Int>
-bool is_right(Int len_q, Int len_k, Int chunk, Int left, Int bottom_right) {
-  const auto band = tessera::BasicBand<Int>::of(
-      {.bottom_right = bottom_right, .chunk = chunk, .left = left, .right = 0}, len_q, len_k);
-  bool right = true;
+bool is_right(Int len_q, Int len_k, Int chunk, Int left, Int side, Int bottom_right) {
+  const tessera::BasicBandRule<Int> rule{
+      .bottom_right = bottom_right, .chunk = chunk, .left = left, .right = side};
+  const auto band = tessera::BasicBand<Int>::of(rule, len_q, len_k);
+  bool right = rule.hides() == (chunk > 0 || left >= 0 || side >= 0);
   Int lo = 0, hi = 0;
   for (Int i = 0; i < len_q; ++i) {
     right &= lo <= band.lo(i) && hi <= band.hi(i);
     lo = band.lo(i), hi = band.hi(i);
     const Int p = i + (bottom_right ? len_k - len_q : 0);
     for (Int j = 0; j < len_k; ++j) {
-      const bool visible =
-          j <= p && (left < 0 || j >= p - left) && (chunk == 0 || p / chunk == j / chunk);
+      const bool visible = (side < 0 || j <= p + side) && (left < 0 || j >= p - left) &&
+                           (chunk == 0 || (p >= 0 && p / chunk == j / chunk));
       right &= band.row(i).contains(j) == visible;
       right &= (band.first(j) <= i && i < band.end(j)) == visible;
       right &= band.rows(j, j + 1).contains(i) == visible;
@@ -242,15 +267,26 @@ int main() {
     for (int len_k = 0; len_k < 12; ++len_k)
       for (int chunk = 0; chunk < 8; ++chunk)
         for (int left = -1; left < 5; ++left)
-          for (int bottom_right = 0; bottom_right < 2; ++bottom_right)
-            if (!is_right<int32_t>(len_q, len_k, chunk, left, bottom_right) ||
-                !is_right<int64_t>(len_q, len_k, chunk, left, bottom_right))
-              return std::printf("%d %d %d %d %d\\n", len_q, len_k, chunk, left, bottom_right), 1;
-  auto made = tessera::ConformanceCase::create("fwd fp32 b=1 s=40 h=1 d=8 causal chunk=16");
-  if (!made.ok()) return 2;
-  const auto c = std::move(made).value();
-  const auto band = tessera::sequence_of(c->problem(), c->buffers(), 0).band;
-  return band.row(20).lo == 16 && band.row(20).hi == 21 ? 0 : 1;
+          for (int side = -1; side < 3; ++side)
+            for (int bottom_right = 0; bottom_right < 2; ++bottom_right)
+              if (!is_right<int32_t>(len_q, len_k, chunk, left, side, bottom_right) ||
+                  !is_right<int64_t>(len_q, len_k, chunk, left, side, bottom_right))
+                return std::printf("%d %d %d %d %d %d\\n", len_q, len_k, chunk, left, side,
+                                   bottom_right), 1;
+  // On a GPU the band of positions is found in 64 bits and read in 32.
+  const auto wide = tessera::Band::of({.bottom_right = 1, .chunk = 16}, 30, 40);
+  if (tessera::narrowed(wide).row(9).lo != 16 || tessera::narrowed(wide).row(9).hi != 32) return 2;
+  for (const auto& [text, lo, hi] : {std::tuple{"s=40 causal chunk=16", 16, 21},
+                                     std::tuple{"s=40 chunk=16", 16, 32},
+                                     std::tuple{"sq=24 sk=40 align=bottom_right chunk=16", 32, 40}}) {
+    auto made = tessera::ConformanceCase::create(std::string("fwd fp32 b=1 h=1 d=8 ") + text);
+    if (!made.ok()) return 3;
+    const auto c = std::move(made).value();
+    const auto problem = tessera::normalised(c->problem());
+    const auto row = tessera::sequence_of(problem, c->buffers(), 0).band.row(20);
+    if (row.lo != lo || row.hi != hi) return std::printf("%s\\n", text), 4;
+  }
+  return 0;
 }
 """
 

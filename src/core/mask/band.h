@@ -8,7 +8,8 @@
 // code needed" tests follow from lo(), hi() and their inverses.
 //
 // A new positional mask takes fields in BandRule and Band, their way into a Band in of() and
-// from(), and its part of first_key() or hi() with the inverse, end() or first() (docs/recipes.md).
+// narrowed(), and its part of first_key() or hi() with the inverse, end() or first()
+// (docs/recipes.md).
 #pragma once
 
 #include <cstdint>
@@ -25,12 +26,20 @@ struct BasicInterval {
   TESSERA_HOST_DEVICE bool contains(Int j) const { return lo <= j && j < hi; }
 };
 
-// What a problem says of all its sequences; band_rule_of() fills it in.
+// What a problem says of all its sequences; band_rule_of() fills it in. A field's default is what
+// it holds without its mask.
 template <typename Int>
 struct BasicBandRule {
-  Int bottom_right;  // the diagonal stands at len_k - len_q instead of 0
-  Int left, right;   // -1 = unbounded; causal is right = 0
-  Int shift = 0;     // the diagonal of all sequences, read without bottom_right
+  Int bottom_right = 0;       // the diagonal stands at len_k - len_q instead of 0
+  Int left = -1, right = -1;  // -1 = unbounded; causal is right = 0
+  Int shift = 0;              // the diagonal of all sequences, read without bottom_right
+
+  bool operator==(const BasicBandRule&) const = default;
+  // There is a mask: keys may be hidden from rows by where they stand, which the diagonal alone
+  // does not.
+  bool hides() const {
+    return *this != BasicBandRule{.bottom_right = bottom_right, .shift = shift};
+  }
 };
 
 template <typename Int>
@@ -62,7 +71,10 @@ struct BasicBand {
 
   // The same band with rows counted from row m.
   TESSERA_HOST_DEVICE BasicBand from(Int m) const {
-    return {len_q - m, len_k, shift + m, left, right};
+    BasicBand rest = *this;
+    rest.len_q -= m;
+    rest.shift += m;
+    return rest;
   }
 
   // Keys that query i sees; empty for rows outside [0, len_q).

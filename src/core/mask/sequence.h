@@ -25,7 +25,7 @@ struct Sequence {
 };
 
 // Window sides beyond 2^30 become 2^30, which is more than 32-bit positions reach, where Int has 32
-// bits. The problem is validated and normalised.
+// bits. The problem is validated.
 template <typename Int>
 BasicBandRule<Int> band_rule_of(const Problem& p) {
   const auto side = [&](int64_t reach) {
@@ -37,6 +37,9 @@ BasicBandRule<Int> band_rule_of(const Problem& p) {
           .right = has(p, TESSERA_CAUSAL) ? 0 : side(p.window_right),
           .shift = static_cast<Int>(p.shift)};
 }
+
+// A mask by position, so that the problem has a diagonal: causal, or a window with a bounded side.
+inline bool has_band(const Problem& p) { return band_rule_of<int64_t>(p).hides(); }
 
 // Sequence n of a validated, normalised problem whose buffers are on the host.
 Sequence sequence_of(const Problem& problem, const Buffers& buffers, int64_t n);

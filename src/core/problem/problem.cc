@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "core/mask/sequence.h"
 #include "core/problem/import.h"
 
 namespace tessera {

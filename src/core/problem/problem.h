@@ -54,10 +54,6 @@ inline bool is_thd_k(const Problem& p) { return p.format_kv == TESSERA_THD && !i
 inline bool has_sink(const Problem& p) {
   return given(p, TESSERA_SINK) || has(p, TESSERA_SINK_OFF_BY_ONE);
 }
-inline bool has_band(const Problem& p) {  // causal, or a window with a bounded side
-  return has(p, TESSERA_CAUSAL) ||
-         (has(p, TESSERA_WINDOW) && (p.window_left >= 0 || p.window_right >= 0));
-}
 
 // Written by this problem's pass.
 bool is_output(const Problem& problem, int index);

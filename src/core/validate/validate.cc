@@ -5,6 +5,7 @@
 
 #include <cinttypes>
 
+#include "core/mask/sequence.h"
 #include "core/problem/problem.h"
 #include "core/validate/partners.h"
 
