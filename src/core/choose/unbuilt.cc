@@ -16,23 +16,6 @@ void refuse_tensor(Support& support, const Problem& p, int index) {
 
 }  // namespace
 
-// o of fp8 inputs is each backend's own.
-void require_dtypes_of_inputs(Support& support, const Problem& p) {
-  constexpr int kOutputs[][2] = {{TESSERA_O, TESSERA_Q},
-                                 {TESSERA_DO, TESSERA_O},
-                                 {TESSERA_DQ, TESSERA_Q},
-                                 {TESSERA_DK, TESSERA_K},
-                                 {TESSERA_DV, TESSERA_V}};
-  if (is_fp8(p.tensor[TESSERA_Q].dtype)) return;
-  for (const auto& [output, input] : kOutputs) {
-    const int32_t dtype = p.tensor[output].dtype, as = p.tensor[input].dtype;
-    if (!given(p, output) || dtype == as) continue;
-    refuse(support, ReasonId::kDtype,
-           std::string(name_of(p, output)) + ".dtype=" + std::string(dtype_name(dtype)) +
-               " beside " + name_of(p, input) + ".dtype=" + std::string(dtype_name(as)));
-  }
-}
-
 void require_built(Support& support, const Problem& p, Fp8Inputs fp8) {
   if (given(p, TESSERA_KEEP_TAIL)) refuse_tensor(support, p, TESSERA_KEEP_TAIL);
   const bool is_q_fp8 = is_fp8(p.tensor[TESSERA_Q].dtype);

@@ -13,10 +13,7 @@ enum class Fp8Inputs : uint8_t { kUnbuilt, kBuilt };
 // Adds a reason for every such field that the problem, which is normalised, gives.
 void require_built(Support& support, const Problem& problem, Fp8Inputs fp8 = Fp8Inputs::kUnbuilt);
 
-// And for o, do and gradients of another dtype than q, k and v, which GPUs do not have yet.
-void require_dtypes_of_inputs(Support& support, const Problem& problem);
-
-// And for outputs that are added to, which GPUs do not have yet.
+// And for outputs that are added to.
 void require_no_sums(Support& support, const Problem& problem);
 
 }  // namespace tessera

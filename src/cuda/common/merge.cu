@@ -81,6 +81,25 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// One warp for all rows of an element of the first two axes.
+__global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Copy copy) {
+  constexpr int kWarps = kThreads / 32;
+  const View &from = copy.from, &to = copy.to;
+  for (int64_t a = blockIdx.y; a < copy.extent[0]; a += gridDim.y) {
+    for (int64_t b = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; b < copy.extent[1];
+         b += int64_t{gridDim.x} * kWarps) {
+      for (int64_t c = 0; c < copy.extent[2]; ++c) {
+        for (int64_t d = threadIdx.x % 32; d < copy.extent[3]; d += 32) {
+          float value = load_float(from.data, offset_of(from, a, b, c, d), from.dtype);
+          const int64_t at = offset_of(to, a, b, c, d);
+          if (copy.adds) value += load_float(to.data, at, to.dtype);
+          store_float(to.data, at, to.dtype, value);
+        }
+      }
+    }
+  }
+}
+
 struct Fill {
   float* to;
   int64_t stride;
@@ -156,6 +175,16 @@ Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context, const D
   return launch_kernel("dropout_mask", reinterpret_cast<const void*>(&dropout_mask_kernel),
                        dim3(static_cast<unsigned>(ctas)), kThreads, 0, &args,
                        static_cast<cudaStream_t>(context.stream));
+}
+
+Status launch_copy(const Copy& copy, cudaStream_t stream) {
+  constexpr int64_t kRowsOfCta = kThreads / 32, kMostGridX = 1 << 16, kMostGridY = 65535;
+  if (copy.extent[0] == 0 || copy.extent[1] == 0) return {};
+  const int64_t ctas = (copy.extent[1] + kRowsOfCta - 1) / kRowsOfCta;
+  const dim3 grid(static_cast<unsigned>(std::min(ctas, kMostGridX)),
+                  static_cast<unsigned>(std::min(copy.extent[0], kMostGridY)));
+  return launch_kernel("copy", reinterpret_cast<const void*>(&copy_kernel), grid, kThreads, 0,
+                       &copy, stream);
 }
 
 Status launch_fill(float* to, int64_t stride, int count, float value, cudaStream_t stream) {

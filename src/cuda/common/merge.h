@@ -34,6 +34,14 @@ Status merge(const MergeArgs& args, const Buffers& context, const Device& device
 // tessera_dropout_mask.
 Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context, const Device& device);
 
+// to = from, rounded to to's dtype, or to += from; of fp32, bf16 or fp16. Views of `extent`.
+struct Copy {
+  View from, to;
+  int64_t extent[4];
+  bool adds;
+};
+Status launch_copy(const Copy& copy, cudaStream_t stream);
+
 // to[i * stride] = value for i < count.
 Status launch_fill(float* to, int64_t stride, int count, float value, cudaStream_t stream);
 

@@ -65,8 +65,10 @@ bool decodes(const Problem& problem) {
          most_queries(problem) * pack_of(problem, kDecodeRows) <= kDecodeRows;
 }
 
+// A do that is rounded first has rows of its own, which are aligned.
 bool has_aligned_queries(const Params& p) {
-  return p.tensor[TESSERA_Q].vector_bytes == 16 && p.tensor[TESSERA_DO].vector_bytes == 16;
+  const View &q = p.tensor[TESSERA_Q], &grad_o = p.tensor[TESSERA_DO];
+  return q.vector_bytes == 16 && (grad_o.vector_bytes == 16 || grad_o.dtype != q.dtype);
 }
 
 ApartKernels find_apart(int dtype, int64_t head_dim, int shared_bytes) {
@@ -164,8 +166,7 @@ int64_t units_of(const Problem& problem, const StreamTile& tile) {
 
 const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
   const bool plain = (features_of(problem) & ~uint32_t{kOther}) == kLean &&
-                     problem.tensor[TESSERA_V].dtype == problem.tensor[TESSERA_K].dtype &&
-                     problem.tensor[TESSERA_O].dtype == problem.tensor[TESSERA_Q].dtype;
+                     problem.tensor[TESSERA_V].dtype == problem.tensor[TESSERA_K].dtype;
   if (!plain) return nullptr;
   // The least tile that holds a group's heads of all queries; else the largest, with some of them.
   const int64_t queries = std::max<int64_t>(most_queries(problem), 1);

@@ -75,7 +75,6 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   }
   require_built(support, p);
   require_no_sums(support, p);
-  require_dtypes_of_inputs(support, p);
   return support;
 }
 

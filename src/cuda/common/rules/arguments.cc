@@ -21,16 +21,6 @@ int32_t vector_bytes_of(const Tensor& t, const void* data) {
   return static_cast<int32_t>(bits & -bits);
 }
 
-View view_of(const Tensor& t, void* data) {
-  View view{};
-  if (t.dtype == TESSERA_NONE) return view;
-  view.data = data;
-  view.dtype = t.dtype;
-  view.vector_bytes = vector_bytes_of(t, data);
-  for (int axis = 0; axis < 4; ++axis) view.stride[axis] = t.extent[axis] > 1 ? t.stride[axis] : 0;
-  return view;
-}
-
 int32_t narrow(int64_t value) {
   return static_cast<int32_t>(std::clamp<int64_t>(value, -1, int64_t{1} << 30));
 }
@@ -114,6 +104,33 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
     p.rng_words = static_cast<int32_t>(problem.tensor[TESSERA_RNG_STATE].extent[0]);
   }
   return p;
+}
+
+View view_of(const Tensor& t, void* data) {
+  View view{};
+  if (t.dtype == TESSERA_NONE) return view;
+  view.data = data;
+  view.dtype = t.dtype;
+  view.vector_bytes = vector_bytes_of(t, data);
+  for (int axis = 0; axis < 4; ++axis) view.stride[axis] = t.extent[axis] > 1 ? t.stride[axis] : 0;
+  return view;
+}
+
+Tensor dense_like(const Tensor& like, int32_t dtype) {
+  Tensor t = like;
+  t.dtype = dtype;
+  const int64_t piece = 16 / size_of(dtype);
+  int64_t stride = (t.extent[3] + piece - 1) / piece * piece;
+  t.stride[3] = 1;
+  for (int axis = 2; axis >= 0; --axis) {
+    t.stride[axis] = stride;
+    stride *= t.extent[axis];
+  }
+  return t;
+}
+
+int64_t bytes_of(const Tensor& dense) {
+  return dense.extent[0] * dense.stride[0] * size_of(dense.dtype);
 }
 
 bool has_positions(const Problem& problem) {

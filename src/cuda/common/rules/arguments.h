@@ -11,6 +11,14 @@ namespace tessera::cuda {
 // views are null if buffers lack pointers (shapes only).
 Params params_of(const Problem& problem, const Buffers& buffers);
 
+// A tensor as kernels see it, of all four axes.
+View view_of(const Tensor& t, void* data);
+
+// A tensor of the extents of `like`, in C order; rows of its last axis begin at multiples of 16
+// bytes. bytes_of: what it takes.
+Tensor dense_like(const Tensor& like, int32_t dtype);
+int64_t bytes_of(const Tensor& dense);
+
 // True if sequences have positions or diagonals that are read on the device, in 64 bits.
 bool has_positions(const Problem& problem);
 

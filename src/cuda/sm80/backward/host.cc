@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "core/workspace.h"
+#include "cuda/common/merge.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
 #include "cuda/sm80/plan.h"
@@ -27,6 +28,7 @@ class BackwardPlan final : public Plan {
   int64_t workspace_bytes(const Problem& problem, int) const override {
     Workspace rows;
     BackwardArgs args{};
+    take_stand_ins(problem, rows, args.params);
     take_rows(problem, rows, args);
     int64_t most = 0;
     const auto consider = [&](const Kernel& kernel, Walked walked) {
@@ -53,7 +55,9 @@ class BackwardPlan final : public Plan {
     args.params = params_of(problem, buffers);
     const Params& p = args.params;
     Workspace workspace(buffers.workspace);
+    const StandIns in = take_stand_ins(problem, workspace, args.params);
     take_rows(problem, workspace, args);
+    TESSERA_RETURN_IF_ERROR(launch_copy(in.grad_o, stream));
     if (const Kernel* kernel = kernels_.fused_of(problem, p)) {
       TESSERA_RETURN_IF_ERROR(run_fused(*kernel, problem, args, workspace, stream));
       TESSERA_RETURN_IF_ERROR(run_dbias(*kernels_.apart.dbias, problem, args, stream));
@@ -69,6 +73,36 @@ class BackwardPlan final : public Plan {
   }
 
  private:
+  // What kernels read and write in place of the caller's tensors.
+  struct StandIns {
+    Copy grad_o;  // rounded to the inputs' dtype; no rows: the caller's is
+  };
+  static StandIns take_stand_ins(const Problem& problem, Workspace& workspace, Params& p) {
+    StandIns in{};
+    const int32_t dtype = problem.tensor[TESSERA_Q].dtype;
+    if (problem.tensor[TESSERA_DO].dtype != dtype) {
+      View& grad_o = p.tensor[TESSERA_DO];
+      in.grad_o =
+          copy_of(problem, TESSERA_DO, grad_o, take_like(problem, TESSERA_DO, dtype, workspace));
+      grad_o = in.grad_o.to;
+    }
+    for (const int index : {TESSERA_DQ, TESSERA_DK, TESSERA_DV}) {
+      // From 16 bytes on, kernels of 16 bits stage rows in their own dtype (write_gradient).
+      View& gradient = p.tensor[index];
+      if (gradient.dtype != dtype) gradient.vector_bytes = std::min(gradient.vector_bytes, 8);
+    }
+    return in;
+  }
+  // A tensor of a given one's extents.
+  static View take_like(const Problem& problem, int index, int32_t dtype, Workspace& workspace) {
+    const Tensor t = dense_like(problem.tensor[index], dtype);
+    return view_of(t, workspace.take<char>(bytes_of(t), kAlignment));
+  }
+  static Copy copy_of(const Problem& problem, int index, const View& from, const View& to) {
+    Copy copy{from, to, {}, false};
+    std::copy_n(problem.tensor[index].extent, 4, copy.extent);
+    return copy;
+  }
   // A float for each row and head.
   static void take_rows(const Problem& problem, Workspace& workspace, BackwardArgs& args) {
     const Sizes s = sizes_of(problem);

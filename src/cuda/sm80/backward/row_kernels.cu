@@ -15,8 +15,23 @@ struct StatisticsArgs {
   DqOrder* order;
 };
 
+// What T holds of 64 columns of an fp32 o, rounded; rest: what that leaves, in T. Where o is a row
+// of v nothing is left.
+template <typename T>
+__device__ void load_part_of_wide(T* tile, const QueryRows& rows, int columns, bool rest) {
+  for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
+    const int r = i / kColumns, c = i % kColumns;
+    const char* row = rows(r);
+    const float x = row && c < columns ? reinterpret_cast<const float*>(row)[c] : 0.f;
+    const T part = static_cast<T>(x);
+    T* const to = tile + r * kSmemStride<T, kColumns> + c;
+    *to = rest ? static_cast<T>(x - static_cast<float>(part)) : part;
+  }
+}
+
 // Makes delta by the products that dP is made of, as the diagonal of dO O^T. Where o is a row of v,
-// because one key is visible, dP - delta is then exactly 0.
+// because one key is visible, dP - delta is then exactly 0. An fp32 o beside 16 bits is the sum of
+// two of these.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     row_statistics_kernel(const __grid_constant__ StatisticsArgs args) {
@@ -36,20 +51,28 @@ __global__ void __launch_bounds__(kThreads)
   const Sequence sequence = sequence_of(p, tile.n);
   if (tile.begin >= sequence.q.owned_hi) return;
   const int head = blockIdx.y, warp_row = threadIdx.x / 32 * 16;
-  QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
-  QueryRows o_rows = query_rows(p, TESSERA_O, sequence, head, tile.begin, 1, kRows);
+  const View& o_view = p.tensor[TESSERA_O];
+  const bool is_wide = sizeof(T) == 2 && o_view.dtype == TESSERA_FP32;
   float product[8] = {};
-  for (int c = 0; c < p.dv; c += kColumns) {
-    if (c > 0) __syncthreads();
-    load_tile<T, kRows, kColumns, kThreads>(grad_o, grad_o_rows, p.dv - c, p.tensor[TESSERA_DO]);
-    load_tile<T, kRows, kColumns, kThreads>(o, o_rows, p.dv - c, p.tensor[TESSERA_O]);
-    commit_copies();
-    wait_for_copies<0>();
-    meet_and_split<T, kColumns, kWarps, kRows, kRows>(grad_o, o);
-    multiply_nt<T, 16, kColumns>(product, grad_o, warp_row, o + warp_row * kSmemStride<T, kColumns>,
-                                 kColumns);
-    grad_o_rows.base += kColumns * sizeof(T);
-    o_rows.base += kColumns * sizeof(T);
+  for (int part = 0; part < (is_wide ? 2 : 1); ++part) {
+    QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
+    QueryRows o_rows = query_rows(p, TESSERA_O, sequence, head, tile.begin, 1, kRows);
+    for (int c = 0; c < p.dv; c += kColumns) {
+      if (part + c > 0) __syncthreads();
+      load_tile<T, kRows, kColumns, kThreads>(grad_o, grad_o_rows, p.dv - c, p.tensor[TESSERA_DO]);
+      if (is_wide) {
+        load_part_of_wide(o, o_rows, p.dv - c, part == 1);
+      } else {
+        load_tile<T, kRows, kColumns, kThreads>(o, o_rows, p.dv - c, o_view);
+      }
+      commit_copies();
+      wait_for_copies<0>();
+      meet_and_split<T, kColumns, kWarps, kRows, kRows>(grad_o, o);
+      multiply_nt<T, 16, kColumns>(product, grad_o, warp_row,
+                                   o + warp_row * kSmemStride<T, kColumns>, kColumns);
+      grad_o_rows.base += kColumns * sizeof(T);
+      o_rows.base += kColumns * element_bytes(o_view.dtype);
+    }
   }
   // The diagonal's rows r and r + 8 are with the thread that has columns r and r + 8.
   if (lane_minor() / 2 != lane_major() / 2) return;
