@@ -56,7 +56,9 @@ class ForwardPlan final : public Plan {
     if (const StreamKernel* stream = kernels_.stream_of(problem)) {
       bytes = std::max(bytes, stream_workspace_bytes(problem, *stream, device_));
     }
-    return bytes;
+    Workspace own;
+    take_part(problem, own);
+    return own.bytes() + bytes;
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -64,18 +66,39 @@ class ForwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    ForwardArgs args{};
-    args.params = params_of(problem, buffers);
-    Params& p = args.params;
+    Params p = params_of(problem, buffers);
     if (const View& max_logit = p.tensor[TESSERA_MAX_LOGIT]; max_logit.data) {
       TESSERA_RETURN_IF_ERROR(launch_fill(static_cast<float*>(max_logit.data), max_logit.stride[0],
                                           p.hq, -__builtin_huge_valf(), stream));
     }
     if (p.batch == 0 || p.sq == 0) return {};
+    if (!has(problem, TESSERA_ACCUMULATE)) return run_part(problem, buffers, p, stream);
 
+    // What the outputs hold is one more part of the keys.
+    View &o = p.tensor[TESSERA_O], &lse = p.tensor[TESSERA_LSE];
+    MergeLaunch merge = merge_into(p);
+    Workspace workspace(buffers.workspace);
+    const Part part = take_part(problem, workspace);
+    merge.num_parts = 2;
+    merge.part[0] = {o, lse};
+    merge.part[1] = part.results;
+    o = part.results.o;
+    lse = part.results.lse;
+    Buffers rest = buffers;
+    rest.workspace = part.workspace;
+    TESSERA_RETURN_IF_ERROR(run_part(problem, rest, p, stream));
+    return launch_merge(merge, stream);
+  }
+
+ private:
+  // Queues what writes o and lse of the call's own keys, where p says.
+  Status run_part(const Problem& problem, const Buffers& buffers, const Params& p,
+                  cudaStream_t stream) const {
     if (const StreamKernel* few_rows = kernels_.stream_of(problem, p)) {
       return run_stream(problem, buffers, p, *few_rows, device_, stream);
     }
+    ForwardArgs args{};
+    args.params = p;
     const Kernel& kernel = kernels_.of(problem, p);
     const Cut cut = cut_of(problem, kernel, device_);
     args.pack = cut.pack;
@@ -100,7 +123,23 @@ class ForwardPlan final : public Plan {
     return cut.splits > 1 ? launch_merge(merge_of(args), stream) : Status();
   }
 
- private:
+  // The o, in fp32, and lse of a call that adds to others, and the workspace behind them.
+  struct Part {
+    MergePart results;
+    void* workspace;
+  };
+  static Part take_part(const Problem& problem, Workspace& workspace) {
+    Part part{};
+    if (has(problem, TESSERA_ACCUMULATE)) {
+      const Tensor o = dense_like(problem.tensor[TESSERA_O], TESSERA_FP32);
+      const int64_t sq = o.extent[1], hq = o.extent[2], rows = o.extent[0] * sq * hq;
+      part.results = {view_of(o, workspace.take<char>(bytes_of(o), kAlignment)),
+                      {workspace.take<float>(rows), {hq * sq, sq, 1, 0}, TESSERA_FP32, 4}};
+    }
+    part.workspace = workspace.take<char>(0, kAlignment);
+    return part;
+  }
+
   // Bytes of k and v of one head and a sequence of average length.
   static int64_t bytes_of_keys(const Problem& problem) {
     const Sizes s = sizes_of(problem);
@@ -138,16 +177,22 @@ class ForwardPlan final : public Plan {
   static bool has_map(const Problem& problem, const Kernel& kernel) {
     return kernel.tile.loop != Loop::decode && has_block_map(problem);
   }
-  static MergeLaunch merge_of(const ForwardArgs& args) {
-    const Params& p = args.params;
+
+  // Of no parts yet, to o and lse.
+  static MergeLaunch merge_into(const Params& p) {
     MergeLaunch merge{};
-    merge.num_parts = args.splits;
     merge.batch = p.thd_q ? 1 : p.batch;
     merge.sq = p.sq;
     merge.hq = p.hq;
     merge.dv = p.dv;
     merge.o = p.tensor[TESSERA_O];
     merge.lse = p.tensor[TESSERA_LSE];
+    return merge;
+  }
+  static MergeLaunch merge_of(const ForwardArgs& args) {
+    const Params& p = args.params;
+    MergeLaunch merge = merge_into(p);
+    merge.num_parts = args.splits;
     for (int part = 0; part < args.splits; ++part) {
       const int64_t heads = part * args.rows * p.hq;
       merge.part[part].o = {args.partial_o + heads * p.dv,
