@@ -37,6 +37,7 @@ FEATURES = {
     "fp8 K/V beside bf16 q": "kv=e4m3",
     "deterministic backward": "deterministic",
     "fp32 o and gradients beside bf16": "o=fp32 grad=fp32",
+    "outputs that are added to (accumulate)": "accumulate",
 }
 
 

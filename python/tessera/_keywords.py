@@ -408,7 +408,7 @@ class Keywords(TypedDict, total=False):
         _lib.ACCUMULATE,
         doc="Adds to what the outputs hold: out= and lse= become those of the keys that they were made "
             "from and of this call's together (a row whose lse is -inf holds none, and its o is not "
-            "read); gradients are summed into the arrays of grads=. GPUs refuse it yet.")]
+            "read); gradients are summed into the arrays of grads=. cuda_sm90 leaves it to cuda_sm80.")]
     sm_margin: Annotated[int, Option(
         values="int", default=0, check=_check_margin, encode=lambda n: (0, n or 0),
         decode=lambda flags, n: n, fields={"sm_margin": "int"},

@@ -518,3 +518,29 @@ assert not torch._C._cuda_hasPrimaryContext(0), "a context on a device that nobo
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_calls_on_the_second_device_leave_the_first_alone():
     subprocess.run([sys.executable, "-c", SECOND_DEVICE], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sums_dtype", [torch.float32, None])
+@pytest.mark.parametrize("sq,d", [(1, 64), (130, 64), (130, 40), (33, 160)])
+def test_sums_in_place(dtype, sums_dtype, sq, d):
+    """Parts of the keys added up where they are, in fp32 and in the inputs' dtype, are the whole."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(2, n, h, d, generator=g, device="cuda", dtype=dtype)
+                   for n, h in ((sq, 4), (700, 2), (700, 2), (sq, 4)))
+    sums_dtype = sums_dtype or dtype
+    o, lse = tt.attention(q, k, v, return_lse=True, out_dtype=sums_dtype)
+    assert o.dtype == sums_dtype
+    truth = tt.attention_backward(do, q, k, v, o, lse, grad_dtype=sums_dtype)
+    got, rows = torch.full_like(o, torch.nan), torch.full_like(lse, -torch.inf)
+    sums = {name: torch.ones(x.shape, dtype=sums_dtype, device="cuda")
+            for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    for part in (slice(0, 300), slice(300, 301), slice(301, 700)):
+        tt.attention(q, k[:, part], v[:, part], out=got, lse=rows, accumulate=True)
+        tt.attention_backward(do, q, k[:, part], v[:, part], o, lse, partial=True, accumulate=True, grads={
+            "dq": sums["dq"], "dk": sums["dk"][:, part], "dv": sums["dv"][:, part]})
+    near = dict(rtol=2e-2, atol=4e-2) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows, lse, rtol=0, atol=1e-3)
+    torch.testing.assert_close(got, o, **near)
+    for name, x in sums.items():
+        torch.testing.assert_close(x, getattr(truth, name) + 1, **near)

@@ -113,9 +113,10 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     _complete("attention_backward", q, keywords)
     given = dict(keywords, q=q, k=k, v=v)
     backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    if keywords.get("accumulate"):
+    adds = keywords.get("accumulate")
+    if adds:
         _refuse_adding("attention_backward", {**given, **backward, **outputs})
-    if _is_plain(q) and (q.device.type == "cpu" or _is_fp8(q) or keywords.get("accumulate")):
+    if adds or _is_plain(q) and (q.device.type == "cpu" or _is_fp8(q)):  # operators allocate what they write
         results = _prepared.call(_addresses, "attention_backward", _prepared.describe_backward,
                                  {**given, **backward, **outputs})
         _written(outputs.values())

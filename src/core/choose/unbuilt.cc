@@ -32,8 +32,4 @@ void require_built(Support& support, const Problem& p, Fp8Inputs fp8) {
   if (has(p, TESSERA_FP8_PRODUCTS)) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
 }
 
-void require_no_sums(Support& support, const Problem& p) {
-  if (has(p, TESSERA_ACCUMULATE)) refuse(support, ReasonId::kFeature, "accumulate=True");
-}
-
 }  // namespace tessera

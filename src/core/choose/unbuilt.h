@@ -13,7 +13,4 @@ enum class Fp8Inputs : uint8_t { kUnbuilt, kBuilt };
 // Adds a reason for every such field that the problem, which is normalised, gives.
 void require_built(Support& support, const Problem& problem, Fp8Inputs fp8 = Fp8Inputs::kUnbuilt);
 
-// And for outputs that are added to.
-void require_no_sums(Support& support, const Problem& problem);
-
 }  // namespace tessera

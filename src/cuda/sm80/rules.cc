@@ -74,7 +74,6 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
     require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
   }
   require_built(support, p);
-  if (is_backward(p)) require_no_sums(support, p);
   return support;
 }
 

@@ -95,6 +95,9 @@ void require_features(Support& support, const Problem& p) {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
   }
+  support.require(!has(p, TESSERA_ACCUMULATE), ReasonId::kFeature, Remedy::kNone, [] {
+    return std::string("accumulate=True: the Hopper kernels do not have it; cuda_sm80 does");
+  });
   // A mask of keys alone promises that NaN in the v it hides does no harm; this kernel multiplies
   // it by 0.
   const Tensor& mask = p.tensor[TESSERA_MASK];
@@ -197,7 +200,6 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
   }
   require_features(support, p);
   require_built(support, p);
-  require_no_sums(support, p);
   require_no_origin(support, p);
   return support;
 }

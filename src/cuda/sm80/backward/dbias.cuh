@@ -151,14 +151,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   const View& out = p.tensor[TESSERA_DBIAS];
   const int64_t base = offset_of(out, bias_n, bias_head);
+  const bool adds = (p.flags & TESSERA_ACCUMULATE) != 0;
+  const auto store = [&](int64_t at, float value) {
+    if (adds) value += load_float(out.data, at, out.dtype);
+    store_float(out.data, at, out.dtype, value);
+  };
   if (one_row) {
     for (int c = threadIdx.x; c < (one_column ? 1 : kTileN); c += 32 * kWarps) {
       const int key = tile_n * kTileN + c;
       float total = 0;
       for (int w = 0; w < kWarps; ++w) total += smem.columns[w][c];
-      if (key < extent[3]) {
-        store_float(out.data, base + key * out.stride[3], out.dtype, total * factor);
-      }
+      if (key < extent[3]) store(base + key * out.stride[3], total * factor);
     }
     return;
   }
@@ -168,7 +171,15 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (query >= extent[2]) continue;
     const int64_t row = base + query * out.stride[2];
     if (one_column) {
-      if (threadIdx.x % 4 == 0) store_float(out.data, row, out.dtype, sum[2 * half] * factor);
+      if (threadIdx.x % 4 == 0) store(row, sum[2 * half] * factor);
+      continue;
+    }
+    if (adds) {
+#pragma unroll
+      for (int i = 0; i < kTileN / 4; ++i) {
+        const int key = tile_n * kTileN + lane_minor() + 8 * (i / 2) + i % 2;
+        if (key < extent[3]) store(row + key, sum[4 * (i / 2) + 2 * half + i % 2] * factor);
+      }
       continue;
     }
     store_row<T, kTileN>(out.data, row + tile_n * kTileN, out.dtype, out.vector_bytes, sum, half,

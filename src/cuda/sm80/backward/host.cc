@@ -2,7 +2,10 @@
 // The backward pass: row statistics, then dQ and dK/dV by kernels of their own (seven products),
 // dbias, and sums over rows. Where a band and at most one feature shape the scores, one kernel
 // makes all three with five products, and adds to dQ in any order; without a feature also in turn.
+// With TESSERA_ACCUMULATE they make dq, dk and dv in the workspace, O(tokens), which are then added
+// to the caller's; dbias, which may be large, dsink and dalibi_slopes are added as they are stored.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 
 #include "core/workspace.h"
@@ -53,12 +56,19 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     BackwardArgs args{};
     args.params = params_of(problem, buffers);
-    const Params& p = args.params;
     Workspace workspace(buffers.workspace);
     const StandIns in = take_stand_ins(problem, workspace, args.params);
     take_rows(problem, workspace, args);
     TESSERA_RETURN_IF_ERROR(launch_copy(in.grad_o, stream));
-    if (const Kernel* kernel = kernels_.fused_of(problem, p)) {
+    TESSERA_RETURN_IF_ERROR(run_kernels(problem, args, workspace, stream));
+    for (const Copy& sum : in.sums) TESSERA_RETURN_IF_ERROR(launch_copy(sum, stream));
+    return {};
+  }
+
+ private:
+  Status run_kernels(const Problem& problem, const BackwardArgs& args, Workspace workspace,
+                     cudaStream_t stream) const {
+    if (const Kernel* kernel = kernels_.fused_of(problem, args.params)) {
       TESSERA_RETURN_IF_ERROR(run_fused(*kernel, problem, args, workspace, stream));
       TESSERA_RETURN_IF_ERROR(run_dbias(*kernels_.apart.dbias, problem, args, stream));
       return launch_row_sums(args, stream);
@@ -72,10 +82,10 @@ class BackwardPlan final : public Plan {
     return launch_row_sums(args, stream);
   }
 
- private:
-  // What kernels read and write in place of the caller's tensors.
+  // What kernels read and write in place of the caller's tensors; copies of no rows: of none.
   struct StandIns {
-    Copy grad_o;  // rounded to the inputs' dtype; no rows: the caller's is
+    Copy grad_o;   // rounded to the inputs' dtype
+    Copy sums[3];  // of dq, dk and dv in fp32, to be added to the caller's
   };
   static StandIns take_stand_ins(const Problem& problem, Workspace& workspace, Params& p) {
     StandIns in{};
@@ -86,9 +96,16 @@ class BackwardPlan final : public Plan {
           copy_of(problem, TESSERA_DO, grad_o, take_like(problem, TESSERA_DO, dtype, workspace));
       grad_o = in.grad_o.to;
     }
-    for (const int index : {TESSERA_DQ, TESSERA_DK, TESSERA_DV}) {
-      // From 16 bytes on, kernels of 16 bits stage rows in their own dtype (write_gradient).
+    for (int i = 0; i < 3; ++i) {
+      const int index = std::array{TESSERA_DQ, TESSERA_DK, TESSERA_DV}[i];
       View& gradient = p.tensor[index];
+      if (given(problem, index) && has(problem, TESSERA_ACCUMULATE)) {
+        const View own = take_like(problem, index, TESSERA_FP32, workspace);
+        in.sums[i] = copy_of(problem, index, own, gradient);
+        in.sums[i].adds = true;
+        gradient = own;
+      }
+      // From 16 bytes on, kernels of 16 bits stage rows in their own dtype (write_gradient).
       if (gradient.dtype != dtype) gradient.vector_bytes = std::min(gradient.vector_bytes, 8);
     }
     return in;

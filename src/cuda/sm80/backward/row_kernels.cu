@@ -146,6 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   sum = sum_of_threads(sum);
   if (threadIdx.x == 0) {
     const int64_t at = of_sink ? head * out.stride[0] : offset_of(out, blockIdx.y, head);
+    if (p.flags & TESSERA_ACCUMULATE) sum += load_float(out.data, at, out.dtype);
     store_float(out.data, at, out.dtype, sum);
   }
 }

@@ -21,7 +21,7 @@ Status launch_row_statistics(const BackwardArgs& args, Cleared cleared, DqOrder*
                              cudaStream_t stream);
 
 // Queues dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows, as
-// far as they are asked for.
+// far as they are asked for; with TESSERA_ACCUMULATE added to what they hold.
 Status launch_row_sums(const BackwardArgs& args, cudaStream_t stream);
 
 }  // namespace tessera::cuda::sm80
