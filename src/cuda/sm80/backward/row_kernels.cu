@@ -31,8 +31,8 @@ __device__ void load_part_of_wide(T* tile, const QueryRows& rows, int columns, b
 
 // Makes delta by the products that dP is made of, as the diagonal of dO O^T. Where o is a row of v,
 // because one key is visible, dP - delta is then exactly 0. An fp32 o beside 16 bits is the sum of
-// two of these.
-template <typename T>
+// two of these: kWide.
+template <typename T, bool kWide>
 __global__ void __launch_bounds__(kThreads)
     row_statistics_kernel(const __grid_constant__ StatisticsArgs args) {
   __shared__ __align__(16) T grad_o[kRows * kSmemStride<T, kColumns>];
@@ -51,19 +51,17 @@ __global__ void __launch_bounds__(kThreads)
   const Sequence sequence = sequence_of(p, tile.n);
   if (tile.begin >= sequence.q.owned_hi) return;
   const int head = blockIdx.y, warp_row = threadIdx.x / 32 * 16;
-  const View& o_view = p.tensor[TESSERA_O];
-  const bool is_wide = sizeof(T) == 2 && o_view.dtype == TESSERA_FP32;
   float product[8] = {};
-  for (int part = 0; part < (is_wide ? 2 : 1); ++part) {
+  for (int part = 0; part < (kWide ? 2 : 1); ++part) {
     QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
     QueryRows o_rows = query_rows(p, TESSERA_O, sequence, head, tile.begin, 1, kRows);
     for (int c = 0; c < p.dv; c += kColumns) {
       if (part + c > 0) __syncthreads();
       load_tile<T, kRows, kColumns, kThreads>(grad_o, grad_o_rows, p.dv - c, p.tensor[TESSERA_DO]);
-      if (is_wide) {
+      if constexpr (kWide) {
         load_part_of_wide(o, o_rows, p.dv - c, part == 1);
       } else {
-        load_tile<T, kRows, kColumns, kThreads>(o, o_rows, p.dv - c, o_view);
+        load_tile<T, kRows, kColumns, kThreads>(o, o_rows, p.dv - c, p.tensor[TESSERA_O]);
       }
       commit_copies();
       wait_for_copies<0>();
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
       multiply_nt<T, 16, kColumns>(product, grad_o, warp_row,
                                    o + warp_row * kSmemStride<T, kColumns>, kColumns);
       grad_o_rows.base += kColumns * sizeof(T);
-      o_rows.base += kColumns * element_bytes(o_view.dtype);
+      o_rows.base += kColumns * (kWide ? sizeof(float) : sizeof(T));
     }
   }
   // The diagonal's rows r and r + 8 are with the thread that has columns r and r + 8.
@@ -101,6 +99,12 @@ __global__ void __launch_bounds__(kThreads)
     args.b.lse[at] = row_lse;
     args.b.delta[at] = delta;
   }
+}
+
+template <typename T>
+const void* statistics_kernel(bool is_wide) {
+  return is_wide ? reinterpret_cast<const void*>(&row_statistics_kernel<T, true>)
+                 : reinterpret_cast<const void*>(&row_statistics_kernel<T, false>);
 }
 
 // Sums over the CTA in a fixed order; the result is thread 0's.
@@ -160,17 +164,12 @@ Status launch_row_statistics(const BackwardArgs& b, Cleared cleared, DqOrder* or
   const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kRows);
   if (slots == 0) return {};
   const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq));
-  const auto kernel_of = [&](int dtype) -> const void* {
-    switch (dtype) {
-      case TESSERA_FP32:
-        return reinterpret_cast<const void*>(&row_statistics_kernel<float>);
-      case TESSERA_BF16:
-        return reinterpret_cast<const void*>(&row_statistics_kernel<__nv_bfloat16>);
-    }
-    return reinterpret_cast<const void*>(&row_statistics_kernel<__half>);
-  };
-  return launch_kernel("row_statistics", kernel_of(p.tensor[TESSERA_Q].dtype), grid, kThreads, 0,
-                       &args, stream);
+  const int32_t dtype = p.tensor[TESSERA_Q].dtype;
+  const bool is_wide = p.tensor[TESSERA_O].dtype != dtype;
+  const void* kernel = reinterpret_cast<const void*>(&row_statistics_kernel<float, false>);
+  if (dtype == TESSERA_BF16) kernel = statistics_kernel<__nv_bfloat16>(is_wide);
+  if (dtype == TESSERA_FP16) kernel = statistics_kernel<__half>(is_wide);
+  return launch_kernel("row_statistics", kernel, grid, kThreads, 0, &args, stream);
 }
 
 Status launch_row_sums(const BackwardArgs& args, cudaStream_t stream) {
