@@ -164,6 +164,21 @@ int64_t units_of(const Problem& problem, const StreamTile& tile) {
   return s.hq / pack * slots;
 }
 
+namespace {
+
+// True if the decode kernel is faster than the stream kernel: where all sequences have all keys, in
+// the type of q, and the parts of a tile are many beside its keys (docs/kernels/sm80_design.md).
+bool decodes_faster(const Problem& problem, int64_t rows, int64_t units) {
+  constexpr int64_t kFewUnits = 16, kManyKeys = 4096;
+  const bool dense = !is_paged(problem) && !is_thd_k(problem) &&
+                     !given(problem, TESSERA_SEQLENS_K) &&
+                     problem.tensor[TESSERA_K].dtype == problem.tensor[TESSERA_Q].dtype;
+  return dense && rows <= kDecodeRows && !has(problem, TESSERA_BATCH_INVARIANT) &&
+         (units > kFewUnits || sizes_of(problem).sk < kManyKeys);
+}
+
+}  // namespace
+
 const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
   const bool plain = (features_of(problem) & ~uint32_t{kOther}) == kLean &&
                      problem.tensor[TESSERA_V].dtype == problem.tensor[TESSERA_K].dtype;
@@ -179,8 +194,10 @@ const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
     }
   }
   if (!found) return nullptr;
+  const int64_t units = units_of(problem, found->tile);
+  if (decodes_faster(problem, queries * group, units)) return nullptr;
   const int64_t steps = sizes_of(problem).sk / found->tile.step_keys() + 1;
-  return units_of(problem, found->tile) < kMostCells / steps ? found : nullptr;
+  return units < kMostCells / steps ? found : nullptr;
 }
 
 const StreamKernel* ForwardKernels::stream_of(const Problem& problem, const Params& p) const {
@@ -189,15 +206,14 @@ const StreamKernel* ForwardKernels::stream_of(const Problem& problem, const Para
 }
 
 const KernelSet& ForwardKernels::of(const Problem& problem) const {
-  return decode[kGeneral] && decodes(problem) ? decode : forward;
+  return decode[kLean] && decodes(problem) ? decode : forward;
 }
 
 const Kernel& ForwardKernels::of(const Problem& problem, const Params& p) const {
   const KernelSet& kernels = of(problem);
   const bool exact = is_steep(p.softmax_scale) || is_large_cap(p.softcap);
   const uint32_t needs = needs_of(problem, p) | (exact ? kOther : kLean);
-  // Of 16 bits the decode pass has the kernel of all features alone.
-  const Kernel& kernel = *(kernels[needs] ? kernels[needs] : kernels[kGeneral]);
+  const Kernel& kernel = *kernels[needs];
   // Heads share a tile where nothing or everything is expected of the scores.
   const bool shares = kernel.features != kLean && pack_of(problem, rows_of(kernel)) > 1;
   return shares ? *kernels[kGeneral] : kernel;

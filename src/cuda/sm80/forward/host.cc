@@ -51,8 +51,7 @@ class ForwardPlan final : public Plan {
       take_workspace(problem, kernel, cut_of(problem, kernel, device_), workspace);
       return workspace.bytes();
     };
-    const Kernel* needed = kernels[needs_of(problem)];
-    int64_t bytes = std::max(needed ? bytes_of(*needed) : 0, bytes_of(*kernels[kGeneral]));
+    int64_t bytes = std::max(bytes_of(*kernels[needs_of(problem)]), bytes_of(*kernels[kGeneral]));
     if (const StreamKernel* stream = kernels_.stream_of(problem)) {
       bytes = std::max(bytes, stream_workspace_bytes(problem, *stream, device_));
     }

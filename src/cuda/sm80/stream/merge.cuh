@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/sm80/machine/epilogue.cuh"
+#include "cuda/sm80/machine/load.cuh"
 #include "cuda/sm80/stream/shape.cuh"
 
 namespace tessera::cuda::sm80 {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void merge_parts(typename S::Storage& smem, const Str
     float max = -kInfinity, sum = 0;
     for (int part = lane; part < piece.parts; part += 32) {
       const float2 sums = __ldcg(args.part_sums + int64_t{piece.slot_of(part)} * S::kRows + row);
-      smem.merge.max[part][row] = sums.x;
+      smem.merge.weights.max[part][row] = sums.x;
       const float most = fmaxf(max, sums.x), top = most == -kInfinity ? 0 : most;
       sum = sum * exp2_approx(max - top) + sums.y * exp2_approx(sums.x - top);
       max = most;
@@ -79,29 +80,44 @@ __device__ __forceinline__ void merge_parts(typename S::Storage& smem, const Str
     sum *= exp2_approx(max - (most == -kInfinity ? 0 : most));
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    if (lane == 0) smem.merge.total[row] = {most, sum};
+    if (lane == 0) smem.merge.weights.total[row] = {most, sum};
   }
   __syncthreads();
-  constexpr int kQuads = S::kD / 4, kAtOnce = 16;
+  constexpr int kQuads = S::kD / 4, kAtOnce = S::kCopies > 0 ? S::kCopies : 16;
   for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
     const int row = i / kQuads, column = i % kQuads * 4;
     RowSum total;
-    total.max = smem.merge.total[row].x, total.sum = smem.merge.total[row].y;
+    total.max = smem.merge.weights.total[row].x, total.sum = smem.merge.weights.total[row].y;
     const float top = total.max == -kInfinity ? 0 : total.max;
+    const auto quad_of = [&](int part) {
+      const int64_t slot = piece.slot_of(min(part, piece.parts - 1));
+      return reinterpret_cast<const float4*>(args.part_o + (slot * S::kRows + row) * S::kD +
+                                             column);
+    };
+    const auto add = [&](int part, const float4& x) {
+      const float weight = exp2_approx(smem.merge.weights.max[part][row] - top);
+      total.o.x += x.x * weight, total.o.y += x.y * weight;
+      total.o.z += x.z * weight, total.o.w += x.w * weight;
+    };
     for (int part0 = 0; part0 < piece.parts; part0 += kAtOnce) {
-      float4 x[kAtOnce];
+      if constexpr (S::kCopies > 0) {
+        // To a place of the thread's own: it waits for nobody else.
+        const int count = min(kAtOnce, piece.parts - part0);
+        const auto copy = [&](int j) { return &smem.merge.copies.of[j][threadIdx.x]; };
+#pragma unroll 8
+        for (int j = 0; j < count; ++j) copy_async<16>(copy(j), quad_of(part0 + j), 16);
+        commit_copies();
+        wait_for_copies<0>();
+#pragma unroll 4
+        for (int j = 0; j < count; ++j) add(part0 + j, *copy(j));
+      } else {
+        float4 x[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int64_t slot = piece.slot_of(min(part0 + j, piece.parts - 1));
-        x[j] = __ldcg(reinterpret_cast<const float4*>(args.part_o +
-                                                      (slot * S::kRows + row) * S::kD + column));
-      }
+        for (int j = 0; j < kAtOnce; ++j) x[j] = __ldcg(quad_of(part0 + j));
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (part0 + j >= piece.parts) break;
-        const float weight = exp2_approx(smem.merge.max[part0 + j][row] - top);
-        total.o.x += x[j].x * weight, total.o.y += x[j].y * weight;
-        total.o.z += x[j].z * weight, total.o.w += x[j].w * weight;
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (part0 + j < piece.parts) add(part0 + j, x[j]);
+        }
       }
     }
     tile.finish(row, column, total);

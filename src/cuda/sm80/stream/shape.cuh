@@ -31,6 +31,25 @@ struct Stream {
     alignas(16) char k[kKeys * kStride];
     alignas(16) char v[kKeys * kStride];
   };
+  struct Parts {  // of the teams
+    float o[kTeams][kRows][kD + 4];
+    float max[kTeams][kRows], sum[kTeams][kRows];
+  };
+  struct Weights {  // of the parts of a unit
+    float max[kMostParts][kRows];
+    float2 total[kRows];  // maximum, sum
+  };
+  // Quads of parts that a thread has on their way as it sums, as many as there is room for behind
+  // the weights.
+  static constexpr int kRoom = (int(sizeof(Stage) * kTeams * kStages) - int(sizeof(Weights))) /
+                               int(kThreads * sizeof(float4));
+  static constexpr int kCopies = kRoom >= 32 ? 32 : kRoom >= 16 ? 16 : kRoom >= 8 ? 8 : 0;
+
+  struct Copies {
+    alignas(16) float4 of[kCopies > 0 ? kCopies : 1][kThreads];
+  };
+  struct NoCopies {};
+
   struct Storage {
     Element q[kRows * kQStride];
     float q_scale[kRows];  // what a row of q was divided by
@@ -38,13 +57,10 @@ struct Stream {
     bool last;
     union {
       Stage ring[kTeams][kStages];
+      Parts parts;
       struct {
-        float o[kTeams][kRows][kD + 4];
-        float max[kTeams][kRows], sum[kTeams][kRows];
-      } parts;
-      struct {
-        float max[kMostParts][kRows];
-        float2 total[kRows];  // maximum, sum
+        Weights weights;
+        [[no_unique_address]] std::conditional_t<(kCopies > 0), Copies, NoCopies> copies;
       } merge;
     };
   };

@@ -64,11 +64,12 @@ struct Start {
 };
 
 // Cells in runs of equal length, the first `longer` of one cell more: one for each CTA, as long as
-// there are cells.
+// each has two steps, which it reads at once, or a share.
 struct Runs {
   int runs, cells, longer;
 
-  __device__ Runs(int all, int most) : runs(min(most, all)) {
+  __device__ Runs(const StreamArgs& args, int all, int most)
+      : runs(min(most, args.chunks > 0 || all < 2 ? all : all / 2)) {
     cells = runs > 0 ? all / runs : 0;
     longer = all - runs * cells;
   }
@@ -100,7 +101,7 @@ class Walk {
       : args_(args),
         queries_(queries),
         step_keys_(step_keys),
-        runs_(start.all, most_runs),
+        runs_(args, start.all, most_runs),
         run_(run) {
     if (run >= runs_.runs) return;
     at_ = runs_.begin(run);
@@ -224,7 +225,7 @@ __device__ inline void find_start(Start& start, const StreamArgs& args, int quer
   }
   before = before.plus(of_warps_before);
   to = to.plus(of_warps_before);
-  const int cell = Runs(all.cells, gridDim.x).begin(blockIdx.x);
+  const int cell = Runs(args, all.cells, gridDim.x).begin(blockIdx.x);
   if (threadIdx.x == 0) start.all = all.cells;
   if (before.cells <= cell && cell < to.cells) {
     find_sequence(start, args, queries, step_keys, lo, hi, before, cell);
@@ -234,8 +235,8 @@ __device__ inline void find_start(Start& start, const StreamArgs& args, int quer
 #endif
 
 #ifdef __CUDACC__
-// Announces a piece of several to the others of its unit, by a warp that comes from a barrier of the
-// CTA; true for one of them, which then sees what all of them have written.
+// Announces a piece of several to the others of its unit, by a warp that comes from a barrier of
+// the CTA; true for one of them, which then sees what all of them have written.
 //
 // A part is announced by the launch's mark in the word of its slot: the workspace's content is
 // unknown, and a word that is not the mark announces nothing. Each word is written by one CTA (a
