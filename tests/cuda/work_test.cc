@@ -93,7 +93,8 @@ Start start_of(const Batch& batch, int threads, int run, int most_runs) {
   Counted all{0, 0};
   for (int thread = 0; thread < threads; ++thread) all = all.plus(count_of(thread));
   start.all = all.cells;
-  const int cell = Runs(batch.args, all.cells, most_runs).begin(run);
+  start.runs = num_runs(batch.args, all.cells, most_runs);
+  const int cell = Runs(all.cells, start.runs).begin(run);
   Counted before{0, 0};
   int found = 0;
   for (int thread = 0; thread < threads; ++thread) {
@@ -106,7 +107,7 @@ Start start_of(const Batch& batch, int threads, int run, int most_runs) {
     }
     before = to;
   }
-  EXPECT_EQ(found, run < Runs(batch.args, all.cells, most_runs).runs ? 1 : 0);
+  EXPECT_EQ(found, run < start.runs ? 1 : 0);
   return start;
 }
 
@@ -119,7 +120,7 @@ std::vector<Placed> pieces_of(const Batch& batch, int threads, int most_runs) {
   std::vector<Placed> pieces;
   for (int run = 0; run < most_runs; ++run) {
     const Start start = start_of(batch, threads, run, most_runs);
-    Walk walk(batch.args, batch.queries, kStepKeys, start, run, most_runs);
+    Walk walk(batch.args, batch.queries, kStepKeys, start, run);
     for (; !walk.done(); walk.advance()) pieces.push_back({walk.piece(), walk.sequence().n, run});
   }
   return pieces;
@@ -282,7 +283,7 @@ TEST(Work, TablesThatOverlap) {
       std::map<int, std::pair<int, int>> counts;  // pieces seen, pieces said
       for (int run = 0; run < most_runs; ++run) {
         const Start start = start_of(batch, 4, run, most_runs);
-        Walk walk(batch.args, batch.queries, kStepKeys, start, run, most_runs);
+        Walk walk(batch.args, batch.queries, kStepKeys, start, run);
         for (int piece = 0; !walk.done() && piece < 20'000; ++piece, walk.advance()) {
           ASSERT_GE(walk.sequence().n, 0);
           ASSERT_LT(walk.sequence().n, p.batch);

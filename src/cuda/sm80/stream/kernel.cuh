@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(S::kThreads)
   const int first_row = warp % S::kTeam * 8 * S::kGroups;
   const int queries = S::kRows / args.pack;
   find_start(smem.start, args, queries, S::kStepKeys);
-  Walk walk(args, queries, S::kStepKeys, smem.start, blockIdx.x, gridDim.x);
+  Walk walk(args, queries, S::kStepKeys, smem.start, blockIdx.x);
   for (; !walk.done(); walk.advance()) {
     const Piece piece = walk.piece();
     const Sequence& sequence = walk.sequence();

@@ -59,17 +59,21 @@ struct CellsOf {
 struct Start {
   int n;
   Counted before;
-  int all;               // cells of the whole problem
+  int all, runs;         // of the whole problem: cells, and what they are cut into
   Counted of_warps[32];  // of the threads of each
 };
 
-// Cells in runs of equal length, the first `longer` of one cell more: one for each CTA, as long as
-// each has two steps, which it reads at once, or a share.
+// How many runs there are: one for each CTA, as long as each has two steps, which it reads at once,
+// or a share.
+__device__ inline int num_runs(const StreamArgs& args, int cells, int most) {
+  return min(most, args.chunks > 0 || cells < 2 ? cells : cells / 2);
+}
+
+// Cells in runs of equal length, the first `longer` of one cell more.
 struct Runs {
   int runs, cells, longer;
 
-  __device__ Runs(const StreamArgs& args, int all, int most)
-      : runs(min(most, args.chunks > 0 || all < 2 ? all : all / 2)) {
+  __device__ Runs(int all, int runs) : runs(runs) {
     cells = runs > 0 ? all / runs : 0;
     longer = all - runs * cells;
   }
@@ -96,12 +100,11 @@ struct Piece {
 // Walks the pieces of one run.
 class Walk {
  public:
-  __device__ Walk(const StreamArgs& args, int queries, int step_keys, const Start& start, int run,
-                  int most_runs)
+  __device__ Walk(const StreamArgs& args, int queries, int step_keys, const Start& start, int run)
       : args_(args),
         queries_(queries),
         step_keys_(step_keys),
-        runs_(args, start.all, most_runs),
+        runs_(start.all, start.runs),
         run_(run) {
     if (run >= runs_.runs) return;
     at_ = runs_.begin(run);
@@ -225,8 +228,9 @@ __device__ inline void find_start(Start& start, const StreamArgs& args, int quer
   }
   before = before.plus(of_warps_before);
   to = to.plus(of_warps_before);
-  const int cell = Runs(args, all.cells, gridDim.x).begin(blockIdx.x);
-  if (threadIdx.x == 0) start.all = all.cells;
+  const int runs = num_runs(args, all.cells, gridDim.x);
+  const int cell = Runs(all.cells, runs).begin(blockIdx.x);
+  if (threadIdx.x == 0) start.all = all.cells, start.runs = runs;
   if (before.cells <= cell && cell < to.cells) {
     find_sequence(start, args, queries, step_keys, lo, hi, before, cell);
   }
