@@ -237,6 +237,17 @@ TESSERA_API const char* tessera_version(void);
 
 /* Every error argument may be NULL. Every function that returns int32_t returns tessera_error.code. */
 
+/* Describes outputs: fills problem->tensor[wanted[i]] with the shape of docs/semantics.md, contiguous
+ * in the order of the problem's format. wanted: num_wanted indices of what the pass writes, in any
+ * order; of the backward pass O, LSE, DO and DLSE too. A dtype that such a tensor has is kept, its
+ * extents and strides are not read; 0 is the usual one: o as q, bf16 beside an fp8 q; a gradient as
+ * its input, beside fp8 ones as an o of 16 bits, else bf16; do as o. All other tensors of the problem
+ * are given before, and the problem is then one that tessera_prepare takes: TESSERA_OK, or
+ * TESSERA_INVALID and why, with nothing written. Allocates no device memory, synchronises nothing, asks no
+ * backend. */
+TESSERA_API int32_t tessera_outputs(tessera_problem* problem, const int32_t* wanted,
+                                    int32_t num_wanted, tessera_error* error);
+
 /* Validates, chooses a backend, builds and caches the plan. May be slow; tessera_run does the same
  * on a problem it has not met. num_threads as in tessera_buffers. */
 TESSERA_API int32_t tessera_prepare(const tessera_problem* problem, const tessera_device* device,

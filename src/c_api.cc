@@ -7,6 +7,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <span>
 #include <stdexcept>
 
 #include "backends.h"
@@ -210,6 +211,28 @@ std::string describe() {
 using namespace tessera;  // NOLINT: the functions below are the C face of this namespace
 
 const char* tessera_version(void) { return TESSERA_VERSION; }
+
+int32_t tessera_outputs(tessera_problem* problem, const int32_t* wanted, int32_t num_wanted,
+                        tessera_error* error) {
+  return guarded(error, operation_of(problem), [&]() -> Status {
+    Problem storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
+    if (num_wanted < 0 || (num_wanted > 0 && !wanted)) {
+      return invalid("num_wanted=%d: must be the number of indices at wanted=%p", num_wanted,
+                     static_cast<const void*>(wanted));
+    }
+    const std::span indices(wanted, static_cast<size_t>(num_wanted));
+    TESSERA_ASSIGN_OR_RETURN(filled, with_outputs(*ours, indices));
+    for (const int32_t index : indices) {
+      const size_t end = offsetof(tessera_problem, tensor) + (index + size_t{1}) * sizeof(Tensor);
+      if (end <= problem->struct_size) continue;
+      return invalid("wanted=%d: lies beyond problem.struct_size=%u; update the header", index,
+                     problem->struct_size);
+    }
+    for (const int32_t index : indices) problem->tensor[index] = filled.tensor[index];
+    return {};
+  });
+}
 
 int32_t tessera_prepare(const tessera_problem* problem, const tessera_device* device,
                         int32_t num_threads, tessera_info* info, tessera_error* error) {

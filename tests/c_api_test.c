@@ -254,6 +254,55 @@ static void struct_sizes(void) {
   CHECK(tessera_prepare(&p, &kCpu, 1, (tessera_info*)&small_info, &e) == TESSERA_INVALID);
 }
 
+/* o and lse described by the library, also in the struct of an older header. */
+static void outputs(void) {
+  const tessera_problem whole = forward_problem();
+  const int32_t wanted[2] = {TESSERA_LSE, TESSERA_O}, beyond = TESSERA_AMAX_O, none = -1;
+  tessera_problem p = whole, before;
+  tessera_error e = new_error();
+  struct older_problem older;
+  int i;
+  memset(&p.tensor[TESSERA_O], 0, 2 * sizeof p.tensor[0]);
+  p.format_q = TESSERA_BHSD;
+  before = p;
+  CHECK(tessera_outputs(&p, wanted, 2, &e) == TESSERA_OK && e.code == TESSERA_OK);
+  CHECK(p.tensor[TESSERA_O].dtype == TESSERA_FP32 && p.tensor[TESSERA_O].extent[1] == S);
+  CHECK(p.tensor[TESSERA_O].stride[2] == S * D && p.tensor[TESSERA_O].stride[1] == D);
+  CHECK(p.tensor[TESSERA_LSE].extent[1] == H && p.tensor[TESSERA_LSE].stride[1] == S);
+  CHECK(tessera_prepare(&p, &kCpu, 0, NULL, &e) == TESSERA_OK);
+  memcpy(&before.tensor[TESSERA_O], &p.tensor[TESSERA_O], 2 * sizeof p.tensor[0]);
+  CHECK(memcmp(&before, &p, sizeof p) == 0); /* nothing else was written */
+
+  memset(&p.tensor[TESSERA_O], 0, 2 * sizeof p.tensor[0]);
+  memcpy(&older, &p, sizeof older);
+  older.struct_size = sizeof older;
+  CHECK(tessera_outputs((tessera_problem*)&older, wanted, 2, &e) == TESSERA_OK);
+  CHECK(older.struct_size == sizeof older && older.tensor[TESSERA_LSE].extent[2] == S);
+
+  /* Errors write nothing. */
+  before = p;
+  CHECK(tessera_outputs(&p, wanted, 1, &e) == TESSERA_INVALID);
+  CHECK(strstr(e.message, "tessera.attention: o=None: must be given") == e.message);
+  CHECK(tessera_outputs(&p, &none, 1, &e) == TESSERA_INVALID);
+  CHECK(strstr(e.message, "tessera.attention: wanted[0]=-1") == e.message);
+  CHECK(tessera_outputs(&p, NULL, 1, &e) == TESSERA_INVALID);
+  CHECK(tessera_outputs(&p, wanted, -1, &e) == TESSERA_INVALID);
+  CHECK(tessera_outputs(NULL, wanted, 2, &e) == TESSERA_INVALID);
+  CHECK(tessera_outputs(NULL, NULL, 0, NULL) == TESSERA_INVALID);
+  p.tensor[TESSERA_K].extent[3] = 5;
+  before = p;
+  CHECK(tessera_outputs(&p, wanted, 2, &e) == TESSERA_INVALID);
+  CHECK(strstr(e.message, "tessera.attention: k.shape=[1, 3, 2, 5]") == e.message);
+  CHECK(memcmp(&before, &p, sizeof p) == 0);
+  for (i = TESSERA_Q; i <= TESSERA_V; ++i) older.tensor[i].dtype = TESSERA_E4M3;
+  older.tensor[TESSERA_O].dtype = TESSERA_BF16;
+  CHECK(tessera_outputs((tessera_problem*)&older, &beyond, 1, &e) == TESSERA_INVALID);
+  CHECK(strstr(e.message, "lies beyond problem.struct_size=") != NULL);
+  p = whole;
+  CHECK(tessera_outputs(&p, NULL, 0, &e) == TESSERA_OK); /* nothing wanted, nothing wrong */
+  CHECK(memcmp(&whole, &p, sizeof p) == 0);
+}
+
 /* Fields that a backend does not have yet are refused by name. */
 static void later_fields(void) {
   tessera_problem p = forward_problem();
@@ -358,6 +407,7 @@ int main(void) {
   errors();
   refusals();
   struct_sizes();
+  outputs();
   later_fields();
   texts();
   names();

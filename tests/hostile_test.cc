@@ -95,6 +95,12 @@ class Hostile : public testing::TestWithParam<Spoilt> {};
 TEST_P(Hostile, IsOneClearErrorAndWritesNothing) {
   Call c;
   GetParam().spoil(c);
+  // Described or not, what is spoilt is never written over by tessera_outputs that fails.
+  const tessera_problem spoilt = c.p;
+  const int32_t wanted[] = {TESSERA_O, TESSERA_LSE};
+  if (tessera_outputs(&c.p, wanted, 2, nullptr) != TESSERA_OK)
+    EXPECT_EQ(std::memcmp(&c.p, &spoilt, sizeof spoilt), 0);
+  c.p = spoilt;
   tessera_error e{};
   e.struct_size = sizeof e;
   EXPECT_EQ(tessera_run(&c.p, &c.device, &c.b, &e), TESSERA_INVALID);

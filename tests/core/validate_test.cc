@@ -502,6 +502,12 @@ TEST(Validate, RandomEditsAreAnswered) {
       }
     }
     const Status status = validate(p);
+    // What a legal problem writes can be described again, and of any other there is an answer.
+    std::vector<int32_t> wanted = {TESSERA_LSE, TESSERA_O};
+    if (is_backward(p)) wanted = {TESSERA_O, TESSERA_DO, TESSERA_DV, TESSERA_DK, TESSERA_DQ};
+    const auto filled = with_outputs(p, wanted);
+    ASSERT_TRUE(!status.ok() || filled.ok()) << filled.status().message();
+    ASSERT_TRUE(filled.ok() || filled.status().code() == TESSERA_INVALID);
     if (!status.ok()) {
       ASSERT_EQ(status.code(), TESSERA_INVALID);
       ASSERT_FALSE(status.message().empty());

@@ -3,6 +3,7 @@
 // and hashed as bytes; this header adds the questions that every folder asks of it.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -93,6 +94,15 @@ Problem normalised(const Problem& problem);
 
 // Everything that docs/semantics.md calls illegal and that shapes alone can show.
 Status validate(const Problem& problem);
+
+// The dtype of an output, o or do whose caller asks for none: one that validate() accepts beside the
+// others, which may be any enum tessera_dtype.
+int32_t usual_dtype(const Problem& problem, int index);
+
+// The problem with the tensors `wanted` described, contiguous in the order of the caller's format:
+// what its pass writes, or in the backward pass o, lse, do and dlse. A dtype that one has already is
+// kept, else it is the usual one. What comes back is what validate() accepts.
+Result<Problem> with_outputs(const Problem& problem, std::span<const int32_t> wanted);
 
 // Everything that pointers and scalars add: nulls, NaN scale, overlap of outputs, workspace; and on
 // the CPU the values of lengths and tables. Nothing has been written when this fails.

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which dtypes a tensor may have beside the others.
+#include <bit>
+
 #include "core/problem/problem.h"
 #include "core/validate/validate.h"
 
@@ -98,6 +100,16 @@ int tensor_like(int index) {
       return TESSERA_ALIBI_SLOPES;
   }
   return index;
+}
+
+int32_t usual_dtype(const Problem& p, int index) {
+  const uint32_t allowed = allowed_dtypes(p, index);
+  if (std::has_single_bit(allowed)) return std::countr_zero(allowed);
+  // Of several: the dtype of what it is like, but fp8 only for do, which is as o is.
+  const int32_t like = p.tensor[index == TESSERA_O ? int{TESSERA_Q} : tensor_like(index)].dtype;
+  if (!is_fp8(like) || index == TESSERA_DO) return like;
+  const int32_t o = p.tensor[TESSERA_O].dtype;
+  return index != TESSERA_O && is_16bit(o) ? o : int32_t{TESSERA_BF16};
 }
 
 Status validate_dtype(const Problem& p, int index) {

@@ -14,48 +14,6 @@ namespace {
 
 constexpr uint32_t kKnownFlags = (TESSERA_SMOOTH_HADAMARD << 1) - 1;
 
-Status check_fields(const Problem& p) {
-  if (p.pass != TESSERA_FORWARD && p.pass != TESSERA_BACKWARD) {
-    return invalid("pass=%d: must be TESSERA_FORWARD (0) or TESSERA_BACKWARD (1)", p.pass);
-  }
-  if (p.format_q < TESSERA_BSHD || p.format_q > TESSERA_THD) {
-    return invalid("layout=%d: the format of q must be bshd (0), sbhd (1), bhsd (2) or thd (3)",
-                   p.format_q);
-  }
-  if (!is_paged(p) && (p.format_kv < TESSERA_BSHD || p.format_kv > TESSERA_THD)) {
-    return invalid(
-        "layout=%d: the format of k and v must be bshd (0), sbhd (1), bhsd (2) or thd (3)",
-        p.format_kv);
-  }
-  if (p.align < TESSERA_ALIGN_NONE || p.align > TESSERA_ALIGN_GIVEN) {
-    return invalid(
-        "align=%d: must be top_left (1), bottom_right (2) or given (3), or 0 when not given",
-        p.align);
-  }
-  if ((p.flags & ~kKnownFlags) != 0) {
-    return invalid("flags=0x%x: bits 0x%x have no meaning in this version; leave them 0", p.flags,
-                   p.flags & ~kKnownFlags);
-  }
-  for (const int64_t field : p.reserved) {
-    if (field != 0) {
-      return invalid("problem.reserved=%" PRId64 ": must be 0; zero the struct before filling it",
-                     field);
-    }
-  }
-  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
-    const Tensor& t = p.tensor[i];
-    if (t.dtype < TESSERA_NONE || t.dtype > TESSERA_INT64) {
-      return invalid("%s.dtype=%d: must be a tessera_dtype; 0 means not given", name_of(p, i),
-                     t.dtype);
-    }
-    if (t.dtype != TESSERA_NONE && t.reserved != 0) {
-      return invalid("%s.reserved=%d: must be 0; zero the struct before filling it", name_of(p, i),
-                     t.reserved);
-    }
-  }
-  return {};
-}
-
 Status check_pass(const Problem& p) {
   for (const int i : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
     TESSERA_RETURN_IF_ERROR(check_required(p, i, "attention is a function of q, k and v"));
@@ -221,8 +179,50 @@ Status check_band(const Problem& p) {
 
 }  // namespace
 
+Status validate_fields(const Problem& p) {
+  if (p.pass != TESSERA_FORWARD && p.pass != TESSERA_BACKWARD) {
+    return invalid("pass=%d: must be TESSERA_FORWARD (0) or TESSERA_BACKWARD (1)", p.pass);
+  }
+  if (p.format_q < TESSERA_BSHD || p.format_q > TESSERA_THD) {
+    return invalid("layout=%d: the format of q must be bshd (0), sbhd (1), bhsd (2) or thd (3)",
+                   p.format_q);
+  }
+  if (!is_paged(p) && (p.format_kv < TESSERA_BSHD || p.format_kv > TESSERA_THD)) {
+    return invalid(
+        "layout=%d: the format of k and v must be bshd (0), sbhd (1), bhsd (2) or thd (3)",
+        p.format_kv);
+  }
+  if (p.align < TESSERA_ALIGN_NONE || p.align > TESSERA_ALIGN_GIVEN) {
+    return invalid(
+        "align=%d: must be top_left (1), bottom_right (2) or given (3), or 0 when not given",
+        p.align);
+  }
+  if ((p.flags & ~kKnownFlags) != 0) {
+    return invalid("flags=0x%x: bits 0x%x have no meaning in this version; leave them 0", p.flags,
+                   p.flags & ~kKnownFlags);
+  }
+  for (const int64_t field : p.reserved) {
+    if (field != 0) {
+      return invalid("problem.reserved=%" PRId64 ": must be 0; zero the struct before filling it",
+                     field);
+    }
+  }
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    const Tensor& t = p.tensor[i];
+    if (t.dtype < TESSERA_NONE || t.dtype > TESSERA_INT64) {
+      return invalid("%s.dtype=%d: must be a tessera_dtype; 0 means not given", name_of(p, i),
+                     t.dtype);
+    }
+    if (t.dtype != TESSERA_NONE && t.reserved != 0) {
+      return invalid("%s.reserved=%d: must be 0; zero the struct before filling it", name_of(p, i),
+                     t.reserved);
+    }
+  }
+  return {};
+}
+
 Status validate(const Problem& problem) {
-  TESSERA_RETURN_IF_ERROR(check_fields(problem));
+  TESSERA_RETURN_IF_ERROR(validate_fields(problem));
   TESSERA_RETURN_IF_ERROR(check_pass(problem));
   TESSERA_RETURN_IF_ERROR(check_all_lengths(problem));
   TESSERA_RETURN_IF_ERROR(check_together(problem));

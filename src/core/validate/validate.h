@@ -6,6 +6,12 @@
 
 namespace tessera {
 
+// Numbers of enums, unknown flags, reserved fields. What follows may index by a dtype.
+Status validate_fields(const Problem& problem);
+
+// Sizes that other shapes are made of, and that no tensor's bytes overflow.
+Status validate_sizes(const Problem& problem);
+
 // dtypes, shapes, byte sizes, strides and self-overlap of every tensor of a problem whose formats,
 // presence of tensors and kinds of lengths are legal.
 Status validate_tensors(const Problem& problem);
