@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 
 namespace tessera {
 namespace {
@@ -174,6 +175,41 @@ TEST(CaseGeometry, ProblemsAreLegal) {
     const Status status = validate(geometry_of(parsed(text)).problem);
     EXPECT_TRUE(status.ok()) << text << ": " << status.message();
   }
+}
+
+// A case gives its outputs strides of its own; their shapes and dtypes are the library's.
+TEST(CaseGeometry, OutputsAreAsTheLibraryDescribesThem) {
+  std::ifstream file(TESSERA_CASES "/ci.cases");
+  int cases = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty() || line[0] == '#') continue;
+    const Case c = parsed(line);
+    const Problem p = geometry_of(c).problem;
+    Problem asked = p;
+    std::vector<int32_t> wanted;
+    for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+      const bool of_forward = i == TESSERA_O || i == TESSERA_LSE || i == TESSERA_DO;
+      if (!given(p, i) || !(is_output(p, i) || of_forward || i == TESSERA_DLSE)) continue;
+      wanted.push_back(i);
+      const bool gradient = i >= TESSERA_DQ && i <= TESSERA_DV;
+      const int32_t of_case = i == TESSERA_O    ? c.o_dtype
+                              : i == TESSERA_DO ? c.do_dtype
+                              : gradient        ? c.grad_dtype
+                                                : 0;
+      asked.tensor[i].dtype = of_case;
+    }
+    const auto filled = with_outputs(asked, wanted);
+    ASSERT_TRUE(filled.ok()) << line << ": " << filled.status().message();
+    for (const int32_t i : wanted) {
+      const Tensor &t = filled.value().tensor[i], &expected = p.tensor[i];
+      EXPECT_EQ(t.dtype, expected.dtype) << line << ": " << name_of(p, i);
+      for (int axis = 0; axis < tensor_rule(i).rank; ++axis) {
+        EXPECT_EQ(t.extent[axis], expected.extent[axis]) << line << ": " << name_of(p, i);
+      }
+    }
+    ++cases;
+  }
+  EXPECT_GT(cases, 1000);
 }
 
 }  // namespace

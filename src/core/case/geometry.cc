@@ -130,15 +130,17 @@ void Builder::place_tokens() {
       place_rows({v}, fk, batch_k_, rows_k_, join);
     }
   };
-  const bool fp8 = is_fp8(q_type);  // outputs are bf16 beside it, gradients as o
-  const int32_t o_type = c_.o_dtype ? c_.o_dtype : fp8 ? int32_t{TESSERA_BF16} : q_type;
+  const auto type_of = [&](int32_t asked, int index) {
+    return asked ? asked : usual_dtype(g_.problem, index);
+  };
   place(TESSERA_Q, TESSERA_K, TESSERA_V);
   if (c_.v_in_k) {
     Tensor& v = g_.problem.tensor[TESSERA_V] = g_.problem.tensor[TESSERA_K];
     v.extent[3] = c_.dv;
     g_.owner[TESSERA_V] = TESSERA_K;
   }
-  place_rows({{TESSERA_O, o_type, c_.hq, c_.dv}}, fq, batch_q_, rows_q_, join);
+  place_rows({{TESSERA_O, type_of(c_.o_dtype, TESSERA_O), c_.hq, c_.dv}}, fq, batch_q_, rows_q_,
+             join);
   place_row_statistics(TESSERA_LSE, !backward_);
   if (c_.max_logit) place_dense(TESSERA_MAX_LOGIT, statistic_, {c_.hq}, false);
   if (is_fp8(k_type)) {
@@ -146,11 +148,11 @@ void Builder::place_tokens() {
     place_dense(TESSERA_V_SCALE, TESSERA_FP32, {1, c_.hk, 1}, false);
   }
   if (!backward_) return;
-  const int32_t do_type = c_.do_dtype ? c_.do_dtype : o_type;
-  place_rows({{TESSERA_DO, do_type, c_.hq, c_.dv}}, fq, batch_q_, rows_q_, join);
+  place_rows({{TESSERA_DO, type_of(c_.do_dtype, TESSERA_DO), c_.hq, c_.dv}}, fq, batch_q_, rows_q_,
+             join);
   if (c_.dlse) place_row_statistics(TESSERA_DLSE, false);
-  if (fp8) q_type = k_type = is_16bit(o_type) ? o_type : int32_t{TESSERA_BF16};
-  if (c_.grad_dtype) q_type = k_type = c_.grad_dtype;
+  q_type = type_of(c_.grad_dtype, TESSERA_DQ);
+  k_type = type_of(c_.grad_dtype, TESSERA_DK);
   place(TESSERA_DQ, TESSERA_DK, TESSERA_DV);
 }
 

@@ -211,17 +211,13 @@ class CaseLine {
       word("kvscale=" + sharing(i, "block"));
       break;
     }
-    // What a case has where it does not say: bf16 beside fp8 q, and gradients of o's 16 bits.
-    const bool fp8 = is_fp8(dtype(TESSERA_Q));
-    const int32_t o = fp8 ? int32_t{TESSERA_BF16} : dtype(TESSERA_Q);
-    const int32_t grad = !fp8 ? o : is_16bit(dtype(TESSERA_O)) ? dtype(TESSERA_O) : o;
-    const auto unlike = [&](const char* key, int index, int32_t like) {
-      if (!given(p_, index) || dtype(index) == like) return;
+    const auto unusual = [&](const char* key, int index) {
+      if (!given(p_, index) || dtype(index) == usual_dtype(p_, index)) return;
       word(key + std::string(dtype_name(dtype(index))));
     };
-    unlike("do=", TESSERA_DO, dtype(TESSERA_O));
-    unlike("o=", TESSERA_O, o);
-    unlike("grad=", TESSERA_DQ, grad);
+    unusual("do=", TESSERA_DO);
+    unusual("o=", TESSERA_O);
+    unusual("grad=", TESSERA_DQ);
     if (given(p_, TESSERA_AMAX_O) || given(p_, TESSERA_AMAX_DQ)) word("amax");
     if (!has(p_, TESSERA_FP8_PRODUCTS)) return;
     word("precision=fp8");
