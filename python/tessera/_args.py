@@ -56,6 +56,7 @@ class Arguments:
         self.problem.struct_size = _lib.ctypes.sizeof(_lib.Problem)
         self.problem.pass_ = _lib.BACKWARD if backward else _lib.FORWARD
         self.sources: list[Source] = []
+        self.wanted: dict[str, tuple[int | None, ...]] = {}  # tensor -> order of its array
         self.spelling: dict[str, str] = {}  # the library's name of a tensor -> the caller's
         self.softmax_scale = self.softcap = self.dropout_p = 0.0
         self.sm_margin = 0
@@ -114,6 +115,25 @@ class Arguments:
             step *= max(extent, 1)
         self._describe(tensor, _lib.DTYPES[dtype], shape, strides[::-1], order)
         return tuple(shape)
+
+    def want(self, tensor: str, order, dtype: str | None = None):
+        """Asks for the description of an output; `order` is that of its array, `dtype` None the usual."""
+        self.wanted[tensor] = order
+        self.problem.tensor[_lib.INDEX[tensor]].dtype = _lib.DTYPES[dtype] if dtype else 0
+
+    def describe_wanted(self):
+        """Lets the library describe what is wanted, beside everything that was put before."""
+        indices = [_lib.INDEX[tensor] for tensor in self.wanted]
+        error = _lib.error_of_thread()
+        code = _lib.outputs(_lib.ctypes.addressof(self.problem), (_lib.c_int32 * len(indices))(*indices),
+                            len(indices), _lib.ctypes.addressof(error))
+        _lib.check(code, error, self.operation, self.spelling)
+
+    def new(self, tensor: str) -> tuple[tuple[int, ...], str]:
+        """(shape, dtype) of the array of a wanted tensor."""
+        described = self.problem.tensor[_lib.INDEX[tensor]]
+        axes = {axis: described.extent[i] for i, axis in enumerate(self.wanted[tensor])}
+        return tuple(axes[axis] for axis in sorted(axes.keys() - {None})), _lib.DTYPE_NAMES[described.dtype]
 
     def _describe(self, tensor, code, shape, strides, order):
         target = self.problem.tensor[_lib.INDEX[tensor]]

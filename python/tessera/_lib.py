@@ -28,6 +28,7 @@ DTYPES = {
     "float32": 1, "bfloat16": 2, "float16": 3, "float64": 4, "float8_e4m3fn": 5, "float8_e5m2": 6,
     "bool": 7, "int32": 8, "int64": 9,
 }
+DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 FORMATS = {"bshd": 0, "sbhd": 1, "bhsd": 2, "thd": 3}
 ALIGNS = {"top_left": 1, "bottom_right": 2}
 ALIGN_GIVEN = 3
@@ -158,6 +159,7 @@ def _declare(name: str, result, *arguments):
 
 _address = c_void_p  # of a struct: an int, or a ctypes pointer
 version = _declare("tessera_version", c_char_p)
+outputs = _declare("tessera_outputs", c_int32, _address, POINTER(c_int32), c_int32, _address)
 prepare = _declare("tessera_prepare", c_int32, _address, _address, c_int32, _address, _address)
 run = _declare("tessera_run", c_int32, _address, _address, _address, _address)
 validate = _declare("tessera_validate", c_int32, _address, _address, _address, _address)

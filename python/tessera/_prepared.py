@@ -136,34 +136,43 @@ def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
 
 # ---- outputs, and the inputs of the backward pass ----
 
-def describe_forward(arrays, operation: str, given: dict):
-    """(Arguments, outputs of Prepared) of keywords with q, k and v."""
+def describe_inputs(arrays, operation: str, given: dict) -> _args.Arguments:
+    """The forward pass of keywords with q, k and v, less its outputs."""
     _keywords.check_names(operation, given.keys() - {"q", "k", "v"}, _keywords.FORWARD)
     a = _args.Arguments(arrays, operation)
     _args.fill(a, given)
-    dtype = a.out_dtype or _wide(arrays.info(given["q"]).dtype)
+    return a
+
+
+def describe_forward(arrays, operation: str, given: dict):
+    """(Arguments, outputs of Prepared) of keywords with q, k and v."""
+    a = describe_inputs(arrays, operation, given)
     adds = _args.accumulates(a, given)
-    if given.get("out") is not None:
-        info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
-        outputs = ["out"]
-        if info.dtype != dtype and (a.out_dtype or not adds):
-            raise a.error("out.dtype", info.dtype, "must be " + ("out_dtype" if a.out_dtype else
-                          "q's dtype" if dtype == arrays.info(given["q"]).dtype else
-                          "that beside fp8 q") + f", {dtype}")
-    else:
-        outputs = [_new_output(a, "o", _output_shape(a), dtype, a.order_q)]
-    statistics = _statistics(arrays, given["q"])
+    a.want("o", a.order_q, a.out_dtype)
     if adds:
         a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
-        outputs += ["lse"] * a.return_lse
     elif a.return_lse:
-        outputs.append(_new_output(a, "lse", _row_shape(a), statistics, a.order_rows))
+        a.want("lse", a.order_rows)
     if a.return_max_logit:
-        hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
-        outputs.append(_new_output(a, "max_logit", (hq,), statistics, (0,)))
+        a.want("max_logit", (0,))
     if a.return_amax:
-        outputs.append(_new_output(a, "amax_o", (), "float32", (None,)))
-    return a, outputs
+        a.want("amax_o", (None,))
+    a.describe_wanted()
+    outputs = [_given_out(a, given, adds) if given.get("out") is not None else _new_output(a, "o")]
+    if a.return_lse:
+        outputs.append("lse" if adds else _new_output(a, "lse"))
+    return a, outputs + [_new_output(a, name) for name in ("max_logit", "amax_o") if name in a.wanted]
+
+
+def _given_out(a: _args.Arguments, given: dict, adds: bool) -> str:
+    """Puts `out` in the place of a new o, whose dtype it has."""
+    dtype = a.new("o")[1]
+    info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
+    if info.dtype != dtype and (a.out_dtype or not adds):
+        raise a.error("out.dtype", info.dtype, "must be " + (
+            "out_dtype" if a.out_dtype else "q's dtype" if dtype == a.adapter.info(given["q"]).dtype
+            else "that beside fp8 q") + f", {dtype}")
+    return "out"
 
 
 def describe_backward(arrays, operation: str, given: dict):
@@ -171,35 +180,26 @@ def describe_backward(arrays, operation: str, given: dict):
     NEW."""
     a = _args.Arguments(arrays, operation, backward=True)
     _args.fill(a, given)
-    for name in ("do", "o"):
+    for name, order, axes in (("do", a.order_q, "b, sq, hq, dv"), ("o", a.order_q, "b, sq, hq, dv"),
+                              ("lse", a.order_rows, "b, hq, sq"), ("dlse", a.order_rows, "b, hq, sq")):
         if given.get(name) is NEW:
-            _new_output(a, name, _output_shape(a), _wide(arrays.info(given["q"]).dtype), a.order_q)
-        else:
-            a.put(name, name, given.get(name), a.order_q, axes="b, sq, hq, dv")
-    for name in ("lse", "dlse"):
-        if given.get(name) is NEW:
-            _new_output(a, name, _row_shape(a), _statistics(arrays, given["q"]), a.order_rows)
-        elif name == "lse" or given.get(name) is not None:
-            a.put(name, name, given.get(name), a.order_rows, axes="b, hq, sq")
-    o = arrays.info(given["o"])
-    narrow = "float16" if o is not None and o.dtype == "float16" else "bfloat16"
-    outputs = [_gradient(a, name, given.get(name), given.get(name[1:]), narrow) for name in _args.GRADIENTS]
-    for name in ("dq", "dk", "dv"):
-        wanted = a.return_amax and given.get(name) is not None
-        outputs.append(_new_output(a, f"amax_{name}", (), "float32", (None,)) if wanted else None)
-    return a, outputs
+            a.want(name, order)
+        elif name != "dlse" or given.get(name) is not None:
+            a.put(name, name, given.get(name), order, axes=axes)
+    for name in _args.GRADIENTS:
+        if given.get(name) is not None:
+            _gradient(a, name, given[name], given.get(name[1:]))
+    amax = [f"amax_{name}" if a.return_amax and given.get(name) is not None else None
+            for name in ("dq", "dk", "dv")]
+    for name in filter(None, amax):
+        a.want(name, (None,))
+    a.describe_wanted()
+    names = [name if given.get(name) is not None else None for name in _args.GRADIENTS] + amax
+    return a, [_new_output(a, name) if name in a.wanted else name for name in names]
 
 
-def _wide(dtype: str) -> str:
-    """The dtype of o beside q of `dtype`."""
-    return "bfloat16" if dtype.startswith("float8") else dtype
-
-
-def _gradient(a: _args.Arguments, name: str, output, of, narrow: str):
-    """The output `name` of the backward pass, the gradient of `of`; `narrow` is the dtype of those of
-    fp8 inputs."""
-    if output is None:
-        return None
+def _gradient(a: _args.Arguments, name: str, output, of):
+    """Describes the output `name` of the backward pass, the gradient of `of`."""
     orders = {"dq": (a.order_q, "b, sq, hq, dqk"), "dk": (a.order_kv, a.axes_kv("dqk")),
               "dv": (a.order_kv, a.axes_kv("dv")), "dsink": ((0,), "hq")}
     pads = {"dbias": (4, "b, hq, sq, sk"), "dalibi_slopes": (2, "b, hq")}
@@ -214,9 +214,8 @@ def _gradient(a: _args.Arguments, name: str, output, of, narrow: str):
         if a.problem.flags & _lib.ACCUMULATE:
             raise a.error("accumulate", True, "adds to what the arrays of grads= hold; map names "
                           "to arrays")
-        wide = a.grad_dtype and name in ("dq", "dk", "dv")
-        own = narrow if info.dtype.startswith("float8") else info.dtype
-        return _new_output(a, name, info.shape, a.grad_dtype if wide else own, order)
+        a.want(name, order, a.grad_dtype if name in ("dq", "dk", "dv") else None)
+        return
     given = a.adapter.info(output)
     if info is not None and given is not None and given.shape != info.shape:
         raise a.error(f"{name}.shape", list(given.shape),
@@ -227,7 +226,6 @@ def _gradient(a: _args.Arguments, name: str, output, of, narrow: str):
     else:
         pad, axes = pads[name]
     a.put(name, name, output, order, axes=axes, pad=pad, output=True)
-    return name
 
 
 class _New:
@@ -266,28 +264,7 @@ def rng_array(arrays, operation: str, rng_state, like):
     return arrays.integers(_args.rng_words(_args.Arguments(arrays, operation), rng_state), like)
 
 
-def _new_output(a: _args.Arguments, name: str, shape, dtype: str, order):
-    shape = a.put_new(name, dtype, shape, order)
+def _new_output(a: _args.Arguments, name: str):
+    """An output of Prepared that is allocated for each call."""
+    shape, dtype = a.new(name)
     return _DATA + _lib.INDEX[name], name, shape, a.adapter.dtype(dtype)
-
-
-def _output_shape(a: _args.Arguments):
-    """o's shape in q's layout: q's axes, with v's head dim."""
-    q, v = a.problem.tensor[_lib.INDEX["q"]], a.problem.tensor[_lib.INDEX["v"]]
-    extents = [q.extent[0], q.extent[1], q.extent[2], v.extent[3]]
-    shape = [0] * (3 if a.packed_q else 4)
-    for i, axis in enumerate(a.order_q):
-        if axis is not None:
-            shape[axis] = extents[i]
-    return shape
-
-
-def _row_shape(a: _args.Arguments):
-    """The shape of lse: [b, hq, sq], packed [hq, t]."""
-    b, sq, hq = a.problem.tensor[_lib.INDEX["q"]].extent[:3]
-    return (hq, sq) if a.packed_q else (b, hq, sq)
-
-
-def _statistics(arrays, q) -> str:
-    """The dtype of lse, dlse and max_logit."""
-    return "float64" if arrays.info(q).dtype == "float64" else "float32"

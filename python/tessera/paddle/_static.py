@@ -69,11 +69,10 @@ class _Call:
 
     def check(self):
         """Raises the ValueError or Refused that shapes and options deserve."""
-        a, outputs = _prepared.describe_forward(_GraphTensors, "attention",
-                                                {**self.given, "return_lse": True})
-        extents = (extent for tensor in a.problem.tensor if tensor.dtype for extent in tensor.extent)
-        if all(extent >= 0 for extent in extents):
-            _prepared.Prepared(a, outputs, None).prepare()
+        call = _GraphTensors, "attention", {**self.given, "return_lse": True}
+        tensors = _prepared.describe_inputs(*call).problem.tensor
+        if all(extent >= 0 for tensor in tensors if tensor.dtype for extent in tensor.extent):
+            _prepared.Prepared(*_prepared.describe_forward(*call), None).prepare()
 
     def forward(self):
         """(o, lse[, max_logit])."""
