@@ -272,10 +272,10 @@ TESSERA_API int64_t tessera_explain(const tessera_problem* problem, const char* 
                                     tessera_error* error);
 
 /* Attention over a union of disjoint key sets from its parts: o = sum_p exp(lse_p - lse) o_p,
- * lse = log sum_p exp(lse_p). o: [b, sq, hq, dv] each, lse as TESSERA_LSE in fp32 (fp64 beside an
- * fp64 o). All parts have one shape and dtype; o has the shape, and
- * their dtype or fp32 beside parts of 16 bits, or the other way round; o_p is not read where lse_p = -inf.
- * format: of o. Outputs must not overlap the parts. */
+ * lse = log sum_p exp(lse_p). Each o_p is [b, sq, hq, dv], each lse_p is as TESSERA_LSE, in fp32 (in
+ * fp64 beside an fp64 o). All parts have one shape and one dtype. o has that shape, and that dtype, or
+ * one of them is fp32 and the other has 16 bits. o_p is not read where lse_p = -inf. `format` is that
+ * of o. Outputs must not overlap the parts. */
 TESSERA_API int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o_parts,
                                   const void* const* o_data, const tessera_tensor* lse_parts,
                                   const void* const* lse_data, const tessera_tensor* o, void* o_out,

@@ -298,8 +298,8 @@ class Keywords(TypedDict, total=False):
         decode=_decode_align, fields={"align": "int", "shift": "SymInt"},
         doc="The diagonal, under which query i has key i + shift: shift is 0, or len_k - len_q of "
             "each sequence. Must be given where causal, window or alibi_slopes are on, unless both "
-            "sides are known to be equally long. The shift itself, an integer or an integer array "
-            "[b], is Refused by every backend yet where it would matter.")]
+            "sides are known to be equally long. An integer, or an integer array [b], is the shift "
+            "itself, within +-2^60.")]
     seqlens_q: Annotated[Array | None, Tensor(
         axes="b", dtype=_LENGTHS,
         doc="True query lengths of a padded batch, 0 to sq; None is full. Illegal with thd.")]

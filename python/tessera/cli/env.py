@@ -74,7 +74,7 @@ def collect() -> dict:
 
 
 def prefix() -> Path:
-    """Of an installed package its folder; a checkout has none before `cmake --install`."""
+    """The folder of an installed package; a checkout has none before `cmake --install`."""
     package = Path(__file__).resolve().parents[1]
     if not (package / "lib" / "cmake").is_dir():
         raise case_lines.UsageError("tessera.env: --prefix: this is a source checkout, which has none; install "

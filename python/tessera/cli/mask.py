@@ -105,7 +105,7 @@ def _heads(layout: str) -> int:
 
 
 def _positions(shape, layout: str, keywords) -> np.ndarray:
-    """Of each place of v in memory its position in its sequence, -1 where it has none:
+    """The position in its sequence of each place of v in memory, -1 where it has none:
     [tokens] packed, [pages, page] paged, [keys] otherwise."""
     if (table := keywords.get("page_table")) is not None:
         table = table[-1] if isinstance(table, tuple) else table  # of v

@@ -58,7 +58,7 @@ def extents(shape) -> tuple[int, ...]:
 
 
 def _strides(shape):
-    """Of a dense array; a slice's differ, which no rule of _args looks at."""
+    """The strides of a dense array; a slice's differ, which no rule of _args looks at."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)

@@ -168,7 +168,7 @@ def _described(operation: str, given: dict, rows=None, grads=()) -> Described:
 
 
 def _described_backward(given: dict, dlse, names) -> Described:
-    """Of the backward pass of attention(**given), with o, lse and do yet to come."""
+    """Describes the backward pass of attention(**given), whose o, lse and do are yet to come."""
     forward = _described("explain", {name: x for name, x in given.items()
                                      if name in FORWARD or name in ("q", "k", "v")})
     o, lse = forward.spec.results(_operands(forward, given))[:2]

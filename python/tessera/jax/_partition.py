@@ -37,7 +37,7 @@ class Split(NamedTuple):
 
 
 class Places:
-    """Of a call on operands of these shapes: where each factor is in each operand and each result."""
+    """Where each factor is in each operand and each result of a call on operands of these shapes."""
 
     def __init__(self, spec: Spec, shapes):
         self.spec, self.shapes = spec, [tuple(shape) for shape in shapes]
@@ -70,7 +70,7 @@ class Places:
         return found[_BATCH], found[_HEADS]
 
     def spec_of(self, place, rank: int, split: Split) -> P:
-        """Of an array with the factors at `place`."""
+        """The partition of an array that has the factors at `place`."""
         names = [None] * rank
         for axis, over in zip(place, split):
             if axis is not None and over:

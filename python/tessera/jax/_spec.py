@@ -59,7 +59,7 @@ class Spec:
 
     @property
     def layouts(self) -> tuple[str, str]:
-        """Of q and of k and v."""
+        """The format of q, and that of k and v."""
         return _FORMATS[self.words[3]], _FORMATS[self.words[4]]
 
     @property

@@ -174,7 +174,7 @@ def _refuse_to_be_saved():
 
 
 def _before_save(layer, *_):
-    """Of a graph that is there already."""
+    """Refuses to save a graph that was made already and holds tessera's operators."""
     members = [layer, *(getattr(layer, name, None) for name in dir(type(layer)))]
     for member in members:
         cache = getattr(member, "program_cache", None) if isinstance(member, jit_api.StaticFunction) \

@@ -47,7 +47,7 @@ _CASES = {DType.kFloat32: "fp32", DType.kFloat16: "fp16", DType.kBFloat16: "bf16
 
 
 def get_nvte_qkv_layout(qkv_layout: str) -> NVTE_QKV_Layout:
-    """Of its name, "bshd_bshd_bshd"."""
+    """The member that a name like "bshd_bshd_bshd" stands for; ValueError if there is none."""
     if qkv_layout not in _LAYOUTS:
         raise ValueError(f"tessera.te.get_nvte_qkv_layout: qkv_layout={qkv_layout!r}: must be one of "
                          + ", ".join(_LAYOUTS))

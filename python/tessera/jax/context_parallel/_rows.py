@@ -173,7 +173,7 @@ def positions(shards: Shards, *, packed: bool = False) -> jax.Array:
 
 
 def _tokens(shards: Shards, extent: int) -> np.ndarray:
-    """Of each token, sequence after sequence, its row in [b * extent]."""
+    """The row in [b * extent] of each token, sequence after sequence."""
     return np.concatenate([np.zeros(0, np.int32), *(
         n * extent + np.arange(length) for n, length in enumerate(shards.lengths))]).astype(np.int32)
 

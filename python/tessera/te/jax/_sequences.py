@@ -30,7 +30,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_ids(cls, ids, n: int) -> Segments:
-        """Of ids 1 .. n, 0 being padding: how often each occurs, and where first."""
+        """How often each of the ids 1 .. n occurs in ids [b, s], and where first; 0 is padding."""
         b, s = ids.shape
         rows = jnp.arange(b)[:, None]
         place = jnp.where(ids > 0, ids - 1, n)  # n falls out
@@ -137,7 +137,7 @@ class SequenceDescriptor:
         return tuple(side.lengths for side in sides), tuple(_te_offsets(*side) for side in sides)
 
     def segments(self, side: int, qkv_layout: QKVLayout, b: int, s: int, n: int) -> Segments:
-        """Of q (0) or kv (1), for arrays [b, s, ...] with up to n sequences in a row."""
+        """The segments of q (side 0) or kv (1), whose arrays are [b, s, ...] with up to n sequences in a row."""
         what = ("q", "kv")[side]
         if self.has_ids:
             ids = _checked(f"segment_ids of {what}", self.segment_ids[side], (b, s))
@@ -236,7 +236,7 @@ def _at_hand(x) -> np.ndarray | None:
 # ---- masks ----
 
 def run_length_fill_flattened(segment_ids_flattened):
-    """Of one row [s]: see run_length_fill."""
+    """run_length_fill of one row, [s]."""
     return run_length_fill(segment_ids_flattened[None])[0]
 
 

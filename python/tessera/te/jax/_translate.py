@@ -117,7 +117,7 @@ def arguments(config: Config, qkv, bias, softmax_offset, sequences, rng_words) -
 
 
 def segments(config: Config, q, k, sequences) -> list[Segments]:
-    """Of q and of kv, of a descriptor or None."""
+    """The segments of q and of kv that a descriptor, or None, says."""
     sides = []
     for side, x in enumerate((q, k)):
         b, s = x.shape[:2]

@@ -34,8 +34,8 @@ def config_of(attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_
               context_parallel_strategy=CPStrategy.DEFAULT,
               context_parallel_causal_load_balanced=False, context_parallel_axis="",
               stripe_size=None, return_max_logit=False, *, may_be_split=False) -> _FusedAttnConfig:
-    """Of TE's arguments. Refuses what is split over a mesh axis of several devices, but for callers
-    that see to it."""
+    """The config that TE's arguments make. Refuses what is split over a mesh axis of several devices,
+    but for callers that see to it."""
     deterministic = None if FusedAttnHelper.is_non_deterministic_allowed() else True
     config = _FusedAttnConfig(
         attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_factor,
@@ -180,6 +180,6 @@ def _qkv(config: _FusedAttnConfig, *arrays) -> tuple:
 
 
 def _descriptor(arrays) -> SequenceDescriptor | None:
-    """Of q's and kv's seqlens, seq_offsets, segment_ids, segment_pos, if there are any."""
+    """The descriptor of q's and kv's seqlens, seq_offsets, segment_ids, segment_pos; None if all are empty."""
     pairs = list(zip(arrays[::2], arrays[1::2]))
     return SequenceDescriptor(*pairs) if any(x.size for x in arrays) else None
