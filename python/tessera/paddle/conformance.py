@@ -39,10 +39,11 @@ def run(case, backend: str | None):
         results = dict(zip(outputs, results if isinstance(results, tuple) else (results,)))
     elif own or in_place or backward["o"].dtype != arguments["q"].dtype:
         gradients = attention_backward(**backward, **arguments, backend=backend,
-                                       grads=in_place or tuple(outputs))
+                                       grads=in_place or tuple(case.spec["grads"]))
         results = {name: getattr(gradients, name) for name in outputs}
     else:
-        results = by_autograd(arguments, backward, [name[1:] for name in outputs], backend)
+        names = [name.removeprefix("d") for name in case.spec["grads"]]
+        results = by_autograd(arguments, backward, names, backend)
         results = {f"d{name}": gradient for name, gradient in results.items()}
     for name, result in results.items():
         if tuple(result.shape) != outputs[name].shape:
