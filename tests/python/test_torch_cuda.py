@@ -356,7 +356,7 @@ def test_te_offloads_on_a_stream_of_its_own():
     for _ in range(2):
         less, got = run(*te.get_cpu_offload_context(True, 3, 4))
         torch.testing.assert_close(got, expected)
-        # Of what layers 0 to 2 save, o of each goes, and y of 1 and 2: that of 0 is the caller's. lse is small.
+        # Layers 0 to 2 save o and y each; all go but y of 0, which is the caller's. lse is small.
         assert less == held - 5 * x.nbytes
 
 

@@ -105,7 +105,7 @@ int tensor_like(int index) {
 int32_t usual_dtype(const Problem& p, int index) {
   const uint32_t allowed = allowed_dtypes(p, index);
   if (std::has_single_bit(allowed)) return std::countr_zero(allowed);
-  // Of several: the dtype of what it is like, but fp8 only for do, which is as o is.
+  // Where several are allowed, it is that of the tensor it is like; fp8 only for do, which is as o.
   const int32_t like = p.tensor[index == TESSERA_O ? int{TESSERA_Q} : tensor_like(index)].dtype;
   if (!is_fp8(like) || index == TESSERA_DO) return like;
   const int32_t o = p.tensor[TESSERA_O].dtype;

@@ -33,7 +33,7 @@ class CurrentDevice {
   cudaError_t error() const { return error_; }
 
  private:
-  // Of the driver that the runtime has loaded; no library here is linked with libcuda.
+  // Functions of the driver, which the runtime has loaded; no library here is linked with libcuda.
   struct Driver {
     decltype(&cuDeviceGet) device;
     decltype(&cuDevicePrimaryCtxRetain) retain;

@@ -177,7 +177,7 @@ class ForwardPlan final : public Plan {
     return kernel.tile.loop != Loop::decode && has_block_map(problem);
   }
 
-  // Of no parts yet, to o and lse.
+  // A merge into o and lse, without parts so far.
   static MergeLaunch merge_into(const Params& p) {
     MergeLaunch merge{};
     merge.batch = p.thd_q ? 1 : p.batch;

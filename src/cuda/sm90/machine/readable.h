@@ -22,8 +22,8 @@ struct RowAxes {
   uint64_t stride[2];  // bytes
 };
 
-// Those of a tensor of `rows` rows at `address`, as machine/tensormap.h describes. row_bytes: the
-// stride of rows. A map of reach > 0 must be in_address_space().
+// The axes of the map of a tensor of `rows` rows at `address`, as machine/tensormap.h describes.
+// row_bytes: the stride of rows. A map of reach > 0 must be in_address_space().
 RowAxes row_axes(uint64_t address, int64_t rows, int64_t row_bytes, int64_t reach);
 
 // True if the base of a map of that reach is a positive address. The map's last row is the
@@ -46,8 +46,8 @@ struct Unaddressable {
   const char* rule;
 };
 
-// Of the tensors `indices` that the problem gives, the first that is not at a multiple of 16 bytes,
-// or whose ragged map would begin below the address space. Allocates nothing.
+// The first of the tensors `indices` that the problem gives and that is not at a multiple of 16
+// bytes, or whose ragged map would begin below the address space. Allocates nothing.
 Unaddressable first_unaddressable(const Problem& problem, const Buffers& buffers,
                                   std::span<const int> indices);
 
