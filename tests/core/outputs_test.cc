@@ -100,7 +100,8 @@ TEST(Outputs, KeepWhatTheyAreNotAskedFor) {
   Problem p = forward();
   p.tensor[TESSERA_O].stride[1] += 8;
   p.tensor[TESSERA_O].stride[0] += 40;
-  p.tensor[TESSERA_LSE] = dense(TESSERA_FP32, {99, -3, INT64_MAX});
+  p.tensor[TESSERA_LSE] = dense(TESSERA_FP32, {99, 1, 1});
+  p.tensor[TESSERA_LSE].extent[1] = -3, p.tensor[TESSERA_LSE].extent[2] = INT64_MAX;
   const auto filled = with_outputs(p, std::vector<int32_t>{TESSERA_LSE, TESSERA_LSE});
   ASSERT_TRUE(filled.ok()) << filled.status().message();
   EXPECT_EQ(filled.value().tensor[TESSERA_O].stride[1], p.tensor[TESSERA_O].stride[1]);
@@ -151,7 +152,8 @@ TEST(Outputs, WrongInputs) {
            +[](Problem& p) { p.pass = 7; },
            +[](Problem& p) { p.flags = 1u << 31; },
            +[](Problem& p) {
-             p.tensor[TESSERA_PAGE_TABLE_K] = dense(TESSERA_INT32, {2, INT64_MAX});
+             p.tensor[TESSERA_PAGE_TABLE_K] = dense(TESSERA_INT32, {2, 1});
+             p.tensor[TESSERA_PAGE_TABLE_K].extent[1] = INT64_MAX;
            },
            +[](Problem& p) {
              p.format_q = TESSERA_THD;
