@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's adapter for _args; _addresses makes it _prepared's. Extents may be symbolic: a problem is described by their hints, the
-values of the call being traced, without a guard on them."""
+"""PyTorch's adapter for _args; _addresses makes it _prepared's. Extents may be symbolic: a problem is
+described by their hints, the values of the call being traced, without a guard on them."""
 
 from __future__ import annotations
 

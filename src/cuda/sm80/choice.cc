@@ -166,13 +166,18 @@ int64_t units_of(const Problem& problem, const StreamTile& tile) {
 
 namespace {
 
-// True if the decode kernel is faster than the stream kernel: where all sequences have all keys, in
-// the type of q, and the parts of a tile are many beside its keys (docs/kernels/sm80_design.md).
-bool decodes_faster(const Problem& problem, int64_t rows, int64_t units) {
+// True if the kernels of forward/ or decode/ keep what the stream kernel could take: keys in the
+// type of q and without pages, of a prefill, whose keys serve many rows; or of few queries, where all
+// sequences have all keys and the parts of a tile are many beside its keys, so that decode/ is faster
+// (docs/kernels/sm80_design.md).
+bool stays_plain(const Problem& problem, int64_t queries, int64_t units) {
   constexpr int64_t kFewUnits = 16, kManyKeys = 4096;
-  const bool dense = !is_paged(problem) && !is_thd_k(problem) &&
-                     !given(problem, TESSERA_SEQLENS_K) &&
-                     problem.tensor[TESSERA_K].dtype == problem.tensor[TESSERA_Q].dtype;
+  if (is_paged(problem) || problem.tensor[TESSERA_K].dtype != problem.tensor[TESSERA_Q].dtype) {
+    return false;
+  }
+  if (queries > kDecodeRows) return true;
+  const bool dense = !is_thd_k(problem) && !given(problem, TESSERA_SEQLENS_K);
+  const int64_t rows = queries * sizes_of(problem).group();
   return dense && rows <= kDecodeRows && !has(problem, TESSERA_BATCH_INVARIANT) &&
          (units > kFewUnits || sizes_of(problem).sk < kManyKeys);
 }
@@ -195,7 +200,7 @@ const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
   }
   if (!found) return nullptr;
   const int64_t units = units_of(problem, found->tile);
-  if (decodes_faster(problem, queries * group, units)) return nullptr;
+  if (stays_plain(problem, queries, units)) return nullptr;
   const int64_t steps = sizes_of(problem).sk / found->tile.step_keys() + 1;
   return units < kMostCells / steps ? found : nullptr;
 }
