@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of processes that are ranks over gloo: one start-up for all tests."""
+"""A pool of processes that are ranks over gloo, or with TESSERA_TEST_DEVICE=cuda over NCCL with a GPU each: one start-up
+for all tests."""
 
 from __future__ import annotations
 
@@ -7,16 +8,20 @@ import datetime
 import pickle
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SIZE = 4
+from cp_ranks import DEVICE
+
+SIZE = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())
 
 
 class Pool:
     """run(function, size, inner, *arguments): function(rank, group, *arguments) on the first `size`
-    processes, of a group over gloo, or (inner, outer) where inner > 1. Functions are of a module."""
+    processes, of a group, or (inner, outer) where inner > 1. Functions are of a module. Skips the test where there are not
+    so many GPUs."""
 
     def __init__(self, folder, timeout: float = 120):
         context = mp.get_context("spawn")
@@ -29,6 +34,8 @@ class Pool:
         self._timeout, self._number = timeout, 0
 
     def run(self, function, size: int, inner: int, *arguments) -> list:
+        if size > SIZE:
+            pytest.skip(f"needs {size} GPUs, has {SIZE}")
         self._number += 1
         for rank in range(size):
             self._jobs[rank].put(pickle.dumps((self._number, function, size, inner, arguments)))
@@ -53,12 +60,16 @@ class Pool:
 
 def _serve(rank: int, folder: str, timeout: float, jobs, results):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=SIZE,
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")  # of tensors that a test makes
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=SIZE,
                             timeout=datetime.timedelta(seconds=timeout))
     groups = {(size, 1): dist.new_group(range(size)) for size in range(1, SIZE + 1)}
-    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    groups[4, 2] = inner[rank // 2], outer[rank % 2]
+    if SIZE == 4:
+        inner = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        outer = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        groups[4, 2] = inner[rank // 2], outer[rank % 2]
     while (job := jobs.get()) is not None:
         number, function, size, inside, arguments = pickle.loads(job)
         try:

@@ -4,6 +4,7 @@ came back. Ranks are threads that share a mailbox, or processes (test_cp_process
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 
@@ -17,6 +18,8 @@ from tessera.torch.conformance import to_numpy, to_torch
 from tessera.torch import context_parallel as cp
 
 WHOLE = ("dsink", "dalibi_slopes")
+# cpu or cuda: where ranks compute. Threads share a GPU, processes have one each.
+DEVICE = os.environ.get("TESSERA_TEST_DEVICE", "cpu")
 
 
 # ---- ranks in one process ----
@@ -40,13 +43,21 @@ class _Member:
 
     def all_to_all(self, sent, sizes, received_sizes):
         self.box.sent[self.rank] = sent.split(sizes)
+        _finish()
         self.box.barrier.wait(60)
         parts = [self.box.sent[peer][self.rank] for peer in range(self.size)]
         assert [len(part) for part in parts] == received_sizes, "both ends must agree on sizes"
         self.box.bytes[self.rank] += sum(received_sizes)
         received = torch.cat(parts)
+        _finish()
         self.box.barrier.wait(60)
         return received, None
+
+
+def _finish():
+    """Waits for what this rank has launched: another is about to read it, or to write over it."""
+    if DEVICE == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 class Ranks:
@@ -280,11 +291,11 @@ def _write_back(whole, out, flat, side):
 
 
 def tensor(x: np.ndarray) -> torch.Tensor:
-    return to_torch(np.ascontiguousarray(x)).clone()
+    return to_torch(np.ascontiguousarray(x)).clone().to(DEVICE)
 
 
 def to_array(x: torch.Tensor, dtype) -> np.ndarray:
-    return np.array(to_numpy(x.detach().contiguous(), x_dtype(x, dtype)))
+    return np.array(to_numpy(x.detach().cpu().contiguous(), x_dtype(x, dtype)))
 
 
 def x_dtype(x, dtype):

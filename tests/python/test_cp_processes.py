@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on several processes over gloo: the cases of test_cp_ranks, and what PyTorch adds."""
+"""Attention on several processes, over gloo or NCCL: the cases of test_cp_ranks, and what PyTorch adds."""
 
 import datetime
 import os
@@ -97,7 +97,7 @@ def test_inductor(pool):
 def through_dtensors(rank, group, length):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, cp_ranks.DEVICE)
     torch.manual_seed(0)
     plain = [torch.randn(2, length, h, 16, requires_grad=True) for h in (4, 2, 2)]
     spread = [distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_() for x in plain]
@@ -118,7 +118,7 @@ def test_dtensors(pool, length):
 
 def of_a_mesh(rank, group):
     from torch.distributed.device_mesh import DeviceMesh
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("node", "gpu"))
+    mesh = DeviceMesh(cp_ranks.DEVICE, [[0, 1], [2, 3]], mesh_dim_names=("node", "gpu"))
     shards = Shards.zigzag(LENGTHS, 4)
     x = [y[torch.from_numpy(shards.index(rank))] for y in whole_inputs()]
     keywords = dict(shards=shards, layout="thd", causal=True)
@@ -215,7 +215,7 @@ def styled(rank, group, size, compiled):
     from torch.distributed.tensor.parallel import parallelize_module
     torch.manual_seed(0)
     model = Model()
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, cp_ranks.DEVICE)
     ids = torch.randint(50, (2, 301))
     ids, labels = ids[:, :-1], ids[:, 1:]  # shifted before they are cut
     whole = model(ids, labels, torch.arange(300))
@@ -249,7 +249,7 @@ def example(rank, group, words):
     import sys
     sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples" / "torch"))
     long_context = importlib.import_module("long_context")
-    return long_context.run(long_context.parse(words), group, torch.device("cpu"))
+    return long_context.run(long_context.parse(words), group, torch.device(cp_ranks.DEVICE))
 
 
 def test_the_example_trains_as_one_device_does(pool):

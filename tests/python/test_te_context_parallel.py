@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 import tessera.te.transformer_engine_torch as tex  # noqa: E402
 from cp_pool import Pool  # noqa: E402
+from cp_ranks import DEVICE  # noqa: E402
 from tessera.te.common.recipe import DelayedScaling  # noqa: E402
 from tessera.te.pytorch import (  # noqa: E402
     DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer)
@@ -142,7 +143,7 @@ def layers(rank, group, size, kind, layout, by_constructor):
     """A TransformerLayer and a MultiheadAttention, rotary embeddings among them, against one rank's."""
     groups = list(group) if isinstance(group, tuple) else group
     cp = dict(cp_group=groups, cp_global_ranks=list(range(size)), cp_stream=None, cp_comm_type=kind)
-    common = dict(attention_dropout=0.0, num_gqa_groups=GROUPS, device="cpu")
+    common = dict(attention_dropout=0.0, num_gqa_groups=GROUPS, device=DEVICE)
     makes = [lambda **more: MultiheadAttention(64, HEADS, qkv_format=layout, **common, **more),
              lambda **more: TransformerLayer(64, 96, HEADS, hidden_dropout=0.0, attn_input_format=layout,
                                              **common, **more)]
@@ -185,7 +186,7 @@ def training(rank, group):
     torch.manual_seed(rank)
     module = DotProductAttention(HEADS, DIM, GROUPS, attention_dropout=0.3, qkv_format="bshd",
                                  cp_group=group, cp_global_ranks=[0, 1], cp_comm_type="a2a")
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(DEVICE).manual_seed(5)
     whole = [torch.randn(1, 32, h, DIM, generator=generator) for h in (HEADS, GROUPS, GROUPS)]
     results = []
     for checkpointing in (False, True):
