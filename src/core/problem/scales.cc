@@ -54,6 +54,26 @@ int amax_of(int index) {
   return TESSERA_NUM_TENSORS;
 }
 
+Problem problem_of_values(const Problem& problem) {
+  Problem values = problem;
+  for (const int index : kScaledTensors) {
+    for (const int beside : {scale_of(index), amax_of(index)}) {
+      if (beside != TESSERA_NUM_TENSORS) values.tensor[beside] = Tensor{};
+    }
+    if (!given(problem, index)) continue;
+    Tensor& t = values.tensor[index];
+    t.dtype = TESSERA_FP32;
+    int64_t stride = 1;
+    for (int axis = 3; axis >= 0; --axis) {
+      t.stride[axis] = t.extent[axis] <= 1 ? 0 : stride;
+      stride *= t.extent[axis];
+    }
+  }
+  values.q_scale_block = values.k_scale_block = 0;
+  values.flags &= ~uint32_t{TESSERA_V_IN_K};  // v has a copy of its own
+  return values;
+}
+
 void store_scaled(void* base, int64_t index, int32_t dtype, double value, double scale) {
   value /= scale;
   if (is_fp8(dtype)) {

@@ -17,6 +17,14 @@ int scale_of(int index);
 // The tensor of largest values that belongs to o, dq, dk or dv; TESSERA_NUM_TENSORS of others.
 int amax_of(int index);
 
+// The tensors whose elements may stand for others, which fp8 q, k and v bring with them.
+inline constexpr int kScaledTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
+                                         TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV};
+
+// The problem of the values themselves: these tensors contiguous in fp32, with copies of their own,
+// so without scales and largest values.
+Problem problem_of_values(const Problem& problem);
+
 // The element that stands for `value` beside `scale`: value / scale rounded to nearest even, which
 // fp8 saturates, infinities too; NaN stays NaN.
 void store_scaled(void* base, int64_t index, int32_t dtype, double value, double scale);
