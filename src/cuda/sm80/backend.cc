@@ -4,6 +4,7 @@
 #include "cuda/common/cache/cache.h"
 #include "cuda/common/general.h"
 #include "cuda/common/merge.h"
+#include "cuda/sm80/convert/problem.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/rules.h"
 
@@ -16,6 +17,7 @@ class Sm80Backend final : public Sm80Rules {
 
   Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
                                      const Device& device) const override {
+    if (is_converted(canonical)) return plan_converted(canonical, device);
     return is_backward(canonical) ? plan_backward(canonical, device)
                                   : plan_forward(canonical, device);
   }

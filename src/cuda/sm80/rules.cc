@@ -7,6 +7,7 @@
 
 #include "core/choose/unbuilt.h"
 #include "cuda/sm80/choice.h"
+#include "cuda/sm80/convert/problem.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
@@ -49,18 +50,23 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
     support.require(arch == 0 || arch >= kLeastArch, ReasonId::kDevice, Remedy::kDeviceCpu,
                     [&] { return "arch=" + std::to_string(arch) + ": must be 80 or later"; });
   }
-  support.require(q == TESSERA_FP32 || is_16bit(q), ReasonId::kDtype, Remedy::kUseBf16, [&] {
-    return "q.dtype=" + std::string(dtype_name(q)) + ": must be fp32, bf16 or fp16";
+  support.require(q != TESSERA_FP64, ReasonId::kDtype, Remedy::kUseBf16, [] {
+    return std::string("q.dtype=fp64: must be fp32, bf16, fp16, e4m3 or e5m2");
   });
-  support.require(!is_backward(p) || !is_fp8(k), ReasonId::kDtype, Remedy::kUseBf16, [&] {
-    return "k.dtype=" + std::string(dtype_name(k)) + ": has no gradient; must be that of q";
+  support.require(!is_fp8(q) || !is_paged(p), ReasonId::kFeature, Remedy::kUseBf16, [&] {
+    return "page_table.shape=" + shape_text(p, TESSERA_PAGE_TABLE_K) +
+           ": pages of fp8 need q in bf16 or fp16";
   });
+  support.require(
+      !is_backward(p) || !is_fp8(k) || is_fp8(q), ReasonId::kDtype, Remedy::kUseBf16, [&] {
+        return "k.dtype=" + std::string(dtype_name(k)) + ": has no gradient; must be that of q";
+      });
   require_most(support, ReasonId::kHeadDim, "head_dim_qk", s.dqk, kMostHeadDim);
   require_most(support, ReasonId::kHeadDim, "head_dim_v", s.dv, kMostHeadDim);
   if (support) {
     // Only the backward pass in fp32 of the widest heads meets a device that is too small for it.
-    support.require(has_kernels(p, std::max(s.dqk, s.dv), traits.shared_bytes), ReasonId::kHeadDim,
-                    Remedy::kUseBf16, [&] {
+    support.require(has_kernels(problem_of_kernels(p), std::max(s.dqk, s.dv), traits.shared_bytes),
+                    ReasonId::kHeadDim, Remedy::kUseBf16, [&] {
                       return "head_dim=" + std::to_string(std::max(s.dqk, s.dv)) + ": in " +
                              std::string(dtype_name(q)) +
                              " needs more shared memory than this device has; must be at most 256";
@@ -73,14 +79,15 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   if (given(p, TESSERA_ALIBI_SLOPES)) {  // distances are 32-bit
     require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
   }
-  require_built(support, p);
+  require_built(support, p, Fp8Inputs::kBuilt);
   return support;
 }
 
 std::string Sm80Rules::kernels_for(const Problem& problem, const Device& device) const {
   const int shared_bytes = traits_of(device).shared_bytes;
-  return is_backward(problem) ? backward_names(problem, shared_bytes)
-                              : forward_names(problem, shared_bytes);
+  const Problem inner = problem_of_kernels(problem);
+  return is_backward(inner) ? backward_names(inner, shared_bytes)
+                            : forward_names(inner, shared_bytes);
 }
 
 std::vector<const char*> Sm80Rules::kernel_names() const {
