@@ -35,6 +35,7 @@ FEATURES = {
     "fp16": "fp16",
     "fp32": "fp32",
     "fp8 K/V beside bf16 q": "kv=e4m3",
+    "fp8 q, k, v, do, results, amax": "e4m3 qscale=row kvscale=block do=e5m2 o=e4m3 grad=e5m2 amax",
     "deterministic backward": "deterministic",
     "fp32 o and gradients beside bf16": "o=fp32 grad=fp32",
     "outputs that are added to (accumulate)": "accumulate",
@@ -43,9 +44,9 @@ FEATURES = {
 
 def case_of(pass_: str, tokens: str) -> str:
     words = tokens.split()
-    dtype = words.pop(0) if words[0] in ("fp16", "fp32") else "bf16"
+    dtype = words.pop(0) if words[0] in ("fp16", "fp32", "e4m3") else "bf16"
     if pass_ == "fwd":
-        words = [word for word in words if not word.startswith(("grad=", "grads=")) and word != "deterministic"]
+        words = [word for word in words if not word.startswith(("grad=", "grads=", "do=")) and word != "deterministic"]
     sizes = ["b=2", "s=512"]
     sizes += ["hq=8", *(["hk=8"] if "hk=2" not in words else [])]
     if not any(word.startswith(("d=", "dqk=")) for word in words):

@@ -43,7 +43,7 @@ def documented(table: dict[str, _keywords.Keyword], array: type, **defaults):
 
 def _entry(row: _keywords.Keyword, default, more: str) -> str:
     refused = "Refused by every backend yet." if row.refused else \
-        "Beside fp8 q, on the CPU." if row.raw else ""
+        "Beside fp8 q." if row.raw else ""
     text = " ".join(filter(None, (row.doc, more, refused)))
     return f"{row.name}={default!r}: {row.form}\n" + textwrap.fill(
         text, 96, initial_indent="    ", subsequent_indent="    ")
