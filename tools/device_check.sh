@@ -65,7 +65,7 @@ for stage in $stages; do
       run 240 python3 -m tessera check --cases smoke --cases ci --through torch --device cuda
       if ! python3 -m pytest --version >/dev/null 2>&1; then echo "pytest: unavailable"; continue; fi
       say "graphs, streams, autograd of tessera.torch"
-      run 240 python3 -m pytest -q -p no:cacheprovider tests/python/test_torch_cuda.py ;;
+      run 240 python3 -m pytest -q -p no:cacheprovider tests/python/test_torch_{cuda,fp8}.py ;;
     properties)
       say "exact properties, streams, graphs, large problems"
       run 300 build/cuda/tests/cuda/tessera_cuda_properties ;;

@@ -20,6 +20,13 @@ fwd e4m3 b=1 s=40 h=2 dqk=48 dv=32 vink qscale=row poison
 fwd e4m3 b=2 s=33 h=2 d=16 qscale=one o=e4m3 amax
 fwd e4m3 b=2 sq=1 sk=129 hq=4 hk=2 d=32 page=16 lens_k=random:3 qscale=head kvscale=block poison
 fwd e4m3 b=2 s=33 h=2 d=16 accumulate
+fwd e4m3 b=2 s=70 h=2 d=33 qscale=row kvscale=block o=e4m3 amax poison
+fwd e5m2 b=2 sq=9 sk=140 hq=4 hk=2 dqk=6 dv=3 layout=bhsd qscale=head o=fp16 amax poison
+fwd e4m3 b=1 s=1 h=1 d=1 o=fp32 amax poison
+fwd e4m3 b=1 sq=3 sk=4100 hq=8 hk=2 d=64 causal align=bottom_right kvscale=block o=fp32 amax poison
+fwd e4m3 b=3 sq=40 sk=150 hq=4 hk=2 d=64 layout=thd_bshd_bshd lens_q=0,40,17 lens_k=150,0,129 int64 qscale=row kvscale=block poison
+fwd e4m3 b=2 s=48 hq=2 hk=1 dqk=576 dv=512 vink causal qscale=head amax poison
+fwd e5m2 b=2 s=64 h=2 d=64 causal align=top_left q_start=64,0 k_start=0,32 qscale=row poison
 """
 
 BACKWARD = """\
@@ -39,6 +46,13 @@ bwd e4m3 b=2 s=65 hq=4 hk=2 d=64 softcap=10 alibi align=top_left grads=dalibi_sl
 bwd e4m3 b=2 s=40 h=2 dqk=48 dv=32 partial qscale=row do=e5m2 poison
 bwd e5m2 b=2 sq=9 sk=40 h=2 d=16 page=16 lens_k=random:3 do=e4m3 amax poison
 bwd e5m2 b=2 s=33 h=2 d=16 accumulate
+bwd e4m3 b=2 s=65 hq=4 hk=2 d=33 qscale=row kvscale=block do=e5m2 o=e4m3 grad=e4m3 amax poison
+bwd e5m2 b=2 sq=9 sk=140 hq=4 hk=2 dqk=6 dv=3 layout=bhsd do=e4m3 grad=fp16 amax poison
+bwd e4m3 b=1 s=130 hq=4 hk=2 d=128 causal deterministic kvscale=block o=fp32 do=e5m2 amax poison
+bwd e4m3 b=3 sq=40 sk=150 hq=4 hk=2 d=64 layout=thd_bshd_bshd lens_q=0,40,17 lens_k=150,0,129 int64 qscale=row do=e5m2 amax poison
+bwd e5m2 b=2 s=64 h=2 d=64 causal align=top_left q_start=64,0 k_start=0,32 qscale=row do=e5m2 poison
+bwd e4m3 b=1 s=130 h=2 d=256 causal qscale=one kvscale=one do=e5m2 grad=e5m2 amax poison
+bwd e4m3 b=2 s=64 h=3 d=32 layout=bs3hd lens=random:4 segments=3 dlse do=e4m3 poison
 """
 
 

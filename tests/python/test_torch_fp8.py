@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.torch of fp8 q, k, v and do on every device: the bits of the fp32 call at the values that they stand for."""
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera  # noqa: E402
+import tessera.torch as tt  # noqa: E402
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CUDA = pytest.mark.skipif(
+    not torch.cuda.is_available() or not any(x.startswith("cuda") for x in tessera.backends()),
+    reason="needs a CUDA device and a build for it")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+
+B, SQ, SK, H, D = 2, 70, 300, 2, 32
+
+
+def stored(device, *shape, dtype=E4M3, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def uniform(device, *shape, seed=0):
+    return torch.empty(shape).uniform_(0.5, 2, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def qkv(device, sq=SQ, sk=SK, d=D, kv=E4M3):
+    return [stored(device, B, s, H, d, dtype=dtype, seed=seed)
+            for seed, (s, dtype) in enumerate([(sq, E4M3), (sk, kv), (sk, kv)])]
+
+
+def at(x, scale, block):
+    """The values of x [b, s, h, d] beside a scale [], [h], [b, h] or [b, h, blocks]."""
+    if scale.dim() == 3:
+        scale = scale.repeat_interleave(block, 2)[:, :, :x.shape[1]].transpose(1, 2)[..., None]
+    elif scale.dim() > 0:
+        scale = (scale if scale.dim() == 2 else scale[None])[:, None, :, None]
+    return x.float() * scale
+
+
+SCALES = pytest.mark.parametrize("q_shape,k_shape,blocks", [
+    ((), (), None), ((H,), (H,), None), ((B, H), (H,), None), ((B, H, SQ), (B, H, 3), (1, 128)),
+    ((B, H, 2), (B, H, 2), (64, 256))], ids=str)
+
+
+@DEVICES
+@SCALES
+@pytest.mark.parametrize("kv", [E4M3, E5M2])
+def test_both_passes_are_those_of_the_values(device, q_shape, k_shape, blocks, kv):
+    q, k, v = qkv(device, kv=kv)
+    do = stored(device, B, SQ, H, D, dtype=E5M2, seed=7)
+    scales = dict(q_scale=uniform(device, *q_shape, seed=3), k_scale=uniform(device, *k_shape, seed=4),
+                  v_scale=uniform(device, *k_shape, seed=5))
+    if blocks:
+        scales["scale_block"] = blocks
+    do_scale = uniform(device, *q_shape, seed=6)
+    nq, nk = blocks or (0, 0)
+    values = at(q, scales["q_scale"], nq), at(k, scales["k_scale"], nk), at(v, scales["v_scale"], nk)
+    options = dict(causal=True, align="bottom_right", softcap=20.0)
+
+    o, lse = tt.attention(q, k, v, **scales, **options, out_dtype="float32", return_lse=True)
+    expected, rows = tt.attention(*values, **options, return_lse=True)
+    assert torch.equal(o, expected) and torch.equal(lse, rows)
+
+    options["deterministic"] = True
+    g = tt.attention_backward(do, q, k, v, o, lse, **scales, **options, do_scale=do_scale)
+    truth = tt.attention_backward(at(do, do_scale, nq), *values, expected, rows, **options)
+    for name in ("dq", "dk", "dv"):
+        ours = getattr(g, name)
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, getattr(truth, name).bfloat16()), name
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype,most", [(E4M3, 448.0), (E5M2, 57344.0)])
+@pytest.mark.parametrize("d", [32, 33])  # rows of four columns at a time, and of any
+def test_results_in_fp8_saturate_and_amax_is_of_values(device, dtype, most, d):
+    q, k, v = qkv(device, d=d)
+    wide = tt.attention(q.float(), k.float(), v.float())
+    # An fp32 row of 33 columns and its copy, which is padded, are read by kernels of their own.
+    relative, absolute = (0.26, 2**-9) if d == 33 else (0, 0)
+    for scale in (0.01, 1e-6):
+        o, amax = tt.attention(q, k, v, out_dtype=dtype, o_scale=torch.full((1,), scale, device=device),
+                               return_amax=True)
+        expected = (wide / torch.tensor(scale, device=device)).clamp(-most, most).to(dtype)
+        assert o.dtype == dtype
+        torch.testing.assert_close(o.float(), expected.float(), rtol=relative, atol=absolute)
+        torch.testing.assert_close(amax.reshape(()), wide.abs().max(), rtol=1e-5 if d == 33 else 0, atol=0)
+    assert o.float().abs().max() == most
+
+
+@DEVICES
+def test_nan_stays_in_its_row_and_is_the_largest(device):
+    q, k, v = qkv(device)
+    clean = tt.attention(q, k, v, out_dtype=E4M3)
+    q[1, 2, 0, 3] = torch.tensor(float("nan"), device=device).to(E4M3)
+    o, amax = tt.attention(q, k, v, out_dtype=E4M3, return_amax=True)
+    o, clean = o.float(), clean.float()
+    assert o[1, 2, 0].isnan().all() and amax.isnan().all()
+    o[1, 2, 0] = clean[1, 2, 0]
+    assert torch.equal(o, clean)
+
+
+@DEVICES
+def test_blocks_of_packed_sequences_count_from_their_starts(device):
+    lengths, longest = (150, 0, 129, 21), 150
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+    q, k, v = (stored(device, sum(lengths), H, D, seed=seed) for seed in range(3))
+    scales = [uniform(device, len(lengths), H, n, seed=n) for n in (longest, 2, 2)]
+    keywords = dict(layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)
+    o = tt.attention(q, k, v, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], scale_block=(1, 128),
+                     out_dtype="float32", **keywords)
+    rows = [torch.cat([at(x[None, begin:begin + n], scale[i:i + 1], block)[0]
+                       for i, (begin, n) in enumerate(zip(cu.tolist(), lengths))])
+            for x, scale, block in zip((q, k, v), scales, (1, 128, 128))]
+    assert torch.equal(o, tt.attention(*rows, **keywords))
+
+
+@CUDA
+def test_a_graph_reads_scales_when_it_runs():
+    q, k, v = qkv("cuda")
+    do = stored("cuda", B, SQ, H, D, dtype=E5M2, seed=7)
+    scale = {name: torch.ones(1, device="cuda") for name in ("o_scale", "dq_scale")}
+    q_scale, do_scale = (torch.ones(H, device="cuda") for _ in range(2))
+
+    def step():
+        o, lse, amax = tt.attention(q, k, v, q_scale=q_scale, out_dtype=E4M3, o_scale=scale["o_scale"],
+                                    return_lse=True, return_amax=True)
+        g = tt.attention_backward(do, q, k, v, o, lse, q_scale=q_scale, o_scale=scale["o_scale"],
+                                  do_scale=do_scale, dq_scale=scale["dq_scale"], grads=("dq",), grad_dtype=E5M2,
+                                  deterministic=True, return_amax=True)
+        return o, lse, amax, g.dq, g.amax_dq
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    before = None
+    for factor in (1, 0.5, 3):
+        for x in (q_scale, do_scale, *scale.values()):
+            x.fill_(factor)
+        graph.replay()
+        for ours, eager in zip(outputs, step()):
+            assert torch.equal(ours.float(), eager.float())
+        assert before is None or not torch.equal(before, outputs[1])
+        before = outputs[1].clone()
