@@ -24,6 +24,7 @@ class Mask(torch.Tensor):
     raises tessera.Refused. `mask.plain()` is the tensor itself."""
 
     model_type = ""  # of the model whose mask it is
+    _plain = None  # the tensor itself, where the mask was not made inside a compiled graph
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -42,6 +43,8 @@ class Mask(torch.Tensor):
         raise _refusal(name, args)
 
     def plain(self) -> torch.Tensor:
+        if self._plain is not None:
+            return self._plain
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()  # as_subclass is not for torch.compile
 
@@ -96,9 +99,13 @@ def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
 
 
 def _of(mask: Mask, model_type: str) -> Mask:
-    """Remembers whose mask it is, for the message; torch.compile has no room for it."""
+    """Remembers whose mask it is, for the message, and the tensor itself, so that a compiled graph is called with a
+    plain tensor: operators of a subclass fail in modes that PyTorch 2.11 puts around a graph's first call. Inside a
+    graph neither is needed, nor has torch.compile room for it."""
     if not torch.compiler.is_compiling():
         mask.model_type = model_type
+        with torch._C.DisableTorchFunctionSubclass():
+            mask._plain = mask.detach()
     return mask
 
 

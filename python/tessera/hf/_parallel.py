@@ -23,6 +23,9 @@ from ..torch.context_parallel._spec import names_of
 from . import _masks
 
 _current: contextvars.ContextVar[Spread | None] = contextvars.ContextVar("spread", default=None)
+# A spread of every batch that any thread is in: torch.compile reads and guards this one, PyTorch 2.11's cannot
+# read a context variable.
+_entered: list[Spread] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +109,13 @@ class Parallel:
             if keywords.get("num_items_in_batch") is None:
                 keywords["num_items_in_batch"] = (following != -100).sum()
         self._tokens.append(_current.set(spread))
+        _entered.append(spread)
         return (), keywords
 
     def _after(self, module, args, output):
         if self._tokens:
             _current.reset(self._tokens.pop())
+            _entered.pop()
 
     def _of(self, ids, keywords) -> Spread:
         b, s = ids.shape
@@ -138,7 +143,7 @@ def band(mask_function) -> BandMask | None:
 
 
 def is_on() -> bool:
-    return _current.get() is not None
+    return bool(_entered) and _current.get() is not None
 
 
 def attend(mask: BandMask, q, k, v, keywords: dict) -> torch.Tensor:
