@@ -24,7 +24,6 @@ class Mask(torch.Tensor):
     raises tessera.Refused. `mask.plain()` is the tensor itself."""
 
     model_type = ""  # of the model whose mask it is
-    _plain = None  # the tensor itself, where the mask was not made inside a compiled graph
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -39,14 +38,23 @@ class Mask(torch.Tensor):
                 return result
             mask = args[0]
             if name in _HANDED_ON and isinstance(mask, Mask) and result.dtype == mask.dtype:
-                return _of(result.as_subclass(type(mask)), mask.model_type)
+                kind = Mask if isinstance(mask, HeldMask) else type(mask)
+                return _of(result.as_subclass(kind), mask.model_type)
         raise _refusal(name, args)
 
     def plain(self) -> torch.Tensor:
-        if self._plain is not None:
-            return self._plain
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()  # as_subclass is not for torch.compile
+
+
+class HeldMask(Mask):
+    """A Mask that was made outside of a compiled graph, beside the tensor itself. A graph is so called with a plain
+    tensor: PyTorch 2.11 puts modes around a graph's first call in which operators of a subclass fail."""
+
+    _plain: torch.Tensor
+
+    def plain(self) -> torch.Tensor:
+        return self._plain
 
 
 class CausalMask(Mask):
@@ -99,13 +107,14 @@ def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
 
 
 def _of(mask: Mask, model_type: str) -> Mask:
-    """Remembers whose mask it is, for the message, and the tensor itself, so that a compiled graph is called with a
-    plain tensor: operators of a subclass fail in modes that PyTorch 2.11 puts around a graph's first call. Inside a
-    graph neither is needed, nor has torch.compile room for it."""
-    if not torch.compiler.is_compiling():
-        mask.model_type = model_type
-        with torch._C.DisableTorchFunctionSubclass():
-            mask._plain = mask.detach()
+    """Remembers whose mask it is, for the message, and the tensor itself; torch.compile has no room for either."""
+    if torch.compiler.is_compiling():
+        return mask
+    if type(mask) is Mask:
+        plain = mask.plain()
+        mask = plain.as_subclass(HeldMask)
+        mask._plain = plain
+    mask.model_type = model_type
     return mask
 
 
