@@ -1,20 +1,34 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything that needs a GPU, in one go, on a machine that has one: build, conformance through C and
-# PyTorch, exact properties, sanitizers, random sleeps, benches. Prints each stage's own summary lines, and
-# fails if any command did.
-#   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties allocators
+# PyTorch, exact properties, front ends, sanitizers, random sleeps, benches. Prints each stage's own summary
+# lines, and fails if any command did. Logs, one a stage, are packed into $OUT or build, device_check.tar.gz.
+#   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties allocators jax hf
 #                                        sanitizer chaos profile bench
 #                                        (default: all, in that order; build must have been run once)
-# torch, allocators and bench need a python3 with PyTorch and NumPy; allocators takes JAX too where it has CUDA. A
-# sanitizer or profiler that cannot run is "unavailable".
+# torch, allocators, hf and bench need a python3 with PyTorch and NumPy, hf transformers too, jax a JAX that has
+# CUDA; allocators takes JAX too where it has CUDA. What cannot run is "unavailable".
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all="build cases nightly torch properties allocators sanitizer chaos profile bench"
+all="build cases nightly torch properties allocators jax hf sanitizer chaos profile bench"
 stages=${*:-$all}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cases=build/cuda/tests/conformance/tessera_check_cases
+logs=build/device_check
 failed=0
+
+# log_to [FILE]: what follows is printed and written into FILE too; without one, only printed.
+log_to() {
+  exec >&3 2>&4
+  [ -z "${tee:-}" ] || wait "$tee"
+  tee=
+  [ $# = 0 ] || { exec > >(tee "$1" >&3) 2>&1; tee=$!; }
+}
+
+pack() { log_to; tar -czf "${OUT:-build}/device_check.tar.gz" -C build device_check; }
+
+# has PACKAGE...: whether python3 finds them.
+has() { python3 -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@"; }
 
 say() { printf '== %s\n' "$*"; }
 
@@ -23,9 +37,8 @@ run() { timeout -s KILL "$@" || { echo "FAILED ($?): ${*:2}"; failed=$((failed +
 
 # build FOLDER [OPTION...] [-- TARGET...]: says nothing but errors.
 build() {
-  local folder=$1 options=() log=build/${1##*/}.log; shift
+  local folder=$1 options=() log=$logs/build_${1##*/}.log; shift
   while [ $# -gt 0 ] && [ "$1" != -- ]; do options+=("$1"); shift; done
-  mkdir -p build
   cmake --preset cuda -B "$folder" "${options[@]}" >"$log" 2>&1 && cmake --build "$folder" ${2:+--target "${@:2}"} >>"$log" 2>&1 ||
     { grep -E -i -A 3 "error|FAILED" "$log" | head -20; echo "FAILED: build of $folder, $log"; return 1; }
 }
@@ -48,7 +61,12 @@ check() {
   run 240 "$cases" "$@" --cuda 0 --threads 0 "${choice[@]}"
 }
 
+mkdir -p "$logs"
+exec 3>&1 4>&2
+trap pack EXIT
+
 for stage in $stages; do
+  log_to "$logs/$stage.log"
   case $stage in
     build)
       say build
@@ -75,6 +93,25 @@ for stage in $stages; do
       if ! python3 -m pytest --version >/dev/null 2>&1; then echo "pytest: unavailable"; continue; fi
       say "the allocators of PyTorch and JAX"
       run 240 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_allocators.py ;;
+    jax)
+      if ! has pytest hypothesis jax; then echo "jax, pytest, hypothesis: unavailable"; continue; fi
+      export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+      if ! python3 -c 'import jax; jax.devices("cuda")' 2>/dev/null; then
+        echo "JAX on CUDA: unavailable"; unset JAX_PLATFORMS XLA_PYTHON_CLIENT_PREALLOCATE; continue
+      fi
+      say "cases through tessera.jax"
+      run 400 python3 -m tessera check --cases smoke --through jax --device cuda
+      say "the tests of JAX; meshes of four (test_jax_sharding, test_jax_context_parallel, test_te_jax_mesh) are the CPU's"
+      run 500 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_jax.py tests/python/test_jax_examples.py \
+        tests/python/test_te_jax.py tests/python/test_te_jax_{cases,flax,words}.py
+      unset JAX_PLATFORMS XLA_PYTHON_CLIENT_PREALLOCATE ;;
+    hf)
+      if ! has pytest hypothesis torch transformers; then
+        echo "transformers, torch, pytest, hypothesis: unavailable"; continue
+      fi
+      say "transformers and examples/serve on cuda"
+      TESSERA_TEST_DEVICE=cuda run 500 python3 -m pytest -q -rs -p no:cacheprovider \
+        tests/python/test_torch_hf.py tests/python/test_torch_hf_{models,serving}.py tests/python/test_serve.py ;;
     sanitizer)
       # It says so if it may not attach to the device, and then has no summary of errors.
       if ! timeout -s KILL 60 compute-sanitizer "$cases" --cuda 0 tests/cases/smoke.cases --every 1000 2>&1 |
@@ -100,7 +137,7 @@ for stage in $stages; do
       if ! command -v ncu >/dev/null; then echo "ncu: unavailable"; continue; fi
       for pass in fwd bwd; do
         say "ncu: the first kernels of $pass bf16, 8192 keys"
-        log=build/profile_$pass.log
+        log=$logs/profile_$pass.log
         if timeout -s KILL 120 ncu --launch-count 3 --kernel-name 'regex:forward|backward|convert|statistics' \
           --section SpeedOfLight --section LaunchStats \
           python3 -m tessera bench --quick --device cuda "$pass bf16 b=2 s=8192 h=16 d=128 causal" >"$log" 2>&1; then
@@ -118,5 +155,6 @@ for stage in $stages; do
       done ;;
   esac
 done
+log_to
 say "$failed commands failed"
 [ $failed = 0 ]

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+
 import pytest
 from hypothesis import HealthCheck
 
@@ -15,6 +17,13 @@ def pytest_addoption(parser):
                      help="every architecture of transformers, not only some (nightly)")
     parser.addoption("--te-full", action="store_true",
                      help="TransformerEngine's Paddle cases at their full lengths (a GPU, or an hour)")
+
+
+def pytest_configure(config):
+    """TESSERA_TEST_DEVICE=cuda: the tests of Hugging Face's models and of examples/serve make their tensors there."""
+    if "TESSERA_TEST_DEVICE" in os.environ:
+        import torch
+        torch.set_default_device(os.environ["TESSERA_TEST_DEVICE"])
 
 
 @pytest.fixture

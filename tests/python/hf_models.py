@@ -128,7 +128,7 @@ def weights(cls, config) -> int:
 
 def randomised(model):
     """Weights of a size that lets scores differ: fresh ones leave attention all but uniform."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -153,7 +153,7 @@ def some_inputs(model) -> dict:
 
 def inputs_of(model):
     """Inputs that the model may take, by its main input's name."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
     names = inspect.signature(model.forward).parameters
     text = model.config.get_text_config()
     vocabulary = min(getattr(text, "vocab_size", None) or 96, 96)
@@ -199,7 +199,7 @@ def inputs_of(model):
 def nudged(model, seed: int):
     """The model with weights that differ by a few roundings."""
     model = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

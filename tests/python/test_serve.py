@@ -59,7 +59,7 @@ def pair(request, serve):
             MODELS[request.param](), attn_implementation=name).eval())
     with torch.no_grad():  # random weights say the same token again and again
         for model in models:
-            generator = torch.Generator().manual_seed(1)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(1)
             for parameter in model.parameters():
                 if parameter.dim() == 2:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)

@@ -65,7 +65,7 @@ def used(monkeypatch):
 
 
 def tokens(b=2, s=17):
-    return torch.randint(3, 97, (b, s), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, 97, (b, s), generator=torch.Generator(DEVICE).manual_seed(1))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -292,7 +292,7 @@ def test_ranges_say_what_the_functions_say():
                                            (5, torch.tensor(7), 24, 0)):
             for mask in (None, padding):
                 sizes = dict(batch_size=2, q_length=q, kv_length=kv, q_offset=q_offset,
-                             kv_offset=kv_offset, mask_function=function, attention_mask=mask)
+                             kv_offset=kv_offset, mask_function=function, attention_mask=mask, device=DEVICE)
                 dense = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
                 ranges = tessera.hf.attention_mask(**sizes, allow_is_causal_skip=False)
                 ranges = ranges.plain()

@@ -130,7 +130,7 @@ class Steps(torch.nn.Module):
     layer_idx = 0
 
     def forward(self, rows=1, **more):
-        x = torch.randn(rows, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(rows, 2, 5, 8, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
         lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
         given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, **more}
         return _continuous.packed_attention(self, x, x, x, **given)[0]
