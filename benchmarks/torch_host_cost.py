@@ -4,9 +4,11 @@ arithmetic is nothing, with PyTorch's scaled_dot_product_attention beside.
 
     python benchmarks/torch_host_cost.py [--device cuda] [--repeat 15]
 
-Microseconds, the smallest of the repetitions, one thread. "inside" is the operator as a loop of
-TorchScript calls it, on an empty batch: dispatcher, binding, plan and allocations, up to where a
-kernel would start. On a GPU nothing is waited for.
+Microseconds, the smallest of the repetitions, one thread. "four options" are causal, a window, a
+softcap and a scale (SDPA beside has the first and the last); "both passes" end in the gradients of q,
+k and v; "compiled" is torch.compile's program. "inside" is the operator as a loop of TorchScript calls
+it, on an empty batch: dispatcher, binding, plan and allocations, up to where a kernel would start. On a
+GPU nothing is waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 
 import tessera.torch as tt
 
+OPTIONS = {"causal": True, "window": (8, 0), "softcap": 20.0, "softmax_scale": 0.3}
 GOALS = {"end to end": 8.0, "end to end, with gradient": 14.0, "inside the operator": 5.0}
 
 
@@ -32,28 +35,42 @@ def main(argv=None):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
     rows = measure(args.device, lambda function: fastest(function, args))
-    print(f"{'us a call on ' + args.device:<32}{'tessera':>8}{'SDPA':>8}{'goal':>8}")
+    print(f"{'us a call on ' + args.device:<46}{'tessera':>8}{'SDPA':>8}{'goal':>8}")
     for name, (ours, theirs) in rows.items():
         beside = f"{theirs:8.1f}" if theirs is not None else f"{'-':>8}"
         goal = f"{GOALS[name]:8.0f}" if name in GOALS else f"{'-':>8}"
-        print(f"{name:<32}{ours:8.1f}{beside}{goal}")
+        print(f"{name:<46}{ours:8.1f}{beside}{goal}")
     return rows
 
 
 def measure(device: str, timed) -> dict[str, tuple[float, float | None]]:
-    q, k, v = (torch.randn(1, 16, 1, 16, device=device) for _ in range(3))
-    with_gradient = [x.clone().requires_grad_() for x in (q, k, v)]
+    q, k, v = inputs = [torch.randn(1, 16, 1, 16, device=device) for _ in range(3)]
+    transposed = [x.transpose(1, 2) for x in inputs]
+    leaves, their_leaves = ([x.detach().clone().requires_grad_() for x in each]
+                            for each in (inputs, transposed))
 
-    def ours(inputs):
-        return repeated(lambda: tt.attention(*inputs))
+    def ours(*inputs):
+        return tt.attention(*inputs)
 
-    def theirs(inputs):
-        inputs = [x.detach().transpose(1, 2).requires_grad_(x.requires_grad) for x in inputs]
-        return repeated(lambda: F.scaled_dot_product_attention(*inputs))
+    def ours_four(*inputs):
+        return tt.attention(*inputs, **OPTIONS)
+
+    def theirs(*inputs):
+        return F.scaled_dot_product_attention(*inputs)
+
+    def theirs_two(*inputs):
+        return F.scaled_dot_product_attention(*inputs, is_causal=True, scale=OPTIONS["softmax_scale"])
+
+    rows = {}
+    for name, own, other in (("", ours, theirs), (", four options", ours_four, theirs_two)):
+        compiled, other_compiled = torch.compile(own), torch.compile(other)
+        for form, function, beside in (("end to end", own, other), ("compiled", compiled, other_compiled)):
+            pairs = (function, inputs, leaves), (beside, transposed, their_leaves)
+            rows[form + name] = tuple(timed(repeated(f, x)) for f, x, _ in pairs)
+            rows[f"{form}, with gradient{name}"] = tuple(timed(repeated(f, x)) for f, _, x in pairs)
+            rows[f"{form}, both passes{name}"] = tuple(timed(both_passes(f, x)) for f, _, x in pairs)
 
     empty = [torch.randn(0, 16, 1, 16, device=device) for _ in range(3)]
-    rows = {"end to end": (timed(ours((q, k, v))), timed(theirs((q, k, v)))),
-            "end to end, with gradient": (timed(ours(with_gradient)), timed(theirs(with_gradient)))}
     loop = scripted()
     with torch.no_grad(), tt._ops.below_autograd():
         rows["the operator, from Python"] = \
@@ -63,10 +80,18 @@ def measure(device: str, timed) -> dict[str, tuple[float, float | None]]:
     return rows
 
 
-def repeated(call):
+def both_passes(function, leaves):
+    gradient = torch.ones_like(function(*leaves))
+
+    def call():
+        torch.autograd.grad(function(*leaves), leaves, gradient)
+    return repeated(call)
+
+
+def repeated(call, inputs=()):
     def run(n: int):
         for _ in range(n):
-            call()
+            call(*inputs)
     return run
 
 
