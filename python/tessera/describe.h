@@ -40,12 +40,10 @@ inline constexpr Rule kScale{3, Side::kNone, Side::kNone, true, true};
 inline constexpr Rule kOne{1, Side::kNone, Side::kNone, true};
 inline constexpr Rule kIdsQ{2, Side::kQuery}, kIdsK{2, Side::kKey}, kRows{3, Side::kQuery};
 inline constexpr Rule kAll[TESSERA_NUM_TENSORS] = {
-    kQuery,  kKey,    kKey,    kDense,  kDense,  kRanges, kIdsQ,   kIdsK,    // q .. ids_k
-    kVector, kHeads,  kVector, kVector, kVector, kVector, kVector, kVector,  // sink .. cu_padded
-    kPages,  kPages,  kScale,  kScale,  kVector, kQuery,  kRows,   kVector,  // pages .. max_logit
-    kQuery,  kRows,   kQuery,  kKey,    kKey,    kDense,  kVector, kHeads,   // do .. dslopes
-    kVector, kVector, kVector, kScale,  kScale,  kOne,    kOne,    kOne,     // starts .. dk_scale
-    kOne,    kOne,    kOne,    kOne,    kOne,    kDense};                    // .. keep_tail
+#define TESSERA_TENSOR(INDEX, name, keyword, rank, role, rule) rule,
+#include "core/problem/tensors.def"
+#undef TESSERA_TENSOR
+};
 }  // namespace rules
 
 // Fills problem.tensor[index]. The formats of the problem are set; with pages, k and v are

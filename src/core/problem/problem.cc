@@ -14,53 +14,18 @@ namespace tessera {
 namespace {
 
 constexpr TensorRule kRules[TESSERA_NUM_TENSORS] = {
-    {TESSERA_Q, "q", 4, Role::kInput},
-    {TESSERA_K, "k", 4, Role::kInput},
-    {TESSERA_V, "v", 4, Role::kInput},
-    {TESSERA_BIAS, "bias", 4, Role::kInput},
-    {TESSERA_MASK, "mask", 4, Role::kInput},
-    {TESSERA_KEY_RANGES, "key_ranges", 4, Role::kInput},
-    {TESSERA_SEGMENT_IDS_Q, "segment_ids_q", 2, Role::kInput},
-    {TESSERA_SEGMENT_IDS_K, "segment_ids_k", 2, Role::kInput},
-    {TESSERA_SINK, "sink", 1, Role::kInput},
-    {TESSERA_ALIBI_SLOPES, "alibi_slopes", 2, Role::kInput},
-    {TESSERA_SEQLENS_Q, "seqlens_q", 1, Role::kInput},
-    {TESSERA_SEQLENS_K, "seqlens_k", 1, Role::kInput},
-    {TESSERA_CU_SEQLENS_Q, "cu_seqlens_q", 1, Role::kInput},
-    {TESSERA_CU_SEQLENS_K, "cu_seqlens_k", 1, Role::kInput},
-    {TESSERA_CU_SEQLENS_Q_PADDED, "cu_seqlens_q_padded", 1, Role::kInput},
-    {TESSERA_CU_SEQLENS_K_PADDED, "cu_seqlens_k_padded", 1, Role::kInput},
-    {TESSERA_PAGE_TABLE_K, "page_table", 2, Role::kInput},
-    {TESSERA_PAGE_TABLE_V, "page_table_v", 2, Role::kInput},
-    {TESSERA_K_SCALE, "k_scale", 3, Role::kInput},
-    {TESSERA_V_SCALE, "v_scale", 3, Role::kInput},
-    {TESSERA_RNG_STATE, "rng_state", 1, Role::kInput},
-    {TESSERA_O, "o", 4, Role::kForwardOutput},
-    {TESSERA_LSE, "lse", 3, Role::kForwardOutput},
-    {TESSERA_MAX_LOGIT, "max_logit", 1, Role::kForwardOutput},
-    {TESSERA_DO, "do", 4, Role::kBackwardInput},
-    {TESSERA_DLSE, "dlse", 3, Role::kBackwardInput},
-    {TESSERA_DQ, "dq", 4, Role::kBackwardOutput},
-    {TESSERA_DK, "dk", 4, Role::kBackwardOutput},
-    {TESSERA_DV, "dv", 4, Role::kBackwardOutput},
-    {TESSERA_DBIAS, "dbias", 4, Role::kBackwardOutput},
-    {TESSERA_DSINK, "dsink", 1, Role::kBackwardOutput},
-    {TESSERA_DALIBI_SLOPES, "dalibi_slopes", 2, Role::kBackwardOutput},
-    {TESSERA_Q_START, "q_start", 1, Role::kInput},
-    {TESSERA_K_START, "k_start", 1, Role::kInput},
-    {TESSERA_SHIFT, "align", 1, Role::kInput},
-    {TESSERA_Q_SCALE, "q_scale", 3, Role::kInput},
-    {TESSERA_DO_SCALE, "do_scale", 3, Role::kBackwardInput},
-    {TESSERA_O_SCALE, "o_scale", 1, Role::kInput},
-    {TESSERA_DQ_SCALE, "dq_scale", 1, Role::kBackwardInput},
-    {TESSERA_DK_SCALE, "dk_scale", 1, Role::kBackwardInput},
-    {TESSERA_DV_SCALE, "dv_scale", 1, Role::kBackwardInput},
-    {TESSERA_AMAX_O, "amax_o", 1, Role::kForwardOutput},
-    {TESSERA_AMAX_DQ, "amax_dq", 1, Role::kBackwardOutput},
-    {TESSERA_AMAX_DK, "amax_dk", 1, Role::kBackwardOutput},
-    {TESSERA_AMAX_DV, "amax_dv", 1, Role::kBackwardOutput},
-    {TESSERA_KEEP_TAIL, "keep_tail", 4, Role::kInput},
+#define TESSERA_TENSOR(INDEX, name, keyword, rank, role, rule) \
+  {TESSERA_##INDEX, #keyword, rank, Role::role},
+#include "core/problem/tensors.def"
+#undef TESSERA_TENSOR
 };
+constexpr bool in_order() {
+  for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+    if (kRules[i].index != i) return false;
+  }
+  return true;
+}
+static_assert(in_order(), "tensors.def has the order of enum tessera_index");
 
 // max_seqlen of a packed side, no more than its tokens unless a dense mask or bias has that extent.
 int64_t longest(const Problem& p, int axis, int64_t max_seqlen, int64_t tokens) {

@@ -26,7 +26,7 @@ enum class Role : uint8_t { kInput, kForwardOutput, kBackwardInput, kBackwardOut
 
 struct TensorRule {
   tessera_index index;
-  const char* name;  // the keyword of the Python API: "q", "key_ranges", "dalibi_slopes"
+  const char* name;  // the keyword of the Python API: "q", "page_table", "dalibi_slopes"
   int rank;          // own axes; those beyond are ignored
   Role role;         // O and LSE are kForwardOutput and are read by backward
 };

@@ -6,13 +6,14 @@
 #include <cinttypes>
 
 #include "core/mask/sequence.h"
+#include "core/problem/fields.h"
 #include "core/problem/problem.h"
 #include "core/validate/partners.h"
 
 namespace tessera {
 namespace {
 
-constexpr uint32_t kKnownFlags = (TESSERA_SMOOTH_HADAMARD << 1) - 1;
+constexpr uint32_t kKnownFlags = known_flags();
 
 Status check_pass(const Problem& p) {
   for (const int i : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
