@@ -262,6 +262,21 @@ tessera_case* tessera_case_new(const char* text, tessera_error* error) {
   });
 }
 
+int32_t tessera_case_describe(const char* text, tessera_problem* problem, tessera_buffers* buffers,
+                              tessera_error* error) {
+  int32_t code = TESSERA_FAILED;
+  guarded(error, [&] {
+    const Result<Case> parsed = parse_case(text ? text : "");
+    code = report_error(parsed.status(), error);
+    if (!parsed.ok()) return code;
+    const CaseGeometry geometry = geometry_of(parsed.value());
+    *problem = geometry.problem;
+    *buffers = scalars_of(geometry);
+    return code;
+  });
+  return code;
+}
+
 void tessera_case_free(tessera_case* c) { delete c; }
 const tessera_problem* tessera_case_problem(const tessera_case* c) { return &c->of->problem(); }
 tessera_buffers* tessera_case_buffers(tessera_case* c) { return &c->of->buffers(); }

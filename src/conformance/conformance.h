@@ -25,6 +25,10 @@ typedef struct tessera_case tessera_case;
 TESSERA_API tessera_case* tessera_case_new(const char* text, tessera_error* error);
 TESSERA_API void tessera_case_free(tessera_case* c);
 
+/* What a line describes, without a tensor: its problem, and the scalars of its buffers. */
+TESSERA_API int32_t tessera_case_describe(const char* text, tessera_problem* problem,
+                                          tessera_buffers* buffers, tessera_error* error);
+
 /* The problem and its buffers on the host; they live as long as the case. Callers may write results
  * into the output tensors, anywhere inside their extents. */
 TESSERA_API const tessera_problem* tessera_case_problem(const tessera_case* c);

@@ -80,10 +80,7 @@ bool ConformanceCase::is_output(int index) const {
 }
 
 void ConformanceCase::allocate() {
-  buffers_.struct_size = sizeof(Buffers);
-  buffers_.softmax_scale = geometry_.softmax_scale;
-  buffers_.softcap = geometry_.softcap;
-  buffers_.dropout_p = geometry_.dropout_p;
+  buffers_ = scalars_of(geometry_);
   for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
     if (!given(problem(), index)) continue;
     const int owner = geometry_.owner[index];

@@ -187,4 +187,7 @@ std::string to_text(const Case& c);
 // The geometry of a parsed case. Allocates vectors of length b, no tensors.
 CaseGeometry geometry_of(const Case& c);
 
+// Buffers with the scalars of a case, and nothing else.
+Buffers scalars_of(const CaseGeometry& geometry);
+
 }  // namespace tessera

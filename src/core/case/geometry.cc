@@ -232,4 +232,13 @@ void Builder::place_lengths() {
 
 CaseGeometry geometry_of(const Case& c) { return Builder(c).build(); }
 
+Buffers scalars_of(const CaseGeometry& geometry) {
+  Buffers buffers{};
+  buffers.struct_size = sizeof buffers;
+  buffers.softmax_scale = geometry.softmax_scale;
+  buffers.softcap = geometry.softcap;
+  buffers.dropout_p = geometry.dropout_p;
+  return buffers;
+}
+
 }  // namespace tessera
