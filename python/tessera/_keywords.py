@@ -251,7 +251,7 @@ def _decode_align(flags, align, shift):
 
 def _check_backend(a, name, value):
     if not isinstance(value, str) or not 0 < len(value) < 16 or \
-            not (value.isascii() and value.isprintable()):
+            not (value.isascii() and value.isprintable() and " " not in value):  # a word of a Call's text
         names = ", ".join(f'"{known}"' for known in _lib.backends())
         raise a.error(name, value, f"must be one of {names}")
     return value

@@ -201,12 +201,13 @@ inline void set_scalar(Call& call, View name, View value) {
 
 }  // namespace text
 
-// Throws what text of another version, or of another library, has and this one does not know.
+// Throws for what this library does not know, which a text of another version may have.
 inline Call read_call(std::string_view line) {
   Call call;
   call.problem.struct_size = sizeof call.problem;
   call.buffers.struct_size = sizeof call.buffers;
   text::split(line, ' ', [&](text::View word) {
+    if (word.empty()) return;
     const text::View name = word.substr(0, word.find('='));
     if (name.size() == word.size()) text::refuse(word, "", "must be name=value");
     const text::View value = word.substr(name.size() + 1);

@@ -55,9 +55,6 @@ SAME(Bytes, data, XLA_FFI_ByteSpan, ptr);
 SAME(Bytes, size, XLA_FFI_ByteSpan, len);
 SAME(Scalar, dtype, XLA_FFI_Scalar, dtype);
 SAME(Scalar, value, XLA_FFI_Scalar, value);
-SAME(Array, dtype, XLA_FFI_Array, dtype);
-SAME(Array, size, XLA_FFI_Array, size);
-SAME(Array, data, XLA_FFI_Array, data);
 
 HEADER(StreamGet, XLA_FFI_Stream_Get_Args);
 SAME(StreamGet, context, XLA_FFI_Stream_Get_Args, ctx);

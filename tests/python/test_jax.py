@@ -115,6 +115,13 @@ def test_slices_are_read_and_written_in_place():
     text = jax.jit(jax.grad(sliced)).lower(packed).compile().as_text()
     assert not any(f" {op}(" in text for op in ("copy", "concatenate", "pad", "slice")), text
 
+    slices = [tj.Slice(packed, 2, i) for i in range(3)]
+    o, lse = tj.attention(*slices, return_lse=True)
+    one, every = (tj.attention_backward(o, *slices, o, lse, grads=grads).dq
+                  for grads in (("dq",), ("dq", "dk", "dv")))
+    same(one, every)  # an array's gradient is whole, whatever of it was asked for
+    assert tj.attention_backward(o, *slices, o, lse, grads=()) == tessera.Gradients()
+
     def partly(x):  # the third item is no part of it
         return tj.attention(tj.Slice(x, 2, 0), tj.Slice(x, 2, 1), tj.Slice(x, 2, 1)).sum()
     gradient = jax.grad(partly)(packed)
@@ -581,17 +588,6 @@ def test_interface_check_sees_a_difference(tmp_path):
         [compiler, "-std=c++20", "-fsyntax-only", "-I", tmp_path, "-isystem", jax.ffi.include_dir(),
          ROOT / "tests" / "jax" / "abi_test.cc"], capture_output=True, text=True)
     assert done.returncode != 0 and "kF16" in done.stderr
-
-
-def test_every_field_of_the_table_is_a_word_of_the_binding():
-    from tessera import _keywords, _lib
-    from tessera.jax import _spec
-    fields = {field for row in _keywords.ALL.values() if isinstance(row, _keywords.Option)
-              for field in row.fields if hasattr(_lib.Problem, field)}
-    assert fields - {"backend"} <= set(_spec._WORDS)
-    binding = (ROOT / "python/tessera/jax/binding.cc").read_text()
-    read = re.findall(r"(?:problem|buffers)\.(\w+) = [^;]*\*word\+\+", binding)
-    assert read == [name.rstrip("_") for name in (*_spec._WORDS, "sm_margin")]
 
 
 def test_check_through_jax():

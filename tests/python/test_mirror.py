@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera import _lib
+from tessera import _call, _keywords, _lib
 
 HEADER = Path(__file__).resolve().parents[2] / "include" / "tessera.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
@@ -85,6 +85,32 @@ def test_layouts(tmp_path):
     subprocess.run(["cc", "-I", HEADER.parent, source, "-o", tmp_path / "layout"], check=True)
     out = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout
     assert list(map(int, out.split())) == expected
+
+
+def test_fields_are_those_of_core():
+    rows = re.findall(r"^TESSERA_(FLAG|WORD|INTEGER|NUMBER|TEXT)\((.*)\)$", (
+        HEADER.parents[1] / "src" / "core" / "problem" / "fields.def").read_text(), re.MULTILINE)
+    expected = {}
+    for kind, row in rows:
+        first, second, *rest = row.split(", ")
+        flag = first if kind == "FLAG" else rest[0] if kind in ("INTEGER", "NUMBER") else "0"
+        expected[second] = (kind.lower(), getattr(_lib, flag.removeprefix("TESSERA_"), 0),
+                            tuple(rest[0].strip('"').split()) if kind == "WORD" else ())
+    assert list(expected.items()) == [(name, tuple(field)) for name, field in _call.FIELDS.items()]
+
+
+def test_every_scalar_of_the_structs_is_a_field():
+    """Less those that say where or how, and no part of what is computed."""
+    where = {"num_threads", "stream", "parallel_for", "parallel_context", "workspace", "workspace_bytes",
+             "interrupt", "allocate", "allocate_context"}
+    scalars = {name for struct in ("problem", "buffers") for name in members(struct)
+               if not name.startswith("reserved")} - {"struct_size", "flags", "tensor", "data"} - where
+    flags = {name.lower() for name in enum("flags")} - \
+        {"window", "softmax_scale", "softcap", "dropout", "max_seqlen_q", "max_seqlen_k"}
+    assert scalars | flags == _call.FIELDS.keys()
+    encoded = {field for row in _keywords.ALL.values() if isinstance(row, _keywords.Option)
+               for field in row.fields if hasattr(_lib.Problem, field)}
+    assert encoded <= _call.FIELDS.keys()
 
 
 def test_the_binding_reads_scalars_in_the_order_of_the_table():

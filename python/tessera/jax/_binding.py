@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_size_t, c_void_p
 
 import jax
-import numpy as np
 
 from .. import _lib
 
@@ -28,38 +27,22 @@ class _Buffer(ctypes.Structure):
                 ("data", c_void_p), ("rank", c_int64), ("dims", POINTER(c_int64))]
 
 
-class _Static(ctypes.Structure):
-    _fields_ = [("words", c_void_p), ("scalars", c_void_p), ("backend", c_char_p),
-                ("backend_size", c_int64), ("inputs", c_void_p), ("num_inputs", c_int64),
-                ("outputs", c_void_p), ("num_outputs", c_int64)]
-
-
 _describe = _library.tessera_jax_describe
 _describe.restype = c_int32
-_describe.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+_describe.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
+                      c_void_p)
 
 
-def attributes(spec) -> dict[str, np.ndarray | str]:
-    """What the handler of a call is told, beside its buffers; binding.cc says how it reads."""
-    return {"backend": spec.backend, "inputs": np.array(spec.inputs, np.int64).reshape(-1),
-            "outputs": np.array(spec.outputs, np.int64).reshape(-1),
-            "scalars": np.array(spec.scalars, np.float64), "words": np.array(spec.words, np.int64)}
-
-
-def describe(spec, operands, results, pointers=()) -> tuple[_lib.Problem, _lib.Buffers]:
+def describe(call, operands, results, pointers=()) -> tuple[_lib.Problem, _lib.Buffers]:
     """The problem of a call on arrays like `operands` and `results`, of constant shapes, and its
     buffers: without data, unless operands' addresses are given."""
-    told = attributes(spec)
-    backend = told["backend"].encode()
-    static = _Static(told["words"].ctypes.data, told["scalars"].ctypes.data, backend, len(backend),
-                     told["inputs"].ctypes.data, len(spec.inputs), told["outputs"].ctypes.data,
-                     len(spec.outputs))
     problem, buffers = _lib.Problem(), _lib.Buffers()
     args, rets = _buffers(operands, pointers), _buffers(results)
-    if _describe(byref(static), len(operands), args, len(results), rets, byref(problem),
-                 byref(buffers)) != _lib.OK:
-        raise ValueError(f"tessera.{spec.operation}: an argument has a dtype or a number of axes that "
-                         "is never legal")
+    error = _lib.error_of_thread()
+    if _describe(call.text.encode(), len(operands), args, len(results), rets, byref(problem),
+                 byref(buffers), byref(error)) != _lib.OK:
+        why = error.message.decode("utf-8", "replace").removeprefix("tessera: ")
+        raise ValueError(f"tessera.{call.operation}: {why}")
     return problem, buffers
 
 

@@ -24,8 +24,9 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _lib
+from .._call import GRADIENT_OF, Call
 from . import _arrays, _binding, _partition, _vmap
-from ._spec import DIFFERENTIABLE, Spec
+from ._described import prepare, results_of
 
 _ARCHS = (80, 89, 90, 100, 120)  # of CUDA devices, where none is at hand
 
@@ -36,41 +37,41 @@ _call_p.multiple_results = True
 
 
 @_call_p.def_abstract_eval
-def _(*avals, spec: Spec):
+def _(*avals, call: Call):
     first = avals[0]
     everywhere = NamedSharding(first.sharding.mesh, PartitionSpec())
     return [first.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=everywhere)
-            for x in spec.results(avals)]
+            for x in results_of(call, avals)]
 
 
 @_call_p.def_impl
-def _(*operands, spec: Spec):
+def _(*operands, call: Call):
     with jax.disable_jit(False):
-        return jax.jit(functools.partial(_call_p.bind, spec=spec))(*operands)
+        return jax.jit(functools.partial(_call_p.bind, call=call))(*operands)
 
 
-def _lower_cpu(ctx, *operands, spec: Spec):
+def _lower_cpu(ctx, *operands, call: Call):
     if not _arrays.is_symbolic(ctx.avals_in):
-        spec.prepare(ctx.avals_in, _lib.CPU_DEVICE)
-    return _custom_call(ctx, operands, spec)
+        prepare(call, ctx.avals_in, _lib.CPU_DEVICE)
+    return _custom_call(ctx, operands, call)
 
 
-def _lower_cuda(ctx, *operands, spec: Spec):
+def _lower_cuda(ctx, *operands, call: Call):
     if _arrays.is_symbolic(ctx.avals_in):
-        raise _lib.Refused(f"tessera.{spec.operation}: q.shape=symbolic: on CUDA the workspace must be "
+        raise _lib.Refused(f"tessera.{call.operation}: q.shape=symbolic: on CUDA the workspace must be "
                            "known when a program is lowered; give constant shapes")
-    size = _workspace(spec, ctx.avals_in, places(assigned(ctx.module_context)))
+    size = _workspace(call, ctx.avals_in, places(assigned(ctx.module_context)))
     workspace = jax.core.ShapedArray((size,), np.dtype(np.uint8))
-    return _custom_call(ctx.replace(avals_out=[*ctx.avals_out, workspace]), operands, spec)[:-1]
+    return _custom_call(ctx.replace(avals_out=[*ctx.avals_out, workspace]), operands, call)[:-1]
 
 
-def _lower_elsewhere(ctx, *_, spec: Spec):
-    raise _lib.Refused(f"tessera.{spec.operation}: platform={ctx.module_context.platforms[0]!r}: must "
+def _lower_elsewhere(ctx, *_, call: Call):
+    raise _lib.Refused(f"tessera.{call.operation}: platform={ctx.module_context.platforms[0]!r}: must "
                        "be cpu or cuda")
 
 
-def _custom_call(ctx, operands, spec: Spec):
-    return jax.ffi.ffi_lowering(_binding.ATTENTION)(ctx, *operands, **_binding.attributes(spec))
+def _custom_call(ctx, operands, call: Call):
+    return jax.ffi.ffi_lowering(_binding.ATTENTION)(ctx, *operands, call=call.text)
 
 
 mlir.register_lowering(_call_p, _lower_elsewhere)
@@ -110,13 +111,13 @@ def _arch(device) -> int:
     return int(device.compute_capability.replace(".", ""))
 
 
-def _workspace(spec: Spec, operands, places) -> int:
+def _workspace(call: Call, operands, places) -> int:
     """Bytes that are enough on each of the places; refuses what all of them refuse."""
     sizes, refusals = [], []
     for arch, ordinal in places:
         try:
             device = _lib.Device(kind=_lib.CUDA, ordinal=ordinal, arch=arch)
-            sizes.append(spec.prepare(operands, device))
+            sizes.append(prepare(call, operands, device))
         except _lib.Refused as refusal:
             refusals.append(refusal)
     if not sizes:
@@ -126,18 +127,18 @@ def _workspace(spec: Spec, operands, places) -> int:
 
 # ---- examples and shards ----
 
-def apply(spec: Spec, operands) -> list[jax.Array]:
+def apply(call: Call, operands) -> list[jax.Array]:
     """The results of the call, without gradients."""
     operands = aligned(operands)
     mesh = jax.typeof(operands[0]).sharding.mesh
-    call = jax.custom_batching.custom_vmap(_partitioned(spec, mesh))
-    call.def_vmap(functools.partial(_vmap.rule, apply, spec))
-    return call(*operands)
+    run = jax.custom_batching.custom_vmap(_partitioned(call, mesh))
+    run.def_vmap(functools.partial(_vmap.rule, apply, call))
+    return run(*operands)
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(spec: Spec, mesh):
-    return _partition.partitioned(spec, mesh, functools.partial(_call_p.bind, spec=spec))
+def _partitioned(call: Call, mesh):
+    return _partition.partitioned(call, mesh, functools.partial(_call_p.bind, call=call))
 
 
 def aligned(operands) -> list[jax.Array]:
@@ -156,30 +157,30 @@ def _varying(x) -> frozenset:
 # ---- gradients ----
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(spec: Spec, *operands):
-    return apply(spec, operands)
+def _attention(call: Call, *operands):
+    return apply(call, operands)
 
 
-def _attention_forward(spec: Spec, *operands):
+def _attention_forward(call: Call, *operands):
     values = [x.value for x in operands]
     wanted = sum(1 << i for i, x in enumerate(operands) if x.perturbed)
-    results = _once(spec, *values)
+    results = _once(call, *values)
     results[:2] = (checkpoint_name(x, "tessera_attention") for x in results[:2])
     # JAX caches this function's jaxpr for each set of perturbed inputs, but keeps the structure of the
     # residuals of the last trace: what is wanted may be in the shape of a residual only.
     return results, (values, *results[:2], jnp.zeros((wanted, 0), bool))
 
 
-def _attention_backward(spec: Spec, residuals, cotangents):
+def _attention_backward(call: Call, residuals, cotangents):
     operands, o, lse, bits = residuals
-    differentiable = {operand for operand, index, _, _ in spec.inputs if index in DIFFERENTIABLE}
-    wanted = tuple(i for i in sorted(differentiable) if bits.shape[0] >> i & 1)
+    wanted = tuple(i for i, operand in enumerate(call.operands)
+                   if operand.tensors[0] in GRADIENT_OF and bits.shape[0] >> i & 1)
     do, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents[:2])
     gradients = [None] * len(operands)
     if wanted and not (do is None and dlse is None):
         do = jnp.zeros_like(o) if do is None else do
         rows = (do, o, lse) + (() if dlse is None else (dlse,))
-        backward = spec.backward(wanted, dlse is not None)
+        backward = call.backward(wanted, dlse is not None)
         for i, gradient in zip(wanted, gradients_of(backward, *rows, *operands)):
             gradients[i] = gradient
     return tuple(gradients)
@@ -189,14 +190,14 @@ _attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _once(spec: Spec, *operands):
+def _once(call: Call, *operands):
     """A call that is the end of differentiation: of a backward pass, or of the forward pass in a
     program that was differentiated."""
-    return apply(spec, operands)
+    return apply(call, operands)
 
 
-def _no_second_derivative(spec: Spec, *_):
-    raise _lib.Refused(f"tessera.{spec.operation}: the gradient has no derivative of its own yet; "
+def _no_second_derivative(call: Call, *_):
+    raise _lib.Refused(f"tessera.{call.operation}: the gradient has no derivative of its own yet; "
                        "differentiate once")
 
 
@@ -206,12 +207,12 @@ _once.defvjp(_no_second_derivative, _no_second_derivative)
 # ---- what front ends call ----
 
 @functools.partial(jax.jit, static_argnums=0)
-def attention_of(spec: Spec, *operands) -> list[jax.Array]:
+def attention_of(call: Call, *operands) -> list[jax.Array]:
     """[o, lse, max_logit?]"""
-    return _partition.explicit(spec, lambda *own: _attention(spec, *aligned(own)), operands)
+    return _partition.explicit(call, lambda *own: _attention(call, *aligned(own)), operands)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def gradients_of(spec: Spec, *operands) -> list[jax.Array]:
-    """The gradients of a Spec of the backward pass."""
-    return _partition.explicit(spec, lambda *own: _once(spec, *aligned(own)), operands)
+def gradients_of(call: Call, *operands) -> list[jax.Array]:
+    """The gradients of a Call of the backward pass."""
+    return _partition.explicit(call, lambda *own: _once(call, *aligned(own)), operands)

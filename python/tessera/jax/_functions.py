@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: keywords in, a Spec and its operands out.
+"""What users call: keywords in, a Call and its operands out.
 
 A call with options, dtypes and shapes that were seen before costs one look-up; others are described by
 _args, which knows what to say."""
@@ -17,7 +17,7 @@ from .. import _args, _explain, _keywords, _lib, _numpy, _prepared
 from .._attention import Gradients
 from .._documented import documented
 from . import _arrays, _binding, _call
-from ._spec import Described
+from ._described import Described, prepare, results_of, validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,7 +55,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keyw
     given = _given("attention", q, k, v, keywords)
     want_lse, want_max_logit = given.get("return_lse", False), given.get("return_max_logit", False)
     described = _described("attention", given)
-    results = _call.attention_of(described.spec, *_operands(described, given))
+    results = _call.attention_of(described.call, *_operands(described, given))
     if not want_lse and not want_max_logit:
         return results[0]
     return (results[0], *((results[1],) if want_lse else ()), *results[2:])
@@ -82,9 +82,9 @@ def attention_backward(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, 
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _arrays.accepted(operation, name, x) for name, x in rows.items()}
     described = _described(operation, given, rows, names)
-    results = _call.gradients_of(described.spec, *_operands(described, {**given, **rows}))
-    places = {row[1]: row[0] for row in described.spec.outputs}
-    return Gradients(**{name: results[places[_lib.INDEX[name]]] for name in names})
+    results = _call.gradients_of(described.call, *_operands(described, {**given, **rows}))
+    places = described.call.places_of_results
+    return Gradients(**{name: results[places[name].operand] for name in names})
 
 
 def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None = None, *,
@@ -114,7 +114,7 @@ def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None 
         raise a.error("dlse", dlse, "belongs to the backward pass; give backward=True")
     operands = _operands(described, given)
     described.arguments.problem, _ = _binding.describe(
-        described.spec, operands, described.spec.results(operands))
+        described.call, operands, results_of(described.call, operands))
     target = _device(q) if device is None else _explain._device(a, device)
     return _explain._answer(described.arguments, None, target)
 
@@ -171,7 +171,7 @@ def _described_backward(given: dict, dlse, names) -> Described:
     """Describes the backward pass of attention(**given), whose o, lse and do are yet to come."""
     forward = _described("explain", {name: x for name, x in given.items()
                                      if name in FORWARD or name in ("q", "k", "v")})
-    o, lse = forward.spec.results(_operands(forward, given))[:2]
+    o, lse = results_of(forward.call, _operands(forward, given))[:2]
     rows = {"do": o, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     described = Described("explain", given, rows, names)
     given.update(rows)
@@ -220,7 +220,7 @@ def _check(described: Described, operands):
     if _arrays.is_symbolic(operands):
         return
     try:
-        described.spec.prepare(operands, _lib.CPU_DEVICE)
+        prepare(described.call, operands, _lib.CPU_DEVICE)
     except _lib.Refused:
         pass
 
@@ -231,7 +231,7 @@ def _validate(described: Described, operands):
     if all(isinstance(x, jax.Array) and not _arrays.is_traced(x) and x.is_fully_addressable and
            [device.platform for device in x.devices()] == ["cpu"] for x in operands):
         jax.block_until_ready([operands[i] for i in described.read])
-        described.spec.validate(operands, [x.unsafe_buffer_pointer() for x in operands])
+        validate(described.call, operands, [x.unsafe_buffer_pointer() for x in operands])
 
 
 def _gradient_names(operation: str, grads) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _fold, _lib
-from ._spec import Spec
+from .._call import Call
+from ._described import results_of, shape_of
 
 _log = logging.getLogger("tessera.sharding")
 _BATCH, _HEADS = 0, 1
@@ -39,21 +40,20 @@ class Split(NamedTuple):
 class Places:
     """Where each factor is in each operand and each result of a call on operands of these shapes."""
 
-    def __init__(self, spec: Spec, shapes):
-        self.spec, self.shapes = spec, [tuple(shape) for shape in shapes]
-        self.axes = _fold.Axes(spec.layouts, spec.is_paged)
-        roles = spec.roles()
+    def __init__(self, call: Call, shapes):
+        self.call, self.shapes = call, [tuple(shape) for shape in shapes]
+        self.axes = _fold.Axes(call.layouts, call.is_paged)
         structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
-        q, k = spec.shape_of("q", structs), spec.shape_of("k", structs)
-        batch = None if "thd" in spec.layouts else q[self.axes.batch("q", len(q))]
+        q, k = shape_of(call, "q", structs), shape_of(call, "k", structs)
+        batch = None if "thd" in call.layouts else q[self.axes.batch("q", len(q))]
         self.heads, self.heads_kv = q[self.axes.heads("q", len(q))], k[self.axes.heads("k", len(k))]
         self.extents = batch, self.heads
-        self.operands = [self._of(name, shape, hidden)
-                         for (name, hidden), shape in zip(roles, self.shapes)]
+        self.operands = [self._of(operand.tensors[0], shape, operand.axis if operand.axis >= 0 else None)
+                         for operand, shape in zip(call.operands, self.shapes)]
         self.results = [self.operands[like] if isinstance(like, int) else
                         self._of(like, result.shape, None)
-                        for like, result in zip(spec.likes, spec.results(structs))]
-        self.q = spec.place("q")[0]
+                        for like, result in zip(call.likes, results_of(call, structs))]
+        self.q = call.places["q"].operand
 
     def _of(self, name: str, shape, hidden) -> tuple[int | None, int | None]:
         """(axis of the batch, axis of the heads), None where there is none to split."""
@@ -94,13 +94,13 @@ class Places:
         if heads > 1 and (self.heads % heads or self.heads_kv > 1 and self.heads_kv % heads or
                           set(split.heads) & set(split.batch)):
             _log.info("%s: hq=%d, hk=%d: heads are whole on every shard, as the mesh axes %s have %d",
-                      self.spec.operation, self.heads, self.heads_kv, split.heads, heads)
+                      self.call.operation, self.heads, self.heads_kv, split.heads, heads)
             split = split._replace(heads=())
         return split
 
     def elsewhere(self, partition_specs) -> list[str]:
         """Operands that are split along an axis that is no factor."""
-        return [self.spec.roles()[i][0] for i, (spec, place) in
+        return [self.call.operands[i].tensors[0] for i, (spec, place) in
                 enumerate(zip(partition_specs, self.operands))
                 if any(_names(spec, axis) for axis in range(len(spec)) if axis not in place)]
 
@@ -113,17 +113,17 @@ def _names(spec: P, axis: int | None) -> tuple[str, ...]:
 
 # ---- one shard ----
 
-def shard(spec: Spec, places: Places, split: Split, call, operands) -> list[jax.Array]:
+def shard(call: Call, places: Places, split: Split, run, operands) -> list[jax.Array]:
     """The results of one shard, in a program whose axes `split` names; `places` are those of the whole.
     Results that lack a split factor are reduced over its shards."""
-    if spec.flags & _lib.DROPOUT and any(split):
+    if call.flags & _lib.DROPOUT and any(split):
         operands = list(operands)
-        place = spec.place("rng_state")[0]
+        place = call.places["rng_state"].operand
         operands[place] = _counted(places, split, operands[place])
-    results = call(*operands)
+    results = run(*operands)
     for i, place in enumerate(places.results):
         lacking = tuple(name for axis, over in zip(place, split) if axis is None for name in over)
-        if lacking and spec.likes[i] == "max_logit":  # which has no gradient
+        if lacking and call.likes[i] == "max_logit":  # which has no gradient
             results[i] = jax.lax.pmax(jax.lax.stop_gradient(results[i]), lacking)
         elif lacking:
             results[i] = jax.lax.psum(results[i], lacking)
@@ -146,18 +146,18 @@ def _counted(places: Places, split: Split, words):
 
 # ---- axes of type Auto ----
 
-def partitioned(spec: Spec, mesh_type, call):
-    """call(*operands), to be partitioned by XLA; `mesh_type` is the mesh of the operands' types."""
-    function = custom_partitioning(lambda *operands: call(*operands))
+def partitioned(call: Call, mesh_type, run):
+    """run(*operands), to be partitioned by XLA; `mesh_type` is the mesh of the operands' types."""
+    function = custom_partitioning(lambda *operands: run(*operands))
 
     def plan(operands):
-        places = Places(spec, [x.shape for x in operands])
+        places = Places(call, [x.shape for x in operands])
         mesh, given = _decoded(places, mesh_type, operands)
         split = places.possible(places.wanted(given), mesh.shape)
         gathered = places.elsewhere(given)
         if gathered:
             _log.info("%s: %s split along an axis that is neither batch nor heads: gathered",
-                      spec.operation, ", ".join(gathered))
+                      call.operation, ", ".join(gathered))
         return places, split, mesh
 
     def shardings(places, split, mesh, which):
@@ -165,7 +165,7 @@ def partitioned(spec: Spec, mesh_type, call):
 
     def partition(_, operands, results):
         places, split, mesh = plan(operands)
-        mine = functools.partial(shard, spec, places, split, call)
+        mine = functools.partial(shard, call, places, split, run)
         return (mesh, lambda *operands: mine(operands),
                 shardings(places, split, mesh, zip(places.results, (x.ndim for x in results))),
                 tuple(shardings(places, split, mesh, zip(places.operands, (x.ndim for x in operands)))))
@@ -175,7 +175,7 @@ def partitioned(spec: Spec, mesh_type, call):
         return shardings(places, split, mesh, zip(places.results, (x.ndim for x in results)))
 
     def rule(_, operands, results):
-        return _rule(Places(spec, [x.shape for x in operands]))
+        return _rule(Places(call, [x.shape for x in operands]))
 
     function.def_partition(partition, infer, sharding_rule=rule)
     return function
@@ -236,40 +236,40 @@ def _rule(places: Places):
         return " ".join(words)
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in places.shapes]
     left = ", ".join(map(text, places.operands, places.shapes))
-    right = ", ".join(map(text, places.results, (x.shape for x in places.spec.results(structs))))
+    right = ", ".join(map(text, places.results, (x.shape for x in results_of(places.call, structs))))
     sizes = {"g": places.heads // places.heads_kv} if grouped else {}
     return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **sizes}
 
 
 # ---- axes of type Explicit ----
 
-def explicit(spec: Spec, call, operands):
-    """call(*operands), where the operands' types say how they are split over axes of type Explicit."""
+def explicit(call: Call, run, operands):
+    """run(*operands), where the operands' types say how they are split over axes of type Explicit."""
     types = [jax.typeof(x) for x in operands]
     mesh = next((t.sharding.mesh for t in types if not t.sharding.mesh.empty), None)
     axes = () if mesh is None else tuple(
         name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     given = [t.sharding.spec for t in types]
     if not axes or not any(any(spec) for spec in given):
-        return call(*operands)
-    places = Places(spec, [t.shape for t in types])
+        return run(*operands)
+    places = Places(call, [t.shape for t in types])
     split = places.wanted(given)
     _check(places, split, given, mesh)
     specs = [places.spec_of(place, t.ndim, split) for place, t in zip(places.operands, types)]
     operands = [x if own == new else jax.sharding.reshard(x, NamedSharding(mesh, new))
                 for x, own, new in zip(operands, given, specs)]
     out_specs = [places.spec_of(place, x.ndim, split)
-                 for place, x in zip(places.results, spec.results(types))]
-    return jax.shard_map(lambda *operands: shard(spec, places, split, call, operands), mesh=mesh,
+                 for place, x in zip(places.results, results_of(call, types))]
+    return jax.shard_map(lambda *operands: shard(call, places, split, run, operands), mesh=mesh,
                          in_specs=tuple(specs), out_specs=out_specs, axis_names=set(axes))(*operands)
 
 
 def _check(places: Places, split: Split, given, mesh):
     """Raises the ValueError of operands that only communication could bring together."""
-    names = [name for name, _ in places.spec.roles()]
+    names = [operand.tensors[0] for operand in places.call.operands]
 
     def error(i, rule):
-        return ValueError(f"tessera.{places.spec.operation}: {names[i]}.sharding.spec={given[i]}: {rule}")
+        return ValueError(f"tessera.{places.call.operation}: {names[i]}.sharding.spec={given[i]}: {rule}")
     for i, (spec, place) in enumerate(zip(given, places.operands)):
         for axis in range(len(spec)):
             over = _names(spec, axis)

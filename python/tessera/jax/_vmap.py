@@ -7,9 +7,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import _lib
+from .._call import Call
 from .._fold import Axes, Fold, folds_heads, shape_of
-from ._spec import Spec
+from . import _described
 
 
 class _Library:
@@ -22,19 +22,20 @@ class _Library:
         return x.sum(axis, keepdims=True)
 
 
-def rule(apply, spec: Spec, n: int, in_batched, *operands):
-    """Results of `apply`(spec, operands), and whether each has the new axis, which is the first."""
+def rule(apply, call: Call, n: int, in_batched, *operands):
+    """Results of `apply`(call, operands), and whether each has the new axis, which is the first."""
     dims = [0 if batched else None for batched in in_batched]
-    roles = spec.roles()
-    fold = _choose(spec, roles, operands, dims, n)
+    roles = [(operand.tensors[0], None if operand.axis < 0 else operand.axis)
+             for operand in call.operands]
+    fold = _choose(call, roles, operands, dims, n)
     if fold is None:
-        results = _one_by_one(lambda *examples: apply(spec, examples), operands, dims)
+        results = _one_by_one(lambda *examples: apply(call, examples), operands, dims)
         return results, [True] * len(results)
-    wanted = {like for like in spec.likes if isinstance(like, int)}
+    wanted = {like for like in call.likes if isinstance(like, int)}
     folded = [fold.folded(name, x, dim, i in wanted, hidden) for i, ((name, hidden), x, dim)
               in enumerate(zip(roles, operands, dims))]
     results = []
-    for like, result in zip(spec.likes, apply(spec, folded)):
+    for like, result in zip(call.likes, apply(call, folded)):
         if isinstance(like, int):
             name, hidden = roles[like]
             pair = fold.unfolded(result, name, shape_of(operands[like], dims[like]), hidden)
@@ -44,16 +45,16 @@ def rule(apply, spec: Spec, n: int, in_batched, *operands):
     return results, [True] * len(results)
 
 
-def _choose(spec: Spec, roles, operands, dims, n) -> Fold | None:
-    axes = Axes(spec.layouts, spec.is_paged)
-    shapes = {_lib.TENSORS[index]: shape_of(operands[i], dims[i]) for i, index, _, _ in spec.inputs}
-    ranks = {name: len(shape) - (spec.place(name)[2] >= 0) for name, shape in shapes.items()}
-    batched = {_lib.TENSORS[index] for i, index, _, _ in spec.inputs if dims[i] is not None}
-    gradients = [_lib.TENSORS[row[1]] for row in spec.outputs] if spec.is_backward else ()
-    of_heads = folds_heads(ranks, batched, spec.flags, axes, gradients, "max_logit" in spec.likes)
+def _choose(call: Call, roles, operands, dims, n) -> Fold | None:
+    axes = Axes(call.layouts, call.is_paged)
+    shapes = {name: shape_of(operands[i], dims[i]) for name, (i, _, _) in call.places.items()}
+    ranks = {name: len(shape) - (call.places[name].axis >= 0) for name, shape in shapes.items()}
+    batched = {name for name, (i, _, _) in call.places.items() if dims[i] is not None}
+    gradients = list(call.places_of_results) if call.is_backward else ()
+    of_heads = folds_heads(ranks, batched, call.flags, axes, gradients, "max_logit" in call.likes)
     if of_heads is None:
         return None
-    return Fold(_Library, n, axes, of_heads, spec.shape_of("q", [
+    return Fold(_Library, n, axes, of_heads, _described.shape_of(call, "q", [
         jax.ShapeDtypeStruct(shape_of(x, dim), x.dtype) for x, dim in zip(operands, dims)]))
 
 

@@ -3,15 +3,8 @@
 // CPU and on CUDA: from XLA's call frame to a tessera_problem to one call of libtessera.
 //
 // Shapes are read from the buffers, so that a program may be partitioned, batched or compiled for
-// symbolic extents; attributes say the rest:
-//
-//   words    int64 [13]: pass, flags, align, format_q, format_kv, window_left, window_right,
-//            max_seqlen_q, max_seqlen_k, q_scale_block, k_scale_block, shift, sm_margin
-//   scalars  float64 [3]: softmax_scale, softcap, dropout_p
-//   backend  a name, or ""
-//   inputs   int64 [n, 4]: operand, tessera_index, axis, item. With axis >= 0 the tensor is that
-//            item of the operand's axis, so that q, k and v may be slices of one operand
-//   outputs  int64 [m, 4]: the same of results. One result more is workspace, on CUDA
+// symbolic extents; the attribute `call` says the rest, as call.h reads it. Operands and results are in
+// the order of its `in` and `out`. One result more is workspace, on CUDA.
 //
 // Seeds are 32-bit words in JAX, which has no int64 unless asked: pairs of them are read as one.
 #include <algorithm>
@@ -21,7 +14,7 @@
 #include <new>
 #include <string>
 
-#include "../describe.h"
+#include "../call.h"
 #include "runtime.h"
 #include "tessera.h"
 #include "xla_ffi_abi.h"
@@ -35,7 +28,8 @@ using tessera_jax::Failure;
 using tessera_jax::on_xla_threads;
 using tessera_jax::Runtime;
 
-constexpr int64_t kNumWords = 13, kNumScalars = 3, kTableWidth = 4;
+// Names the reason where the text of a call and its arrays do not belong together.
+constexpr const char* kOtherVersion = "tessera: a custom call of another version of tessera.jax";
 
 int32_t dtype_of(xla_ffi::DataType type) {
   switch (type) {
@@ -64,61 +58,27 @@ int32_t dtype_of(xla_ffi::DataType type) {
   return TESSERA_NONE;
 }
 
-// What the attributes say; tessera_jax_describe takes it from Python.
-struct Static {
-  const int64_t* words;
-  const double* scalars;
-  const char* backend;
-  int64_t backend_size;
-  const int64_t* inputs;
-  int64_t num_inputs;
-  const int64_t* outputs;
-  int64_t num_outputs;
-};
-
 struct Description {
-  tessera_problem problem{};
-  tessera_buffers buffers{};
+  tessera_problem problem;
+  tessera_buffers buffers;
 
-  Description(const Static& call, int64_t num_args, const xla_ffi::Buffer* const* args,
-              int64_t num_rets, const xla_ffi::Buffer* const* rets) {
-    problem.struct_size = sizeof problem;
-    buffers.struct_size = sizeof buffers;
-    const int64_t* word = call.words;
-    problem.pass = static_cast<int32_t>(*word++);
-    problem.flags = static_cast<uint32_t>(*word++);
-    problem.align = static_cast<int32_t>(*word++);
-    problem.format_q = static_cast<int32_t>(*word++);
-    problem.format_kv = static_cast<int32_t>(*word++);
-    problem.window_left = *word++;
-    problem.window_right = *word++;
-    problem.max_seqlen_q = *word++;
-    problem.max_seqlen_k = *word++;
-    problem.q_scale_block = static_cast<int32_t>(*word++);
-    problem.k_scale_block = static_cast<int32_t>(*word++);
-    problem.shift = *word++;
-    buffers.sm_margin = static_cast<int32_t>(*word++);
-    std::memcpy(problem.backend, call.backend,
-                std::min<size_t>(call.backend_size, sizeof problem.backend - 1));
-    buffers.softmax_scale = call.scalars[0];
-    buffers.softcap = call.scalars[1];
-    buffers.dropout_p = call.scalars[2];
-    for (int64_t i = 0; i < call.num_inputs; ++i) {
-      paged_ |= call.inputs[i * kTableWidth + 1] == TESSERA_PAGE_TABLE_K;
-    }
-    add(call.inputs, call.num_inputs, args, num_args);
-    add(call.outputs, call.num_outputs, rets, num_rets);
+  Description(const tessera_front::Call& call, int64_t num_args, const xla_ffi::Buffer* const* args,
+              int64_t num_rets, const xla_ffi::Buffer* const* rets)
+      : problem(call.problem), buffers(call.buffers), paged_(call.takes(TESSERA_PAGE_TABLE_K)) {
+    if (!call.sizes.empty()) fail(kOtherVersion);  // extents are the arrays' own
+    add(call.inputs, args, num_args);
+    add(call.outputs, rets, num_rets);
   }
 
  private:
-  void add(const int64_t* table, int64_t rows, const xla_ffi::Buffer* const* arrays,
-           int64_t num_arrays) {
-    for (; rows > 0; --rows, table += kTableWidth) {
-      if (table[0] < 0 || table[0] >= num_arrays || table[1] < 0 ||
-          table[1] >= TESSERA_NUM_TENSORS) {
-        fail("tessera: a custom call of another version of tessera.jax");
+  void add(const std::vector<tessera_front::Operand>& operands,
+           const xla_ffi::Buffer* const* arrays, int64_t num_arrays) {
+    if (static_cast<int64_t>(operands.size()) > num_arrays) fail(kOtherVersion);
+    for (const tessera_front::Operand& operand : operands) {
+      const xla_ffi::Buffer& array = **arrays++;
+      for (int item = 0; item < operand.items; ++item) {
+        add(operand.tensors[item], array, operand.axis, item);
       }
-      add(static_cast<int>(table[1]), *arrays[table[0]], table[2], table[3]);
     }
   }
 
@@ -147,7 +107,7 @@ struct Description {
     buffers.data[index] = static_cast<char*>(buffer.data) + offset * element;
   }
 
-  bool paged_ = false;
+  bool paged_;
 };
 
 // ---- attributes ----
@@ -162,39 +122,17 @@ const T* attribute(const xla_ffi::CallFrame& frame, int64_t place, const char* n
   return static_cast<const T*>(attrs.attrs[place]);
 }
 
-// A non-empty array of `dtype` whose size is a multiple of `multiple`.
-const xla_ffi::Array& array(const xla_ffi::CallFrame& frame, int64_t place, const char* name,
-                            xla_ffi::DataType dtype, int64_t multiple) {
-  const auto& found = *attribute<xla_ffi::Array>(frame, place, name);
-  if (frame.attrs.types[place] != xla_ffi::AttrType::kArray || found.dtype != dtype ||
-      found.size == 0 || found.size % multiple != 0) {
-    fail(std::string("tessera: a custom call with a strange attribute ") + name);
-  }
-  return found;
-}
-
-Static static_part(const xla_ffi::CallFrame& frame) {
-  using xla_ffi::DataType;
-  const auto& backend = *attribute<xla_ffi::Bytes>(frame, 0, "backend");  // sorted by name
-  const auto& inputs = array(frame, 1, "inputs", DataType::kS64, kTableWidth);
-  const auto& outputs = array(frame, 2, "outputs", DataType::kS64, kTableWidth);
-  const auto& scalars = array(frame, 3, "scalars", DataType::kF64, kNumScalars);
-  const auto& words = array(frame, 4, "words", DataType::kS64, kNumWords);
-  return {static_cast<const int64_t*>(words.data),
-          static_cast<const double*>(scalars.data),
-          backend.data,
-          static_cast<int64_t>(backend.size),
-          static_cast<const int64_t*>(inputs.data),
-          static_cast<int64_t>(inputs.size) / kTableWidth,
-          static_cast<const int64_t*>(outputs.data),
-          static_cast<int64_t>(outputs.size) / kTableWidth};
+const tessera_front::Call& call_of(const xla_ffi::CallFrame& frame) {
+  const auto& text = *attribute<xla_ffi::Bytes>(frame, 0, "call");
+  if (frame.attrs.types[0] != xla_ffi::AttrType::kString) fail(kOtherVersion);
+  return tessera_front::call_of({text.data, static_cast<size_t>(text.size)});
 }
 
 // ---- handlers ----
 
 void attention(const xla_ffi::CallFrame& frame, int32_t kind) {
-  const Static call = static_part(frame);
-  Description description(call, frame.args.size, frame.args.args, frame.rets.size, frame.rets.args);
+  Description description(call_of(frame), frame.args.size, frame.args.args, frame.rets.size,
+                          frame.rets.args);
   tessera_problem& problem = description.problem;
   tessera_buffers& buffers = description.buffers;
   Runtime runtime(frame);
@@ -230,7 +168,7 @@ void dropout_mask(const xla_ffi::CallFrame& frame, int32_t kind) {
   const auto& starts = *attribute<xla_ffi::Scalar>(frame, 1, "starts");
   if (frame.args.size < 1 || frame.rets.size != 1 || frame.rets.args[0]->rank != 4 ||
       dropout_p.dtype != xla_ffi::DataType::kF64 || starts.dtype != xla_ffi::DataType::kS32) {
-    fail("tessera: a custom call of another version of tessera.jax");
+    fail(kOtherVersion);
   }
   const xla_ffi::Buffer &state = *frame.args.args[0], &keep = *frame.rets.args[0];
   const int32_t given = *static_cast<const int32_t*>(starts.value);
@@ -319,18 +257,20 @@ TESSERA_API xla_ffi::Error* tessera_jax_dropout_mask_cuda(xla_ffi::CallFrame* fr
 
 // Fills in the problem and the buffers of a call before there is one, for Python: what shapes and
 // options make of it is then asked of libtessera. Returns TESSERA_OK, or TESSERA_INVALID where
-// something is given that is never legal.
-TESSERA_API int32_t tessera_jax_describe(const Static* call, int64_t num_args,
+// something is given that is never legal, with why.
+TESSERA_API int32_t tessera_jax_describe(const char* text, int64_t num_args,
                                          const xla_ffi::Buffer* const* args, int64_t num_rets,
                                          const xla_ffi::Buffer* const* rets,
-                                         tessera_problem* problem, tessera_buffers* buffers) {
+                                         tessera_problem* problem, tessera_buffers* buffers,
+                                         tessera_error* error) {
   try {
-    const Description description(*call, num_args, args, num_rets, rets);
+    const Description description(tessera_front::call_of(text), num_args, args, num_rets, rets);
     *problem = description.problem;
     *buffers = description.buffers;
     return TESSERA_OK;
-  } catch (const std::exception&) {
-    return TESSERA_INVALID;
+  } catch (const std::exception& refusal) {
+    std::strncpy(error->message, refusal.what(), sizeof error->message - 1);
+    return error->code = TESSERA_INVALID;
   }
 }
 }

@@ -87,12 +87,6 @@ struct Scalar {
   void* value;
 };
 
-struct Array {
-  DataType dtype;
-  size_t size;
-  void* data;
-};
-
 struct StreamGet {
   Header header;
   Context* context;
@@ -158,7 +152,7 @@ struct Attrs {  // sorted by name
   int64_t size;
   AttrType* types;
   Bytes** names;
-  void** attrs;  // Array*, Scalar*, Bytes*
+  void** attrs;  // Scalar*, Bytes*
 };
 
 enum class Stage : int32_t { kInstantiate = 0, kPrepare = 1, kInitialize = 2, kExecute = 3 };

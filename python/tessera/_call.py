@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call without its arrays and without extents, so that it stays as it is under vmap, on a shard and for
+symbolic shapes; and its text, which call.h reads.
+
+    in=q+k+v@2,bias pass=backward causal=True window_left=8 softcap=20.0 out=dq+dk+dv@2,dbias
+
+Scalars are named as in core/problem/fields.def, and said where they are not zero, or where their flag is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from . import _keywords, _lib
+
+# The rows of core/problem/fields.def, in their order, which is that of texts.
+FLAG, WORD, INTEGER, NUMBER, TEXT = "flag", "word", "integer", "number", "text"
+_FORMATS = tuple(_lib.FORMATS)
+
+
+class Field(NamedTuple):
+    kind: str
+    flag: int = 0                # that says it is given; 0: there is none
+    words: tuple[str, ...] = ()  # by their numbers
+
+
+FIELDS = {
+    "pass": Field(WORD, words=("forward", "backward")),
+    "format_q": Field(WORD, words=_FORMATS),
+    "format_kv": Field(WORD, words=_FORMATS),
+    "causal": Field(FLAG, _lib.CAUSAL),
+    "window_left": Field(INTEGER, _lib.WINDOW),
+    "window_right": Field(INTEGER, _lib.WINDOW),
+    "align": Field(WORD, words=("none", *_lib.ALIGNS, "given")),
+    "shift": Field(INTEGER),
+    "same_lengths": Field(FLAG, _lib.SAME_LENGTHS),
+    "max_seqlen_q": Field(INTEGER, _lib.MAX_SEQLEN_Q),
+    "max_seqlen_k": Field(INTEGER, _lib.MAX_SEQLEN_K),
+    "mask_drop": Field(FLAG, _lib.MASK_DROP),
+    "bias_pre_scale": Field(FLAG, _lib.BIAS_PRE_SCALE),
+    "sink_off_by_one": Field(FLAG, _lib.SINK_OFF_BY_ONE),
+    "softmax_scale": Field(NUMBER, _lib.SOFTMAX_SCALE),
+    "softcap": Field(NUMBER, _lib.SOFTCAP),
+    "dropout_p": Field(NUMBER, _lib.DROPOUT),
+    "v_in_k": Field(FLAG, _lib.V_IN_K),
+    "partial": Field(FLAG, _lib.PARTIAL),
+    "accumulate": Field(FLAG, _lib.ACCUMULATE),
+    "deterministic": Field(FLAG, _lib.DETERMINISTIC),
+    "batch_invariant": Field(FLAG, _lib.BATCH_INVARIANT),
+    "allow_quadratic": Field(FLAG, _lib.ALLOW_QUADRATIC),
+    "fp8_products": Field(FLAG, _lib.FP8_PRODUCTS),
+    "smooth_mean": Field(FLAG, _lib.SMOOTH_MEAN),
+    "smooth_hadamard": Field(FLAG, _lib.SMOOTH_HADAMARD),
+    "q_scale_block": Field(INTEGER),
+    "k_scale_block": Field(INTEGER),
+    "sm_margin": Field(INTEGER),
+    "backend": Field(TEXT),
+}
+GRADIENT_OF = {name: f"d{name}" for name in _keywords.DIFFERENTIABLE}
+_OF = {gradient: name for name, gradient in GRADIENT_OF.items()}
+
+
+class Operand(NamedTuple):
+    """One array of a call: a tensor, or with an axis >= 0 the tensors that are its items there."""
+    tensors: tuple[str, ...]
+    axis: int = -1
+    dtype: str = ""  # of an output, unless the usual one
+
+    def __str__(self):
+        axis = f"@{self.axis}" if self.axis >= 0 else ""
+        return "+".join(self.tensors) + axis + (f":{self.dtype}" if self.dtype else "")
+
+
+class Place(NamedTuple):
+    """Where a tensor is: an operand and, of its axis >= 0, the item."""
+    operand: int
+    axis: int
+    item: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`inputs` and `outputs` have for each array what Operand prints; `fields` are those of FIELDS that
+    are said, in their order. Flags are True, words are texts."""
+    operation: str  # of messages: "attention", "attention_backward", "explain"
+    inputs: tuple[str, ...]
+    fields: tuple[tuple[str, object], ...]
+    outputs: tuple[str, ...]
+
+    def __hash__(self):
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self):
+        return hash((self.operation, self.inputs, self.fields, self.outputs))
+
+    @functools.cached_property
+    def text(self) -> str:
+        words = ["in=" + ",".join(self.inputs)] if self.inputs else []
+        words += [f"{name}={_written(value)}" for name, value in self.fields]
+        return " ".join(words + ["out=" + ",".join(self.outputs)] * bool(self.outputs))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(text: str) -> Call:
+        """The call of a text, with the operation of its pass."""
+        inputs, outputs, fields = (), (), {}
+        for word in text.split():
+            name, _, value = word.partition("=")
+            if name == "in":
+                inputs = tuple(value.split(","))
+            elif name == "out":
+                outputs = tuple(value.split(","))
+            else:
+                fields[name] = _read(name, value)
+        for array in (*inputs, *outputs):
+            _operand(array)
+        backward = fields.get("pass") == "backward"
+        return Call("attention_backward" if backward else "attention", inputs,
+                    tuple((name, fields[name]) for name in FIELDS if name in fields), outputs)
+
+    # ---- what it says ----
+
+    @functools.cached_property
+    def values(self) -> dict[str, object]:
+        return dict(self.fields)
+
+    @property
+    def is_backward(self) -> bool:
+        return self.values.get("pass") == "backward"
+
+    @functools.cached_property
+    def flags(self) -> int:
+        """enum tessera_flags."""
+        flags = 0
+        for name in self.values:
+            flags |= FIELDS[name].flag
+        return flags
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        """The format of q, and that of k and v."""
+        return self.values.get("format_q", _FORMATS[0]), self.values.get("format_kv", _FORMATS[0])
+
+    @property
+    def is_paged(self) -> bool:
+        return "page_table_k" in self.places
+
+    @functools.cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """The arrays that go in."""
+        return tuple(map(_operand, self.inputs))
+
+    @functools.cached_property
+    def results(self) -> tuple[Operand, ...]:
+        """The arrays that come out."""
+        return tuple(map(_operand, self.outputs))
+
+    @functools.cached_property
+    def places(self) -> dict[str, Place]:
+        """Where each tensor is among the operands."""
+        return _places(self.operands)
+
+    @functools.cached_property
+    def places_of_results(self) -> dict[str, Place]:
+        return _places(self.results)
+
+    @functools.cached_property
+    def likes(self) -> tuple[int | str, ...]:
+        """For each gradient the operand that it is shaped like; for other results their tensor."""
+        return tuple(self.places[_OF[name]].operand if name in _OF else name
+                     for name in (result.tensors[0] for result in self.results))
+
+    @functools.cached_property
+    def spelling(self) -> dict[str, str]:
+        """The library's name of each tensor -> the caller's keyword, for messages."""
+        spelling = {}
+        for row in _keywords.ALL.values():
+            given = [name for name in getattr(row, "tensors", ()) if name in self.places]
+            for i, name in enumerate(given):
+                spelling[name] = row.name if len(given) == 1 else f"{row.name}[{i}]"
+        if "mask" in spelling:
+            spelling["mask"] = "drop" if "mask_drop" in self.values else "keep"
+        return spelling
+
+    def backward(self, wanted: tuple[int, ...], with_dlse: bool) -> Call:
+        """The backward pass on (do, o, lse, [dlse,] *operands) that computes the gradients of the
+        operands `wanted`."""
+        rows = ("do", "o", "lse", "dlse")[:4 if with_dlse else 3]
+        return Call("attention_backward", (*rows, *self.inputs), (("pass", "backward"), *self.fields),
+                    tuple(str(gradient_of(self.operands[i])) for i in wanted))
+
+
+def gradient_of(operand: Operand, dtype: str = "") -> Operand:
+    return Operand(tuple(GRADIENT_OF[name] for name in operand.tensors), operand.axis, dtype)
+
+
+def fields_of(problem: _lib.Problem, others) -> tuple[tuple[str, object], ...]:
+    """The fields of a Call from a problem, and from what has the scalars of tessera_buffers."""
+    fields = []
+    for name, field in FIELDS.items():
+        if field.kind == FLAG:
+            if problem.flags & field.flag:
+                fields.append((name, True))
+            continue
+        member = _MEMBERS.get(name, name)
+        value = getattr(problem if hasattr(_lib.Problem, member) else others, member)
+        if problem.flags & field.flag if field.flag else value:
+            fields.append((name, field.words[value] if field.kind == WORD else
+                           value.decode() if field.kind == TEXT else
+                           float(value) if field.kind == NUMBER else value))
+    return tuple(fields)
+
+
+# ---- texts ----
+
+_MEMBERS = {"pass": "pass_"}  # names that Python has words for
+
+
+def _written(value) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _read(name: str, value: str):
+    field = FIELDS.get(name)
+    if field is None:
+        raise _error(name, value, "no such name; this version knows in, out, " + ", ".join(FIELDS))
+    if field.kind == FLAG:
+        if value != "True":
+            raise _error(name, value, "must be True, or left out")
+        return True
+    if field.kind == WORD and value not in field.words:
+        raise _error(name, value, "must be one of " + ", ".join(field.words))
+    if field.kind in (WORD, TEXT) or field.kind == INTEGER and value.startswith("$"):
+        return value
+    try:
+        return int(value) if field.kind == INTEGER else float(value)
+    except ValueError:
+        raise _error(name, value, "must be a number such as 20.0" if field.kind == NUMBER else
+                     "must be an integer, or $i for one beside the text") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _operand(text: str) -> Operand:
+    names, _, dtype = text.partition(":")
+    names, _, axis = names.partition("@")
+    tensors = tuple(names.split("+"))
+    for name in tensors:
+        if name not in _lib.INDEX:
+            raise _error("in or out", name, "no such tensor; one of " + ", ".join(_lib.TENSORS))
+    if dtype and dtype not in _lib.DTYPES:
+        raise _error("out", text, "no such dtype; one of " + ", ".join(_lib.DTYPES))
+    if len(tensors) > 1 and not axis:
+        raise _error("in or out", text, "tensors of one array are items of an axis, as in k+v@2")
+    return Operand(tensors, int(axis or -1), dtype)
+
+
+def _places(operands) -> dict[str, Place]:
+    return {name: Place(i, operand.axis, item if operand.axis >= 0 else 0)
+            for i, operand in enumerate(operands) for item, name in enumerate(operand.tensors)}
+
+
+def _error(name: str, value: str, rule: str) -> ValueError:
+    return ValueError(f"tessera: the text of a call has {name}={value}: {rule}")
