@@ -88,10 +88,10 @@ void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   flag("return_lse", !is_backward(p));
   flag("return_max_logit", c.max_logit);
   flag("return_amax", c.amax);
-  flag("deterministic", c.deterministic);
-  flag("batch_invariant", c.batch_invariant);
-  flag("partial", c.partial);
-  flag("accumulate", c.accumulate);
+  flag("deterministic", c.has(TESSERA_DETERMINISTIC));
+  flag("batch_invariant", c.has(TESSERA_BATCH_INVARIANT));
+  flag("partial", c.has(TESSERA_PARTIAL));
+  flag("accumulate", c.has(TESSERA_ACCUMULATE));
   if (c.fp8_products) json.key("precision").string("fp8");
   if (c.has_smooth) {
     json.key("smooth").string((c.smooth & TESSERA_SMOOTH_HADAMARD) != 0 ? "mean+hadamard"
@@ -206,7 +206,7 @@ std::string arguments_json(const ConformanceCase& of) {
   } else {
     group("outputs", {TESSERA_O, TESSERA_LSE, TESSERA_MAX_LOGIT, TESSERA_AMAX_O});
   }
-  json.key("out").boolean(c.out || c.accumulate);
+  json.key("out").boolean(c.out || c.has(TESSERA_ACCUMULATE));
   axes(json, p);
   json.end_object();
   return std::move(json).take();

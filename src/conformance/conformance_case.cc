@@ -97,7 +97,7 @@ void ConformanceCase::allocate() {
 // o and lse as the forward pass would have left them: rounded, and poisoned beside their rows.
 void ConformanceCase::fill_backward_inputs() {
   exact_ = reference::reference_forward(problem(), buffers_, reference::Arithmetic::kExact, 1);
-  if (case_.partial) join_part();
+  if (case_.has(TESSERA_PARTIAL)) join_part();
   const std::vector<bool> rows = valid_query_rows(geometry_);
   for (int index : {TESSERA_O, TESSERA_LSE}) {
     const Tensor& t = problem().tensor[index];
@@ -158,7 +158,7 @@ void ConformanceCase::poison_outputs() {
   for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
     if (is_output(index)) memory_[geometry_.owner[index]].fill(kPattern);
   }
-  if (case_.accumulate) fill_held(case_, geometry_, buffers_);
+  if (case_.has(TESSERA_ACCUMULATE)) fill_held(case_, geometry_, buffers_);
 }
 
 Status ConformanceCase::run(std::string_view backend, const Device& device, int num_threads) {

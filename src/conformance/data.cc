@@ -263,7 +263,7 @@ class Filler {
       return used(q_rows, p_.tensor[TESSERA_DLSE], at.axis[0], rows, at.axis[2]);
     });
     for (int index : {TESSERA_K, TESSERA_V}) {
-      if (index == TESSERA_V && c_.v_in_k) continue;  // k's own elements
+      if (index == TESSERA_V && c_.has(TESSERA_V_IN_K)) continue;  // k's own elements
       const std::vector<bool> valid = valid_key_rows(index);
       const int64_t key_rows = p_.tensor[index].extent[1];
       normals(index, index == TESSERA_K ? kDrawK : kDrawV, [&](const At& at) {

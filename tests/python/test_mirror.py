@@ -88,11 +88,12 @@ def test_layouts(tmp_path):
 
 
 def test_fields_are_those_of_core():
-    rows = re.findall(r"^TESSERA_(FLAG|WORD|INTEGER|NUMBER|TEXT)\((.*)\)$", (
+    rows = re.findall(r"^TESSERA_(FLAG|TOKEN|WORD|INTEGER|NUMBER|TEXT)\((.*)\)$", (
         HEADER.parents[1] / "src" / "core" / "problem" / "fields.def").read_text(), re.MULTILINE)
     expected = {}
     for kind, row in rows:
         first, second, *rest = row.split(", ")
+        kind = kind.replace("TOKEN", "FLAG")
         flag = first if kind == "FLAG" else rest[0] if kind in ("INTEGER", "NUMBER") else "0"
         expected[second] = (kind.lower(), getattr(_lib, flag.removeprefix("TESSERA_"), 0),
                             tuple(rest[0].strip('"').split()) if kind == "WORD" else ())

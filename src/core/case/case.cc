@@ -232,9 +232,20 @@ constexpr Token kTokens[] = {
        return words.size() == 2 && integer(words[0], 0, kMaxSize, c.rng_first) &&
               integer(words[1], 0, kMaxSize, c.rng_stride);
      }},
-    FLAG("partial", partial),
-    FLAG("accumulate", accumulate),
-    FLAG("vink", v_in_k),
+#define TESSERA_TOKEN(BIT, name, token) \
+  Token{token, false, kFlag, token, [](Case& c, View) { return c.flags |= BIT, true; }},
+#define TESSERA_FLAG(...)
+#define TESSERA_WORD(...)
+#define TESSERA_INTEGER(...)
+#define TESSERA_NUMBER(...)
+#define TESSERA_TEXT(...)
+#include "core/problem/fields.def"
+#undef TESSERA_TOKEN
+#undef TESSERA_FLAG
+#undef TESSERA_WORD
+#undef TESSERA_INTEGER
+#undef TESSERA_NUMBER
+#undef TESSERA_TEXT
     {"qscale", true, "one, head or row", "qscale=row",
      [](Case& c, View v) { return scales(v, "row", c.q_scale); }},
     {"kvscale", true, "one, head or block", "kvscale=block",
@@ -275,8 +286,6 @@ constexpr Token kTokens[] = {
        return true;
      }},
     FLAG("max_logit", max_logit),
-    FLAG("deterministic", deterministic),
-    FLAG("batch_invariant", batch_invariant),
     FLAG("strided", strided),
     FLAG("expanded", expanded),
     FLAG("interleaved", interleaved),

@@ -134,7 +134,7 @@ struct Case {
   double dropout = 0;       // 0 = off
   bool four_words = false;  // of rng_state
   int64_t rng_first = 0, rng_stride = 0;
-  bool partial = false, accumulate = false, v_in_k = false;
+  uint32_t flags = 0;  // those that are tokens of their own
   CaseScale q_scale = CaseScale::kNone, kv_scale = CaseScale::kNone;
   int32_t do_dtype = TESSERA_NONE, o_dtype = TESSERA_NONE, grad_dtype = TESSERA_NONE;
   bool amax = false;
@@ -145,10 +145,10 @@ struct Case {
   bool dlse = false;
   bool dbias = false, dsink = false, dalibi_slopes = false;
   bool max_logit = false;
-  bool deterministic = false, batch_invariant = false;
   bool strided = false, expanded = false, interleaved = false, out = false, poison = false;
   uint32_t seed = 0;
 
+  bool has(uint32_t flag) const { return (flags & flag) != 0; }
   bool operator==(const Case&) const = default;
 };
 

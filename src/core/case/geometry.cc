@@ -31,11 +31,7 @@ CaseGeometry Builder::build() {
   flag(c_.softcap > 0, TESSERA_SOFTCAP);
   flag(c_.dropout > 0, TESSERA_DROPOUT);
   flag(c_.sink == Case::Sink::kOffByOne, TESSERA_SINK_OFF_BY_ONE);
-  flag(c_.deterministic, TESSERA_DETERMINISTIC);
-  flag(c_.batch_invariant, TESSERA_BATCH_INVARIANT);
-  flag(c_.partial, TESSERA_PARTIAL);
-  flag(c_.accumulate, TESSERA_ACCUMULATE);
-  flag(c_.v_in_k, TESSERA_V_IN_K);
+  p.flags |= c_.flags;
   flag(c_.fp8_products, TESSERA_FP8_PRODUCTS);
   if (c_.fp8_products) {
     p.flags |= c_.has_smooth ? c_.smooth : TESSERA_SMOOTH_MEAN | TESSERA_SMOOTH_HADAMARD;
@@ -134,7 +130,7 @@ void Builder::place_tokens() {
     return asked ? asked : usual_dtype(g_.problem, index);
   };
   place(TESSERA_Q, TESSERA_K, TESSERA_V);
-  if (c_.v_in_k) {
+  if (c_.has(TESSERA_V_IN_K)) {
     Tensor& v = g_.problem.tensor[TESSERA_V] = g_.problem.tensor[TESSERA_K];
     v.extent[3] = c_.dv;
     g_.owner[TESSERA_V] = TESSERA_K;

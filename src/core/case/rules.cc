@@ -138,8 +138,8 @@ Status check_companions(const Case& c) {
       c.alibi == Case::Alibi::kNone && c.sink != Case::Sink::kLearnable) {
     return invalid("case token 'bias_dtype=fp32': needs a bias, alibi or sink=learnable");
   }
-  if (c.v_in_k && (c.dv > c.dqk || one_buffer || c.expanded || c.tables == 2 ||
-                   c.kv_scale != CaseScale::kNone)) {
+  if (c.has(TESSERA_V_IN_K) && (c.dv > c.dqk || one_buffer || c.expanded || c.tables == 2 ||
+                                c.kv_scale != CaseScale::kNone)) {
     return invalid(
         "case token 'vink': v is the first columns of k; dv at most dqk, tables=1, without "
         "interleaved, expanded and kvscale");
@@ -156,7 +156,7 @@ Status check_companions(const Case& c) {
 Status check_pass(const Case& c) {
   const bool forward = c.pass == TESSERA_FORWARD;
   const std::pair<const char*, bool> of_backward[] = {
-      {"partial", c.partial},
+      {"partial", c.has(TESSERA_PARTIAL)},
       {"do", c.do_dtype != TESSERA_NONE},
       {"grad", c.grad_dtype != TESSERA_NONE},
       {"dlse", c.dlse},

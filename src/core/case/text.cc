@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/case/case.h"
+#include "core/problem/fields.h"
 
 namespace tessera {
 namespace {
@@ -18,6 +19,9 @@ struct Writer {
   void word(const std::string& text) { line += " " + text; }
   void flag(const char* name, bool on) {
     if (on) word(name);
+  }
+  void flags(uint32_t set) {
+    for_each_token(set, [&](const Field& flag) { word(std::string(flag.words)); });
   }
   void size(const char* name, int64_t value) { word(name + ("=" + std::to_string(value))); }
   void pair(const char* both, const char* first, int64_t a, const char* second, int64_t b) {
@@ -133,9 +137,7 @@ void write_score(const Case& c, Writer& w) {
 }
 
 void write_precision(const Case& c, Writer& w) {
-  w.flag("partial", c.partial);
-  w.flag("accumulate", c.accumulate);
-  w.flag("vink", c.v_in_k);
+  w.flags(c.flags & ~kModes);
   w.scale("qscale", c.q_scale, "row");
   w.scale("kvscale", c.kv_scale, "block");
   w.dtype("do", c.do_dtype);
@@ -164,8 +166,7 @@ void write_outputs(const Case& c, Writer& w) {
 }
 
 void write_data(const Case& c, Writer& w) {
-  w.flag("deterministic", c.deterministic);
-  w.flag("batch_invariant", c.batch_invariant);
+  w.flags(c.flags & kModes);
   w.flag("strided", c.strided);
   w.flag("expanded", c.expanded);
   w.flag("interleaved", c.interleaved);

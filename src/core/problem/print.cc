@@ -2,6 +2,7 @@
 // A problem as people read it: shapes in the caller's order of axes, and the case line.
 #include <algorithm>
 
+#include "core/problem/fields.h"
 #include "core/problem/problem.h"
 
 namespace tessera {
@@ -180,9 +181,7 @@ class CaseLine {
     if (has(p_, TESSERA_DROPOUT) && p_.tensor[TESSERA_RNG_STATE].extent[0] == 4) {
       word("rng=0," + std::to_string(s_.hq));
     }
-    if (has(p_, TESSERA_PARTIAL)) word("partial");
-    if (has(p_, TESSERA_ACCUMULATE)) word("accumulate");
-    if (has(p_, TESSERA_V_IN_K)) word("vink");
+    flags(p_.flags & ~kModes);
     rounding();
     if (given(p_, TESSERA_DLSE)) word("dlse");
     std::string gradients;
@@ -192,8 +191,11 @@ class CaseLine {
     }
     if (!gradients.empty()) word("grads=" + gradients);
     if (given(p_, TESSERA_MAX_LOGIT)) word("max_logit");
-    if (has(p_, TESSERA_DETERMINISTIC)) word("deterministic");
-    if (has(p_, TESSERA_BATCH_INVARIANT)) word("batch_invariant");
+    flags(p_.flags & kModes);
+  }
+
+  void flags(uint32_t set) {
+    for_each_token(set, [&](const Field& flag) { word(std::string(flag.words)); });
   }
 
   // How scales are shared, as nearly as a case can say.
