@@ -17,11 +17,13 @@
 #include "core/choose/choose.h"
 #include "core/choose/explain.h"
 #include "core/choose/plan_cache.h"
+#include "core/choose/workspace.h"
 #include "core/dropout_mask.h"
 #include "core/environment.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "core/merge.h"
+#include "core/validate/validate.h"
 
 namespace tessera {
 namespace {
@@ -126,16 +128,11 @@ Status fill_info(tessera_info* caller, const Planned& planned, int num_threads) 
   }
   tessera_info info{};
   info.struct_size = size;
-  info.workspace_bytes = planned.plan->workspace_bytes(planned.problem, num_threads);
+  TESSERA_ASSIGN_OR_RETURN(bytes, workspace_bytes_of(*planned.plan, planned.problem, num_threads));
+  info.workspace_bytes = bytes;
   planned.backend->name().copy(info.backend, sizeof info.backend - 1);
   std::memcpy(caller, &info, std::min<size_t>(size, sizeof info));
   return {};
-}
-
-// Checks a call without a problem: validate() does it for those with one.
-Status check_context(const Buffers& buffers) {
-  if (buffers.sm_margin >= 0) return {};
-  return invalid("sm_margin=%d: must be 0 (none) or more multiprocessors", buffers.sm_margin);
 }
 
 // A function of the backend that owns the utilities of a device, on arguments that are imported and
@@ -152,7 +149,7 @@ int32_t run_utility(const char* operation, Result<const Args*> (*import)(const A
     Buffers context_storage;
     TESSERA_ASSIGN_OR_RETURN(buffers, import_buffers(context, context_storage));
     TESSERA_RETURN_IF_ERROR(validate(*ours, where));
-    TESSERA_RETURN_IF_ERROR(check_context(*buffers));
+    TESSERA_RETURN_IF_ERROR(validate_context(*buffers));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return (backend->*method)(*ours, *buffers, where);
   });
@@ -259,7 +256,9 @@ int32_t tessera_run(const tessera_problem* problem, const tessera_device* device
     TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers, buffer_storage));
     TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(*ours, where));
     TESSERA_RETURN_IF_ERROR(validate(planned->problem, *data, where));
-    const int64_t needed = planned->plan->workspace_bytes(planned->problem, data->num_threads);
+    if (!writes_anything(planned->problem)) return {};
+    TESSERA_ASSIGN_OR_RETURN(
+        needed, workspace_bytes_of(*planned->plan, planned->problem, data->num_threads));
     Buffers workspace_storage;
     TESSERA_ASSIGN_OR_RETURN(ready, with_workspace(*data, needed, workspace_storage));
     TESSERA_RETURN_IF_ERROR(check_workspace(*ready, where, needed));
@@ -311,7 +310,7 @@ int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o
     const MergeArgs args{num_parts, format, o_parts, o_data, lse_parts,
                          lse_data,  *o,     o_out,   *lse,   lse_out};
     TESSERA_RETURN_IF_ERROR(validate(args));
-    TESSERA_RETURN_IF_ERROR(check_context(*ours));
+    TESSERA_RETURN_IF_ERROR(validate_context(*ours));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return backend->merge(args, *ours, where);
   });
@@ -335,7 +334,7 @@ int32_t tessera_dropout_mask_at(int64_t b, int64_t hq, int64_t sq, int64_t sk, d
     const DropoutMaskCall call{b,         hq,        sq,      sk,      dropout_p,
                                rng_state, rng_words, q_start, k_start, keep};
     TESSERA_ASSIGN_OR_RETURN(args, dropout_mask_args(call, where));
-    TESSERA_RETURN_IF_ERROR(check_context(*ours));
+    TESSERA_RETURN_IF_ERROR(validate_context(*ours));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return backend->dropout_mask(args, *ours, where);
   });

@@ -333,4 +333,93 @@ TEST(HostileDoors, DropoutMaskOfNonsense) {
   EXPECT_EQ(mask(0, 1, 4, 4, 0.5, state), TESSERA_OK) << e.message;
 }
 
+// ---- the structs of the utilities: what has no meaning is 0 (docs/abi.md) ----
+
+struct Rotation {
+  std::vector<float> x = std::vector<float>(kCount, 1), y = std::vector<float>(kCount, 7);
+  std::vector<float> cos = std::vector<float>(kS * kD / 2, 1),
+                     sin = std::vector<float>(kS * kD / 2);
+  tessera_rotate_args args{};
+  tessera_buffers context{};
+  Rotation() {
+    args.struct_size = sizeof args, context.struct_size = sizeof context;
+    args.tensor[TESSERA_ROTATE_X] = args.tensor[TESSERA_ROTATE_Y] =
+        tensor(TESSERA_FP32, {kB, kS, kH, kD});
+    args.tensor[TESSERA_ROTATE_COS] = args.tensor[TESSERA_ROTATE_SIN] =
+        tensor(TESSERA_FP32, {kS, kD / 2});
+    void* const data[] = {x.data(), y.data(), cos.data(), sin.data()};
+    std::copy(std::begin(data), std::end(data), args.data);
+  }
+  int32_t run(Error& e) const { return tessera_rotate(&args, &kCpu, &context, &e); }
+};
+
+TEST(HostileDoors, WhatHasNoMeaningInAUtilityIsZero) {
+  Error e;
+  ASSERT_EQ(Rotation().run(e), TESSERA_OK) << e.message;
+  const std::pair<const char*, void (*)(Rotation&)> spoilt[] = {
+      {"flags=0x4", [](Rotation& r) { r.args.flags = 4; }},
+      {"reserved_half=1", [](Rotation& r) { r.args.reserved_half = 1; }},
+      {"args.reserved=2", [](Rotation& r) { r.args.reserved[3] = 2; }},
+      {"x.reserved=3", [](Rotation& r) { r.args.tensor[0].reserved = 3; }},
+      {"args.tensor[7]", [](Rotation& r) { r.args.tensor[7].dtype = TESSERA_FP32; }},
+      {"args.tensor[5]", [](Rotation& r) { r.args.data[5] = r.x.data(); }},
+      {"y.dtype=99", [](Rotation& r) { r.args.tensor[1].dtype = 99; }},
+      {"num_threads=-5", [](Rotation& r) { r.context.num_threads = -5; }},
+      {"buffers.reserved=1", [](Rotation& r) { r.context.reserved[1] = 1; }},
+      {"reserved_half=9", [](Rotation& r) { r.context.reserved_half = 9; }},
+      {"workspace_bytes=-1", [](Rotation& r) { r.context.workspace_bytes = -1; }},
+  };
+  for (const auto& [says, spoil] : spoilt) {
+    Rotation r;
+    spoil(r);
+    EXPECT_EQ(r.run(e), TESSERA_INVALID) << says;
+    EXPECT_TRUE(e.says(says)) << says << ": " << e.message;
+    for (float y : r.y) ASSERT_EQ(y, 7);
+  }
+}
+
+struct Appending {
+  float k[4] = {1, 2, 3, 4}, cache[32] = {}, q[8] = {0, 4, 8, 12}, cos[8], sin[8] = {};
+  int32_t held[1] = {0};
+  tessera_append_args args{};
+  Appending() {
+    std::fill(cos, cos + 8, 1.0f);
+    args.struct_size = sizeof args;
+    give(TESSERA_APPEND_K, tensor(TESSERA_FP32, {1, 2, 1, 2}), k);
+    give(TESSERA_APPEND_K_CACHE, tensor(TESSERA_FP32, {1, 4, 1, 2}), cache);
+    give(TESSERA_APPEND_SEQLENS, tensor(TESSERA_INT32, {1}), held);
+    give(TESSERA_APPEND_COS, tensor(TESSERA_FP32, {4, 1}), cos);
+    give(TESSERA_APPEND_SIN, tensor(TESSERA_FP32, {4, 1}), sin);
+    give(TESSERA_APPEND_Q, tensor(TESSERA_FP32, {1, 2, 1, 2}), q);
+    give(TESSERA_APPEND_Q_OUT, tensor(TESSERA_FP32, {1, 2, 1, 2}), q);
+  }
+  void give(int index, const tessera_tensor& t, void* data) {
+    args.tensor[index] = t, args.data[index] = data;
+  }
+  int32_t run(Error& e) const { return tessera_append(&args, &kCpu, nullptr, &e); }
+};
+
+TEST(HostileDoors, AnAppendIsSpoilt) {
+  Error e;
+  ASSERT_EQ(Appending().run(e), TESSERA_OK) << e.message;
+  Appending strides;  // q turned in place, to other places
+  strides.args.tensor[TESSERA_APPEND_Q_OUT].stride[1] = 4;
+  EXPECT_EQ(strides.run(e), TESSERA_INVALID);
+  EXPECT_TRUE(e.says("q_out.data=")) << e.message;
+  Appending flag;
+  flag.args.flags = TESSERA_INVERSE;
+  EXPECT_EQ(flag.run(e), TESSERA_INVALID);
+  EXPECT_TRUE(e.says("flags=0x2")) << e.message;
+  Appending unknown;
+  unknown.args.tensor[15].dtype = TESSERA_INT32;
+  EXPECT_EQ(unknown.run(e), TESSERA_INVALID);
+  Appending pages;  // more places than 63 bits count
+  int32_t table[1] = {0};
+  tessera_tensor many = tensor(TESSERA_INT32, {1, int64_t{1} << 60});
+  many.stride[1] = 0;
+  pages.args.tensor[TESSERA_APPEND_K_CACHE] = tensor(TESSERA_FP32, {1, 16, 1, 2});
+  pages.give(TESSERA_APPEND_PAGE_TABLE, many, table);
+  EXPECT_EQ(pages.run(e), TESSERA_OK) << e.message;
+}
+
 }  // namespace

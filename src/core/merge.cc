@@ -28,6 +28,7 @@ Status check_operand(const Operand& a, const int64_t (&extent)[4], int32_t dtype
   const Tensor& t = *a.tensor;
   const char* name = a.name.c_str();
   const bool o = a.output && a.rank == 4;
+  TESSERA_RETURN_IF_ERROR(check_tensor_field(name, t));
   if (o ? !may_hold(t.dtype, dtype) : t.dtype != dtype) {
     return invalid("%s.dtype=%s: must be %s%s; convert it", name, dtype_name(t.dtype).data(),
                    dtype_name(dtype).data(),

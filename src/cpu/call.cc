@@ -90,6 +90,10 @@ Strided strided_of(const Problem& problem, const Buffers& buffers, int index) {
   return s;
 }
 
+bool has_no_rows(const Problem& problem) {
+  return element_count(problem.tensor[TESSERA_Q], 4) == 0;
+}
+
 Rows rows_of(const Problem& problem, const Buffers& buffers, int index) {
   const Strided s = strided_of(problem, buffers, index);
   return {s.data, s.dtype, s.stride[0], s.stride[1], s.stride[2]};

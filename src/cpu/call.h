@@ -105,6 +105,11 @@ inline constexpr float kLn2 = 0.693147181f;
 // others.
 Call make_call(const tessera_problem& problem, const tessera_buffers& buffers,
                CallSequence* sequences);
+
+// True if there is no query: b or sq is 0, or no token is packed. Results for keys and heads are
+// then those of no rows, whatever the other extents, and no call is made of the problem.
+bool has_no_rows(const tessera_problem& problem);
+
 Rows rows_of(const tessera_problem& problem, const tessera_buffers& buffers, int index);
 Strided strided_of(const tessera_problem& problem, const tessera_buffers& buffers, int index);
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/cache/operand.h"
+#include "core/count.h"
 #include "core/problem/import.h"
 
 namespace tessera {
@@ -198,8 +199,8 @@ Status check_overlap(const AppendArgs& args) {
     if (!kRows[i].output) continue;
     for (int j = 0; j < static_cast<int>(std::size(kRows)); ++j) {
       const bool seen = kRows[j].output && j <= i;
-      const bool in_place =
-          i == TESSERA_APPEND_Q_OUT && j == TESSERA_APPEND_Q && args.data[i] == args.data[j];
+      const bool in_place = i == TESSERA_APPEND_Q_OUT && j == TESSERA_APPEND_Q &&
+                            same_place(operand(args, i), operand(args, j));
       if (seen || in_place) continue;
       TESSERA_RETURN_IF_ERROR(check_apart(operand(args, i), operand(args, j)));
     }
@@ -293,8 +294,9 @@ AppendPlaces::AppendPlaces(const AppendArgs& args)
       paged_(given(args, TESSERA_APPEND_PAGE_TABLE)),
       batch_(args.tensor[TESSERA_APPEND_SEQLENS].extent[0]),
       page_size_(args.tensor[TESSERA_APPEND_K_CACHE].extent[1]),
-      capacity_(paged_ ? args.tensor[TESSERA_APPEND_PAGE_TABLE].extent[1] * page_size_
-                       : page_size_) {}
+      capacity_(paged_
+                    ? (Count{args.tensor[TESSERA_APPEND_PAGE_TABLE].extent[1]} * page_size_).value()
+                    : page_size_) {}
 
 int64_t AppendPlaces::count(int64_t n) const {
   const Operand new_tokens = operand(args_, TESSERA_APPEND_SEQLENS_Q);
@@ -318,6 +320,8 @@ AppendPlaces::Place AppendPlaces::place(int64_t n, int64_t p) const {
 }
 
 Status validate(const AppendArgs& args, const Device& device) {
+  TESSERA_RETURN_IF_ERROR(check_fields(args, TESSERA_INTERLEAVED, std::size(kRows),
+                                       [](size_t i) { return kRows[i].name; }));
   TESSERA_RETURN_IF_ERROR(check_presence(args));
   TESSERA_RETURN_IF_ERROR(check_dtypes(args));
   TESSERA_RETURN_IF_ERROR(check_shapes(args));

@@ -4,7 +4,6 @@
 #include <cinttypes>
 
 #include "core/validate/overlap.h"
-#include "core/validate/validate.h"
 
 namespace tessera {
 namespace {
@@ -89,6 +88,16 @@ Status check_apart(const Operand& a, const Operand& b) {
   }
   return invalid("%s.data=%p: shares memory with %s; what is written needs elements of its own",
                  a.name, a.data, b.name);
+}
+
+bool same_place(const Operand& a, const Operand& b) {
+  if (a.data != b.data) return false;
+  for (int axis = 0; axis < a.rank; ++axis) {
+    if (a.tensor->extent[axis] > 1 && a.tensor->stride[axis] != b.tensor->stride[axis]) {
+      return false;
+    }
+  }
+  return true;
 }
 
 Status check_tables(const Operand& cos, const Operand& sin, int64_t d, const char* turned) {

@@ -15,15 +15,6 @@ Operand operand(const RotateArgs& args, int index, const char* name, int rank,
   return {name, &args.tensor[index], args.data[index], rank, output};
 }
 
-bool same_place(const Operand& a, const Operand& b) {
-  if (a.data != b.data) return false;
-  for (int axis = 0; axis < a.rank; ++axis) {
-    if (a.tensor->extent[axis] > 1 && a.tensor->stride[axis] != b.tensor->stride[axis])
-      return false;
-  }
-  return true;
-}
-
 Status check_positions(const Operand& positions, int64_t b, int64_t s) {
   const int32_t dtype = positions.tensor->dtype;
   if (dtype != TESSERA_INT32 && dtype != TESSERA_INT64) {
@@ -61,6 +52,9 @@ int64_t position_of(const RotateArgs& args, int64_t n, int64_t i) {
 }
 
 Status validate(const RotateArgs& args, const Device& device) {
+  constexpr const char* kNames[] = {"x", "y", "cos", "sin", "positions"};
+  TESSERA_RETURN_IF_ERROR(check_fields(args, TESSERA_INTERLEAVED | TESSERA_INVERSE,
+                                       std::size(kNames), [&](size_t i) { return kNames[i]; }));
   const Operand x = operand(args, TESSERA_ROTATE_X, "x", 4);
   const Operand y = operand(args, TESSERA_ROTATE_Y, "y", 4, true);
   const Operand cos = operand(args, TESSERA_ROTATE_COS, "cos", 2);

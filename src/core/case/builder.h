@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "core/case/case.h"
+#include "core/count.h"
 
 namespace tessera {
 
@@ -40,7 +41,7 @@ class Builder {
                    int64_t last_stride = 1);
   void place_broadcast(int index, int32_t dtype, const std::string& letters);
   // The distance between neighbours of `extent` elements: with strided, odd and never touching.
-  int64_t apart(int64_t extent) const { return c_.strided ? (extent + 1) | 1 : extent; }
+  Count apart(Count extent) const { return c_.strided ? Count{(extent + 1).value() | 1} : extent; }
   Tensor& tensor(int index, int32_t dtype) {
     g_.owner[index] = index;
     g_.problem.tensor[index].dtype = dtype;

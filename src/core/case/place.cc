@@ -105,25 +105,25 @@ void Builder::place_rows(std::initializer_list<Part> parts, int32_t format, int6
                          int64_t rows, Join join) {
   const int owner = parts.begin()->index;
   const int64_t count = static_cast<int64_t>(parts.size());
-  int64_t row = 0;  // elements of a token (bhsd: of a sequence) so far, all parts
+  Count row = 0;  // elements of a token (bhsd: of a sequence) so far, all parts
   for (const Part& part : parts) {
     Tensor& t = tensor(part.index, part.dtype);
     const int64_t extent[4] = {batch, rows, part.heads, part.dim};
     std::copy(extent, extent + 4, t.extent);
     t.stride[3] = 1;
     g_.owner[part.index] = owner;
-    g_.offset[part.index] = row;
+    g_.offset[part.index] = row.value();
+    Count head = apart(part.dim), taken = part.heads * head;
     if (format == TESSERA_BHSD) {
-      t.stride[1] = apart(part.dim);
-      t.stride[2] = apart(rows * t.stride[1]);
-      row += part.heads * t.stride[2];
+      t.stride[1] = head.value();
+      head = apart(rows * head);
+      taken = part.heads * head;
     } else if (join == Join::kAfterHeads && count > 1) {
-      t.stride[2] = apart(count * part.dim);
-      row += part.dim;
-    } else {
-      t.stride[2] = apart(part.dim);
-      row += part.heads * t.stride[2];
+      head = apart(Count{count} * part.dim);
+      taken = part.dim;
     }
+    t.stride[2] = head.value();
+    row += taken;
   }
   if (join == Join::kAfterHeads && count > 1) row = parts.begin()->heads * apart(row);
   row = apart(row);
@@ -131,15 +131,15 @@ void Builder::place_rows(std::initializer_list<Part> parts, int32_t format, int6
     Tensor& t = g_.problem.tensor[part.index];
     switch (format) {
       case TESSERA_BHSD:
-        t.stride[0] = row;
+        t.stride[0] = row.value();
         break;
       case TESSERA_SBHD:
-        t.stride[0] = row;
-        t.stride[1] = apart(batch * row);
+        t.stride[0] = row.value();
+        t.stride[1] = apart(batch * row).value();
         break;
       default:
-        t.stride[1] = row;
-        t.stride[0] = apart(rows * row);
+        t.stride[1] = row.value();
+        t.stride[0] = apart(rows * row).value();
         break;
     }
   }
@@ -156,10 +156,10 @@ void Builder::place_dense(int index, int32_t dtype, std::initializer_list<int64_
   Tensor& t = tensor(index, dtype);
   std::fill(t.extent, t.extent + 4, 1);
   std::copy(extent.begin(), extent.end(), t.extent);
-  int64_t stride = last_stride;
+  Count stride = last_stride;
   for (int axis = 3; axis >= 0; --axis) {
     if (axis >= static_cast<int>(extent.size())) continue;
-    t.stride[axis] = stride;
+    t.stride[axis] = stride.value();
     stride *= t.extent[axis];
     if (pad_rows) stride = apart(stride);
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/choose/workspace.h"
 #include "core/json.h"
 
 namespace tessera {
@@ -113,7 +114,8 @@ std::vector<Remedy> distinct_remedies(std::span<const Reason> reasons) {
 std::optional<int64_t> workspace_of(const Backend& backend, const Question& question) {
   auto plan = backend.plan(backend.canonical(question.problem), question.device);
   if (!plan.ok()) return {};
-  return plan.value()->workspace_bytes(question.problem, 0);
+  const Result<int64_t> bytes = workspace_bytes_of(*plan.value(), question.problem, 0);
+  return bytes.ok() ? std::optional(bytes.value()) : std::nullopt;
 }
 
 }  // namespace

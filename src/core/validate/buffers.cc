@@ -10,15 +10,13 @@
 #include "core/problem/dtype.h"
 #include "core/problem/scales.h"
 #include "core/validate/overlap.h"
+#include "core/validate/validate.h"
 #include "core/validate/values.h"
 
 namespace tessera {
 namespace {
 
 Status check_scalars(const Problem& p, const Buffers& b) {
-  if (b.num_threads < 0) {
-    return invalid("num_threads=%d: must be 0 (the library's default) or more", b.num_threads);
-  }
   if (has(p, TESSERA_SOFTMAX_SCALE) && !(std::isfinite(b.softmax_scale) && b.softmax_scale >= 0)) {
     return invalid(
         "softmax_scale=%g: must be finite and >= 0; leave it out for 1/sqrt(head_dim_qk)",
@@ -32,22 +30,6 @@ Status check_scalars(const Problem& p, const Buffers& b) {
         "dropout_p=%g: must be in [0, 1), and p * 65536 must round to 1..65535, or be 0 "
         "for no dropout",
         b.dropout_p);
-  }
-  if (b.sm_margin < 0) {
-    return invalid("sm_margin=%d: must be 0 (none) or more multiprocessors", b.sm_margin);
-  }
-  if (b.reserved_half != 0) {
-    return invalid("buffers.reserved_half=%d: must be 0; zero the struct before filling it",
-                   b.reserved_half);
-  }
-  for (const int64_t field : b.reserved) {
-    if (field != 0) {
-      return invalid("buffers.reserved=%" PRId64 ": must be 0; zero the struct before filling it",
-                     field);
-    }
-  }
-  if (b.workspace_bytes < 0) {
-    return invalid("workspace_bytes=%" PRId64 ": must be >= 0", b.workspace_bytes);
   }
   return {};
 }
@@ -190,7 +172,22 @@ Status check_scales(const Problem& p, const Buffers& b) {
 
 }  // namespace
 
+Status validate_context(const Buffers& b) {
+  if (b.num_threads < 0) {
+    return invalid("num_threads=%d: must be 0 (the library's default) or more", b.num_threads);
+  }
+  if (b.sm_margin < 0) {
+    return invalid("sm_margin=%d: must be 0 (none) or more multiprocessors", b.sm_margin);
+  }
+  const int64_t half[] = {b.reserved_half};
+  TESSERA_RETURN_IF_ERROR(check_reserved("buffers.reserved_half", half));
+  TESSERA_RETURN_IF_ERROR(check_reserved("buffers.reserved", b.reserved));
+  if (b.workspace_bytes >= 0) return {};
+  return invalid("workspace_bytes=%" PRId64 ": must be >= 0", b.workspace_bytes);
+}
+
 Status validate(const Problem& problem, const Buffers& buffers, const Device& device) {
+  TESSERA_RETURN_IF_ERROR(validate_context(buffers));
   TESSERA_RETURN_IF_ERROR(check_scalars(problem, buffers));
   TESSERA_RETURN_IF_ERROR(check_pointers(problem, buffers));
   TESSERA_RETURN_IF_ERROR(check_overlap(problem, buffers));

@@ -150,6 +150,7 @@ Footprint footprint_of(const Tensor& tensor, int rank, const void* data) {
   f.begin = reinterpret_cast<uintptr_t>(data);
   f.end = f.begin + reach_in_bytes(tensor, rank);
   f.element = size_of(tensor.dtype);
+  if (f.begin == f.end) return f;  // strides of what is empty may be anything
   for (int axis = 0; axis < rank; ++axis) {
     if (tensor.extent[axis] <= 1 || tensor.stride[axis] == 0) continue;
     f.extent[f.rank] = tensor.extent[axis];

@@ -2,6 +2,7 @@
 // validate(problem), tensor by tensor: one table-driven rule each for shape, size and strides.
 #include <cinttypes>
 
+#include "core/count.h"
 #include "core/problem/problem.h"
 #include "core/validate/overlap.h"
 #include "core/validate/shapes.h"
@@ -9,6 +10,10 @@
 
 namespace tessera {
 namespace {
+
+// The largest extent: roundings and sums of a few extents stay within 63 bits, and what they are
+// multiplied to is a Count.
+constexpr int64_t kMostExtent = int64_t{1} << 60;
 
 // ---- shapes ----
 
@@ -84,9 +89,9 @@ LastAxis last_axis_rule(int index) {
 }
 
 bool contiguous(const Tensor& t, int rank) {
-  int64_t expected = 1;
+  Count expected = 1;
   for (int axis = rank - 1; axis >= 0; --axis) {
-    if (t.extent[axis] > 1 && t.stride[axis] != expected) return false;
+    if (t.extent[axis] > 1 && t.stride[axis] != expected.value()) return false;
     expected *= t.extent[axis];
   }
   return true;
@@ -127,7 +132,12 @@ Status check_strides(const Problem& p, int index) {
 // ---- sizes that other shapes are made of ----
 
 Status check_axis(const Problem& p, int index, int axis, int64_t least, const char* name) {
-  if (!given(p, index) || p.tensor[index].extent[axis] >= least) return {};
+  if (!given(p, index)) return {};
+  if (p.tensor[index].extent[axis] > kMostExtent) {
+    return invalid("%s.shape=%s: %s=%" PRId64 " must be at most 2^60", name_of(p, index),
+                   shape_text(p, index).c_str(), name, p.tensor[index].extent[axis]);
+  }
+  if (p.tensor[index].extent[axis] >= least) return {};
   return invalid("%s.shape=%s: %s=%" PRId64 " must be at least %" PRId64, name_of(p, index),
                  shape_text(p, index).c_str(), name, p.tensor[index].extent[axis], least);
 }
@@ -155,12 +165,11 @@ Status validate_sizes(const Problem& p) {
   TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_PAGE_TABLE_K, 1, 1, "max_pages"));
   if (is_paged(p)) {
     TESSERA_RETURN_IF_ERROR(check_axis(p, TESSERA_K, 1, 1, "page_size"));
-    int64_t keys;
-    if (__builtin_mul_overflow(p.tensor[TESSERA_PAGE_TABLE_K].extent[1],
-                               p.tensor[TESSERA_K].extent[1], &keys)) {
+    const Count keys =
+        Count{p.tensor[TESSERA_PAGE_TABLE_K].extent[1]} * p.tensor[TESSERA_K].extent[1];
+    if (kMostExtent < keys) {
       return invalid(
-          "page_table.shape=%s: max_pages times page_size must fit in 63 bits; check the "
-          "sizes",
+          "page_table.shape=%s: max_pages times page_size must be at most 2^60; check the sizes",
           shape_text(p, TESSERA_PAGE_TABLE_K).c_str());
     }
   }
@@ -201,19 +210,15 @@ std::string list_text(const int64_t* values, int count) {
 }
 
 bool fits_in_memory(const Tensor& t, int rank) {
-  int64_t count = size_of(t.dtype), reach = size_of(t.dtype);
-  bool overflow = false;
+  Count count = size_of(t.dtype), reach = size_of(t.dtype);
   for (int axis = 0; axis < rank; ++axis) {
     const int64_t extent = t.extent[axis] > 0 ? t.extent[axis] : 1;
-    overflow |= __builtin_mul_overflow(count, extent, &count);
-    int64_t step = 0;
+    count *= extent;
     if (extent > 1 && t.stride[axis] > 0) {
-      overflow |= __builtin_mul_overflow(t.stride[axis], size_of(t.dtype), &step);
-      overflow |= __builtin_mul_overflow(step, extent - 1, &step);
+      reach += Count{t.stride[axis]} * size_of(t.dtype) * (extent - 1);
     }
-    overflow |= __builtin_add_overflow(reach, step, &reach);
   }
-  return !overflow;
+  return count.fits() && reach.fits();
 }
 
 }  // namespace tessera

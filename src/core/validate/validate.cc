@@ -198,28 +198,36 @@ Status validate_fields(const Problem& p) {
         "align=%d: must be top_left (1), bottom_right (2) or given (3), or 0 when not given",
         p.align);
   }
-  if ((p.flags & ~kKnownFlags) != 0) {
-    return invalid("flags=0x%x: bits 0x%x have no meaning in this version; leave them 0", p.flags,
-                   p.flags & ~kKnownFlags);
-  }
-  for (const int64_t field : p.reserved) {
-    if (field != 0) {
-      return invalid("problem.reserved=%" PRId64 ": must be 0; zero the struct before filling it",
-                     field);
-    }
-  }
+  TESSERA_RETURN_IF_ERROR(check_flags(p.flags, kKnownFlags));
+  TESSERA_RETURN_IF_ERROR(check_reserved("problem.reserved", p.reserved));
   for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
     const Tensor& t = p.tensor[i];
     if (t.dtype < TESSERA_NONE || t.dtype > TESSERA_INT64) {
       return invalid("%s.dtype=%d: must be a tessera_dtype; 0 means not given", name_of(p, i),
                      t.dtype);
     }
-    if (t.dtype != TESSERA_NONE && t.reserved != 0) {
-      return invalid("%s.reserved=%d: must be 0; zero the struct before filling it", name_of(p, i),
-                     t.reserved);
-    }
+    if (t.dtype != TESSERA_NONE) TESSERA_RETURN_IF_ERROR(check_tensor_field(name_of(p, i), t));
   }
   return {};
+}
+
+Status check_flags(uint32_t flags, uint32_t known) {
+  if ((flags & ~known) == 0) return {};
+  return invalid("flags=0x%x: bits 0x%x have no meaning in this version; leave them 0", flags,
+                 flags & ~known);
+}
+
+Status check_reserved(const char* name, std::span<const int64_t> fields) {
+  for (const int64_t field : fields) {
+    if (field == 0) continue;
+    return invalid("%s=%" PRId64 ": must be 0; zero the struct before filling it", name, field);
+  }
+  return {};
+}
+
+Status check_tensor_field(const char* name, const Tensor& t) {
+  if (t.reserved == 0) return {};
+  return invalid("%s.reserved=%d: must be 0; zero the struct before filling it", name, t.reserved);
 }
 
 Status validate(const Problem& problem) {

@@ -29,4 +29,14 @@ std::string list_text(const int64_t* values, int count);
 // extents. Extents are not negative.
 bool fits_in_memory(const Tensor& tensor, int rank);
 
+// What every struct of the header promises (docs/abi.md): flags that the library knows, and zeros
+// in what is reserved.
+Status check_flags(uint32_t flags, uint32_t known);
+Status check_reserved(const char* name, std::span<const int64_t> fields);
+Status check_tensor_field(const char* name, const Tensor& t);
+
+// The fields of buffers that a call without a problem has too: threads, margin, workspace and what
+// is reserved.
+Status validate_context(const Buffers& context);
+
 }  // namespace tessera

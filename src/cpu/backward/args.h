@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "core/count.h"
 #include "cpu/call.h"
 
 namespace tessera::cpu {
@@ -87,7 +88,7 @@ inline __attribute__((always_inline)) int64_t gradient_rows(int64_t head_dim) {
 // The place of the first strip of queries, and of key 0, of a sequence in partial sums. Packed
 // sequences lie at their place in the buffer (one strip more each, as they do not begin on strips).
 inline int64_t strip_slots_of(bool packed, int64_t batch, int64_t extent, int strip) {
-  return packed ? extent / strip + batch + 1 : batch * ((extent + strip - 1) / strip);
+  return (packed ? extent / strip + Count{batch} + 1 : Count{extent}.pieces(strip) * batch).value();
 }
 inline __attribute__((always_inline)) int64_t strip_slot(const BackwardArgs& args,
                                                          const CallSequence& sequence, int strip) {

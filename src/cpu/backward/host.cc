@@ -91,7 +91,7 @@ void Layout::set_sizes(const Problem& problem, const Sizes& sizes) {
   }
   args.held_strips = strips_seen(problem, args);
   args.strip_slots = strip_slots_of(args.packed_q, sizes.batch, sizes.sq, kernels().strip);
-  args.key_slots = args.packed_k ? sizes.sk : sizes.batch * sizes.sk;
+  args.key_slots = args.packed_k ? sizes.sk : (Count{sizes.batch} * sizes.sk).value();
 }
 
 void Layout::set_bias_gradient(const Problem& problem, const Sizes& sizes) {
@@ -111,8 +111,8 @@ void Layout::set_bias_gradient(const Problem& problem, const Sizes& sizes) {
 void Layout::set_parts(const Problem& problem, const Sizes& sizes) {
   args.parts = args.chunks = 1;
   if (is_paged(problem)) return;
-  const int64_t tasks = (round_per_sequence ? 1 : sizes.batch) * (round_per_head ? 1 : sizes.hk);
-  const int64_t wanted = (kTasksWanted + tasks - 1) / std::max<int64_t>(tasks, 1);
+  const Count tasks = Count{round_per_sequence ? 1 : sizes.batch} * (round_per_head ? 1 : sizes.hk);
+  const int64_t wanted = Count{kTasksWanted}.pieces(std::max<int64_t>(tasks.value(), 1)).value();
   if (!round_per_head) {
     args.parts = static_cast<int>(std::min({sizes.group(), wanted, kMaxSplit}));
   }
@@ -123,41 +123,45 @@ void Layout::set_parts(const Problem& problem, const Sizes& sizes) {
 void Layout::take_workspace(const Problem& problem, const Sizes& sizes, void* workspace,
                             int num_threads) {
   Workspace pieces(workspace);
-  const auto take = [&]<typename T>(T*& place, int64_t count) {
-    if (count > 0) place = pieces.take<T>(count, 64);
+  const auto take = [&]<typename T>(T*& place, Count count) {
+    if (0 < count) place = pieces.take<T>(count, 64);
   };
   const Kernels& level = kernels();
   take(sequences, sizes.batch);
   take(owned_q, sizes.batch);
   take(owned_k, sizes.batch);
-  const int64_t dq_floats = sizes.hq * args.strip_slots * level.strip;
+  const Count hq = sizes.hq, hk = sizes.hk;
+  const Count dq_floats = hq * args.strip_slots * level.strip;
   take(args.dq_parts, args.chunks > 1 ? args.chunks * dq_floats * gradient_rows(sizes.dqk) : 0);
-  const int64_t key_rows = args.parts > 1 ? args.parts * sizes.hk * args.key_slots : 0;
+  const Count key_rows = args.parts > 1 ? args.parts * hk * args.key_slots : 0;
   take(args.dk_parts, key_rows * sizes.dqk);
   take(args.dv_parts, key_rows * sizes.dv);
   if (is_paged(problem)) {
     const Tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
-    args.pool_rows_k = k.extent[0] * k.extent[1];
-    args.pool_rows_v = v.extent[0] * v.extent[1];
+    args.pool_rows_k = (Count{k.extent[0]} * k.extent[1]).value();
+    args.pool_rows_v = (Count{v.extent[0]} * v.extent[1]).value();
     used_pages_bytes = std::max(k.extent[0], v.extent[0]);
     take(used_pages, used_pages_bytes);
-    take(args.dk_pool, args.pool_rows_k * sizes.hk * sizes.dqk);
-    take(args.dv_pool, args.pool_rows_v * sizes.hk * sizes.dv);
+    take(args.dk_pool, hk * args.pool_rows_k * sizes.dqk);
+    take(args.dv_pool, hk * args.pool_rows_v * sizes.dv);
   }
-  take(args.bias_keys, args.bias_gradient == BiasGradient::kKeys ? sizes.hq * args.key_slots : 0);
+  take(args.bias_keys, args.bias_gradient == BiasGradient::kKeys ? hq * args.key_slots : 0);
   take(args.bias_rows, args.bias_gradient == BiasGradient::kRows ? args.chunks * dq_floats : 0);
   take(args.slope_parts,
-       given(problem, TESSERA_DALIBI_SLOPES) ? args.chunks * sizes.hq * sizes.batch : 0);
-  take(args.sink_parts, given(problem, TESSERA_DSINK) ? sizes.hq * sizes.batch : 0);
+       given(problem, TESSERA_DALIBI_SLOPES) ? args.chunks * hq * sizes.batch : 0);
+  take(args.sink_parts, given(problem, TESSERA_DSINK) ? hq * sizes.batch : 0);
   scratch_bytes = level.backward_scratch_bytes(args);
-  take(scratch, scratch_bytes * num_threads_or_default(num_threads));
+  take(scratch, Count{scratch_bytes} * num_threads_or_default(num_threads));
   bytes = pieces.bytes();
 }
 
-// Zeros in every element of a tensor's extent, if it is not added to.
+// Zeros in every element of a tensor's extent, if it is not added to. Rows of the last axis are
+// dense where a tensor has four.
 void zero_tensor(const Problem& problem, const Buffers& buffers, int index) {
   if (!given(problem, index) || has(problem, TESSERA_ACCUMULATE)) return;
-  const Tensor& t = problem.tensor[index];
+  Tensor t = problem.tensor[index];
+  const int rank = tensor_rule(index).rank;
+  for (int axis = rank; axis < 4; ++axis) t.extent[axis] = 1, t.stride[axis] = 0;
   const int64_t size = size_of(t.dtype);
   char* data = static_cast<char*>(buffers.data[index]);
   parallel_for(buffers, t.extent[0] * t.extent[1], [&](int64_t task, int) {
@@ -291,27 +295,33 @@ void resolve(const Problem& problem, const Buffers& buffers, Layout& layout) {
 
 // Queries x keys of all heads, were every key seen.
 int64_t pairs_at_most(const Call& call) {
-  int64_t pairs = 0;
+  Count pairs = 0;
   for (int64_t n = 0; n < call.batch; ++n) {
-    pairs += call.sequences[n].band.len_q * call.sequences[n].band.len_k;
+    pairs += Count{call.sequences[n].band.len_q} * call.sequences[n].band.len_k;
   }
-  return pairs * call.hq;
+  return (pairs * call.hq).value();
 }
 
 }  // namespace
 
 int64_t backward_workspace_bytes(const Problem& problem, int num_threads) {
-  return Layout(problem, num_threads, nullptr).bytes;
+  return has_no_rows(problem) ? 0 : Layout(problem, num_threads, nullptr).bytes;
 }
 
 void run_backward(const Problem& problem, const Buffers& given_buffers) {
   Buffers buffers = given_buffers;
+  if (has_no_rows(problem)) {
+    for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
+      if (is_output(problem, i)) zero_tensor(problem, buffers, i);
+    }
+    return;
+  }
   Layout layout(problem, buffers.num_threads, buffers.workspace);
   BackwardArgs& args = layout.args;
   resolve(problem, buffers, layout);
   const Call& call = args.call;
   const int64_t pairs = pairs_at_most(call);
-  if (pairs * (3 * call.dqk + 2 * call.dv) < kSerialProducts) buffers.num_threads = 1;
+  if (Count{pairs} * (3 * call.dqk + 2 * call.dv) < kSerialProducts) buffers.num_threads = 1;
   const auto run = [&](BackwardPhase phase, int64_t tasks) {
     parallel_for(buffers, tasks, [&](int64_t task, int worker) {
       kernels().backward(args, phase, task, layout.scratch + worker * layout.scratch_bytes);

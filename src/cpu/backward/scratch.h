@@ -3,6 +3,7 @@
 // strip of them. Steps are between rows, in words.
 #pragma once
 
+#include "core/workspace.h"
 #include "cpu/backward/args.h"
 #include "cpu/backward/tile.h"
 
@@ -66,7 +67,8 @@ struct Scratch {
   Scratch(const BackwardArgs& args, char* base) {
     const Call& call = args.call;
     const int64_t dqk = call.dqk, dim_v = call.dv, strips = pad_to(args.bound_q, W) / W;
-    const int64_t dq_rows = gradient_rows(dqk), held = args.held_strips;
+    const int64_t dq_rows = gradient_rows(dqk);
+    const Count held = args.held_strips;
     qk_depth = pad_to(dqk, kPerWord) / kPerWord, v_depth = pad_to(dim_v, kPerWord) / kPerWord;
     // Dropout scales dP after and o before its rounding, so that sums do not cancel where they
     // should.
@@ -77,41 +79,40 @@ struct Scratch {
     q_rows_step = odd_lines(qk_depth), do_rows_step = odd_lines(v_depth);
     p_step = odd_lines(M / kPerWord), ds_pairs_step = kPairs ? odd_lines(M) : p_step;
 
-    bytes = 0;
-    const auto take = [&]<typename T>(T*& place, int64_t count) {
-      place =
-          reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(bytes));
-      bytes += pad_to(count * static_cast<int64_t>(sizeof(T)), 64);
+    Workspace pieces(base);
+    const auto take = [&]<typename T>(T*& place, Count rows, Count step = 1) {
+      place = pieces.take<T>(rows * step, 64);
     };
-    const int64_t summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
+    const Count summed = args.parts == 1 && call.group > 1 ? args.bound_k : 0;
     take(rows, held);
-    take(q_rows, held * W * q_rows_step), take(do_rows, held * W * do_rows_step);
+    take(q_rows, held * W * q_rows_step), take(do_rows, held * W, do_rows_step);
     take(lse, held * W), take(delta, held * W), take(mean, held * W), take(dlse, held * W);
     take(dq, args.chunks == 1 ? held * dq_rows * W : 0);
     take(dq_begun, held);
-    take(bias_rows, args.bias_gradient == BiasGradient::kRows ? strips * W : 0);
+    take(bias_rows, args.bias_gradient == BiasGradient::kRows ? Count{strips} * W : 0);
     take(dk_sum, summed * dqk), take(dv_sum, summed * dim_v);
-    take(k, B * k_step), take(v, B * v_step);
+    take(k, B, k_step), take(v, B, v_step);
     if (kPairs)
-      take(k_pairs, B / 2 * k_pairs_step);
+      take(k_pairs, B / 2, k_pairs_step);
     else
       k_pairs = k;
-    take(dk, B * dk_step), take(dv, B * dv_step);
+    take(dk, B, dk_step), take(dv, B, dv_step);
     take(bias_keys, args.bias_gradient == BiasGradient::kKeys ? B * S::kLanes : 0);
-    take(q_t, M * qk_depth), take(do_t, M * v_depth);
-    take(o_rows, W * do_rows_step), take(o_t, W * v_depth);
-    take(q, kPairs ? M / 2 * q_step : 0), take(d_o, kPairs ? M / 2 * do_step : 0);
-    take(p, B * p_step), take(ds, B * p_step);
+    take(q_t, M, qk_depth), take(do_t, M, v_depth);
+    take(o_rows, W, do_rows_step), take(o_t, W, v_depth);
+    take(q, kPairs ? M / 2 : 0, q_step), take(d_o, kPairs ? M / 2 : 0, do_step);
+    take(p, B, p_step), take(ds, B, p_step);
     if (kPairs)
-      take(ds_pairs, B / 2 * ds_pairs_step);
+      take(ds_pairs, B / 2, ds_pairs_step);
     else
       ds_pairs = ds;
     take(bias_tile, args.bias_gradient == BiasGradient::kBlock ? M * B : 0);
     take(bias_part, args.bias_gradient == BiasGradient::kBlock && args.has_starts ? M * B : 0);
     take(s, B * W), take(dp, B * W), take(cap, call.softcap > 0 ? B * W : 0);
-    take(zeros, 4 * pad_to(larger(dqk, dim_v), 64));
+    take(zeros, 4, pad_to(larger(dqk, dim_v), 64));
     const bool wide = call.o.dtype == TESSERA_FP32 || args.d_o.dtype == TESSERA_FP32;
-    take(narrowed, wide && call.q.dtype != TESSERA_FP32 ? W * dim_v : 0);
+    take(narrowed, wide && call.q.dtype != TESSERA_FP32 ? W : 0, dim_v);
+    bytes = Count{pieces.bytes()}.up_to(64).value();
   }
 };
 

@@ -8,6 +8,7 @@
 #include <bit>
 #include <limits>
 
+#include "core/count.h"
 #include "core/mask/sequence.h"
 #include "cpu/forward/args.h"
 #include "cpu/forward/run.h"
@@ -18,8 +19,7 @@
 namespace tessera::cpu {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t align_up(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // Sizes of everything, from shapes and the number of workers alone.
 struct Layout {
@@ -28,7 +28,6 @@ struct Layout {
   int workers;
   int64_t tile_m, chunk;
   int64_t turns = 1, chunks = 1;  // kv heads and chunks of a split, at most
-  int64_t tasks, partials;        // at most
   ForwardShape shape;
   int64_t partial_bytes, scratch_bytes;
 
@@ -41,12 +40,14 @@ struct Layout {
 void group_splits(const Problem& problem, int64_t splits_of_a_head, Layout& out) {
   const Sizes& s = out.sizes;
   const Tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
-  const int64_t block =
-      out.level->decode_block * (s.dqk * size_of(k.dtype) + s.dv * size_of(v.dtype));
-  const auto tasks = [&](int64_t turns) { return splits_of_a_head * ceil_div(s.hk, turns); };
+  const Count block =
+      (Count{s.dqk} * size_of(k.dtype) + Count{s.dv} * size_of(v.dtype)) * out.level->decode_block;
+  const auto tasks = [&](int64_t turns) {
+    return (Count{splits_of_a_head} * ceil_div(s.hk, turns)).value();
+  };
   if (k.stride[2] == s.dqk && v.stride[2] == s.dv) {
     out.turns = kMostTurns;
-    while (out.turns > 1 && (out.turns / 2 >= s.hk || 2 * block * out.turns > kTurnsBytes ||
+    while (out.turns > 1 && (out.turns / 2 >= s.hk || kTurnsBytes < 2 * block * out.turns ||
                              tasks(out.turns) < 4 * out.workers)) {
       out.turns /= 2;
     }
@@ -67,7 +68,7 @@ Layout lay_out(const Problem& problem, int num_threads) {
   const int64_t batch = s.batch, group = s.group();
 
   // Enough tiles for every worker to have several, so that the last ones even out.
-  const int64_t rows = s.sq * s.hq * (is_thd_q(problem) ? 1 : batch);
+  const int64_t rows = (Count{s.sq} * s.hq * (is_thd_q(problem) ? 1 : batch)).value();
   out.tile_m = forward_tile_m(s.dqk, s.dv);
   while (out.tile_m > level.strip && rows / out.tile_m < 4 * out.workers) out.tile_m /= 2;
   out.tile_m = std::max<int64_t>(out.tile_m, level.strip);
@@ -88,30 +89,36 @@ Layout lay_out(const Problem& problem, int num_threads) {
 
   // Bounds over all lengths that the extents admit.
   const auto pieces = [batch](bool thd, int64_t extent, int64_t size) {
-    return thd ? extent / size + batch : batch * ceil_div(extent, size);
+    return thd ? Count{extent / size} + batch : Count{batch} * ceil_div(extent, size);
   };
   const bool thd_q = is_thd_q(problem);
-  out.tasks = s.hq * pieces(thd_q, s.sq, out.tile_m) + pieces(thd_q, s.sq, kFillRows) + 2 * batch;
-  if (batch == 0) out.tasks = ceil_div(s.sq, kFillRows);
+  Count tasks = s.hq * pieces(thd_q, s.sq, out.tile_m) + pieces(thd_q, s.sq, kFillRows) +
+                2 * Count{batch},
+        partials = 0;
+  if (batch == 0) tasks = ceil_div(s.sq, kFillRows);
   const bool may_be_short = thd_q || given(problem, TESSERA_SEQLENS_Q) || s.sq <= kSplitTokens;
   if (may_be_short && batch > 0) {
-    const int64_t packed = std::min(s.sq, kSplitTokens) * group;
-    const int64_t row_tiles = s.hk * ceil_div(packed, out.tile_m);
-    out.partials = row_tiles * pieces(is_thd_k(problem), s.sk, out.chunk);
-    out.tasks += out.partials + 2 * row_tiles * batch;
+    const int64_t packed = (Count{group} * std::min(s.sq, kSplitTokens)).value();
+    const Count row_tiles = Count{s.hk} * ceil_div(packed, out.tile_m);
+    partials = row_tiles * pieces(is_thd_k(problem), s.sk, out.chunk);
+    tasks += partials + 2 * row_tiles * batch;
     ForwardShape split = out.shape;
     split.rows = std::min(packed, out.tile_m);
     out.partial_bytes = level.forward_partial_bytes(split);
-    group_splits(problem, out.partials / s.hk, out);
+    group_splits(problem, partials.value() / s.hk, out);
     out.shape.rows =
         std::max(out.tile_m, out.turns * ceil_div(split.rows, level.strip) * level.strip);
     out.shape.decodes = true;
   }
-  out.scratch_bytes = align_up(level.forward_scratch_bytes(out.shape));
-  out.tasks_at = align_up(batch * static_cast<int64_t>(sizeof(CallSequence)));
-  out.partials_at = out.tasks_at + align_up(out.tasks * static_cast<int64_t>(sizeof(ForwardTask)));
-  out.scratch_at = out.partials_at + out.partials * out.partial_bytes;
-  out.bytes = out.scratch_at + out.workers * out.scratch_bytes;
+  const Count scratch = Count{level.forward_scratch_bytes(out.shape)}.up_to(64);
+  const Count tasks_at = (Count{batch} * int64_t{sizeof(CallSequence)}).up_to(64);
+  const Count partials_at = tasks_at + (tasks * int64_t{sizeof(ForwardTask)}).up_to(64);
+  const Count scratch_at = partials_at + partials * out.partial_bytes;
+  out.scratch_bytes = scratch.value();
+  out.tasks_at = tasks_at.value();
+  out.partials_at = partials_at.value();
+  out.scratch_at = scratch_at.value();
+  out.bytes = (scratch_at + scratch * out.workers).value();
   return out;
 }
 
@@ -279,13 +286,25 @@ Order fill_tasks(const Problem& problem, const Buffers& buffers, const Layout& l
   return order;
 }
 
+// The largest of no score, in every head.
+void clear_max_logit(const Problem& problem, const Buffers& buffers) {
+  const Strided max_logit = strided_of(problem, buffers, TESSERA_MAX_LOGIT);
+  if (!max_logit.data) return;
+  for (int64_t h = 0; h < problem.tensor[TESSERA_MAX_LOGIT].extent[0]; ++h) {
+    *reinterpret_cast<float*>(max_logit.data + h * max_logit.stride[0]) =
+        -std::numeric_limits<float>::infinity();
+  }
+}
+
 }  // namespace
 
 int64_t forward_workspace_bytes(const Problem& problem, int num_threads) {
-  return lay_out(problem, num_threads).bytes;
+  return has_no_rows(problem) ? 0 : lay_out(problem, num_threads).bytes;
 }
 
 Status run_forward(const Problem& problem, const Buffers& buffers) {
+  clear_max_logit(problem, buffers);
+  if (has_no_rows(problem)) return {};
   const Layout layout = lay_out(problem, buffers.num_threads);
   char* workspace = static_cast<char*>(buffers.workspace);
   ForwardArgs args{};
@@ -296,12 +315,6 @@ Status run_forward(const Problem& problem, const Buffers& buffers) {
   args.partials = workspace + layout.partials_at;
   args.partial_bytes = layout.partial_bytes;
 
-  if (args.call.max_logit.data) {
-    for (int64_t h = 0; h < args.call.hq; ++h) {
-      *reinterpret_cast<float*>(args.call.max_logit.data + h * args.call.max_logit.stride[0]) =
-          -std::numeric_limits<float>::infinity();
-    }
-  }
   const Order order = fill_tasks(problem, buffers, layout, args.call, tasks);
 
   Buffers threads = buffers;

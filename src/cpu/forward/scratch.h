@@ -3,6 +3,7 @@
 // strip and one block need at a time.
 #pragma once
 
+#include "core/workspace.h"
 #include "cpu/decode/group.h"
 #include "cpu/forward/block.h"
 
@@ -21,8 +22,8 @@ struct Strip {
 
 // Bytes of m, l and O^T of one strip; a partial of a split tile is that of its strips in a row.
 template <typename S>
-constexpr int64_t strip_state_floats(int64_t dv) {
-  return Tile<S>::kStrip * (2 + round_up(dv, 16));
+constexpr Count strip_state_floats(int64_t dv) {
+  return Tile<S>::kStrip * (2 + Count{dv}.up_to(16));
 }
 
 template <typename S>
@@ -38,51 +39,42 @@ struct ForwardScratch {
   Strip<S>* strips;
 };
 
-// Hands out 64-byte aligned pieces of one range of memory; counts only if it begins at null.
-struct Arena {
-  char* next;
-  template <typename T>
-  T* take(int64_t count) {
-    char* p = next;
-    next += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return reinterpret_cast<T*>(p);
-  }
-};
-
 template <typename S>
 int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** result) {
   constexpr int kStrip = Tile<S>::kStrip, kBlock = Tile<S>::kBlock, kTable = Block<S>::kTable;
-  const int64_t strips = (shape.rows + kStrip - 1) / kStrip;
-  const int64_t longest = round_up(larger(shape.dqk, shape.dv), 32);
-  Arena arena{base};
-  auto* scratch = arena.take<ForwardScratch<S>>(1);
-  auto* table = arena.take<Strip<S>>(strips);
-  char* zeros = arena.take<char>(longest * 4);
-  const int64_t k_stride = round_up(shape.dqk, 16);  // whole vectors of any level
-  const int64_t v_stride = round_up(shape.dv, 16);
-  float* k = arena.take<float>(shape.convert_k || shape.spread_k ? kBlock * k_stride : 0);
+  const int64_t strips = Count{shape.rows}.pieces(kStrip).value();
+  const int64_t longest = Count{larger(shape.dqk, shape.dv)}.up_to(32).value();
+  Workspace pieces(base);
+  const auto take = [&]<typename T>(T*& place, Count count) { place = pieces.take<T>(count, 64); };
+  ForwardScratch<S>* scratch;
+  Strip<S>* table;
+  char* zeros;
+  float *k, *v, *scores, *q_t, *o, *state;
+  uint32_t *v_pairs, *p_pairs;
+  take(scratch, 1), take(table, strips), take(zeros, 4 * Count{longest});
+  const Count k_stride = Count{shape.dqk}.up_to(16);  // whole vectors of any level
+  const Count v_stride = Count{shape.dv}.up_to(16);
+  take(k, shape.convert_k || shape.spread_k ? kBlock * k_stride : 0);
   const bool has_v = (shape.convert_v && !shape.bf16) || shape.spread_v;
-  float* v = arena.take<float>(has_v ? kBlock * v_stride : 0);
-  auto* v_pairs = arena.take<uint32_t>(shape.bf16 ? kBlock / 2 * v_stride : 0);
-  float* scores = arena.take<float>(kTable * kStrip);
-  auto* p_pairs = arena.take<uint32_t>(shape.bf16 ? kTable / 2 * kStrip : 0);
-  const int64_t q_step = kStrip * k_stride;
-  const int64_t o_step = shape.decodes ? kDecodeRows<S> * decode_step(shape.dv) : 0;
-  float* q_t = arena.take<float>(strips * q_step);
-  float* o = arena.take<float>(strips * o_step);
-  float* state = arena.take<float>(strips * strip_state_floats<S>(shape.dv));
+  take(v, has_v ? kBlock * v_stride : 0);
+  take(v_pairs, shape.bf16 ? kBlock / 2 * v_stride : 0);
+  take(scores, kTable * kStrip), take(p_pairs, shape.bf16 ? kTable / 2 * kStrip : 0);
+  const Count q_step = kStrip * k_stride;
+  const Count o_step = shape.decodes ? kDecodeRows<S> * Count{decode_step(shape.dv)} : 0;
+  take(q_t, strips * q_step), take(o, strips * o_step);
+  take(state, strips * strip_state_floats<S>(shape.dv));
   if (base) {
     scratch->block.zeros = zeros;
     scratch->block.k = k, scratch->block.v = v, scratch->block.v_pairs = v_pairs;
-    scratch->block.k_stride = k_stride, scratch->block.v_stride = v_stride;
+    scratch->block.k_stride = k_stride.value(), scratch->block.v_stride = v_stride.value();
     scratch->scores = scores, scratch->p_pairs = p_pairs;
     scratch->state = state, scratch->strips = table;
     memset(zeros, 0, static_cast<size_t>(longest) * 4);
     for (int64_t s = 0; s < strips; ++s)
-      table[s].q_t = q_t + s * q_step, table[s].o = o + s * o_step;
+      table[s].q_t = q_t + s * q_step.value(), table[s].o = o + s * o_step.value();
     *result = scratch;
   }
-  return arena.next - base;
+  return Count{pieces.bytes()}.up_to(64).value();
 }
 
 // Bytes of scratch of one worker.
@@ -94,13 +86,13 @@ int64_t forward_scratch_bytes(const ForwardShape& shape) {
 
 template <typename S>
 int64_t forward_partial_bytes(const ForwardShape& shape) {
-  const int64_t strips = (shape.rows + Tile<S>::kStrip - 1) / Tile<S>::kStrip;
-  return round_up(strips * strip_state_floats<S>(shape.dv) * 4, 64);
+  const Count strips = Count{shape.rows}.pieces(Tile<S>::kStrip);
+  return (strips * strip_state_floats<S>(shape.dv) * 4).up_to(64).value();
 }
 
 template <typename S>
 void place_state(const ForwardShape& shape, int strip, float* state, Strip<S>& to) {
-  to.m = state + strip * strip_state_floats<S>(shape.dv);
+  to.m = state + strip * strip_state_floats<S>(shape.dv).value();
   to.l = to.m + Tile<S>::kStrip;
   to.o_t = to.l + Tile<S>::kStrip;
 }
