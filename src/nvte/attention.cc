@@ -181,12 +181,18 @@ struct Imagined {
   Tensor q, k, v, o, cu{kNVTEInt32, {2}}, table{kNVTEInt32, {0}}, bias, offset, empty, stats,
       rng{kNVTEInt64, {2}};
 
+  static int64_t length(size_t max_seqlen, const char* name) {
+    constexpr size_t kMost = size_t{1} << 40;
+    if (max_seqlen > kMost) fail("%s=%zu: must be at most 2^40", name, max_seqlen);
+    return static_cast<int64_t>(max_seqlen);
+  }
+
   Imagined(const Arguments& a, NVTEDType q_dtype, NVTEDType kv_dtype, int64_t h, int64_t hg,
            int64_t dqk, int64_t dv)
       : offset(kNVTEFloat32, {1, h, 1, 1}) {
     const Layout& layout = layout_of(a.layout, "qkv_layout");
-    const auto sq = static_cast<int64_t>(a.max_seqlen_q),
-               sk = static_cast<int64_t>(a.max_seqlen_kv);
+    const int64_t sq = length(a.max_seqlen_q, "max_seqlen_q"),
+                  sk = length(a.max_seqlen_kv, "max_seqlen_kv");
     const auto make = [](NVTE_QKV_Format format, NVTEDType dtype, int64_t b, int64_t s,
                          int64_t heads, int64_t d) {
       if (format == NVTE_THD) return Tensor(dtype, {s, heads, d});

@@ -86,9 +86,21 @@ class Translation {
     const tessera_dtype dtype = dtype_of(tensor, name);
     give(index, describe(dtype, place), tensor.data());
     if (dtype != TESSERA_E4M3 && dtype != TESSERA_E5M2) return;
-    const tessera_tensor one{TESSERA_FP32, 0, {1, 1, 1, 1}, {1, 1, 1, 1}};
-    if (scale >= 0 && (tensor.scale_inv() || a_.is_query)) give(scale, one, tensor.scale_inv());
-    if (amax >= 0 && (tensor.amax() || a_.is_query)) give(amax, one, tensor.amax());
+    if (scale >= 0) give_one(scale, tensor, kNVTERowwiseScaleInv, name, "scale_inv");
+    if (amax >= 0) give_one(amax, tensor, kNVTEAmax, name, "amax");
+  }
+  // The one fp32 value of a parameter that has memory, or in a query might have.
+  void give_one(int index, const Tensor& tensor, NVTETensorParam param, const char* name,
+                const char* param_name) {
+    const NVTEBasicTensor& value = tensor.params[param];
+    if (!value.data_ptr && !a_.is_query) return;
+    size_t elements = 1;
+    for (size_t axis = 0; axis < value.shape.ndim; ++axis) elements *= value.shape.data[axis];
+    if (value.data_ptr && (value.dtype != kNVTEFloat32 || elements < 1)) {
+      fail("%s.%s.dtype=%d, %zu elements: must be kNVTEFloat32 (%d), one or more", name, param_name,
+           static_cast<int>(value.dtype), elements, static_cast<int>(kNVTEFloat32));
+    }
+    give(index, tessera_tensor{TESSERA_FP32, 0, {1, 1, 1, 1}, {1, 1, 1, 1}}, value.data_ptr);
   }
 
   Placed place_of(const Layout& layout, int tensor) const {
@@ -145,8 +157,10 @@ class Translation {
       // Strides reach over the other tensors of the buffer, which must be there.
       const int64_t apart =
           (place.heads_apart ? 1 : place.h) * place.d * bytes_of(tensors[t]->dtype());
-      const auto* const before = static_cast<const char*>(tensors[t - 1]->data());
-      if (tensors[t]->data() && tensors[t]->data() != before + apart && tensors[t]->numel() > 0) {
+      const auto begin = reinterpret_cast<uintptr_t>(tensors[t]->data());
+      const auto before = reinterpret_cast<uintptr_t>(tensors[t - 1]->data());
+      if (begin != 0 && begin - before != static_cast<uintptr_t>(apart) &&
+          tensors[t]->numel() > 0) {
         fail("%s=%d: %s must begin %" PRId64
              " bytes behind %s, in one buffer with it; use a layout "
              "of separate tensors",

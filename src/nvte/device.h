@@ -23,7 +23,7 @@ void queue(const Job& job, const tessera_device& device, void* stream);
 #if !TESSERA_WITH_CUDA
 inline tessera_device device_of(const void*) { return {TESSERA_CPU, 0, 0, 0}; }
 inline void to_host(void* to, const void* from, int64_t bytes, const tessera_device&, void*) {
-  std::memcpy(to, from, static_cast<size_t>(bytes));
+  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 #endif
 

@@ -21,10 +21,15 @@ struct Integers {
   TESSERA_EVERYWHERE int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
-  TESSERA_EVERYWHERE int64_t length(int64_t n) const { return (*this)[n + 1] - (*this)[n]; }
+  // Modulo 2^64: entries may be anything.
+  TESSERA_EVERYWHERE int64_t length(int64_t n) const {
+    return static_cast<int64_t>(static_cast<uint64_t>((*this)[n + 1]) -
+                                static_cast<uint64_t>((*this)[n]));
+  }
 };
 
-// lengths[n] = cu_seqlens[n + 1] - cu_seqlens[n], n < b.
+// lengths[n] = cu_seqlens[n + 1] - cu_seqlens[n], n < b; INT32_MIN, which no call
+// takes, for what int32 does not hold.
 struct LengthsJob {
   Integers cu_seqlens;
   int32_t* lengths;
@@ -32,7 +37,9 @@ struct LengthsJob {
 
   TESSERA_EVERYWHERE int64_t count() const { return b; }
   TESSERA_EVERYWHERE void operator()(int64_t n) const {
-    lengths[n] = static_cast<int32_t>(cu_seqlens.length(n));
+    const int64_t length = cu_seqlens.length(n);
+    const auto narrow = static_cast<int32_t>(length);
+    lengths[n] = narrow == length ? narrow : INT32_MIN;
   }
 };
 
@@ -63,7 +70,8 @@ struct RngStateJob {
   TESSERA_EVERYWHERE int64_t count() const { return 1; }
   TESSERA_EVERYWHERE void operator()(int64_t) const {
     rng_state[0] = seed_at ? *seed_at : seed;
-    rng_state[1] = (offset_at ? *offset_at : offset) + more;
+    rng_state[1] = static_cast<int64_t>(static_cast<uint64_t>(offset_at ? *offset_at : offset) +
+                                        static_cast<uint64_t>(more));
   }
 };
 

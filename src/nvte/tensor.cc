@@ -39,6 +39,10 @@ void check_basic(const NVTEBasicTensor& value) {
   }
 }
 
+void check_array(const void* array, size_t count, const char* name) {
+  if (!array && count > 0) fail("%s=null: must point to %zu elements", name, count);
+}
+
 void check_param(NVTETensorParam param) {
   if (param >= kNVTERowwiseData && param < kNVTENumTensorParams) return;
   fail("param=%d: must be an NVTETensorParam, 0 to %d", static_cast<int>(param),
@@ -57,7 +61,9 @@ Tensor::Tensor(NVTEDType dtype, std::initializer_list<int64_t> shape, void* data
 
 int64_t Tensor::numel(int64_t first, int64_t last) const {
   int64_t product = 1;
-  for (int64_t axis = first; axis < last; ++axis) product *= extent(axis);
+  for (int64_t axis = first; axis < last; ++axis) {
+    if (__builtin_mul_overflow(product, extent(axis), &product)) return INT64_MAX;
+  }
   return product;
 }
 
@@ -106,16 +112,22 @@ NVTETensor tessera_nvte_create_tensor(NVTEScalingMode scaling_mode) {
 
 void tessera_nvte_create_tensors(NVTEScalingMode scaling_mode, NVTETensor* tensors,
                                  size_t num_tensors) {
-  for (size_t i = 0; i < num_tensors; ++i) tensors[i] = tessera_nvte_create_tensor(scaling_mode);
+  named("nvte_create_tensors", [&] {
+    check_array(tensors, num_tensors, "tensors");
+    for (size_t i = 0; i < num_tensors; ++i) tensors[i] = tessera_nvte_create_tensor(scaling_mode);
+  });
 }
 
 void tessera_nvte_destroy_tensor(NVTETensor tensor) { delete static_cast<Tensor*>(tensor); }
 
 void tessera_nvte_destroy_tensors(NVTETensor* tensors, size_t num_tensors) {
-  for (size_t i = 0; i < num_tensors; ++i) {
-    tessera_nvte_destroy_tensor(tensors[i]);
-    tensors[i] = nullptr;
-  }
+  named("nvte_destroy_tensors", [&] {
+    check_array(tensors, num_tensors, "tensors");
+    for (size_t i = 0; i < num_tensors; ++i) {
+      tessera_nvte_destroy_tensor(tensors[i]);
+      tensors[i] = nullptr;
+    }
+  });
 }
 
 void tessera_nvte_set_tensor_param(NVTETensor* tensor, NVTETensorParam param_name,
@@ -211,6 +223,7 @@ NVTEScalingMode tessera_nvte_tensor_scaling_mode(const NVTETensor tensor) {
 NVTEShape tessera_nvte_make_shape(const size_t* data, size_t ndim) {
   return named("nvte_make_shape", [&] {
     if (ndim > kMaxAxes) fail("ndim=%zu: must be at most %zu axes", ndim, kMaxAxes);
+    check_array(data, ndim, "data");
     NVTEShape shape{{}, ndim};
     std::copy_n(data, ndim, shape.data);
     return shape;
@@ -218,9 +231,11 @@ NVTEShape tessera_nvte_make_shape(const size_t* data, size_t ndim) {
 }
 
 void tessera_nvte_tensor_pack_create(NVTETensorPack* pack) {
+  named("nvte_tensor_pack_create", [&] { check_array(pack, 1, "pack"); });
   tessera_nvte_create_tensors(NVTE_DELAYED_TENSOR_SCALING, pack->tensors, NVTETensorPack::MAX_SIZE);
 }
 
 void tessera_nvte_tensor_pack_destroy(NVTETensorPack* pack) {
+  named("nvte_tensor_pack_destroy", [&] { check_array(pack, 1, "pack"); });
   tessera_nvte_destroy_tensors(pack->tensors, NVTETensorPack::MAX_SIZE);
 }

@@ -322,5 +322,48 @@ TEST(NvteProtocol, TheGradientOfOffByOneIsThatOfAZeroOffset) {
   EXPECT_EQ(as_zero, as_one);
 }
 
+TEST(NvteErrors, ArraysThatAreNullAreNamed) {
+  EXPECT_NE(message_of([] { nvte_tensor_pack_create(nullptr); }).find("pack=null"),
+            std::string::npos);
+  EXPECT_NE(message_of([] { nvte_tensor_pack_destroy(nullptr); }).find("pack=null"),
+            std::string::npos);
+  EXPECT_NE(message_of([] { nvte_make_shape(nullptr, 2); }).find("data=null"), std::string::npos);
+  EXPECT_NE(message_of([] {
+              nvte_create_tensors(NVTE_DELAYED_TENSOR_SCALING, nullptr, 2);
+            }).find("tensors=null"),
+            std::string::npos);
+  EXPECT_NE(message_of([] { nvte_destroy_tensors(nullptr, 1); }).find("tensors=null"),
+            std::string::npos);
+  nvte_destroy_tensors(nullptr, 0);
+  EXPECT_EQ(nvte_make_shape(nullptr, 0).ndim, 0u);
+}
+
+TEST(NvteErrors, WhatIsDeclaredBesideFp8IsFp32) {
+  for (const NVTETensorParam param : {kNVTERowwiseScaleInv, kNVTEAmax}) {
+    SmallCall c;
+    void* const data = nvte_tensor_data(c.o.data());
+    c.set(c.o, data, DType::kFloat8E4M3, c.shape);
+    uint8_t byte[1] = {0};
+    const size_t one = 1;
+    const NVTEBasicTensor value{byte, kNVTEByte, nvte_make_shape(&one, 1)};
+    NVTETensor handle = c.o.data();
+    nvte_set_tensor_param(&handle, param, &value);
+    const std::string message = message_of([&] { c.forward(); });
+    EXPECT_NE(message.find(param == kNVTEAmax ? "O.amax.dtype=0" : "O.scale_inv.dtype=0"),
+              std::string::npos)
+        << message;
+    EXPECT_EQ(byte[0], 0);
+  }
+}
+
+TEST(NvteErrors, Int64LengthsBeyondInt32AreRefused) {
+  SmallCall c;
+  int64_t beyond[] = {0, 6, 6 + (int64_t{1} << 32) + 4};
+  c.set(c.cu_q, beyond, DType::kInt64, {3}), c.set(c.cu_kv, beyond, DType::kInt64, {3});
+  const std::string message = message_of([&] { c.forward(); });
+  EXPECT_NE(message.find("seqlens"), std::string::npos) << message;
+  EXPECT_FALSE(c.wrote());
+}
+
 }  // namespace
 }  // namespace nvte_test
