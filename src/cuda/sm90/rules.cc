@@ -67,6 +67,7 @@ void require_sizes(Support& support, const Problem& p) {
     support.require(extent > 0 && extent <= kMostExtent, ReasonId::kSize, Remedy::kNone,
                     [&] { return text(name, extent, "must be in [1, 2^24]"); });
   }
+  require_rows(support, p);
   support.require(std::abs(p.shift) <= kMostExtent, ReasonId::kSize, Remedy::kNone,
                   [&] { return text("align", p.shift, "must be in [-2^24, 2^24]"); });
   constexpr int64_t kMostHeads = 65535;  // of a grid's y and z

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "core/count.h"
 #include "core/mask/philox.h"
 #include "core/mask/sequence.h"
 
@@ -120,17 +121,17 @@ Tensor dense_like(const Tensor& like, int32_t dtype) {
   Tensor t = like;
   t.dtype = dtype;
   const int64_t piece = 16 / size_of(dtype);
-  int64_t stride = (t.extent[3] + piece - 1) / piece * piece;
+  Count stride = Count{t.extent[3]}.up_to(piece);
   t.stride[3] = 1;
   for (int axis = 2; axis >= 0; --axis) {
-    t.stride[axis] = stride;
+    t.stride[axis] = stride.value();
     stride *= t.extent[axis];
   }
   return t;
 }
 
 int64_t bytes_of(const Tensor& dense) {
-  return dense.extent[0] * dense.stride[0] * size_of(dense.dtype);
+  return (Count{dense.extent[0]} * dense.stride[0] * size_of(dense.dtype)).value();
 }
 
 bool has_positions(const Problem& problem) {

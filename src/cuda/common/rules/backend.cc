@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "core/count.h"
 #include "core/json.h"
 
 namespace tessera::cuda {
@@ -18,6 +19,23 @@ Problem Rules::canonical(const Problem& problem) const {
     p.tensor[index].extent[3] = problem.tensor[index].extent[3];
   }
   return p;
+}
+
+void require_rows(Support& support, const Problem& problem) {
+  constexpr int64_t kMostRows = int64_t{1} << 34;
+  const Sizes s = sizes_of(problem);
+  const struct {
+    const char* name;
+    int64_t extent;
+    bool packed;
+  } sides[] = {{"sq", s.sq, is_thd_q(problem)}, {"sk", s.sk, is_thd_k(problem)}};
+  for (const auto& [name, extent, packed] : sides) {
+    const Count rows = packed ? Count{s.batch} + extent : Count{s.batch} * extent;
+    support.require(!(kMostRows < rows), ReasonId::kSize, Remedy::kNone, [&] {
+      return "b=" + std::to_string(s.batch) + ", " + name + "=" + std::to_string(extent) +
+             ": must be at most 2^34 rows of all sequences";
+    });
+  }
 }
 
 std::string Rules::description_json() const {

@@ -31,4 +31,7 @@ class Rules : public Backend {
   virtual std::vector<const char*> kernel_names() const = 0;
 };
 
+// Tiles of 16 rows or more of all sequences of a side are counted in 32 bits.
+void require_rows(Support& support, const Problem& problem);
+
 }  // namespace tessera::cuda

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(const __grid_constant__ 
   }
 }
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t up(int64_t a, int64_t b) { return Count{a}.pieces(b).value(); }
 
 // Keys that a mask speaks of: its own extent, or all where that axis is broadcast.
 int64_t mask_keys(const Problem& problem) {
@@ -141,7 +141,7 @@ Layout layout_of(const Problem& problem, Walked walked, int tile, int step, bool
   }
   if (given(problem, TESSERA_MASK)) {
     const Tensor& mask = problem.tensor[TESSERA_MASK];
-    const int64_t heads = mask.extent[0] * mask.extent[1];
+    const Count heads = Count{mask.extent[0]} * mask.extent[1];
     l.tile_q = keys ? tile : step;
     l.tile_k = keys ? step : tile;
     l.tiles_q = up(mask.extent[2], l.tile_q);
@@ -152,7 +152,7 @@ Layout layout_of(const Problem& problem, Walked walked, int tile, int step, bool
       l.bits = workspace.take<uint32_t>(heads * mask.extent[2] * l.words, kAlignment);
     }
   }
-  l.bytes = up(workspace.bytes(), kAlignment) * kAlignment;
+  l.bytes = Count{workspace.bytes()}.up_to(kAlignment).value();
   return l;
 }
 

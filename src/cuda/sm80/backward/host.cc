@@ -123,7 +123,7 @@ class BackwardPlan final : public Plan {
   // A float for each row and head.
   static void take_rows(const Problem& problem, Workspace& workspace, BackwardArgs& args) {
     const Sizes s = sizes_of(problem);
-    const int64_t rows = problem.tensor[TESSERA_Q].extent[0] * s.sq * s.hq;
+    const Count rows = Count{problem.tensor[TESSERA_Q].extent[0]} * s.sq * s.hq;
     args.lse = workspace.take<float>(rows, kAlignment);
     args.delta = workspace.take<float>(rows, kAlignment);
     if (given(problem, TESSERA_DALIBI_SLOPES)) {
@@ -149,10 +149,10 @@ class BackwardPlan final : public Plan {
   static Sums take_sums(const Problem& problem, const Kernel& kernel, Workspace& workspace) {
     const bool has_dq = given(problem, TESSERA_DQ);
     const int64_t tiles = has_dq ? sizes_of(problem).hq * dq_slots(problem, kernel) : 0;
-    const int64_t floats = tiles * kernel.tile.step * kernel.tile.bucket;
+    const Count floats = Count{tiles} * kernel.tile.step * kernel.tile.bucket;
     Sums sums{};
     sums.dq = workspace.take<float>(floats, kAlignment);
-    sums.dq_words = floats / 4;
+    sums.dq_words = floats.value() / 4;
     if (has_dq && has(problem, TESSERA_DETERMINISTIC)) {
       sums.turn_words = (tiles + 3) / 4;
       sums.order = workspace.take<DqOrder>(1, kAlignment);

@@ -57,7 +57,7 @@ class ForwardPlan final : public Plan {
     }
     Workspace own;
     take_part(problem, own);
-    return own.bytes() + bytes;
+    return (Count{own.bytes()} + bytes).value();
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
@@ -131,7 +131,8 @@ class ForwardPlan final : public Plan {
     Part part{};
     if (has(problem, TESSERA_ACCUMULATE)) {
       const Tensor o = dense_like(problem.tensor[TESSERA_O], TESSERA_FP32);
-      const int64_t sq = o.extent[1], hq = o.extent[2], rows = o.extent[0] * sq * hq;
+      const int64_t sq = o.extent[1], hq = o.extent[2];
+      const Count rows = Count{o.extent[0]} * sq * hq;
       part.results = {view_of(o, workspace.take<char>(bytes_of(o), kAlignment)),
                       {workspace.take<float>(rows), {hq * sq, sq, 1, 0}, TESSERA_FP32, 4}};
     }
@@ -160,7 +161,7 @@ class ForwardPlan final : public Plan {
     const Sizes s = sizes_of(problem);
     Pieces pieces{};
     if (cut.splits > 1) {
-      const int64_t rows = cut.splits * stored_rows(problem) * s.hq;
+      const Count rows = cut.splits * Count{stored_rows(problem)} * s.hq;
       pieces.partial_o = workspace.take<float>(rows * s.dv);
       pieces.partial_lse = workspace.take<float>(rows);
     }

@@ -53,7 +53,7 @@ Cut cut_of(const Problem& problem, const StreamKernel& kernel, const DeviceInfo&
 
 void take_workspace(const StreamKernel& kernel, const Cut& cut, Workspace& workspace,
                     StreamArgs& args) {
-  const int64_t rows = cut.slots * kernel.tile.rows;
+  const Count rows = Count{cut.slots} * kernel.tile.rows;
   args.part_o = workspace.take<float>(rows * kernel.tile.bucket, 16);
   args.part_sums = workspace.take<float2>(rows);
   args.announced = workspace.take<unsigned long long>(cut.slots);

@@ -134,7 +134,7 @@ class BackwardPlan final : public Plan {
     constexpr int kAlignment = 16;  // of what is copied or added to by vectors
     const Sizes s = sizes_of(problem);
     const BackwardTile& tile = kernel.tile;
-    const int64_t slots = s.hq * a.slots;
+    const Count slots = Count{s.hq} * a.slots;
     a.lse2 = workspace.take<float>(slots * tile.tile_m);
     a.delta = workspace.take<float>(slots * tile.tile_m);
     if (given(problem, TESSERA_KEY_RANGES) || given(problem, TESSERA_SEGMENT_IDS_Q)) {
@@ -152,10 +152,10 @@ class BackwardPlan final : public Plan {
     }
     a.order = workspace.take<TurnOrder>(1);
     // A counter for each slot and CTA of a cluster, or two for each key head of the batch.
-    const int64_t counters = tile.deterministic ? tile.ctas() * slots : 2 * s.batch * s.hk;
+    const Count counters = tile.deterministic ? tile.ctas() * slots : 2 * Count{s.batch} * s.hk;
     a.turns = a.counts = workspace.take<int>(counters);
-    const int64_t blocks = s.hq * ((s.sq + tile.tile_m - 1) / tile.tile_m),
-                  tiles = (s.sk + tile.tile_n() - 1) / tile.tile_n();
+    const Count blocks = s.hq * Count{s.sq}.pieces(tile.tile_m);
+    const int64_t tiles = (s.sk + tile.tile_n() - 1) / tile.tile_n();
     a.bias_marks = workspace.take<int>(tile.sums_dbias ? blocks * tiles * BackwardTile::kOwners : 0,
                                        kAlignment);
     const SharedCounts shared = shared_counts(kernel, a);
@@ -168,7 +168,7 @@ class BackwardPlan final : public Plan {
   // Spans of the keys; and who comes when, which is read where all sequences are on the diagonal.
   static void take_segments(const BackwardTile& tile, Workspace& workspace, BackwardParams& a) {
     const Params& p = a.problem;
-    a.spans = workspace.take<int2>(int64_t{p.sk} * (p.thd_k ? 1 : std::max<int64_t>(p.batch, 1)));
+    a.spans = workspace.take<int2>(Count{p.sk} * (p.thd_k ? 1 : std::max<int64_t>(p.batch, 1)));
     a.span_slots = num_tile_slots(p.thd_k, p.sk, p.batch, tile.tile_m);
     int* const orders = workspace.take<int>(a.slots);
     const bool on_diagonal = p.sq == p.sk && p.right == 0 && p.shift == 0 && !p.has_positions;

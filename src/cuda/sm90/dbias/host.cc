@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/count.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/dbias/choice.h"
@@ -109,7 +110,8 @@ int64_t dbias_workspace_bytes(const Problem& problem) {
   for (const auto& [gradient, of] : kGradients) {
     if (!given(problem, gradient)) continue;
     const DbiasCut c = cut(extents_of(problem, of), dbias_kernel_of(problem, false).tile);
-    most = std::max(most, terms_of(c) * c.bias_rows * c.extent[2] * c.extent[3] * 4);
+    const Count bytes = Count{terms_of(c)} * c.bias_rows * c.extent[2] * c.extent[3] * 4;
+    most = std::max(most, bytes.value());
   }
   return most;
 }

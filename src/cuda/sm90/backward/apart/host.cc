@@ -31,7 +31,7 @@ Pieces take_workspace(const Problem& problem, int dim, Workspace& workspace) {
   pieces.key_counter = workspace.take<TileCounter>(1);
   pieces.slots = num_slots(is_thd_q(problem), static_cast<int>(s.sq),
                            static_cast<int>(std::max<int64_t>(s.batch, 1)), rows_of_block(dim));
-  const int64_t rows = s.hq * pieces.slots * rows_of_block(dim);
+  const Count rows = Count{s.hq} * pieces.slots * rows_of_block(dim);
   pieces.lse2 = workspace.take<float>(rows);
   pieces.delta = workspace.take<float>(rows);
   return pieces;
