@@ -268,6 +268,20 @@ TEST(HostileDoors, ExplainHonoursEveryCapacity) {
   EXPECT_GT(tessera_describe(nullptr, -5), 0);
 }
 
+TEST(HostileDoors, AMessageIsOneLineWhateverItQuotes) {
+  Error e;
+  for (const char* text : {"fwd\nbf16", "fwd bf16 b\n=2\x1b", "\n\n"}) {
+    EXPECT_EQ(tessera_explain(nullptr, text, &kCpu, nullptr, 0, &e), -1);
+    EXPECT_EQ(std::strpbrk(e.message, "\n\x1b"), nullptr) << e.message;
+  }
+  EXPECT_EQ(tessera_explain(nullptr, "fwd bf16 b\n=2", &kCpu, nullptr, 0, &e), -1);
+  EXPECT_TRUE(e.says("'b\\n=2'")) << e.message;
+  Call c;
+  std::memcpy(c.p.backend, "a\nb", 4);
+  EXPECT_EQ(tessera_run(&c.p, &kCpu, &c.b, &e), TESSERA_INVALID);
+  EXPECT_TRUE(e.says("backend=\"a\\nb\"")) << e.message;
+}
+
 TEST(HostileDoors, MergeOfNonsense) {
   std::vector<float> part(kCount, 1), out(kCount, 7), row(kB * kH * kS, 0), rows(kB * kH * kS, 7);
   const tessera_tensor o = tensor(TESSERA_FP32, {kB, kS, kH, kD}),

@@ -148,7 +148,7 @@ class Arguments:
     def set_field(self, field: str, value):
         """Sets a field of tessera_problem, or of this."""
         if hasattr(self.problem, field):
-            setattr(self.problem, field, value.encode() if isinstance(value, str) else value)
+            setattr(self.problem, field, _lib.bytes_of(value) if isinstance(value, str) else value)
         else:
             setattr(self, field, value)
 

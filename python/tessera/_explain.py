@@ -141,7 +141,7 @@ def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) ->
     if text is not None:
         if "\0" in text:
             raise ValueError(f"tessera.explain: q={text!r}: must be one line of text")
-        encoded = text.encode("utf-8", "surrogateescape")
+        encoded = _lib.bytes_of(text)
     answer = _lib.read_json(
         lambda buffer, capacity, error: _lib.explain(problem, encoded, ctypes.addressof(target),
                                                      buffer, capacity, error), "explain")

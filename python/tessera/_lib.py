@@ -182,6 +182,11 @@ CPU_ADDRESS = ctypes.addressof(CPU_DEVICE)
 _local = threading.local()
 
 
+def bytes_of(text: str) -> bytes:
+    """Text for the library, whose messages quote it: a lone surrogate, which UTF-8 lacks, as an escape."""
+    return text.encode("utf-8", "backslashreplace")
+
+
 def error_of_thread() -> Error:
     """This thread's error struct, ready for a call."""
     try:

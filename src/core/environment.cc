@@ -24,7 +24,8 @@ const Environment& environment() {
   static const Environment read{.backend = variable("TESSERA_BACKEND"),
                                 .log = variable("TESSERA_LOG"),
                                 .cpu_isa = variable("TESSERA_CPU_ISA"),
-                                .num_threads = positive_number(variable("TESSERA_NUM_THREADS"))};
+                                .num_threads = positive_number(variable("TESSERA_NUM_THREADS")),
+                                .num_threads_text = variable("TESSERA_NUM_THREADS")};
   return read;
 }
 

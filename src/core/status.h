@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "tessera.h"
@@ -29,6 +30,9 @@ class [[nodiscard]] Status {
 // text here begins with the field: "k.shape=[2, 5, 3, 64]: must ...; ...".
 [[gnu::format(printf, 1, 2)]] Status invalid(const char* format, ...);
 [[gnu::format(printf, 1, 2)]] Status failed(const char* format, ...);
+
+// A caller's text as one line of a message quotes it: control characters as \n or \x1b.
+std::string printable(std::string_view text);
 
 template <typename T>
 class [[nodiscard]] Result {

@@ -4,6 +4,7 @@
 #include "cpu/backend.h"
 
 #include "core/choose/unbuilt.h"
+#include "core/environment.h"
 #include "core/json.h"
 #include "cpu/backward/run.h"
 #include "cpu/cache/cache.h"
@@ -40,6 +41,24 @@ class CpuPlan final : public Plan {
 class CpuBackend final : public Backend {
  public:
   std::string_view name() const override { return "cpu"; }
+
+  Status check_environment() const override {
+    const Environment& read = environment();
+    if (!read.num_threads_text.empty() && read.num_threads == 0) {
+      return invalid(
+          "TESSERA_NUM_THREADS=\"%s\": must be a number from 1 to 65536; leave it unset for the "
+          "cores of the process",
+          printable(read.num_threads_text).c_str());
+    }
+    if (read.cpu_isa.empty()) return {};
+    std::string names;
+    for (int i = 0; const Kernels* level = kernels_at(i); ++i) {
+      if (read.cpu_isa == level->name) return {};
+      names += (i ? ", " : "") + std::string(level->name);
+    }
+    return invalid("TESSERA_CPU_ISA=\"%s\": must be one of %s; leave it unset for the best",
+                   printable(read.cpu_isa).c_str(), names.c_str());
+  }
 
   Support supports(const Problem& problem, const Device& device) const override {
     const int32_t q = problem.tensor[TESSERA_Q].dtype, k = problem.tensor[TESSERA_K].dtype;

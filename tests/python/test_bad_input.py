@@ -2,7 +2,10 @@
 """Illegal calls, hundreds of them: each is one clear error that names its field with its value, and
 nothing is written."""
 
+import os
 import re
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -478,3 +481,28 @@ def test_random_edits_never_crash(examples, relaxed):
             assert not isinstance(error, TypeError), error
             assert str(error).startswith("tessera.attention: "), error
     run()
+
+
+def test_a_lone_surrogate_is_quoted():
+    q = np.zeros((1, 1, 1, 1), "f4")
+    for call in (lambda: tessera.explain("fwd \udc80\ud800"), lambda: tessera.attention(q, q, q, backend="\ud800")):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert not isinstance(error.value, UnicodeError)
+        assert "ud800" in str(error.value)
+
+
+@pytest.mark.parametrize("name, value", [("TESSERA_NUM_THREADS", "many"), ("TESSERA_NUM_THREADS", "-1"),
+                                         ("TESSERA_NUM_THREADS", "4\n"), ("TESSERA_CPU_ISA", "avx1024"),
+                                         ("TESSERA_BACKEND", "gpu")])
+def test_the_environment_is_checked(name, value):
+    code = "import numpy, tessera; q = numpy.zeros((1, 1, 1, 1), 'f4'); tessera.attention(q, q, q)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env=dict(os.environ, **{name: value}), check=False)
+    shown = value.replace("\n", "\\n")
+    assert f'ValueError: tessera.attention: {name}="{shown}": must be' in done.stderr
+
+
+def test_extents_without_elements():
+    q = np.zeros((64051194700380384, 0, 1, 1), "f4")
+    assert tessera.attention(q, q, q).shape == q.shape

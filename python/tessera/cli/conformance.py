@@ -43,7 +43,7 @@ class Case:
 
     def __init__(self, text: str):
         error = _lib.error_of_thread()
-        self._handle = _new(text.encode("utf-8", "surrogateescape"), ctypes.addressof(error))
+        self._handle = _new(_lib.bytes_of(text), ctypes.addressof(error))
         if not self._handle:
             _lib.raise_error(error, "check")
         self.problem = _lib.Problem.from_address(_problem(self._handle))
@@ -101,7 +101,7 @@ class Case:
     def run(self, backend: str | None, device: _lib.Device, num_threads: int):
         """Through the C door. Raises as tessera.attention does."""
         error = _lib.error_of_thread()
-        code = _run(self._handle, (backend or "").encode(), ctypes.addressof(device), num_threads,
+        code = _run(self._handle, _lib.bytes_of(backend or ""), ctypes.addressof(device), num_threads,
                     ctypes.addressof(error))
         _lib.check(code, error, "check")
 

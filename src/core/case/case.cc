@@ -39,13 +39,13 @@ Result<Case> parse_case(View text) {
   const auto all = tokens();
   Case c;
   const auto quoted = [](View word) {
-    return "case token '" + std::string(word.substr(0, 80)) + "'";
+    return "case token '" + printable(word.substr(0, 80)) + "'";
   };
   if (words.size() < 2) {
     return invalid(
-        "case '%.80s': must begin with a pass and a dtype; for example 'fwd bf16 b=2 s=64 h=4 "
+        "case '%s': must begin with a pass and a dtype; for example 'fwd bf16 b=2 s=64 h=4 "
         "d=64'",
-        std::string(text).c_str());
+        printable(text.substr(0, 80)).c_str());
   }
   if (words[0] != "fwd" && words[0] != "bwd") {
     return invalid("%s: a case begins with its pass; fwd or bwd", quoted(words[0]).c_str());

@@ -61,6 +61,9 @@ class Backend {
   // driver, which a child of fork() cannot share: asked only for tensors that the backend takes.
   virtual std::string unavailable() const { return {}; }
 
+  // TESSERA_INVALID where an environment variable that the backend reads says what it cannot mean.
+  virtual Status check_environment() const { return {}; }
+
   // Cheap, pure, all reasons; says nothing of unavailable(), so that explain can answer for devices
   // that are not here. The problem is validated and normalised.
   virtual Support supports(const Problem& problem, const Device& device) const = 0;

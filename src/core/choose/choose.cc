@@ -33,6 +33,7 @@ std::string_view forced_backend(const Problem& problem) {
 }
 
 Result<Problem> with_forced_backend(BackendList backends, const Problem& problem) {
+  for (const Backend* backend : backends) TESSERA_RETURN_IF_ERROR(backend->check_environment());
   std::string_view name = forced_backend(problem);
   const bool by_environment = name.empty();
   if (by_environment) name = environment().backend;
@@ -46,9 +47,9 @@ Result<Problem> with_forced_backend(BackendList backends, const Problem& problem
     }
     names += (names.empty() ? "" : ", ") + std::string(backend->name());
   }
-  return invalid("%s=\"%.*s\": must be one of %s; leave it out to let the library choose",
-                 by_environment ? "TESSERA_BACKEND" : "backend", static_cast<int>(name.size()),
-                 name.data(), names.c_str());
+  return invalid("%s=\"%s\": must be one of %s; leave it out to let the library choose",
+                 by_environment ? "TESSERA_BACKEND" : "backend", printable(name).c_str(),
+                 names.c_str());
 }
 
 Result<Device> import_device(const tessera_device* caller) {

@@ -18,7 +18,7 @@ using BackendList = std::span<const Backend* const>;
 std::string_view forced_backend(const Problem& problem);
 
 // The problem with TESSERA_BACKEND forced where it names none itself. TESSERA_INVALID when the name
-// is of no backend in the list.
+// is of no backend in the list, or another environment variable is wrong.
 Result<Problem> with_forced_backend(BackendList backends, const Problem& problem);
 
 // The device struct, or why it is illegal.
