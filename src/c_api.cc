@@ -336,6 +336,7 @@ int32_t tessera_dropout_mask_at(int64_t b, int64_t hq, int64_t sq, int64_t sk, d
     TESSERA_ASSIGN_OR_RETURN(args, dropout_mask_args(call, where));
     TESSERA_RETURN_IF_ERROR(validate_context(*ours));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
+    if (b == 0 || sq == 0 || sk == 0) return {};
     return backend->dropout_mask(args, *ours, where);
   });
 }

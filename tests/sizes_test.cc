@@ -124,6 +124,28 @@ TEST(Sizes, AWorkspaceBeyondSixtyThreeBitsNamesTheExtent) {
   EXPECT_NE(answer.message.find("sk=2251799813685248"), std::string::npos) << answer.message;
 }
 
+TEST(Sizes, NothingIsWalkedForNothing) {
+  constexpr int64_t kHuge = int64_t{1} << 50;
+  Error e;
+  const int64_t state[] = {1, 2};
+  EXPECT_EQ(tessera_dropout_mask(1, 1, kHuge, 0, 0.5, state, nullptr, &kCpu, nullptr, &e),
+            TESSERA_OK)
+      << e.message;
+
+  tessera_problem p = forward({kHuge, 0, 1, 1, 1, 1, 1});  // one length for all sequences
+  give(p, TESSERA_SEQLENS_K, TESSERA_INT32, {kHuge});
+  ASSERT_EQ(describe(p, {TESSERA_O}, &e), TESSERA_OK) << e.message;
+  int32_t length = 1;
+  float one = 1;
+  tessera_buffers b{};
+  b.struct_size = sizeof b;
+  b.data[TESSERA_SEQLENS_K] = &length, b.data[TESSERA_K] = b.data[TESSERA_V] = &one;
+  EXPECT_EQ(tessera_validate(&p, &kCpu, &b, &e), TESSERA_OK) << e.message;
+  length = 2;
+  EXPECT_EQ(tessera_validate(&p, &kCpu, &b, &e), TESSERA_INVALID);
+  EXPECT_TRUE(e.says("seqlens_k[0]=2")) << e.message;
+}
+
 // Random extents of up to 2^60, both passes and all formats: what is accepted has room for what a
 // call holds for each sequence, and for the rows of a worker.
 TEST(Sizes, NothingWraps) {

@@ -123,12 +123,25 @@ Status check_overlap(const Problem& p, const Buffers& b) {
   return {};
 }
 
+// Items of a rule that differ: where each is read from one place, the first tells of all.
+int64_t distinct_items(const ValueRule& rule) {
+  switch (rule.kind) {
+    case ValueRule::kSeqlens:
+    case ValueRule::kStarts:
+    case ValueRule::kShift:
+      return rule.tensor.stride[0] == 0 ? std::min<int64_t>(rule.items, 1) : rule.items;
+    default:
+      return rule.items;
+  }
+}
+
 // The elements of lengths and tables, which only the CPU can read.
 Status check_values(const Problem& p, const Buffers& b) {
   const ValueRules rules(p, b);
   BadValue bad;
   for (int r = 0; r < rules.count; ++r) {
-    for (int64_t item = 0; item < rules.rule[r].items; ++item) {
+    const int64_t items = distinct_items(rules.rule[r]);
+    for (int64_t item = 0; item < items; ++item) {
       if (breaks(rules, r, item, &bad)) return refuse(p, rules.rule[r], bad);
     }
   }

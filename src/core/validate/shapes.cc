@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/validate/shapes.h"
 
+#include "core/count.h"
 #include "core/validate/validate.h"
 
 namespace tessera {
@@ -15,7 +16,7 @@ int64_t positions(const Problem& p, bool packed, uint32_t flag, int64_t max_seql
 // Scales of the blocks of a sequence; without blocks one.
 Axis scale_axis(int64_t extent, int32_t block, const char* name) {
   if (block <= 0) return {1, name};
-  return {extent < 0 ? extent : (extent + block - 1) / block, name, true};
+  return {extent < 0 ? extent : Count{extent}.pieces(block).value(), name, true};
 }
 
 // k and v, where k says what v follows.
