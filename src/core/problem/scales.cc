@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "core/count.h"
+
 namespace tessera {
 
 double scale_at(const Problem& p, const Buffers& b, int index, int64_t n, int64_t h, int64_t i) {
@@ -63,9 +65,9 @@ Problem problem_of_values(const Problem& problem) {
     if (!given(problem, index)) continue;
     Tensor& t = values.tensor[index];
     t.dtype = TESSERA_FP32;
-    int64_t stride = 1;
+    Count stride = 1;
     for (int axis = 3; axis >= 0; --axis) {
-      t.stride[axis] = t.extent[axis] <= 1 ? 0 : stride;
+      t.stride[axis] = t.extent[axis] <= 1 ? 0 : stride.value();
       stride *= t.extent[axis];
     }
   }

@@ -19,7 +19,7 @@ class ConvertedPlan final : public Plan {
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
     const Problem inner = problem_of_kernels(problem);
     const Copies copies = take_copies(problem, inner, nullptr);
-    return copies.bytes + inner_->workspace_bytes(inner, num_threads);
+    return (Count{copies.bytes} + inner_->workspace_bytes(inner, num_threads)).value();
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
