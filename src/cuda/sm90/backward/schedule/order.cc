@@ -121,13 +121,27 @@ int64_t bytes_of_heads(const Params& p, int group) {
   return std::max<int64_t>(int64_t{group} * p.sq * bytes_of_row, 1);
 }
 
+// What tiles in flight may read and add to: L2, of which those that take turns use more.
+int64_t bytes_in_flight(const BackwardKernel& kernel, const Params& p) {
+  if (!kernel.tile.deterministic) return kL2Bytes;
+  return p.right >= 0 ? kL2BytesInTurn : 2 * kL2Bytes;
+}
+
+// Key heads that stand side by side over packed keys, a divisor of all: as many as have in L2 what
+// tiles of the longest sequence share. Those of short ones share little.
+int section_of_packed(const BackwardKernel& kernel, const Params& p, int64_t longest) {
+  const int64_t bytes = std::max<int64_t>(bytes_of_heads(p, 1) / std::max(p.sq, 1) * longest, 1);
+  int section = static_cast<int>(std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes, 1, p.hk));
+  while (p.hk % section != 0) --section;
+  return section;
+}
+
 // Key heads of a section, before the model has a say. group: as of bytes_of_heads().
 int section_to_begin_with(const BackwardKernel& kernel, const Params& p, int multiprocessors,
                           int heads, int tiles_n, int group) {
   const bool in_turn = kernel.tile.deterministic, is_causal = p.right >= 0;
-  const int64_t in_flight = !in_turn ? kL2Bytes : is_causal ? kL2BytesInTurn : 2 * kL2Bytes;
-  int section =
-      static_cast<int>(std::clamp<int64_t>(in_flight / bytes_of_heads(p, group), 1, heads));
+  int section = static_cast<int>(
+      std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes_of_heads(p, group), 1, heads));
   if (in_turn) {
     section = std::min({group > 1 ? kMostInTurn : section, kMostInTurn,
                         is_causal && group == 1 ? std::max(heads / 2, 1) : heads});
@@ -292,7 +306,9 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int multi
   a.alternates = !in_turn && is_causal && p.group > 1 && a.heads_inner && !p.thd_k;
 
   const int64_t bytes_of_head = bytes_of_heads(p, group);
-  int per_section = section_to_begin_with(kernel, p, multiprocessors, heads, tiles_n, group);
+  int per_section = p.thd_k
+                        ? section_of_packed(kernel, p, most_queries(problem))
+                        : section_to_begin_with(kernel, p, multiprocessors, heads, tiles_n, group);
   // Deterministic tiles wait for each other, and the lengths of packed ones are not known.
   const bool is_foreseen = !in_turn && !p.thd_q && !p.thd_k &&
                            !(kernel.features & (kMasks | kSegments)) && a.sequences == 1;
@@ -317,6 +333,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int multi
                                                                           : 0;
   }
   set_order(order, heads, tiles_n, a);
+  if (p.thd_k) a.per_section = Divisor::of(per_section * (a.tiles / p.hk));  // slots, not tiles
   a.num_arrivals = heads * a.stored_parts * 4 * BackwardTile::kOwners;
   if (runs_in_sections(kernel, multiprocessors, a)) a.ahead = order.heads_per_section;
 }

@@ -50,12 +50,15 @@ struct KeySchedule {
     int n;
     tile.upwards = tile.descends = 0;
     if (p.thd_k) {
-      const int slot = index / p.hk;
+      const int section = a.per_section.quotient(index);
+      const int in_section = index - section * a.per_section.divisor;
+      const int slot = a.heads_per_section.quotient(in_section);
       tile.upwards = a.upward_sections > 0;
       const TileOfRows rows =
           tile_of_slot<SideOfKeys>(p, tile.upwards ? slot : a.tiles / p.hk - 1 - slot, kTileN);
       n = rows.n;
-      tile.kv_head = index - slot * p.hk;
+      tile.kv_head =
+          section * a.heads_per_section.divisor + in_section - slot * a.heads_per_section.divisor;
       tile.key0 = rows.begin;
     } else {
       n = place(a, index, tile) + turn;
