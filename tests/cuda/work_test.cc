@@ -41,9 +41,13 @@ struct Batch {
     give(p.thd_k ? TESSERA_CU_SEQLENS_K : TESSERA_SEQLENS_K, k);
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, queries);
     args.units = slots * packs();
+    args.queries = Divisor::of(queries);
+    args.packs = Divisor::of(packs());
+    args.packs_kv = Divisor::of(p.group / args.pack);
+    args.page_size = Divisor::of(1);
   }
   CellsOf cells(int n) const {
-    return CellsOf(args, sequence_of(args.params, n), queries, kStepKeys);
+    return CellsOf(args, unplaced_sequence_of(args.params, n), kStepKeys);
   }
 };
 
@@ -82,33 +86,25 @@ Batch draw(std::mt19937& random) {
   return batch;
 }
 
-// What find_start does: `threads` count runs of sequences, and one of them finds the cell's.
-Start start_of(const Batch& batch, int threads, int run, int most_runs) {
-  Start start{};
-  const int each = (batch.sequences() + threads - 1) / threads;
-  const auto count_of = [&](int thread) {
-    const int lo = min(thread * each, batch.sequences());
-    return count(batch.args, batch.queries, kStepKeys, lo, min(lo + each, batch.sequences()));
-  };
+struct Found {
+  Runs runs;
+  Start start;
+};
+
+// What find_start does: `lanes` count sequences, and the run begins behind some of them.
+Found find_start(const Batch& batch, int lanes, int run, int most_runs) {
+  const int each = (batch.sequences() + lanes - 1) / lanes;
+  std::vector<Counted> to;  // up to and with the lane
   Counted all{0, 0};
-  for (int thread = 0; thread < threads; ++thread) all = all.plus(count_of(thread));
-  start.all = all.cells;
-  start.runs = num_runs(batch.args, all.cells, most_runs);
-  const int cell = Runs(all.cells, start.runs).begin(run);
-  Counted before{0, 0};
-  int found = 0;
-  for (int thread = 0; thread < threads; ++thread) {
-    const Counted to = before.plus(count_of(thread));
-    if (before.cells <= cell && cell < to.cells) {
-      const int lo = min(thread * each, batch.sequences());
-      find_sequence(start, batch.args, batch.queries, kStepKeys, lo,
-                    min(lo + each, batch.sequences()), before, cell);
-      ++found;
-    }
-    before = to;
+  for (int lane = 0; lane < lanes; ++lane) {
+    const int lo = min(lane * each, batch.sequences());
+    all = all.plus(count(batch.args, kStepKeys, lo, min(lo + each, batch.sequences())));
+    to.push_back(all);
   }
-  EXPECT_EQ(found, run < start.runs ? 1 : 0);
-  return start;
+  const Runs runs(batch.args, all, most_runs);
+  int behind = 0;
+  while (behind < lanes && to[behind].in_row(runs.ends) <= runs.begin(run)) ++behind;
+  return {runs, {behind * each, behind > 0 ? to[behind - 1] : Counted{0, 0}}};
 }
 
 struct Placed {
@@ -119,9 +115,10 @@ struct Placed {
 std::vector<Placed> pieces_of(const Batch& batch, int threads, int most_runs) {
   std::vector<Placed> pieces;
   for (int run = 0; run < most_runs; ++run) {
-    const Start start = start_of(batch, threads, run, most_runs);
-    Walk walk(batch.args, batch.queries, kStepKeys, start, run);
-    for (; !walk.done(); walk.advance()) pieces.push_back({walk.piece(), walk.sequence().n, run});
+    const Found found = find_start(batch, threads, run, most_runs);
+    Walk walk(batch.args, kStepKeys, found.runs, found.start, run);
+    while (walk.next()) pieces.push_back({walk.piece(), walk.sequence().n, run});
+    EXPECT_FALSE(walk.next());
   }
   return pieces;
 }
@@ -183,21 +180,27 @@ void expect_whole_units(const Batch& batch, const std::map<Unit, std::vector<Pla
         ASSERT_EQ(piece.key_begin, pieces[part - 1].piece.key_end);
       }
       if (parts == 1) continue;
-      ASSERT_TRUE(taken.insert(piece.slot).second);
-      ASSERT_GE(piece.slot, 0);
-      ASSERT_LT(piece.slot, slots);
-      for (const Placed& other : pieces) ASSERT_EQ(other.piece.slot_of(part), piece.slot);
+      ASSERT_EQ(piece.part, part);
+      const int slot = piece.slot_of(part);
+      ASSERT_TRUE(taken.insert(slot).second);
+      ASSERT_GE(slot, 0);
+      ASSERT_LT(slot, slots);
+      for (const Placed& other : pieces) ASSERT_EQ(other.piece.slot_of(part), slot);
     }
   }
 }
 
-// Steps of keys of each CTA.
-std::vector<int> steps_of_runs(const std::vector<Placed>& pieces, int most_runs) {
-  std::vector<int> steps(most_runs);
+// Steps of keys of each CTA, and how many units it has beyond one.
+struct Load {
+  int steps = 0, others = -1;
+};
+std::vector<Load> loads_of_runs(const std::vector<Placed>& pieces, int most_runs) {
+  std::vector<Load> loads(most_runs);
   for (const Placed& placed : pieces) {
-    steps[placed.run] += (placed.piece.key_end - placed.piece.key_begin) / kStepKeys;
+    loads[placed.run].steps += (placed.piece.key_end - placed.piece.key_begin) / kStepKeys;
+    ++loads[placed.run].others;
   }
-  return steps;
+  return loads;
 }
 
 TEST(Work, EqualShares) {
@@ -208,19 +211,26 @@ TEST(Work, EqualShares) {
     int cells = 0;
     for (int n = 0; n < batch.sequences(); ++n) cells += batch.cells(n).all().cells;
     for (int most_runs = 1; most_runs <= 24; ++most_runs) {
+      batch.args.most_runs = most_runs;
       const int threads = 1 + static_cast<int>(random() % 9);
       const std::vector<Placed> pieces = pieces_of(batch, threads, most_runs);
       const auto units = by_unit(pieces);
       expect_whole_units(batch, units, 2 * most_runs);
       if (most_runs % 8 == 1) expect_all_rows(batch, units);
-      std::vector<int> steps = steps_of_runs(pieces, most_runs);
-      std::erase(steps, 0);  // of CTAs that are left over
-      ASSERT_EQ(steps.size(), std::min(most_runs, cells < 2 ? cells : cells / 2));
-      if (!steps.empty()) {
-        const auto [least, most] = std::ranges::minmax(steps);
-        ASSERT_LE(most - least, 1);
+      // A CTA with one unit more has fewer steps, and none has more than its run.
+      const std::vector<Load> loads = loads_of_runs(pieces, most_runs);
+      const Runs runs = find_start(batch, threads, 0, most_runs).runs;
+      ASSERT_EQ(runs.runs, std::min(most_runs, cells));
+      ASSERT_EQ(runs.ends, cells == 0 ? 0 : std::min(cells / (8 * runs.runs), 3));
+      int all = 0;
+      for (int run = 0; run < most_runs; ++run) {
+        const Load& load = loads[run];
+        all += load.steps;
+        const int whole = run < runs.runs ? runs.begin(run + 1) - runs.begin(run) : 0;
+        ASSERT_LE(load.steps + runs.ends * std::max(load.others, 0), whole);
+        ASSERT_GE(load.steps + runs.ends * (load.others + 2), whole);  // at both ends
       }
-      ASSERT_EQ(std::accumulate(steps.begin(), steps.end(), 0), cells);
+      ASSERT_EQ(all, cells);
       if (HasFatalFailure()) FAIL() << "problem " << problem << ", " << most_runs << " CTAs";
     }
   }
@@ -282,9 +292,9 @@ TEST(Work, TablesThatOverlap) {
     for (const int most_runs : {1, 5, 13}) {
       std::map<int, std::pair<int, int>> counts;  // pieces seen, pieces said
       for (int run = 0; run < most_runs; ++run) {
-        const Start start = start_of(batch, 4, run, most_runs);
-        Walk walk(batch.args, batch.queries, kStepKeys, start, run);
-        for (int piece = 0; !walk.done() && piece < 20'000; ++piece, walk.advance()) {
+        const Found found = find_start(batch, 4, run, most_runs);
+        Walk walk(batch.args, kStepKeys, found.runs, found.start, run);
+        for (int piece = 0; walk.next() && piece < 20'000; ++piece) {
           ASSERT_GE(walk.sequence().n, 0);
           ASSERT_LT(walk.sequence().n, p.batch);
           const Piece at = walk.piece();

@@ -186,6 +186,7 @@ bool stays_plain(const Problem& problem, int64_t queries, int64_t units) {
 
 const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
   const bool plain = (features_of(problem) & ~uint32_t{kOther}) == kLean &&
+                     !has_positions(problem) &&
                      problem.tensor[TESSERA_V].dtype == problem.tensor[TESSERA_K].dtype;
   if (!plain) return nullptr;
   // The least tile that holds a group's heads of all queries; else the largest, with some of them.

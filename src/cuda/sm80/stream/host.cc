@@ -90,7 +90,12 @@ Status run_stream(const Problem& problem, const Buffers& buffers, const Params& 
   StreamArgs args{};
   args.params = params;
   args.pack = cut.pack;
+  args.queries = Divisor::of(kernel.tile.rows / cut.pack);
+  args.packs = Divisor::of(params.hq / cut.pack);
+  args.packs_kv = Divisor::of(params.group / cut.pack);
+  args.page_size = Divisor::of(std::max(params.page_size, 1));
   args.units = static_cast<int>(cut.units);
+  args.most_runs = static_cast<int>(cut.slots / 2);
   args.chunks = static_cast<int>(cut.chunks);
   args.least_steps = static_cast<int>(cut.least_steps);
   args.mark = next_mark();

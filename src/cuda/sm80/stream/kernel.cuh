@@ -35,76 +35,75 @@ __global__ void __launch_bounds__(S::kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = warp / S::kTeam, thread = threadIdx.x % (32 * S::kTeam);
   const int first_row = warp % S::kTeam * 8 * S::kGroups;
-  const int queries = S::kRows / args.pack;
-  find_start(smem.start, args, queries, S::kStepKeys);
-  Walk walk(args, queries, S::kStepKeys, smem.start, blockIdx.x);
-  for (; !walk.done(); walk.advance()) {
+  const Found found = find_start(args, S::kStepKeys);
+  for (Walk walk(args, S::kStepKeys, found.runs, found.start, blockIdx.x); walk.next();) {
     const Piece piece = walk.piece();
     const Sequence& sequence = walk.sequence();
-    const int head0 = piece.pack * args.pack;
+    const int head0 = piece.pack * args.pack, queries = args.queries.divisor;
+    const int kv_head = args.packs_kv.quotient(piece.pack);
     const TileRows rows{piece.row0, head0, args.pack};
     const FewRows tile{p, sequence, rows, queries * args.pack};
 
-    const QueryRows q_rows =
-        query_rows(p, TESSERA_Q, sequence, head0, piece.row0, args.pack, tile.used);
-    KeyLoader<S> k_loader(p, TESSERA_K, sequence, head0 / p.group, p.dqk, thread);
-    KeyLoader<S> v_loader(p, TESSERA_V, sequence, head0 / p.group, p.dv, thread);
+    // ---- copies: q with the first block of keys, then a ring of blocks for each team ----
+    KeyCopies<S> copies(args, sequence, kv_head, thread);
     const Interval visible = sequence.band.keys(piece.row0, piece.row0 + queries);
     const Interval clean = sequence.band.keys_of_all(piece.row0, piece.row0 + queries);
-    const int end = min(piece.key_end, visible.hi);
+    // Every team takes as many steps, so that all come to the same barriers.
+    const int keys = min(piece.key_end, visible.hi) - piece.key_begin;
+    const int steps = max((keys + S::kStepKeys - 1) / S::kStepKeys, 1);
     const int key_begin = piece.key_begin + team * S::kKeys;
-    const auto load = [&](int key0, int stage) {
-      if (key0 < end) {
-        auto& to = smem.ring[team][stage];
-        k_loader.copy(to.k, key0, visible);
-        v_loader.copy(to.v, key0, visible);
-        k_loader.fetch(key0 + S::kStepKeys, visible);
-        v_loader.fetch(key0 + S::kStepKeys, visible);
-      }
-      commit_copies();  // empty at the end, so that counting stays simple
-    };
-    const auto meet = [&] {
-      if constexpr (S::kTeam == 1) {
-        __syncwarp();
-      } else {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(32 * S::kTeam) : "memory");
-      }
-    };
-
-    k_loader.fetch(key_begin, visible);
-    v_loader.fetch(key_begin, visible);
-#pragma unroll
-    for (int s = 0; s < S::kStages - 1; ++s) load(key_begin + s * S::kStepKeys, s);
-    load_q<T, S>(smem, q_rows, p.tensor[TESSERA_Q], p.dqk);
-    __syncthreads();
+    copies.fetch(key_begin);
+    load_q<T, S>(smem, query_rows(p, TESSERA_Q, sequence, head0, piece.row0, args.pack, tile.used),
+                 p.tensor[TESSERA_Q], p.dqk);
 
     float to_log2 = logit_scale<T>(p);
     if (const View& k_scale = p.tensor[TESSERA_K_SCALE]; k_scale.data) {
-      to_log2 *=
-          load_float(k_scale.data, offset_of(k_scale, sequence.n, head0 / p.group), TESSERA_FP32);
-    }
-    float scale[S::kGroups][2];
-#pragma unroll
-    for (int n = 0; n < S::kGroups; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        scale[n][e] = to_log2;
-        if constexpr (S::kFp8) scale[n][e] *= smem.q_scale[first_row + 8 * n + lane % 4 * 2 + e];
-      }
+      to_log2 *= load_float(k_scale.data, offset_of(k_scale, sequence.n, kv_head), TESSERA_FP32);
     }
 
+    // ---- the keys: as block `step` is copied, the one kAhead before it is added ----
+    constexpr int kAhead = S::kStages - 1;
     StreamRows<S> result;
-    int stage = 0;
-    for (int key0 = key_begin; key0 < end; key0 += S::kStepKeys) {
-      wait_for_copies<S::kStages - 2>();
-      meet();  // all copies of the team are there, and the stage to be filled has been used
-      load(key0 + (S::kStages - 1) * S::kStepKeys, stage == 0 ? S::kStages - 1 : stage - 1);
-      const bool all_see = key0 >= clean.lo && key0 + S::kKeys <= clean.hi;
-      result.add(smem.ring[team][stage], smem.q + first_row * S::kQStride, scale, key0, all_see,
-                 [&](int n, int e) {
-                   return sequence.band.row(rows.query(first_row + 8 * n + lane % 4 * 2 + e));
-                 });
-      stage = stage + 1 == S::kStages ? 0 : stage + 1;
+    float scale[S::kGroups][2];
+    int stage = 0, key0 = key_begin - kAhead * S::kStepKeys;
+#pragma unroll 1
+    for (int step = -kAhead; step < steps; ++step, key0 += S::kStepKeys) {
+      const int next = stage + 1 == S::kStages ? 0 : stage + 1;
+      if (step >= 0) {
+        wait_for_copies<S::kStages - 2>();
+        // The block is there, at first with q, and the stage to be filled has been used.
+        if (step == 0) {
+          __syncthreads();
+#pragma unroll
+          for (int n = 0; n < S::kGroups; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              scale[n][e] = to_log2;
+              if constexpr (S::kFp8) {
+                scale[n][e] *= smem.q_scale[first_row + 8 * n + lane % 4 * 2 + e];
+              }
+            }
+          }
+        } else if constexpr (S::kTeam == 1) {
+          __syncwarp();
+        } else {
+          asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(32 * S::kTeam) : "memory");
+        }
+      }
+      if (step + kAhead < steps) {
+        const int ahead = key0 + kAhead * S::kStepKeys;
+        copies.copy(smem.ring[team][stage], ahead);
+        copies.fetch(ahead + S::kStepKeys);
+      }
+      commit_copies();  // empty at the end, so that counting stays simple
+      if (step >= 0) {
+        const bool all_see = key0 >= clean.lo && key0 + S::kKeys <= clean.hi;
+        result.add(smem.ring[team][next], smem.q + first_row * S::kQStride, scale, key0, all_see,
+                   [&](int n, int e) {
+                     return sequence.band.row(rows.query(first_row + 8 * n + lane % 4 * 2 + e));
+                   });
+      }
+      stage = next;
     }
 
     // ---- the teams' parts, then the rows ----
@@ -113,30 +112,31 @@ __global__ void __launch_bounds__(S::kThreads)
     result.store(smem.parts, team, first_row);
     __syncthreads();
     constexpr int kQuads = S::kD / 4;
-    for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
-      const int row = i / kQuads, column = i % kQuads * 4;
-      RowSum total;
-#pragma unroll
-      for (int t = 0; t < S::kTeams; ++t) {
-        total.add(smem.parts.max[t][row], smem.parts.sum[t][row],
-                  *reinterpret_cast<const float4*>(&smem.parts.o[t][row][column]));
-      }
-      if (piece.parts == 1) {
-        tile.finish(row, column, total);
-      } else {
-        const int64_t at = int64_t{piece.slot} * S::kRows + row;
+    bool finishes = true;
+    if (piece.parts > 1) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
+        const int row = i / kQuads, column = i % kQuads * 4;
+        const RowSum total = sum_of_teams<S>(smem, row, column);
+        const int64_t at = int64_t{piece.slot_of(piece.part)} * S::kRows + row;
         __stcg(reinterpret_cast<float4*>(args.part_o + at * S::kD + column), total.o);
         if (column == 0) __stcg(args.part_sums + at, make_float2(total.max, total.sum));
       }
-    }
-    if (piece.parts > 1) {
       __syncthreads();  // the CTA has written its part
       if (warp == 0) {
         const bool last = brings_last(args, piece);
         if (lane == 0) smem.last = last;
       }
       __syncthreads();
-      if (smem.last) merge_parts<S>(smem, args, piece, tile);
+      finishes = smem.last;
+    }
+    const int quads = finishes ? tile.used * kQuads : 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i - lane < quads; i += S::kThreads) {  // by whole warps
+      const int row = min(i / kQuads, tile.used - 1), column = i % kQuads * 4;
+      const RowSum total = piece.parts == 1 ? sum_of_teams<S>(smem, row, column)
+                                            : sum_of_parts<S>(args, piece, row, column);
+      if (i < quads) tile.template finish<T>(row, column, total);
     }
     __syncthreads();  // the parts are free
   }

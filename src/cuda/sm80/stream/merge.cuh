@@ -13,13 +13,18 @@ struct RowSum {
   float max = -kInfinity, sum = 0;
   float4 o{0, 0, 0, 0};
 
-  __device__ __forceinline__ void add(float part_max, float part_sum, const float4& x) {
-    const float most = fmaxf(max, part_max), top = most == -kInfinity ? 0 : most;
-    const float own = exp2_approx(max - top), other = exp2_approx(part_max - top);
-    o = {o.x * own + x.x * other, o.y * own + x.y * other, o.z * own + x.z * other,
-         o.w * own + x.w * other};
-    sum = sum * own + part_sum * other;
+  // Brings what was added to a larger maximum, and answers what to subtract from those of parts.
+  __device__ __forceinline__ float raise(float most) {
+    most = fmaxf(max, most);
+    const float top = most == -kInfinity ? 0 : most, own = exp2_approx(max - top);
+    o = {o.x * own, o.y * own, o.z * own, o.w * own};
+    sum *= own;
     max = most;
+    return top;
+  }
+  __device__ __forceinline__ void add(const float4& x, float weight) {
+    o.x += x.x * weight, o.y += x.y * weight;
+    o.z += x.z * weight, o.w += x.w * weight;
   }
 };
 
@@ -30,6 +35,7 @@ struct FewRows {
   TileRows rows;
   int used;  // rows
 
+  template <typename T>
   __device__ __forceinline__ void finish(int row, int column, const RowSum& total) const {
     const int query = rows.query(row), head = rows.head(row);
     if (query < sequence.q.owned_lo || query >= sequence.q.owned_hi) return;
@@ -40,88 +46,108 @@ struct FewRows {
                  total.max * kLn2);
     }
     const RowResult result = finish_row(p, head, total.max, total.sum, exists);
+    // What nobody sees is 0 whatever was added up.
+    const bool any = total.sum != 0;
     const float factor = result.factor * v_scale_of(p, sequence.n, head);
+    const float values[4] = {any ? total.o.x * factor : 0, any ? total.o.y * factor : 0,
+                             any ? total.o.z * factor : 0, any ? total.o.w * factor : 0};
     const int64_t stored = sequence.q.first + query;
     const View& out = p.tensor[TESSERA_O];
     const int64_t at = offset_of(out, sequence.q.batch, stored, head) + column;
-    const bool any = total.sum != 0;
-    const float values[4] = {any ? total.o.x * factor : 0, any ? total.o.y * factor : 0,
-                             any ? total.o.z * factor : 0, any ? total.o.w * factor : 0};
+    if (out.dtype == dtype_of<T>() && out.vector_bytes >= 8 && column + 4 <= p.dv) {
+      *reinterpret_cast<uint2*>(static_cast<T*>(out.data) + at) = {pack<T>(values[0], values[1]),
+                                                                   pack<T>(values[2], values[3])};
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (column + i < p.dv) store_float(out.data, at + i, out.dtype, values[i]);
+      for (int i = 0; i < 4; ++i) {
+        if (column + i < p.dv) store_float(out.data, at + i, out.dtype, values[i]);
+      }
     }
     const View& lse = p.tensor[TESSERA_LSE];
     if (column == 0 && lse.data) {
       static_cast<float*>(lse.data)[offset_of(lse, sequence.q.batch, head, stored)] = result.lse;
     }
   }
+
+ private:
+  template <typename T>
+  static constexpr int dtype_of() {
+    return __is_same(T, __half) ? TESSERA_FP16 : TESSERA_BF16;
+  }
 };
 
-// The rows of a unit, from all of its parts. First the weights of the parts, a warp a row; then the
-// columns, with many loads in flight, because all other CTAs may be waiting for this one.
+// Four columns of a row of a tile from the teams' parts.
 template <typename S>
-__device__ __forceinline__ void merge_parts(typename S::Storage& smem, const StreamArgs& args,
-                                            const Piece& piece, const FewRows& tile) {
-  const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < tile.used; row += S::kWarps) {
-    float max = -kInfinity, sum = 0;
-    for (int part = lane; part < piece.parts; part += 32) {
-      const float2 sums = __ldcg(args.part_sums + int64_t{piece.slot_of(part)} * S::kRows + row);
-      smem.merge.weights.max[part][row] = sums.x;
-      const float most = fmaxf(max, sums.x), top = most == -kInfinity ? 0 : most;
-      sum = sum * exp2_approx(max - top) + sums.y * exp2_approx(sums.x - top);
-      max = most;
-    }
-    float most = max;
+__device__ __forceinline__ RowSum sum_of_teams(const typename S::Storage& smem, int row,
+                                               int column) {
+  float most = -kInfinity;
 #pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2)
+  for (int t = 0; t < S::kTeams; ++t) most = fmaxf(most, smem.parts.max[t][row]);
+  RowSum total;
+  const float top = total.raise(most);
+#pragma unroll
+  for (int t = 0; t < S::kTeams; ++t) {
+    const float weight = exp2_approx(smem.parts.max[t][row] - top);
+    total.sum += smem.parts.sum[t][row] * weight;
+    total.add(*reinterpret_cast<const float4*>(&smem.parts.o[t][row][column]), weight);
+  }
+  return total;
+}
+
+// Four floats from L2, or `x` as it was. In its place: the compiler moves other loads to where they
+// are used, one after the other.
+__device__ __forceinline__ void load_if(bool exists, float4& x, const float* from) {
+  asm volatile(
+      "{\n"
+      ".reg .pred exists;\n"
+      "setp.ne.b32 exists, %5, 0;\n"
+      "@exists ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+      : "l"(from), "r"(static_cast<int>(exists)));
+}
+
+// The same from all parts of a unit, by all lanes of a warp together, with many loads in flight: all
+// other CTAs may be waiting for this one. Lanes that have a row together divide the sums of its
+// parts.
+template <typename S>
+__device__ __forceinline__ RowSum sum_of_parts(const StreamArgs& args, const Piece& piece, int row,
+                                               int column) {
+  constexpr int kLanes = 16;  // of a row, and parts at once
+  static_assert(S::kD / 4 % kLanes == 0);
+  constexpr int kPart = S::kRows * S::kD;  // floats from slot to slot
+  const int lane = threadIdx.x % 32, own = lane % kLanes, parts = piece.parts;
+  const float* const first = args.part_o + int64_t{piece.first_slot} * kPart + row * S::kD + column;
+  const float* next = args.part_o + int64_t{piece.next_slots} * kPart + row * S::kD + column;
+  RowSum total;
+#pragma unroll 1
+  for (int part0 = 0; part0 < parts; part0 += kLanes, next += kLanes * kPart) {
+    float2 sums{-kInfinity, 0};
+    if (part0 + own < parts) {
+      sums = __ldcg(args.part_sums + int64_t{piece.slot_of(part0 + own)} * S::kRows + row);
+    }
+    float4 x[kLanes];
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j) {
+      x[j] = {0, 0, 0, 0};
+      load_if(part0 + j < parts, x[j], j == 0 && part0 == 0 ? first : next + j * kPart);
+    }
+    float most = sums.x;
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
       most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-    sum *= exp2_approx(max - (most == -kInfinity ? 0 : most));
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    if (lane == 0) smem.merge.weights.total[row] = {most, sum};
-  }
-  __syncthreads();
-  constexpr int kQuads = S::kD / 4, kAtOnce = S::kCopies > 0 ? S::kCopies : 16;
-  for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
-    const int row = i / kQuads, column = i % kQuads * 4;
-    RowSum total;
-    total.max = smem.merge.weights.total[row].x, total.sum = smem.merge.weights.total[row].y;
-    const float top = total.max == -kInfinity ? 0 : total.max;
-    const auto quad_of = [&](int part) {
-      const int64_t slot = piece.slot_of(min(part, piece.parts - 1));
-      return reinterpret_cast<const float4*>(args.part_o + (slot * S::kRows + row) * S::kD +
-                                             column);
-    };
-    const auto add = [&](int part, const float4& x) {
-      const float weight = exp2_approx(smem.merge.weights.max[part][row] - top);
-      total.o.x += x.x * weight, total.o.y += x.y * weight;
-      total.o.z += x.z * weight, total.o.w += x.w * weight;
-    };
-    for (int part0 = 0; part0 < piece.parts; part0 += kAtOnce) {
-      if constexpr (S::kCopies > 0) {
-        // To a place of the thread's own: it waits for nobody else.
-        const int count = min(kAtOnce, piece.parts - part0);
-        const auto copy = [&](int j) { return &smem.merge.copies.of[j][threadIdx.x]; };
-#pragma unroll 8
-        for (int j = 0; j < count; ++j) copy_async<16>(copy(j), quad_of(part0 + j), 16);
-        commit_copies();
-        wait_for_copies<0>();
-#pragma unroll 4
-        for (int j = 0; j < count; ++j) add(part0 + j, *copy(j));
-      } else {
-        float4 x[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) x[j] = __ldcg(quad_of(part0 + j));
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (part0 + j < piece.parts) add(part0 + j, x[j]);
-        }
-      }
     }
-    tile.finish(row, column, total);
+    const float own_weight = exp2_approx(sums.x - total.raise(most));
+    float sum = sums.y * own_weight;
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    total.sum += sum;
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j) {
+      total.add(x[j], __shfl_sync(~0u, own_weight, lane - own + j));
+    }
   }
+  return total;
 }
 
 }  // namespace tessera::cuda::sm80

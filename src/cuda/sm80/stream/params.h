@@ -5,6 +5,7 @@
 
 #include <vector_types.h>
 
+#include "cuda/common/divisor.h"
 #include "cuda/common/params.h"
 
 namespace tessera::cuda::sm80 {
@@ -12,7 +13,12 @@ namespace tessera::cuda::sm80 {
 struct StreamArgs {
   Params params;
   int pack;           // query heads that share a tile; divides the group
+  Divisor queries;    // of a tile
+  Divisor packs;      // of a sequence's heads
+  Divisor packs_kv;   // of the heads that share k and v
+  Divisor page_size;  // 1: no pages
   int units;          // at most, by shapes
+  int most_runs;      // CTAs that the workspace has slots for, two for each
   int chunks;         // most parts of a unit where they may not depend on the batch; 0: they may
   int least_steps;    // of such a part
   uint64_t mark;      // of this launch, not 0

@@ -92,6 +92,7 @@ struct StreamRows {
         for (float& x : s[i][n]) x = 0;
       }
     }
+    Scores odd = {};  // of every other step: two chains of products instead of one
 #pragma unroll
     for (int step = 0; step < S::kD / 32; ++step) {
       uint32_t b[S::kGroups][4];
@@ -107,8 +108,16 @@ struct StreamRows {
 #pragma unroll
         for (int n = 0; n < S::kGroups; ++n) {
           M::multiply_n8(s[i][n], a[0], b[n]);
-          M::multiply_n8(s[i][n], a[1], b[n] + 2);
+          M::multiply_n8(odd[i][n], a[1], b[n] + 2);
         }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSubs; ++i) {
+#pragma unroll
+      for (int n = 0; n < S::kGroups; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[i][n][c] += odd[i][n][c];
       }
     }
   }

@@ -35,33 +35,13 @@ struct Stream {
     float o[kTeams][kRows][kD + 4];
     float max[kTeams][kRows], sum[kTeams][kRows];
   };
-  struct Weights {  // of the parts of a unit
-    float max[kMostParts][kRows];
-    float2 total[kRows];  // maximum, sum
-  };
-  // Quads of parts that a thread has on their way as it sums, as many as there is room for behind
-  // the weights.
-  static constexpr int kRoom = (int(sizeof(Stage) * kTeams * kStages) - int(sizeof(Weights))) /
-                               int(kThreads * sizeof(float4));
-  static constexpr int kCopies = kRoom >= 32 ? 32 : kRoom >= 16 ? 16 : kRoom >= 8 ? 8 : 0;
-
-  struct Copies {
-    alignas(16) float4 of[kCopies > 0 ? kCopies : 1][kThreads];
-  };
-  struct NoCopies {};
-
   struct Storage {
     Element q[kRows * kQStride];
     float q_scale[kRows];  // what a row of q was divided by
-    Start start;
     bool last;
     union {
       Stage ring[kTeams][kStages];
       Parts parts;
-      struct {
-        Weights weights;
-        [[no_unique_address]] std::conditional_t<(kCopies > 0), Copies, NoCopies> copies;
-      } merge;
     };
   };
 };

@@ -4,12 +4,16 @@
 //
 // A unit is a tile of rows of a sequence with the heads that share it; its keys are cut into cells:
 // of one step each, or, where the cut may not depend on the rest of the batch, of a share of the
-// sequence's own. All cells of all units stand in one row, by sequence, tile, heads, keys; each CTA
-// takes an equal run of them. A piece is what a CTA has of one unit, or, in the second case, one
-// cell; a unit of several pieces is summed by the CTA that brings the last.
+// sequence's own. All cells of all units stand in one row, by sequence, tile, heads, keys, before
+// each unit some that are empty and stand for what its beginning costs; each CTA takes an equal run
+// of them. A piece is what a CTA has of one unit, or, in the second case, one cell; a unit of
+// several pieces is summed by the CTA that brings the last.
 //
-// Nothing here but the search of a CTA's threads for its run needs a GPU: tests/cuda/work_test.cc
-// deals out small problems on the host.
+// All of this is the way to a CTA's first load, by code that has not run before: each thing is
+// written once, and divided without dividing.
+//
+// Nothing here but the sum over a warp needs a GPU: tests/cuda/work_test.cc deals out small
+// problems on the host.
 #pragma once
 
 #include "cuda/common/sequence.cuh"
@@ -17,6 +21,24 @@
 #include "cuda/sm80/stream/tile.h"
 
 namespace tessera::cuda::sm80 {
+
+// x / d of x below 2^30, where there are less than 2^20 of d in it.
+__device__ inline int few_of(int d, int x) {
+#ifdef __CUDA_ARCH__
+  int quotient = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(d)));
+  quotient -= quotient * d > x;  // off by one at most
+  quotient += (quotient + 1) * d <= x;
+  return quotient;
+#else
+  return x / d;
+#endif
+}
+
+// A sequence of a problem without positions, which stream/ has none of.
+__device__ inline Sequence unplaced_sequence_of(const Params& p, int n) {
+  const Rows q = rows_of<SideOfQueries>(p, n), k = rows_of<SideOfKeys>(p, n);
+  return {n, q, k, Band::of(p, q.length, k.length)};
+}
 
 // Sums of cells and of units. Tables that no caller may give, whose sequences overlap, could name
 // more than an int counts: sums end at kMostCells, where the units that the workspace has room
@@ -28,6 +50,8 @@ struct Counted {
     constexpr int kMost = kMostCells;
     return {min(cells + other.cells, kMost), min(units + other.units, kMost)};
   }
+  // With `ends` empty cells before each unit.
+  __device__ int in_row(int ends) const { return cells + ends * units; }
 };
 
 // The cells of a sequence.
@@ -38,207 +62,192 @@ struct CellsOf {
   int steps;                // of keys; at least 1, because rows that see nothing are written too
   int steps_a_cell, cells;  // of a unit
 
-  __device__ CellsOf(const StreamArgs& args, const Sequence& sequence, int queries, int step_keys) {
+  __device__ CellsOf() {}
+  __device__ CellsOf(const StreamArgs& args, const Sequence& sequence, int step_keys) {
     const Rows& q = sequence.q;
-    row0 = (q.owned_lo - (q.owned_lo < 0 ? queries - 1 : 0)) / queries * queries;
-    const int tiles = max(q.owned_hi - row0 + queries - 1, 0) / queries;
-    units = tiles * (args.params.hq / args.pack);
+    const int before = q.owned_lo < 0
+                           ? args.queries.quotient(-q.owned_lo + args.queries.divisor - 1)
+                           : -args.queries.quotient(q.owned_lo);
+    row0 = -before * args.queries.divisor;
+    const int tiles = args.queries.quotient(max(q.owned_hi - row0 + args.queries.divisor - 1, 0));
+    units = tiles * args.packs.divisor;
     const Interval visible = sequence.band.keys(0, q.length);
     first_key = visible.empty() ? 0 : visible.lo / step_keys * step_keys;
     steps = visible.empty() ? 1 : (visible.hi - first_key + step_keys - 1) / step_keys;
     steps_a_cell = 1;
+    cells = steps;
     if (args.chunks > 0) {
       steps_a_cell = max((steps + args.chunks - 1) / args.chunks, args.least_steps);
+      cells = (steps + steps_a_cell - 1) / steps_a_cell;
     }
-    cells = (steps + steps_a_cell - 1) / steps_a_cell;
   }
   __device__ Counted all() const { return {units * cells, units}; }
 };
 
-// The sequence in which a run of cells begins, and what comes before it.
-struct Start {
-  int n;
-  Counted before;
-  int all, runs;         // of the whole problem: cells, and what they are cut into
-  Counted of_warps[32];  // of the threads of each
-};
-
-// How many runs there are: one for each CTA, as long as each has two steps, which it reads at once,
-// or a share.
-__device__ inline int num_runs(const StreamArgs& args, int cells, int most) {
-  return min(most, args.chunks > 0 || cells < 2 ? cells : cells / 2);
-}
-
-// Cells in runs of equal length, the first `longer` of one cell more.
+// The row of cells, cut into runs of equal length, the first `longer` of one cell more.
 struct Runs {
-  int runs, cells, longer;
+  int ends;  // empty cells before each unit
+  int runs, cells = 0, longer = 0;
 
-  __device__ Runs(int all, int runs) : runs(runs) {
-    cells = runs > 0 ? all / runs : 0;
-    longer = all - runs * cells;
+  // all: of the whole problem; most: CTAs. A unit's beginning costs a CTA that has others about
+  // three steps.
+  __device__ Runs(const StreamArgs& args, const Counted& all, int most) {
+    runs = min(most, all.cells);
+    ends = 0;
+    if (runs <= 0) return;
+    if (args.chunks == 0) ends = min(few_of(8 * runs, all.cells), 3);
+    const int in_row = all.in_row(ends);
+    cells = few_of(runs, in_row);
+    longer = in_row - runs * cells;
   }
   __device__ int begin(int run) const { return run * cells + min(run, longer); }
   __device__ int of(int cell) const {
     const int in_longer = longer * (cells + 1);
-    return cell < in_longer ? cell / (cells + 1) : longer + (cell - in_longer) / cells;
+    const bool is_longer = cell < in_longer;
+    return (is_longer ? 0 : longer) +
+           few_of(is_longer ? cells + 1 : cells, is_longer ? cell : cell - in_longer);
   }
+};
+
+// The sequence from which on a run's cells lie, and what comes before it.
+struct Start {
+  int n;
+  Counted before;
 };
 
 struct Piece {
   int unit, pack, row0;
   int key_begin, key_end;
   int parts;  // pieces of the unit
-  int slot;   // where this one's part goes
-  int first_slot, first_run;
-  bool chunked;
+  // Where parts go: part 0, which ends a run that may have begun with another unit's, apart from the
+  // others, which follow each other.
+  int first_slot, next_slots;
+  int part;  // which this one is
 
-  __device__ int slot_of(int part) const {
-    return chunked ? first_slot + part : 2 * (first_run + part) + (part == 0 ? 1 : 0);
-  }
+  __device__ int slot_of(int part) const { return part == 0 ? first_slot : next_slots + part; }
 };
 
-// Walks the pieces of one run.
+// Walks the pieces of one run: for (Walk walk(...); walk.next();) ... walk.piece() ...
 class Walk {
  public:
-  __device__ Walk(const StreamArgs& args, int queries, int step_keys, const Start& start, int run)
+  __device__ Walk(const StreamArgs& args, int step_keys, const Runs& runs, const Start& start,
+                  int run)
       : args_(args),
-        queries_(queries),
         step_keys_(step_keys),
-        runs_(start.all, start.runs),
-        run_(run) {
-    if (run >= runs_.runs) return;
-    at_ = runs_.begin(run);
-    end_ = runs_.begin(run + 1);
-    n_ = start.n;
-    before_ = start.before;
-    resolve();
+        runs_(runs),
+        run_(run),
+        n_(start.n),
+        before_(start.before) {
+    if (run >= runs.runs) return;
+    at_ = runs.begin(run);
+    end_ = runs.begin(run + 1);
   }
 
-  __device__ bool done() const { return at_ >= end_; }
+  // Goes on to the next piece, the first at first. False: there is none, however often one asks.
+  __device__ bool next() {
+    at_ += taken_;
+    if (!goes_on()) return false;
+    const int all = cells_.cells + runs_.ends, local = at_ - before_.in_row(runs_.ends);
+    unit_ = local / all;
+    cell_ = local - unit_ * all - runs_.ends;
+    if (cell_ < 0) {  // among the empty ones: the unit begins behind them
+      at_ -= cell_;
+      cell_ = 0;
+    }
+    taken_ = args_.chunks > 0 ? 1 : max(min(cells_.cells - cell_, end_ - at_), 0);
+    return taken_ > 0;
+  }
   __device__ const Sequence& sequence() const { return sequence_; }
 
   __device__ Piece piece() const {
-    const CellsOf cells(args_, sequence_, queries_, step_keys_);
-    const int local = at_ - before_.cells, unit = local / cells.cells;
-    const int cell = local - unit * cells.cells;
-    const int packs = args_.params.hq / args_.pack;
-    const int count = cells_of_piece(cells, cell);
-    const int first = at_ - cell;  // cell of the unit
+    const int tile = args_.packs.quotient(unit_);
     Piece piece;
-    piece.unit = before_.units + unit;
-    piece.pack = unit % packs;
-    piece.row0 = cells.row0 + unit / packs * queries_;
-    const int steps_end = min((cell + count) * cells.steps_a_cell, cells.steps);
-    piece.key_begin = cells.first_key + cell * cells.steps_a_cell * step_keys_;
-    piece.key_end = cells.first_key + steps_end * step_keys_;
-    piece.chunked = args_.chunks > 0;
-    piece.first_slot = piece.unit * args_.chunks;
-    piece.first_run = runs_.of(first);
-    piece.parts =
-        piece.chunked ? cells.cells : runs_.of(first + cells.cells - 1) - piece.first_run + 1;
-    piece.slot = piece.slot_of(piece.chunked ? cell : run_ - piece.first_run);
+    piece.unit = before_.units + unit_;
+    piece.pack = unit_ - tile * args_.packs.divisor;
+    piece.row0 = cells_.row0 + tile * args_.queries.divisor;
+    const int steps_end = min((cell_ + taken_) * cells_.steps_a_cell, cells_.steps);
+    piece.key_begin = cells_.first_key + cell_ * cells_.steps_a_cell * step_keys_;
+    piece.key_end = cells_.first_key + steps_end * step_keys_;
+    if (args_.chunks > 0) {
+      piece.parts = cells_.cells, piece.part = cell_;
+      piece.first_slot = piece.next_slots = piece.unit * args_.chunks;
+      return piece;
+    }
+    const int first = at_ - cell_;  // cell of the unit
+    const int first_run = runs_.of(first);
+    piece.parts = runs_.of(first + cells_.cells - 1) - first_run + 1;
+    piece.part = run_ - first_run;
+    piece.first_slot = args_.most_runs + first_run, piece.next_slots = first_run;
     return piece;
   }
 
-  __device__ void advance() {
-    const CellsOf cells(args_, sequence_, queries_, step_keys_);
-    at_ += cells_of_piece(cells, (at_ - before_.cells) % cells.cells);
-    if (done() || at_ - before_.cells < cells.all().cells) return;
-    before_ = before_.plus(cells.all());
-    ++n_;
-    resolve();
-  }
-
  private:
-  __device__ int cells_of_piece(const CellsOf& cells, int cell) const {
-    return args_.chunks > 0 ? 1 : min(cells.cells - cell, end_ - at_);
-  }
-
-  // The sequence of cell at_, from n_ on. Tables that no caller may give could name more units than
-  // the workspace has room for: the walk ends there.
-  __device__ void resolve() {
-    for (;; ++n_) {
-      if (n_ >= args_.params.batch) break;
-      sequence_ = sequence_of(args_.params, n_);
-      const CellsOf cells(args_, sequence_, queries_, step_keys_);
-      if (cells.units > args_.units - before_.units) break;
-      if (cells.units > 0) return;
+  // Finds the sequence of cell at_, from n_ on. Tables that no caller may give could name more
+  // units than the workspace has room for: the walk ends there.
+  __device__ bool goes_on() {
+    if (at_ >= end_) return false;
+    for (;; is_known_ = false, ++n_, before_ = before_.plus(cells_.all())) {
+      if (!is_known_) {
+        if (n_ >= args_.params.batch) return false;
+        sequence_ = unplaced_sequence_of(args_.params, n_);
+        cells_ = CellsOf(args_, sequence_, step_keys_);
+        is_known_ = true;
+      }
+      if (cells_.units > args_.units - before_.units) return false;
+      if (at_ < before_.plus(cells_.all()).in_row(runs_.ends)) return true;
     }
-    end_ = at_;
   }
 
   const StreamArgs& args_;
-  const int queries_, step_keys_;
+  const int step_keys_;
   const Runs runs_;
   const int run_;
-  int at_ = 0, end_ = 0, n_ = 0;
-  Counted before_{0, 0};
+  int at_ = 0, end_ = 0, n_;
+  int unit_ = 0, cell_ = 0, taken_ = 0;
+  bool is_known_ = false;
+  Counted before_;
   Sequence sequence_;
+  CellsOf cells_;
 };
 
 // What sequences [lo, hi) have.
-__device__ inline Counted count(const StreamArgs& args, int queries, int step_keys, int lo,
-                                int hi) {
+__device__ inline Counted count(const StreamArgs& args, int step_keys, int lo, int hi) {
   Counted sum{0, 0};
+#ifdef __CUDACC__
+#pragma unroll 1
+#endif
   for (int n = lo; n < hi; ++n) {
-    sum = sum.plus(CellsOf(args, sequence_of(args.params, n), queries, step_keys).all());
+    sum = sum.plus(CellsOf(args, unplaced_sequence_of(args.params, n), step_keys).all());
   }
   return sum;
 }
 
-// Sets n and before to the sequence of [lo, hi) that has the cell; before: what comes before lo.
-__device__ inline void find_sequence(Start& start, const StreamArgs& args, int queries,
-                                     int step_keys, int lo, int hi, Counted before, int cell) {
-  int n = lo;
-  for (; n < hi - 1; ++n) {
-    const Counted to =
-        before.plus(CellsOf(args, sequence_of(args.params, n), queries, step_keys).all());
-    if (cell < to.cells) break;
-    before = to;
-  }
-  start.n = n;
-  start.before = before;
-}
-
 #ifdef __CUDACC__
-// Where the run of this CTA begins, found by all of its threads together, each of which counts a
-// run of sequences. Ends with a barrier.
-__device__ inline void find_start(Start& start, const StreamArgs& args, int queries,
-                                  int step_keys) {
-  const int threads = blockDim.x, each = (args.params.batch + threads - 1) / threads;
-  const int lo = min(static_cast<int>(threadIdx.x) * each, args.params.batch);
-  const int hi = min(lo + each, args.params.batch);
-  // Sums of the threads up to and with this one, then of those before it.
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Counted to = count(args, queries, step_keys, lo, hi);
+// Counts all sequences and finds where the run of this CTA begins: each warp for itself, whose
+// lanes count some each.
+struct Found {
+  Runs runs;
+  Start start;
+};
+__device__ __forceinline__ Found find_start(const StreamArgs& args, int step_keys) {
+  const int lane = threadIdx.x % 32, each = (args.params.batch + 31) / 32;
+  const int lo = min(lane * each, args.params.batch);
+  Counted to = count(args, step_keys, lo, min(lo + each, args.params.batch));
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const Counted other{__shfl_up_sync(~0u, to.cells, distance),
                         __shfl_up_sync(~0u, to.units, distance)};
     if (lane >= distance) to = to.plus(other);
   }
-  Counted before{__shfl_up_sync(~0u, to.cells, 1), __shfl_up_sync(~0u, to.units, 1)};
-  if (lane == 0) before = {0, 0};
-  if (lane == 31) start.of_warps[warp] = to;
-  __syncthreads();
-  Counted all{0, 0}, of_warps_before{0, 0};
-  for (int w = 0; w < threads / 32; ++w) {
-    if (w == warp) of_warps_before = all;
-    all = all.plus(start.of_warps[w]);
-  }
-  before = before.plus(of_warps_before);
-  to = to.plus(of_warps_before);
-  const int runs = num_runs(args, all.cells, gridDim.x);
-  const int cell = Runs(all.cells, runs).begin(blockIdx.x);
-  if (threadIdx.x == 0) start.all = all.cells, start.runs = runs;
-  if (before.cells <= cell && cell < to.cells) {
-    find_sequence(start, args, queries, step_keys, lo, hi, before, cell);
-  }
-  __syncthreads();
+  const Counted all{__shfl_sync(~0u, to.cells, 31), __shfl_sync(~0u, to.units, 31)};
+  const Runs runs(args, all, gridDim.x);
+  // The lane behind whose sequences the run's first cell lies, and the next lane's begin.
+  const unsigned behind = __ballot_sync(~0u, to.in_row(runs.ends) <= runs.begin(blockIdx.x));
+  const int lanes = __popc(behind), last = max(lanes, 1) - 1;
+  const Counted before{__shfl_sync(~0u, to.cells, last), __shfl_sync(~0u, to.units, last)};
+  return {runs, {lanes * each, lanes > 0 ? before : Counted{0, 0}}};
 }
-#endif
 
-#ifdef __CUDACC__
 // Announces a piece of several to the others of its unit, by a warp that comes from a barrier of
 // the CTA; true for one of them, which then sees what all of them have written.
 //
@@ -253,13 +262,15 @@ __device__ inline bool brings_last(const StreamArgs& args, const Piece& piece) {
     return args.announced[piece.slot_of(part)];
   };
   if (lane == 0) {
-    __threadfence();  // what the CTA has written comes before the word
-    *const_cast<volatile unsigned long long*>(args.announced + piece.slot) = args.mark;
+    // What the CTA has written comes before the word.
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    *const_cast<volatile unsigned long long*>(args.announced + piece.slot_of(piece.part)) =
+        args.mark;
     __threadfence();  // the word before the looks: one of any two sees the other's
   }
   __syncwarp();
   bool all = true;
-#pragma unroll 4
+#pragma unroll 1
   for (int part = lane; part < piece.parts; part += 32) all &= word(part) == args.mark;
   if (!__all_sync(~0u, all)) return false;
   bool first = false;
@@ -267,6 +278,7 @@ __device__ inline bool brings_last(const StreamArgs& args, const Piece& piece) {
     first = atomicCAS(args.announced + piece.slot_of(0), args.mark, 0ull) == args.mark;
   }
   if (!__shfl_sync(~0u, first, 0)) return false;
+#pragma unroll 1
   for (int part = 1 + lane; part < piece.parts; part += 32) word(part) = 0;
   __threadfence();
   return true;

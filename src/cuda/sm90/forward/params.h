@@ -5,27 +5,10 @@
 #include <cuda.h>
 #include <vector_types.h>
 
+#include "cuda/common/divisor.h"
 #include "cuda/common/params.h"
 
 namespace tessera::cuda::sm90 {
-
-// Division by a number that the host knows, for dividends below 2^31: one multiplication.
-struct Divisor {
-  int divisor;
-  uint32_t factor, shift;
-
-  static Divisor of(int divisor) {
-    uint32_t shift = 0;
-    while ((int64_t{1} << shift) < divisor) ++shift;
-    const uint64_t factor = ((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor;
-    return {divisor, static_cast<uint32_t>(factor), shift};
-  }
-#ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int x) const {
-    return static_cast<int>(__umulhi(static_cast<uint32_t>(x) * 2, factor) >> shift);
-  }
-#endif
-};
 
 constexpr int kNoSpan = -1;  // as both ends
 
