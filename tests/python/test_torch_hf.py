@@ -302,6 +302,19 @@ def test_ranges_say_what_the_functions_say():
                 assert torch.equal(shown.expand(2, 1, q, kv), dense)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("keys", [2, 4, 7])
+def test_a_users_integer_mask_is_asked_what_it_means(dtype, keys):
+    """Neither added to scores nor read as key ranges, which int32 with 2 or 4 keys looks like."""
+    module, q = torch.nn.Identity(), torch.randn(1, 2, keys, 16, device=DEVICE)
+    mask = torch.ones(1, 1, keys, keys, device=DEVICE).tril().to(dtype)
+    with pytest.raises(ValueError, match=r"attention_mask\.dtype=.*True = visible.*== 0 if 1 means hidden"):
+        tessera.hf.attention_forward(module, q, q, q, mask)
+    o, causal = (tessera.hf.attention_forward(module, q, q, q, each)[0] for each in (
+        mask.bool(), tessera.hf.attention_mask(batch_size=1, q_length=keys, kv_length=keys, device=DEVICE)))
+    torch.testing.assert_close(o, causal)
+
+
 def test_users_functions_become_a_logged_mask(caplog):
     config = MODELS["llama"]()
     config._attn_implementation = "tessera"

@@ -67,17 +67,23 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             sink=None if s_aux is None else s_aux.float())), None
     packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
     keywords = {}
+    is_ours = isinstance(attention_mask, Mask)
     if isinstance(attention_mask, CausalMask):  # as in eager, the mask decides, whatever the module says
         attention_mask, is_causal, sliding_window = None, True, None
-    elif isinstance(attention_mask, Mask):
+    elif is_ours:
         attention_mask = attention_mask.plain()
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         keywords.update(_band(causal, sliding_window, query.shape[2], packed))
-    elif attention_mask.dtype == torch.int32:
+    elif is_ours and attention_mask.dtype == torch.int32:
         keywords["key_ranges"] = attention_mask
     elif attention_mask.dtype == torch.bool:
         keywords["keep"] = attention_mask[..., :key.shape[2]]
+    elif not attention_mask.is_floating_point():
+        raise ValueError(
+            f"tessera.hf: {type(module).__name__}: attention_mask.dtype={attention_mask.dtype}: must be bool, "
+            "True = visible, or floating point, added to the scores; use attention_mask.bool() if 1 means "
+            "visible, attention_mask == 0 if 1 means hidden")
     else:
         mask = attention_mask[..., :key.shape[2]]
         position_bias = mask if position_bias is None else position_bias + mask
