@@ -107,13 +107,14 @@ class Arguments:
         self.spelling[tensor] = name if part is None else f"{name}[{part}]"
         return info
 
-    def put_new(self, tensor: str, dtype: str, shape, order) -> tuple[int, ...]:
-        """Describes a contiguous output that the front end will allocate."""
-        strides, step = [], 1
-        for extent in reversed(shape):
-            strides.append(step)
-            step *= max(extent, 1)
-        self._describe(tensor, _lib.DTYPES[dtype], shape, strides[::-1], order)
+    def put_new(self, tensor: str, dtype: str, shape, order, strides=None) -> tuple[int, ...]:
+        """Describes an output that the front end will allocate, row-major unless it has `strides`."""
+        if strides is None:
+            strides, step = [0] * len(shape), 1
+            for axis in reversed(range(len(shape))):
+                strides[axis] = step
+                step *= max(shape[axis], 1)
+        self._describe(tensor, _lib.DTYPES[dtype], shape, strides, order)
         return tuple(shape)
 
     def want(self, tensor: str, order, dtype: str | None = None):

@@ -72,6 +72,68 @@ def test_strides_of_any_kind():
     close(tt.scaled_dot_product_attention(q, k, v), THEIRS(q, k, v))
 
 
+IN_MEMORY = ["bhse", "bshe", "sbhe", "hbse", "shbe", "hsbe"]
+
+
+def in_memory(order, b=2, h=3, s=5, e=8, fused=False, seed=0):
+    """[b, h, s, e] with its axes in memory as in `order`; fused: a third of a projection's result."""
+    size = dict(b=b, h=h, s=s, e=e)
+    x = normal(*(size[axis] for axis in order), seed=seed)
+    if fused:
+        x = torch.cat([x, x, x], -1)[..., :e]
+    return x.permute([order.index(axis) for axis in "bhse"]).requires_grad_()
+
+
+@pytest.mark.parametrize("extents", [{}, dict(s=1), dict(h=1), dict(b=1), dict(b=1, s=1), dict(h=1, s=1)], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", IN_MEMORY)
+def test_results_have_the_strides_of_the_original(order, fused, extents):
+    """o, and the gradients in their inputs' order, eager and as fake tensors say it."""
+    q, k, v = (in_memory(order, fused=fused, seed=i, **extents) for i in range(3))
+    theirs = THEIRS(q, k, v)
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
+    for keywords in ({}, {"attn_mask": mask}, {"enable_gqa": True}, {"scale": -0.3}):
+        ours = tt.scaled_dot_product_attention(q, k, v, **keywords)
+        assert ours.stride() == theirs.stride()
+    ours = tt.attention(q, k, v, layout="bhsd")
+    close(ours, theirs)
+    gradients = torch.autograd.grad(ours.sum(), (q, k, v))
+    for gradient, x in zip(gradients, (q, k, v)):
+        assert gradient.stride() == torch.empty_like(x).stride()
+    same_gradients(tt.scaled_dot_product_attention(q, k, v), theirs, (q, k, v))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        fake = tt.scaled_dot_product_attention(*fakes)
+    assert all(a == b or n == 1 for a, b, n in zip(fake.stride(), theirs.stride(), theirs.shape))
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (4, 2, 3, 5, 8)])
+def test_other_ranks_are_contiguous_as_the_originals(shape):
+    order = (*range(len(shape) - 3), len(shape) - 2, len(shape) - 3, len(shape) - 1) if len(shape) > 2 else (0, 1)
+    x = normal(*(shape[axis] for axis in order)).permute(order)
+    assert tt.scaled_dot_product_attention(x, x, x).stride() == THEIRS(x, x, x).stride()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_tutorials_block_runs_under_the_patch(compiled):
+    """PyTorch's tutorial views what attention returned, and copies nothing."""
+    def block(x):
+        b, s, d = x.shape
+        q, k, v = (part.view(b, s, 2, d // 6).transpose(1, 2) for part in x.chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y, y.transpose(1, 2).view(b, s, d // 3), y.transpose(1, 2).reshape(b, s, d // 3)
+
+    torch._dynamo.reset()
+    x = normal(2, 5, 48)
+    expected = block(x)[1]
+    with tt.patch_sdpa():
+        y, viewed, reshaped = (torch.compile(block, fullgraph=True, backend="aot_eager") if compiled
+                               else block)(x)
+    close(viewed, expected)
+    close(reshaped, expected)
+    assert reshaped.data_ptr() == y.data_ptr()
+
+
 def test_signature_is_the_original():
     theirs = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, " \
         "enable_gqa=False"

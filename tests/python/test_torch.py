@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.torch in eager mode: autograd, agreement with PyTorch's own attention, strides, dropout,
 what is refused. That each feature is right is for the cases (check --through torch)."""
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -372,6 +373,26 @@ def test_both_kernels_agree(monkeypatch):
     assert_same(tt._ops.attention_out(mine, *arguments),
                 _kernels.attention_out(yours, *arguments), rtol=0, atol=0)
     assert_same([mine, yours], [o, o], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dv", [8, 4])
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_both_kernels_lay_results_out_alike(order, dv):
+    """In the order of q's axes in memory, and for gradients in that of their inputs; expanded ones too."""
+    if not tt._ops.has_binding:
+        pytest.skip("libtessera_torch.so was not built")
+    from tessera.torch import _kernels
+    shape, back = [(2, 3, 5)[axis] for axis in order], [order.index(axis) for axis in range(3)]
+    q, k, v = (torch.randn(*shape, d).permute(*back, 3) for d in (8, 8, dv))
+    for k, v in ((k, v), (k[:, :1].expand_as(k), v[:, :1].expand_as(v))):
+        inputs = dict.fromkeys(tt._describe.INPUTS) | dict(q=q, k=k, v=v)
+        arguments = tt._describe.pack([*inputs.values()], tt._describe.scalars({"layout": "bhsd"}), False)
+        ours, theirs = tt._ops.attention(*arguments), _kernels.attention(*arguments)
+        backward = torch.randn_like(ours[0]), *ours[:2], None, 7, *arguments
+        for a, b in ((ours, theirs), (tt._ops.attention_backward(*backward), _kernels.attention_backward(*backward))):
+            assert [x.stride() for x in a] == [x.stride() for x in b]
+            assert_same(a, b, rtol=0, atol=0)
+        assert ours[0].permute(*order, 3).is_contiguous()
 
 
 def test_an_operator_is_told_no_more_than_it_must():

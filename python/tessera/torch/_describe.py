@@ -189,7 +189,7 @@ class Call:
         if same_lengths:
             a.problem.flags |= _lib.SAME_LENGTHS
         self.given = dict(given)
-        self.outputs: dict[str, tuple] = {}  # name -> (shape, dtype)
+        self.outputs: dict[str, tuple] = {}  # name -> (shape, dtype, order)
         q, v = given["q"], given["v"]
         rows = _tensors.statistics_dtype(q)
         o_shape, lse_shape = _tensors.output_shape(q, v), _tensors.row_shape(q, a.layout_q)
@@ -238,8 +238,21 @@ class Call:
             whose = "out_dtype" if a.out_dtype else "q's dtype"
             raise a.error("out.dtype", out.dtype, f"must be {whose}, {dtype}")
 
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """New tensors for the outputs, described as they lie in memory."""
+        a, new = self.arguments, {}
+        for name, (shape, dtype, order) in self.outputs.items():
+            if name == "o":
+                new[name] = _tensors.empty_o(self.given["q"], self.given["v"], a.layout_q, dtype)
+            elif name in GRADIENT_OF:
+                new[name] = _tensors.empty_gradient(self.given[GRADIENT_OF[name]], name, dtype)
+            else:
+                new[name] = torch.empty(shape, dtype=dtype)
+            a.put_new(name, str(dtype)[len("torch."):], shape, order, new[name].stride())
+        return new
+
     def _new(self, name, shape, dtype, order):
-        self.outputs[name] = shape, dtype
+        self.outputs[name] = shape, dtype, order
         self.arguments.put_new(name, str(dtype)[len("torch."):], _tensors.hints(shape), order)
 
     def scalars(self) -> tuple:

@@ -102,8 +102,7 @@ def _run(call: _describe.Call) -> dict[str, torch.Tensor]:
     if q.device.type != "cpu":
         raise _lib.Refused(f"tessera.{call.arguments.operation}: q.device={str(q.device)!r}: needs "
                            "the compiled binding; build tessera with torch installed")
-    outputs = {name: torch.empty(shape, dtype=dtype)
-               for name, (shape, dtype) in call.outputs.items()}
+    outputs = call.allocate()
     num_threads = torch.get_num_threads()
     size = call.prepare(num_threads)
     workspace = torch.empty(size + 63, dtype=torch.uint8)

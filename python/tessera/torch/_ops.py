@@ -88,7 +88,8 @@ def _(*arguments):
     _refuse("attention", *call, max_logit=max_logit)
     q, _, v = arguments[:3]
     dtype = _describe.result_dtype(call[1][0], _describe.OUT_DTYPE, q.dtype)
-    return q.new_empty(_tensors.output_shape(q, v), dtype=dtype), *_row_outputs(*call, max_logit)
+    layout = tuple(_lib.FORMATS)[call[1][_FORMAT_Q]]
+    return _tensors.empty_o(q, v, layout, dtype), *_row_outputs(*call, max_logit)
 
 
 @torch.library.register_fake("tessera::attention_out", lib=_library)
@@ -113,9 +114,7 @@ def _(do, o, lse, dlse, wanted, *arguments):
     inputs, (flags, *_), _ = _describe.unpack(arguments)
     given = dict(zip(_describe.INPUTS, inputs))
     wide = _describe.result_dtype(flags, _describe.GRAD_DTYPE, None)
-    return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
-                             dtype=wide if name in ("dq", "dk", "dv") else None,
-                             memory_format=torch.contiguous_format)
+    return [_tensors.empty_gradient(given[_describe.GRADIENT_OF[name]], name, wide)
             for name in _kernels.grads_of(wanted)]
 
 

@@ -35,7 +35,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     at least, others broadcast; or jagged nested tensors [b, h, j, e]. attn_mask broadcasts to
     [..., hq, sq, sk]: boolean, True = visible, or added to the scores, of query's dtype or float32, with
     a gradient; or a torch.nn.attention.bias.CausalBias. is_causal is query i sees keys up to i.
-    enable_gqa lets hq be a multiple of hk. A row that sees nothing is 0.
+    enable_gqa lets hq be a multiple of hk. A row that sees nothing is 0. Up to four axes, the result lies
+    in memory as query does: [b, s, h, e].transpose(1, 2) makes it [b, s, h, ev] there.
 
     Raises a ValueError that is a RuntimeError too for what is illegal, and tessera.Refused, a
     RuntimeError, for what is legal but no backend has: float64, dropout_p=1.
@@ -78,10 +79,12 @@ def _general(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
     shape, (query, key, value) = _four_axes(query, key, value, enable_gqa)
     scale = keywords["softmax_scale"]
     if scale is not None and scale < 0:
-        query, keywords["softmax_scale"] = -query, -scale
+        key, keywords["softmax_scale"] = -key, -scale
     if attn_mask is not None:
         keywords.update(_mask(attn_mask, query, shape))
     o = _functions.attention(*_readable(query, key, value), **keywords)
+    if rank > 4:  # whose order PyTorch does not keep
+        o = o.contiguous()
     o = o.unflatten(0, shape[:-1]) if len(shape) > 2 else o
     return o if rank == o.dim() else o.reshape(o.shape[o.dim() - rank:])
 

@@ -82,3 +82,20 @@ def row_shape(q, layout: str) -> tuple:
     """The shape of lse: [b, hq, sq], packed [hq, t]."""
     b, s, h, _ = ORDERS[layout]
     return (q.shape[h], q.shape[s]) if b is None else (q.shape[b], q.shape[h], q.shape[s])
+
+
+def empty_o(q, v, layout: str, dtype: torch.dtype) -> torch.Tensor:
+    """A new o: of layout "bhsd" in memory as q is, like PyTorch's own attention, so that
+    o.transpose(1, 2).reshape(b, s, h * dv) copies nothing; of others, whose axes those are, row-major."""
+    shape = output_shape(q, v)
+    if layout != "bhsd":
+        return q.new_empty(shape, dtype=dtype)
+    like = q if q.shape[-1] == v.shape[-1] else q[..., :1].expand(shape)
+    return torch.empty_like(like, dtype=dtype)
+
+
+def empty_gradient(x, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    """A new gradient of x: dq, dk and dv in memory as x is."""
+    kept = name in ("dq", "dk", "dv")
+    return torch.empty_like(x, dtype=dtype if kept else None, memory_format=torch.preserve_format if kept
+                            else torch.contiguous_format)

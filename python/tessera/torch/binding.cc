@@ -102,6 +102,7 @@ class Call {
   }
 
   bool wants_max_logit() const { return wants_max_logit_; }
+  bool is_bhsd() const { return problem_.format_q == TESSERA_BHSD; }
   // PyTorch's dtypes of o, and of the gradient of a tensor of `scalar_type` (only q, k and v have
   // one of their own).
   int32_t out_type(int32_t scalar_type) const { return scalar_type_of(out_dtype_, scalar_type); }
@@ -128,14 +129,10 @@ class Call {
     }
   }
 
-  // A new contiguous tensor that the call fills.
-  Tensor output(int index, const int64_t* sizes, int64_t rank, int32_t scalar_type) {
-    std::array<int64_t, 4> strides{};
-    int64_t step = 1;
-    for (int64_t i = rank - 1; i >= 0; --i) {
-      strides[i] = step;
-      step *= std::max<int64_t>(sizes[i], 1);
-    }
+  // A new tensor without gaps that the call fills, its axes in the order of the strides `like`.
+  Tensor output(int index, const int64_t* sizes, int64_t rank, int32_t scalar_type,
+                const int64_t* like = nullptr) {
+    const std::array<int64_t, 4> strides = tessera_torch::dense_strides(sizes, like, rank);
     Tensor tensor = empty(rank, sizes, strides.data(), scalar_type);
     describe(problem_, index, paged(), {sizes, strides.data(), rank, scalar_type});
     check(aoti_torch_get_data_ptr(tensor.get(), &buffers_.data[index]));
@@ -260,7 +257,8 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   std::array<int64_t, 4> sizes{};
   std::copy_n(q.sizes, q.rank, sizes.begin());
   sizes[q.rank - 1] = v.sizes[v.rank - 1];
-  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, call.out_type(q.scalar_type));
+  const int64_t* like = call.is_bhsd() ? q.strides : nullptr;
+  const Tensor o = call.output(TESSERA_O, sizes.data(), q.rank, call.out_type(q.scalar_type), like);
   const auto [lse, max_logit] = row_outputs(call);
   call.run();
   stack[0] = from(o);
@@ -299,7 +297,8 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
     if ((wanted >> i & 1) == 0) continue;
     const Layout of(call.of(kOf[i]));
     gradients.push_back(call.output(TESSERA_DQ + static_cast<int>(i), of.sizes, of.rank,
-                                    call.grad_type(kOf[i], of.scalar_type)));
+                                    call.grad_type(kOf[i], of.scalar_type),
+                                    kOf[i] <= TESSERA_V ? of.strides : nullptr));
   }
   call.run();
   stack[0] = from(gradients);

@@ -5,6 +5,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <utility>
 
@@ -56,6 +58,32 @@ struct Layout {
     check(aoti_torch_get_dtype(tensor.get(), &scalar_type));
   }
 };
+
+// Strides of a new tensor of `sizes` without gaps, whose axes but the last lie in memory in the order of
+// `like` (null: row-major). Axes that `like` repeats (stride 0) stay beside their neighbours: the rule of
+// PyTorch's empty_like, which _tensors.py asks for fake tensors.
+inline std::array<int64_t, 4> dense_strides(const int64_t* sizes, const int64_t* like, int64_t rank) {
+  std::array<int64_t, 4> inner_first{}, strides{};
+  for (int64_t i = 0; i < rank; ++i) inner_first[i] = rank - 1 - i;
+  const auto is_outside = [&](int64_t a, int64_t b) {  // 1: a is, -1: b is, 0: either may be
+    if (like[a] == 0 || like[b] == 0) return 0;
+    if (like[a] != like[b]) return like[a] > like[b] ? 1 : -1;
+    return sizes[a] > sizes[b] ? 1 : 0;
+  };
+  for (int64_t i = 2; like != nullptr && i < rank; ++i) {
+    for (int64_t at = i, below = i - 1; below > 0; --below) {
+      const int order = is_outside(inner_first[below], inner_first[at]);
+      if (order < 0) break;
+      if (order > 0) std::swap(inner_first[below], inner_first[std::exchange(at, below)]);
+    }
+  }
+  int64_t step = 1;
+  for (int64_t i = 0; i < rank; ++i) {
+    strides[inner_first[i]] = step;
+    step *= std::max<int64_t>(sizes[inner_first[i]], 1);
+  }
+  return strides;
+}
 
 // Fills problem.tensor[index]; see describe.h.
 inline void describe(tessera_problem& problem, int index, bool paged, const Layout& layout) {
