@@ -225,7 +225,6 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
             _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))
         results = _apply(out, arguments)
     except _FAILURES as error:
-        _keywords.check_names("attention", keywords, _keywords.FORWARD)
         raise _diagnose("attention", {**given, **keywords}, error) from None
     wanted = options.get("return_lse", False), want_max_logit
     if key is not None and out is None and not any(x is not None for x in inputs[3:]):
@@ -315,7 +314,6 @@ def _compiled(q, k, v, keywords: dict):
     if _is_fp8(q):
         return _of_fp8({"q": q, "k": k, "v": v}, keywords)
     inputs, options, flags, out = _sorted(q, k, v, keywords)
-    _keywords.check_names("attention", keywords, _keywords.FORWARD)
     want_max_logit = options.get("return_max_logit", False)
     scalars = _describe.scalars(options, flags, inputs[_BIAS] is not None)
     q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype"))
@@ -326,6 +324,7 @@ def _compiled(q, k, v, keywords: dict):
 
 def _sorted(q, k, v, keywords: dict):
     """(inputs, options, flags) of _describe.sort, and out."""
+    _keywords.check_names("attention", keywords, _keywords.FORWARD)
     _complete("attention", q, keywords)
     if _describe.is_unbuilt(keywords):
         _check_unbuilt({"q": q, "k": k, "v": v, **keywords})
@@ -403,7 +402,6 @@ def _scalars(q, k, v, keywords: dict, options: dict, *more) -> tuple:
         pass
     except TypeError:  # something unhashable, which is illegal
         key = None
-    _keywords.check_names("attention", keywords, _keywords.FORWARD)
     scalars = _describe.Call("attention", {"q": q, "k": k, "v": v, **keywords}).scalars()
     if key is not None:
         if len(_kept) >= _MAX_KEPT:
