@@ -324,6 +324,28 @@ def test_nothing_is_written_where_there_is_no_room():
     assert torch.equal(k, kept)
 
 
+@pytest.mark.parametrize("module, word", [(fa2, "block_table"), (fa3, "page_table")])
+@pytest.mark.parametrize("lengths", [13, -1, torch.tensor([13, 2], dtype=torch.int32), torch.tensor([2, -1])])
+@pytest.mark.parametrize("paged", [True, False])
+def test_lengths_beyond_a_cache_are_named(module, word, lengths, paged):
+    """A RuntimeError, as the original's, that says which argument is too short."""
+    table = {word: torch.arange(6, dtype=torch.int32).view(2, 3)} if paged else {}
+    pool = normal(6, 4 if paged else 12, HK, D)
+    q = normal(2, 1, HQ, D)
+    with pytest.raises(RuntimeError, match=rf"cache_seqlens=(13|-1): .* 12, .*{word if paged else 'k_cache'}"):
+        module.flash_attn_with_kvcache(q, pool, pool, cache_seqlens=lengths, **table)
+    module.flash_attn_with_kvcache(q, pool, pool, cache_seqlens=12, **table)
+
+
+@pytest.mark.parametrize("module", [fa2, fa3])
+def test_rotary_tables_need_new_keys(module):
+    """The original refuses them; turning q alone is a result that no caller of it has seen."""
+    q, k, v = qkv(sk=9)
+    cos, sin = tables(D)
+    with pytest.raises(RuntimeError, match="rotary_cos: .*give k and v"):
+        module.flash_attn_with_kvcache(q, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=6)
+
+
 def test_a_cache_has_no_gradient():
     q, k, v = qkv(grad=True)
     assert not fa2.flash_attn_with_kvcache(q, k.detach(), v.detach()).requires_grad

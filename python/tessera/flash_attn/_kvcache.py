@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..torch import append_kv, rotate
+from ..torch._sdpa import IllegalArgument
 from . import _translate as to
 
 
@@ -31,6 +32,7 @@ class Cache(NamedTuple):
     batch_idx: torch.Tensor | None
     leftpad: torch.Tensor | None
     page_table: torch.Tensor | None
+    spelling: str = "page_table"  # the caller's word for it
 
 
 class Queries(NamedTuple):
@@ -45,7 +47,7 @@ def attend(name: str, q, k_cache, v_cache, *, new: New, rotary: Rotary, cache: C
     """out, or (out, lse)."""
     packed = queries.cu_seqlens is not None
     batch = len(queries.cu_seqlens) - 1 if packed else q.shape[0]
-    table, before = _pages(name, k_cache, cache, new, batch)
+    table, before = _pages(name, k_cache, cache, new, rotary, batch)
     start = before if cache.leftpad is None else before - cache.leftpad
     if rotary.offsets is not None:
         start = rotary.offsets
@@ -68,7 +70,7 @@ def attend(name: str, q, k_cache, v_cache, *, new: New, rotary: Rotary, cache: C
                         return_lse=return_lse, **band, **keywords, **score)
 
 
-def _pages(name: str, k_cache, cache: Cache, new: New, batch: int):
+def _pages(name: str, k_cache, cache: Cache, new: New, rotary: Rotary, batch: int):
     """(page table [b, pages] int32, lengths [b] int32) of the cache as it is."""
     device = k_cache.device
     if (new.k is None) != (new.v is None):
@@ -85,7 +87,11 @@ def _pages(name: str, k_cache, cache: Cache, new: New, batch: int):
                 raise ValueError(f"tessera.{name}: k_cache.shape={list(k_cache.shape)}: must have a "
                                  f"row for each of {batch} sequences, or cache_batch_idx")
         table = rows.to(torch.int32)[:, None]
+    if rotary.cos is not None and new.k is None:
+        raise IllegalArgument(f"tessera.{name}: rotary_cos: turns new keys, and the queries that go with them; give "
+                              "k and v, or turn q by tessera.torch.rotate")
     lengths = cache.seqlens
+    _check_lengths(name, cache, table.shape[1] * k_cache.shape[1])
     if lengths is None:
         if new.k is not None:
             raise ValueError(f"tessera.{name}: cache_seqlens: must be given with k and v, which are "
@@ -104,6 +110,21 @@ def _tokens(x, cu_seqlens, batch: int):
         return each // max(n, 1), each % max(n, 1), n
     sequence, places = to.sequence_of(cu_seqlens, x.shape[0])
     return sequence, (places - cu_seqlens[sequence]).long(), cu_seqlens.diff().to(torch.int32)
+
+
+def _check_lengths(name: str, cache: Cache, capacity: int):
+    """Lengths are of keys that have a place. On a GPU a tensor's values are not waited for."""
+    lengths = cache.seqlens
+    if isinstance(lengths, torch.Tensor):
+        if lengths.device.type != "cpu" or not lengths.numel() or torch.compiler.is_compiling():
+            return
+        least, most = map(int, lengths.aminmax())
+    else:
+        least = most = 0 if lengths is None else lengths
+    if least < 0 or most > capacity:
+        where = "k_cache" if cache.page_table is None else cache.spelling
+        raise IllegalArgument(f"tessera.{name}: cache_seqlens={least if least < 0 else most}: must be between 0 and "
+                              f"{capacity}, the positions that {where} has for a sequence")
 
 
 def _check_room(name: str, before, count, capacity: int):

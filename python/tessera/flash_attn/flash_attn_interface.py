@@ -95,7 +95,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
         "flash_attn_with_kvcache", q, k_cache, v_cache,
         new=_kvcache.New(k, v, None),
         rotary=_kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, None),
-        cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
+        cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"),
         causal=causal, window_size=window_size, return_lse=return_softmax_lse,
         **to.score(softmax_scale, softcap, alibi_slopes))
 
