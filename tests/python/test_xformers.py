@@ -131,8 +131,8 @@ def padded(kind, *more):
     return make(LENS_Q, PADDING, LENS_K, *more)
 
 
-def gappy(kind):
-    return kind.from_seqlens(LENS_Q, STARTS, LENS_K)
+def gappy(kind, starts=STARTS):
+    return kind.from_seqlens(LENS_Q, starts, LENS_K)
 
 
 BLOCKS = {
@@ -154,6 +154,12 @@ BLOCKS = {
     "GappyKeys": (lambda: gappy(xops.BlockDiagonalGappyKeysMask), everything, GAPPY, 18),
     "CausalWithOffsetGappyKeys":
         (lambda: gappy(xops.BlockDiagonalCausalWithOffsetGappyKeysMask), from_bottom_right, GAPPY, 18),
+    "GappyKeys descending": (lambda: gappy(xops.BlockDiagonalGappyKeysMask, [12, 7, 1, 18]), everything,
+                             places(LENS_K, [12, 7, 1]), 18),
+    "GappyKeys overlapping": (lambda: gappy(xops.BlockDiagonalCausalWithOffsetGappyKeysMask, [1, 3, 4, 18]),
+                              from_bottom_right, places(LENS_K, [1, 3, 4]), 18),
+    "GappyKeys of one place": (lambda: gappy(xops.BlockDiagonalGappyKeysMask, [2, 2, 2, 18]), everything,
+                               places(LENS_K, [2, 2, 2]), 18),
     "PagedPaddedKeys":
         (lambda: xops.PagedBlockDiagonalPaddedKeysMask.from_seqlens(LENS_Q, LENS_K, TABLE, PAGE),
          everything, PAGED, 18),
@@ -277,6 +283,18 @@ def test_dropout_and_forward():
     (lambda x: xops.LowerTriangularFromBottomRightLocalAttentionMask(0), ValueError, "window_size=0"),
     (lambda x: xops.BlockDiagonalMask.from_seqlens([1], [1, 2]), ValueError, "1 sequences"),
     (lambda x: xops.BlockDiagonalPaddedKeysMask.from_seqlens([1], 2, [3]), ValueError, "kv_seqlen"),
+    *((lambda x, make=make: xops.memory_efficient_attention(x, x, x, make()), ValueError, message)
+      for make, message in (
+          (lambda: xops.BlockDiagonalMask.from_seqlens([2, 1], [2, 3]), r"query.shape\[1\]=5: must be 3, "),
+          (lambda: xops.BlockDiagonalMask.from_seqlens([2, 4], [2, 3]), r"query.shape\[1\]=5: must be 6, "),
+          (lambda: xops.BlockDiagonalMask.from_seqlens([2, 3], [2, 4]).make_causal(), r"key.shape\[1\]=5: must be 6, "),
+          (lambda: xops.BlockDiagonalMask.from_seqlens([2, 3], [2, 2]), r"key.shape\[1\]=5: must be 4, "),
+          (lambda: xops.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 3, [2, 3]), r"key.shape\[1\]=5: must be 6 or"),
+          (lambda: xops.BlockDiagonalPaddedKeysMask.from_seqlens([2, 2], 2, [2, 1]), r"query.shape\[1\]=5: must be 4, "),
+          (lambda: xops.BlockDiagonalGappyKeysMask.from_seqlens([2, 3], [3, 0, 5], [3, 1]), r"must be 6 or more"),
+          (lambda: xops.BlockDiagonalGappyKeysMask.from_seqlens([2, 3], [-1, 0, 5], [2, 1]), r"not from -1"),
+          (lambda: xops.PagedBlockDiagonalPaddedKeysMask.from_seqlens([2, 2], [1, 1], TABLE[:2, :1] * 0, 1),
+           r"query.shape\[1\]=5: must be 4, "))),
 ])
 def test_what_is_illegal_or_refused_has_a_name(call, error, message):
     with pytest.raises(error, match=message):

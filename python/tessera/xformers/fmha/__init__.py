@@ -108,7 +108,8 @@ class _Call:
         if query.dim() == 5 and share_heads and key.stride(3) == value.stride(3) == 0:
             key, value = key[:, :, :, :1], value[:, :, :, :1]
         self.query, self.key, self.value = map(_with_heads, (query, key, value))
-        self.packed = isinstance(bias, Blocks)
+        self.packed, self.tokens = isinstance(bias, Blocks), self.key.shape[1]
+        self.rows = None  # of key, where sequences share some
         self.keywords = {"softmax_scale": scale, "dropout_p": p, **self._of_bias(bias)}
 
     def _of_bias(self, bias) -> dict:
@@ -130,8 +131,10 @@ class _Call:
         if self.query.shape[0] != 1 or self.key.shape[0] != 1:
             raise ValueError(f"tessera.xformers.{self.name}: query.shape={list(self.query_shape)}: must "
                              f"have b = 1 with {type(bias).__name__}")
+        bias.check_tokens("query", self.query.shape[1])
         self.query = self.query[0]
         self.key, self.value, keywords = bias.place(self.key, self.value)
+        self.rows = keywords.pop("rows", None)
         return {"layout": "thd", **keywords}
 
     def _dense(self, bias) -> dict:
@@ -156,7 +159,9 @@ class _Call:
             lse.reshape(lse.shape[0], -1, lse.shape[-1])
         g = _functions.attention_backward(do, self.query, self.key, self.value, o, rows.contiguous(),
                                           **self.keywords)
-        return g.dq, g.dk, g.dv
+        if self.rows is None:
+            return g.dq, g.dk, g.dv
+        return g.dq, *(x.new_zeros(self.tokens, *x.shape[1:]).index_add_(0, self.rows, x) for x in (g.dk, g.dv))
 
     def shaped(self, out):
         return out.reshape(*self.query_shape[:-1], out.shape[-1])

@@ -72,7 +72,15 @@ class Blocks(AttentionBias):
 
     def place(self, key, value) -> tuple:
         """(key, value, keywords) of the packed call: key and value are [tokens, h, d]."""
+        self.check_tokens("key", key.shape[1])
         return key[0], value[0], {**self.q_seqinfo.packed("q"), **self.k_seqinfo.packed("k")}
+
+    def check_tokens(self, name: str, tokens: int):
+        """query has the tokens of the sequences and no others; key may have more where its sequences lie in places."""
+        info = self.q_seqinfo if name == "query" else self.k_seqinfo
+        if not info.fits(tokens):
+            raise ValueError(f"tessera.xformers: {name}.shape[1]={tokens}: must be {info.extent}, the tokens of the "
+                             f"sequences of {type(self).__name__}")
 
     def materialize(self, shape, dtype=torch.float32, device="cpu"):
         queries, keys = shape[-2:]

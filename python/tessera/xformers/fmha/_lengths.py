@@ -60,6 +60,15 @@ class SeqLenInfo:
     def intervals(self) -> Iterable[tuple[int, int]]:
         yield from zip(self.seqstart_py, self.seqstart_py[1:])
 
+    def fits(self, tokens: int) -> bool:
+        """Whether an axis of `tokens` is what is divided here."""
+        return tokens == self.seqstart_py[-1]
+
+    @property
+    def extent(self) -> str:
+        """What fits, in words."""
+        return str(self.seqstart_py[-1])
+
     def split(self, x: torch.Tensor, batch_sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
         """x [1, tokens, ...] as a list of [batch size, length, ...]."""
         if x.shape[0] != 1 or x.shape[1] != self.seqstart_py[-1]:
@@ -108,6 +117,14 @@ class PaddedSeqLenInfo(SeqLenInfo):
     def intervals(self) -> Iterable[tuple[int, int]]:
         for start, length in zip(self.seqstart_py, self.seqlen_py):
             yield start, start + length
+
+    def fits(self, tokens):
+        return all(0 <= first and (end <= tokens or end == first) for first, end in self.intervals())
+
+    @property
+    def extent(self):
+        first, end = min(x for x, _ in self.intervals()), max(y for _, y in self.intervals())
+        return f"{end} or more" if first >= 0 else f"counted from 0, not from {first}"
 
     def split(self, x, batch_sizes=None):
         raise NotImplementedError("tessera.xformers: split: sequences in places with padding")

@@ -268,6 +268,16 @@ class BlockDiagonalGappyKeysMask(Blocks):
         return cls(SeqLenInfo.from_seqlens(q_seqlen, device=device),
                    GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, False, device=device))
 
+    def place(self, key, value):
+        """Places that are out of order, or that share keys, are copied one behind another: `rows` says which."""
+        starts, lengths = self.k_seqinfo.seqstart_py, self.k_seqinfo.seqlen_py
+        self.check_tokens("key", key.shape[1])
+        if all(start + length <= end for start, length, end in zip(starts, lengths, starts[1:])):
+            return super().place(key, value)
+        rows = torch.cat([torch.arange(first, end, device=key.device) for first, end in self.k_seqinfo.intervals()])
+        keys = SeqLenInfo.from_seqlens(lengths, device=key.device)
+        return key[0][rows], value[0][rows], {**self.q_seqinfo.packed("q"), **keys.packed("k"), "rows": rows}
+
     def make_paged(self, block_tables: torch.Tensor, page_size: int, notional_padding: int, paged_type):
         """The same over pages, for sequences that lie in places of notional_padding tokens."""
         if notional_padding % page_size:
