@@ -142,6 +142,22 @@ def test_packing_by_cumulative_lengths(name, positions, used):
     assert torch.bool not in used
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("positions, lengths", [(True, True), (True, False), (False, False)])
+def test_packing_by_the_collator_without_padding(name, positions, lengths, used):
+    """What DataCollatorWithFlattening makes, as TRL's packing hands it on: each sequence as if it were alone."""
+    eager, ours = build(MODELS[name]())
+    parts = tokens(b=1).split((5, 9, 3), 1)
+    collate = transformers.DataCollatorWithFlattening(return_position_ids=positions, return_seq_idx=True,
+                                                      return_flash_attn_kwargs=lengths)
+    batch = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+             for key, x in collate([{"input_ids": x[0].tolist()} for x in parts]).items() if key != "labels"}
+    logits = ours(**batch, use_cache=False).logits
+    expected = torch.cat([eager(x, use_cache=False).logits for x in parts], 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.bool not in used
+
+
 def test_packing_misuse_is_named():
     q, cu = torch.zeros(2, 4, 6, 8), torch.tensor([0, 6], dtype=torch.int32)
     module = torch.nn.Module()
@@ -149,6 +165,12 @@ def test_packing_misuse_is_named():
         tessera.hf.attention_forward(module, q, q, q, None, cu_seq_lens_q=cu)
     with pytest.raises(ValueError, match="batch has 2"):
         tessera.hf.attention_forward(module, q, q, q, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    for shape in ((2, 5), (3, 6), (6,)):
+        with pytest.raises(ValueError, match=r"seq_idx.shape=.*must be \[2, 6\]"):
+            tessera.hf.attention_forward(module, q, q, q, None, seq_idx=torch.zeros(shape, dtype=torch.int32))
+    with pytest.raises(ValueError, match="each of 7 keys; with a cache leave it out"):
+        k = torch.zeros(2, 4, 7, 8)
+        tessera.hf.attention_forward(module, q, k, k, None, seq_idx=torch.zeros(2, 6, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name, steps", [("llama", 7), ("gemma2", 3)])

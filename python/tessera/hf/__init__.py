@@ -42,14 +42,16 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       position_bias: torch.Tensor | None = None,
                       cu_seq_lens_q: torch.Tensor | None = None,
                       cu_seq_lens_k: torch.Tensor | None = None, max_length_q: int | None = None,
-                      max_length_k: int | None = None, **others: object
+                      max_length_k: int | None = None, seq_idx: torch.Tensor | None = None,
+                      **others: object
                       ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query, key, value [b, h, s, d] -> (o [b, s, h, d], None).
 
     attention_mask is what attention_mask() made, or a mask of the user's own: boolean (True = visible)
     or additive. Without one, is_causal and sliding_window decide. cu_seq_lens_q and cu_seq_lens_k,
     int32 [sequences + 1], say where the sequences of a packed row begin: none sees another;
-    max_length_q and max_length_k bound their lengths.
+    max_length_q and max_length_k bound their lengths. seq_idx, integers [b, s], says the same of each token,
+    and is not looked at beside them.
 
     module is the layer that calls. dropout is a probability, scaling the factor on scores (None:
     1/sqrt(d)), softcap their cap (None: off), s_aux [h] a learnable sink, position_bias what is added
@@ -62,6 +64,9 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                           'attn_implementation="tessera" does not know this argument; use '
                           'attn_implementation="eager"')
     if isinstance(attention_mask, _parallel.BandMask) or _parallel.is_on():
+        if seq_idx is not None:
+            raise Refused("tessera.hf.context_parallel: seq_idx=Tensor: rows of several sequences are not known for "
+                          "tokens on several ranks; give each rank's batch one sequence a row")
         return _on_ranks(module, query, key, value, attention_mask, position_bias, dict(
             softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
             sink=None if s_aux is None else s_aux.float())), None
@@ -105,6 +110,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if packed:  # the mask counts positions of the row
         keywords["segment_ids"] = _sequence_of_each(cu_seq_lens_q, q), \
             _sequence_of_each(cu_seq_lens_k, k)
+    elif seq_idx is not None:
+        keywords["segment_ids"] = _segments(seq_idx, q, k)
     return attention(q, k, v, **keywords), None
 
 
@@ -147,6 +154,15 @@ def _band(causal, sliding_window, sq: int, packed: bool) -> dict:
         left, right = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
         return dict(window=(left, right), align=align)
     return dict(causal=True, align=align) if causal and (packed or sq > 1) else {}
+
+
+def _segments(seq_idx, q, k) -> tuple[torch.Tensor, torch.Tensor]:
+    """segment_ids of q and k [b, s, h, d] where seq_idx [b|1, s] says whose each token is."""
+    if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, q.shape[0]) or not seq_idx.shape[1] == q.shape[1] == k.shape[1]:
+        raise ValueError(f"tessera.hf: seq_idx.shape={list(seq_idx.shape)}: must be [{q.shape[0]}, {q.shape[1]}], a "
+                         f"number for each query and for each of {k.shape[1]} keys; with a cache leave it out")
+    ids = seq_idx.to(torch.int32).expand(q.shape[0], -1).contiguous()
+    return ids, ids
 
 
 def _sequence_of_each(cu_seq_lens, x) -> torch.Tensor:
