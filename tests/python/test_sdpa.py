@@ -207,6 +207,32 @@ def test_compiles_in_one_graph(dynamic):
         same_gradients(compiled(*inputs), THEIRS(*inputs, **keywords), inputs)
 
 
+@pytest.mark.parametrize("dtypes, mask, keywords", [
+    ("ffb", None, {}), ("ffb", torch.bool, {}), ("ffb", torch.float32, {}), ("bff", torch.bfloat16, {}),
+    ("fff", torch.bfloat16, {}), ("fff", torch.float16, {}), ("bbb", torch.float16, {}), ("hfb", torch.bool, {}),
+    ("ffb", None, dict(is_causal=True)), ("ffb", None, dict(scale=-0.3)), ("ffb", torch.bool, dict(enable_gqa=True)),
+    ("fbb", None, dict(enable_gqa=True))], ids=str)
+@pytest.mark.parametrize("function", [tt.scaled_dot_product_attention, lambda *x, **k: patched(*x, **k)],
+                         ids=["named", "fallback"])
+def test_autocast_casts_before_dtypes_are_compared(function, dtypes, mask, keywords):
+    """As PyTorch: float32 q and k of a qk-norm beside bfloat16 v, a mask of another dtype than q's."""
+    kinds = {"f": torch.float32, "b": torch.bfloat16, "h": torch.float16}
+    heads = (6, 3, 3) if keywords.get("enable_gqa") else (3, 3, 3)
+    q, k, v = (normal(2, h, 5, 8, dtype=kinds[x], seed=i) for i, (h, x) in enumerate(zip(heads, dtypes)))
+    if mask is not None:
+        mask = torch.ones(5, 5).tril().bool() if mask == torch.bool else normal(5, 5, dtype=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = function(q, k, v, mask, **keywords), THEIRS(q, k, v, mask, **keywords)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    close(ours, theirs, 2e-2)
+
+
+def patched(*arguments, **keywords):
+    with tt.patch_sdpa(fallback=True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return F.scaled_dot_product_attention(*arguments, **keywords)
+
+
 # ---- nested tensors ----
 
 def jagged(lengths, h=2, d=8, grad=False, seed=0):

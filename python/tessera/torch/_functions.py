@@ -26,6 +26,7 @@ _BIAS = _describe.INPUTS.index("bias")
 _DETERMINISTIC = (None, "None follows torch.use_deterministic_algorithms.")
 _RNG_STATE = (None, "None draws one from PyTorch's generator.")
 
+AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast changes
 _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
 
 # Keys hold the types of values too: 1, 1.0 and True are three.
@@ -432,11 +433,8 @@ def _autocast(inputs: list):
     dtype = torch.get_autocast_dtype(q.device.type)
     for place in _describe.DIFFERENTIABLE:
         x = inputs[place]
-        if isinstance(x, torch.Tensor) and x.dtype in _CAST and (place < 3 or x.dtype != torch.float32):
+        if isinstance(x, torch.Tensor) and x.dtype in AUTOCAST and (place < 3 or x.dtype != torch.float32):
             inputs[place] = x.to(dtype)
-
-
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _state(operation: str, rng_state, q):

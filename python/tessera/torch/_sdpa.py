@@ -49,6 +49,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     if dropout_p:
         keywords["dropout_p"] = _probability(dropout_p)
     try:
+        if torch._C._is_any_autocast_enabled():
+            query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
         if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and \
                 not query.is_nested and query.shape[0] == key.shape[0] and \
                 query.shape[1] == key.shape[1] == value.shape[1] and (scale is None or scale >= 0):
@@ -60,6 +62,18 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         if not all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             raise TypeError(f"{_NAME}: query, key and value must be tensors") from None
         raise _illegal(str(error)) from None
+
+
+def _autocast(query, *others):
+    """query, key, value and attn_mask in autocast's dtype, before anything is asked of their dtypes; a float32 mask
+    stays what it is, which is no less exact."""
+    if not torch.is_autocast_enabled(query.device.type):
+        return query, *others
+    dtype = torch.get_autocast_dtype(query.device.type)
+    *tensors, mask = query, *others
+    tensors = [x.to(dtype) if x.dtype in _functions.AUTOCAST else x for x in tensors]
+    is_cast = type(mask) is torch.Tensor and mask.dtype in _functions.AUTOCAST and mask.dtype != torch.float32
+    return *tensors, mask.to(dtype) if is_cast else mask
 
 
 def _general(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
