@@ -8,10 +8,13 @@ and page size. docs/migrating.md says what differs. tessera.flash_attn_interface
 """
 
 from .._lib import Refused
+from . import bert_padding, layers
 from .flash_attn_interface import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
                                    flash_attn_varlen_func, flash_attn_varlen_kvpacked_func,
                                    flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache)
 
+__version__ = "2.8.3"  # whose interface this is; programs compare it
+
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
            "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
-           "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "Refused"]
+           "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "bert_padding", "layers", "Refused"]

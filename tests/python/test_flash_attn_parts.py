@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands around flash_attn's functions: padding and rotary embeddings, beside plain PyTorch."""
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera.flash_attn as flash_attn  # noqa: E402
+from dropins import close, normal  # noqa: E402
+from tessera.flash_attn import bert_padding as padding  # noqa: E402
+from tessera.flash_attn.layers import rotary  # noqa: E402
+
+B, S, H, D, R = 2, 6, 3, 16, 8
+
+
+def test_the_version_is_that_of_the_interface():
+    assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32])
+def test_padding_goes_out_and_comes_back(dtype):
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0]]).to(dtype)
+    unused = torch.tensor([[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]]).to(dtype)
+    x = normal(B, S, H, D, grad=True)
+    tokens, indices, cu, longest, used = padding.unpad_input(x, mask)
+    assert torch.equal(tokens, x[mask.bool()]) and cu.tolist() == [0, 3, 7] and used.tolist() == [3, 4]
+    assert longest == 4 and isinstance(longest, int) and {cu.dtype, used.dtype} == {torch.int32}
+    back = padding.pad_input(tokens, indices, B, S)
+    assert torch.equal(back, x * mask.bool()[..., None, None])
+    grad, = torch.autograd.grad((back * 3).sum(), x)
+    assert torch.equal(grad, 3.0 * mask.bool()[..., None, None].expand_as(x))
+    tokens, _, cu, longest, used = padding.unpad_input(x, mask, unused)
+    assert cu.tolist() == [0, 4, 8] and longest == 4 and used.tolist() == [3, 4] and len(tokens) == 8
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    tokens, indices, cu, longest = padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert cu.tolist() == [0, 2, 5, 11] and longest == 6
+    assert torch.equal(tokens, torch.cat([x[0, :5], x[1]]))
+
+
+def tables(positions=16, dtype=torch.float32):
+    angles = torch.arange(positions)[:, None] / 7 ** (torch.arange(R // 2) / 3)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offsets", [0, 3, torch.tensor([4, 1])], ids=["none", "integer", "tensor"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("grad", [False, "leaf", "inner"])
+def test_rotary(interleaved, offsets, inplace, grad):
+    cos, sin = tables()
+    places = torch.arange(S) + torch.as_tensor(offsets).expand(B)[:, None]
+    x = normal(B, S, H, D, grad=bool(grad))
+    before = x.detach().clone().requires_grad_(bool(grad))
+    expected = rotary.apply_rotary_emb_torch(before, cos[places], sin[places], interleaved)
+    given = x * 1 if grad == "inner" else x
+    o = rotary.apply_rotary_emb(given, cos, sin, interleaved, inplace, offsets)
+    close(o, expected)
+    close(given, expected if inplace else before)
+    if grad:
+        weight = normal(B, S, H, D, seed=5)
+        for a, b in zip(torch.autograd.grad((o * weight).sum(), x), torch.autograd.grad((expected * weight).sum(), before)):
+            close(a, b)
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    first = torch.as_tensor(offsets).expand(B)
+    where = torch.cat([torch.arange(2) + first[0], torch.arange(4) + first[1]])
+    packed = rotary.apply_rotary_emb(before[0].detach(), cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu,
+                                     max_seqlen=4)
+    close(packed, rotary.apply_rotary_emb_torch(before[0].detach(), cos[where], sin[where], interleaved))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_modules_turn_q_and_k_alone(scale_base, grad):
+    module = rotary.RotaryEmbedding(R, scale_base=scale_base)
+    qkv = normal(B, S, 3, H, D, grad=grad)
+    q, k, v = (x.detach().clone() for x in qkv.unbind(2))
+    kv = torch.stack([k, v], 2)
+    module._update_cos_sin_cache(S, qkv.device, qkv.dtype)
+    of_k = (module._cos_k_cached, module._sin_k_cached) if scale_base else (module._cos_cached, module._sin_cached)
+    expected = [rotary.apply_rotary_emb_torch(q, module._cos_cached, module._sin_cached),
+                rotary.apply_rotary_emb_torch(k, *of_k), v]
+    fused = module(qkv.flatten(2, 3).detach().clone(), num_heads_q=H)
+    close(fused.view(B, S, 3, H, D), torch.stack(expected, 2))
+    turned_q, turned_kv = module(q.clone(), kv)
+    close(turned_q, expected[0])
+    close(kv, torch.stack(expected[1:], 2))
+    assert turned_kv.data_ptr() == kv.data_ptr()
+    o = module(qkv)
+    close(o, torch.stack(expected, 2))
+    close(qkv, torch.stack(expected, 2))
+    if grad:
+        grad_qkv, = torch.autograd.grad(o[:, :, 2].sum() * 2, qkv)
+        assert torch.equal(grad_qkv[:, :, 2], torch.full_like(v, 2.0)) and not grad_qkv[:, :, :2].any()
+    with pytest.raises(ValueError, match="num_heads_q=None"):
+        module(fused)
