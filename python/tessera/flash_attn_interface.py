@@ -13,9 +13,10 @@ import torch
 
 from .flash_attn import _kvcache, _translate as to
 from .flash_attn._translate import Refused
+from .torch import merge
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_with_kvcache", "Refused"]
+           "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata", "Refused"]
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
@@ -100,6 +101,24 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         queries=_kvcache.Queries(cu_seqlens_q, to.lengths(max_seqlen_q, None)["max_seqlen_q"]),
         causal=causal, window_size=window_size, attention_chunk=attention_chunk,
         return_lse=return_softmax_lse, **given)
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """(out [b, s, h, d], lse [b, s, h]) over the union of parts: out_partial [parts, b, s, h, d] and lse_partial
+    [parts, b, s, h], or packed [parts, t, h, d] and [parts, t, h]. out is written where it is given."""
+    dtype = out_dtype or (out_partial if out is None else out).dtype
+    layout = "thd" if out_partial.dim() == 4 else "bshd"
+    rows = lse_partial.transpose(-1, -2).contiguous()
+    o, lse = merge(list(zip(out_partial, rows, strict=True)), layout=layout, out_dtype=dtype)
+    return o if out is None else out.copy_(o), lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+                           qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+                           cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+                           attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
+    """An empty int32 tensor for scheduler_metadata=, which has no effect: the backend plans each call by itself."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def _keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale, v_descale,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around flash_attn's functions: padding and rotary embeddings, beside plain PyTorch."""
+"""What stands around flash_attn's functions: padding, rotary embeddings, the passes alone, beside plain PyTorch."""
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import tessera.flash_attn as flash_attn  # noqa: E402
+import tessera.flash_attn_interface as fa3  # noqa: E402
 from dropins import close, normal  # noqa: E402
-from tessera.flash_attn import bert_padding as padding  # noqa: E402
+from tessera.flash_attn import bert_padding as padding, flash_attn_interface as interface  # noqa: E402
 from tessera.flash_attn.layers import rotary  # noqa: E402
 
 B, S, H, D, R = 2, 6, 3, 16, 8
@@ -92,3 +93,66 @@ def test_modules_turn_q_and_k_alone(scale_base, grad):
         assert torch.equal(grad_qkv[:, :, 2], torch.full_like(v, 2.0)) and not grad_qkv[:, :, :2].any()
     with pytest.raises(ValueError, match="num_heads_q=None"):
         module(fused)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_two_passes_alone(packed, dropout):
+    """Those of the functions with autograd; and of keys in two parts, whose gradients add up."""
+    q, k, v = (normal(B, S, H, D, grad=True, seed=i) for i in range(3))
+    where, flat = (), (lambda x: x)
+    if packed:
+        cu = torch.tensor([0, S, 2 * S], dtype=torch.int32)
+        where, flat = (cu, cu, S, S), (lambda x: x.flatten(0, 1))
+    passes = interface._flash_attn_forward, interface._flash_attn_backward, interface.flash_attn_func
+    if packed:
+        passes = (interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward,
+                  interface.flash_attn_varlen_func)
+    forward, backward, function = passes
+    tensors = [flat(x) for x in (q, k, v)]
+    shape = (dropout, 0.2, True, 3, 0, 5.0, None)
+    torch.manual_seed(3)
+    o, lse, _, state = forward(*tensors, *where, *shape, False)
+    torch.manual_seed(3)
+    expected = function(*tensors, *where, dropout, 0.2, True, (3, 0), 5.0)
+    close(o, expected)
+    close(lse, function(*tensors, *where, 0.0, 0.2, True, (3, 0), 5.0, return_attn_probs=True)[1])
+    do = normal(*o.shape, seed=9)
+    grads = [torch.full_like(x, torch.nan) for x in tensors]
+    delta = backward(do, *tensors, o, lse, *grads, *where, *shape, False, state)
+    close(delta, (do * o).sum(-1).transpose(-1, -2))
+    for a, b in zip(grads, torch.autograd.grad((expected * do).sum(), tensors)):
+        close(a, b)
+
+
+def test_keys_in_two_parts():
+    q, k, v = (normal(B, S, H, D, grad=True, seed=i) for i in range(3))
+    shape = (0.0, 0.2, False, -1, -1, 0.0, None)
+    parts = [interface._flash_attn_forward(q, k[:, part], v[:, part], *shape, False)[:2]
+             for part in (slice(0, 2), slice(2, S))]
+    o, lse = fa3.flash_attn_combine(torch.stack([o for o, _ in parts]),
+                                    torch.stack([lse.transpose(1, 2) for _, lse in parts]))
+    whole, whole_lse, _ = interface.flash_attn_func(q, k, v, softmax_scale=0.2, return_attn_probs=True)
+    close(o, whole)
+    close(lse, whole_lse.transpose(1, 2))
+    out = torch.empty_like(o, dtype=torch.bfloat16)
+    assert fa3.flash_attn_combine(torch.stack([o for o, _ in parts]), torch.stack(
+        [lse.transpose(1, 2) for _, lse in parts]), out)[0] is out
+    close(out, whole.to(torch.bfloat16), 1e-2)
+    do = normal(*o.shape, seed=9)
+    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    for part in (slice(0, 2), slice(2, S)):
+        own = torch.empty_like(q)
+        interface._flash_attn_backward(do, q, k[:, part], v[:, part], o, lse.transpose(1, 2).contiguous(), own, dk[:, part],
+                                       dv[:, part], *shape, True)
+        dq += own
+    for a, b in zip((dq, dk, dv), torch.autograd.grad((whole * do).sum(), (q, k, v))):
+        close(a, b)
+
+
+def test_metadata_has_no_effect():
+    q, k, v = (normal(B, 1 + 5 * (i > 0), H, D, seed=i) for i in range(3))
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    plan = fa3.get_scheduler_metadata(B, 1, S, H, H, D, lengths, qkv_dtype=torch.float32, causal=True)
+    assert torch.equal(*(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, scheduler_metadata=each)
+                         for each in (plan, None)))

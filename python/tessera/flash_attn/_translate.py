@@ -34,6 +34,18 @@ def lengths(max_seqlen_q, max_seqlen_k) -> dict:
             for name, value in given.items()}
 
 
+def packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table=None, used_k=None) -> dict:
+    """Where packed sequences lie, with block_table their keys in pages; used_k [b] is how much of each is used."""
+    where = {"layout": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+             **lengths(max_seqlen_q, max_seqlen_k)}
+    if block_table is not None:
+        del where["max_seqlen_k"], where["cu_seqlens_k"]
+        where.update(seqlens_k=cu_seqlens_k.diff() if used_k is None else used_k, page_table=block_table)
+    elif used_k is not None:
+        where.update(cu_seqlens_k=cumulative(used_k).to(cu_seqlens_k.dtype), cu_seqlens_k_padded=cu_seqlens_k)
+    return where
+
+
 def dropout(name: str, dropout_p: float, wants_probabilities: bool) -> dict:
     if wants_probabilities and dropout_p > 0:
         raise Refused(f"tessera.{name}: return_attn_probs=True with dropout_p={dropout_p}: S_dmask, the "
@@ -68,5 +80,5 @@ def cumulative(lengths_):
     return torch.nn.functional.pad(lengths_.cumsum(0), (1, 0)).to(torch.int32)
 
 
-__all__ = ["attention", "band", "score", "lengths", "dropout", "deterministic", "chunk_ranges",
+__all__ = ["attention", "band", "score", "lengths", "packed", "dropout", "deterministic", "chunk_ranges",
            "sequence_of", "cumulative", "Refused"]

@@ -5,6 +5,8 @@ Gradients reach q, k, v and alibi_slopes; an lse that is returned may be differe
 from __future__ import annotations
 
 from . import _kvcache, _translate as to
+from ._passes import (_flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward,  # noqa: F401
+                      _flash_attn_varlen_forward)
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
@@ -46,11 +48,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
     return_attn_probs: (out, lse [hq, tq], None), as for flash_attn_func.
     """
-    where = {"layout": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-             **to.lengths(max_seqlen_q, max_seqlen_k)}
-    if block_table is not None:
-        del where["max_seqlen_k"], where["cu_seqlens_k"]
-        where.update(seqlens_k=cu_seqlens_k.diff(), page_table=block_table)
+    where = to.packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     results = to.attention(q, k, v, return_lse=return_attn_probs, **where,
                            **_keywords("flash_attn_varlen_func", dropout_p, softmax_scale, causal,
                                        window_size, softcap, alibi_slopes, deterministic,
