@@ -134,11 +134,13 @@ def disagree(rank, group):
     shards = Shards.zigzag(LENGTHS, 2)
     x = [cp.shard(t, shards, group, 0) for t in whole_inputs()]
     texts = []
+    shared = dict(shards=shards, group=group, layout="thd", softmax_scale=0.123)  # of no other test
     for keywords in ({"causal": rank == 0}, {"causal": True, "softcap": [3.0, 4.0][rank]},
                      {"causal": True, "window": [(5, 0), (5, 5)][rank]}):
-        cp.attention(*x, shards=shards, group=group, layout="thd", causal=True)  # seen before
+        if cp_ranks.DEVICE == "cpu":  # on GPUs a call that was made before is not compared again
+            cp.attention(*x, causal=True, **shared)
         try:
-            cp.attention(*x, shards=shards, group=group, layout="thd", **keywords)
+            cp.attention(*x, **shared, **keywords)
         except ValueError as error:
             texts.append(str(error))
     return texts
