@@ -168,18 +168,17 @@ namespace {
 
 // True if the kernels of forward/ or decode/ keep what the stream kernel could take: keys in the
 // type of q and without pages, of a prefill, whose keys serve many rows; or of few queries, where all
-// sequences have all keys and the parts of a tile are many beside its keys, so that decode/ is faster
-// (docs/kernels/sm80_design.md).
+// sequences have all keys and units are so many that decode/ is faster (docs/kernels/sm80_design.md).
 bool stays_plain(const Problem& problem, int64_t queries, int64_t units) {
-  constexpr int64_t kFewUnits = 16, kManyKeys = 4096;
+  constexpr int64_t kFewUnits = 64;
   if (is_paged(problem) || problem.tensor[TESSERA_K].dtype != problem.tensor[TESSERA_Q].dtype) {
     return false;
   }
   if (queries > kDecodeRows) return true;
   const bool dense = !is_thd_k(problem) && !given(problem, TESSERA_SEQLENS_K);
   const int64_t rows = queries * sizes_of(problem).group();
-  return dense && rows <= kDecodeRows && !has(problem, TESSERA_BATCH_INVARIANT) &&
-         (units > kFewUnits || sizes_of(problem).sk < kManyKeys);
+  return dense && rows <= kDecodeRows && units > kFewUnits &&
+         !has(problem, TESSERA_BATCH_INVARIANT);
 }
 
 }  // namespace
