@@ -54,7 +54,8 @@ struct FewRows {
     const int64_t stored = sequence.q.first + query;
     const View& out = p.tensor[TESSERA_O];
     const int64_t at = offset_of(out, sequence.q.batch, stored, head) + column;
-    if (out.dtype == dtype_of<T>() && out.vector_bytes >= 8 && column + 4 <= p.dv) {
+    constexpr int kDtype = __is_same(T, __half) ? TESSERA_FP16 : TESSERA_BF16;
+    if (out.dtype == kDtype && out.vector_bytes >= 8 && column + 4 <= p.dv) {
       *reinterpret_cast<uint2*>(static_cast<T*>(out.data) + at) = {pack<T>(values[0], values[1]),
                                                                    pack<T>(values[2], values[3])};
     } else {
@@ -67,12 +68,6 @@ struct FewRows {
     if (column == 0 && lse.data) {
       static_cast<float*>(lse.data)[offset_of(lse, sequence.q.batch, head, stored)] = result.lse;
     }
-  }
-
- private:
-  template <typename T>
-  static constexpr int dtype_of() {
-    return __is_same(T, __half) ? TESSERA_FP16 : TESSERA_BF16;
   }
 };
 
