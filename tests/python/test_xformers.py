@@ -149,6 +149,8 @@ BLOCKS = {
         (lambda: padded(xops.BlockDiagonalCausalWithOffsetPaddedKeysMask), from_bottom_right, PADDED, 18),
     "LocalAttentionPaddedKeys":
         (lambda: padded(xops.BlockDiagonalLocalAttentionPaddedKeysMask, 1, 1), local(1, 1), PADDED, 18),
+    "PaddedKeys make_local_attention":
+        (lambda: padded(xops.BlockDiagonalPaddedKeysMask).make_local_attention(1, 1), local(1, 1), PADDED, 18),
     "CausalLocalAttentionPaddedKeys":
         (lambda: padded(xops.BlockDiagonalCausalLocalAttentionPaddedKeysMask, 2), local(1, 0), PADDED, 18),
     "GappyKeys": (lambda: gappy(xops.BlockDiagonalGappyKeysMask), everything, GAPPY, 18),
@@ -268,10 +270,52 @@ def test_dropout_and_forward():
         xops.memory_efficient_attention_forward_requires_grad(q, q, q, p=0.5)
 
 
+@pytest.mark.parametrize("dtype, output", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16),
+                                           (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_the_dtype_of_the_output(dtype, output):
+    q = normal(2, 5, H, D, dtype=dtype)
+    for call in (xops.memory_efficient_attention, xops.fmha.memory_efficient_attention_forward,
+                 lambda *x, **k: xops.fmha.memory_efficient_attention_partial(*x, **k)[0]):
+        o = call(q, q, q, output_dtype=output)
+        assert o.dtype == output
+        close(o.float(), xops.memory_efficient_attention(*[q.float()] * 3), 2e-2)
+
+
+def test_kernels_by_name_have_no_effect():
+    q = normal(2, 5, H, D)
+    for op in (xops.MemoryEfficientAttentionFlashAttentionOp, xops.MemoryEfficientAttentionCutlassOp,
+               (xops.fmha.flash.FwOp, None), (xops.fmha.triton_splitk.FwOp, xops.fmha.flash.BwOp)):
+        assert torch.equal(xops.memory_efficient_attention(q, q, q, op=op), xops.memory_efficient_attention(q, q, q))
+    xops.memory_efficient_attention_forward(q, q, q, op=xops.fmha.cutlass.FwOp)
+    assert {op.NAME for op in xops.fmha.ALL_FW_OPS}.isdisjoint(op.NAME for op in xops.fmha.ALL_BW_OPS)
+
+
+def test_pieces_of_one_tensor():
+    x = normal(2, 5, 3, H, D, grad=True)
+    pieces = xops.unbind(x * 1, 2)
+    whole = xops.stack_or_none(pieces, 2)
+    assert torch.equal(whole, x) and whole.data_ptr() == pieces[0].data_ptr() and whole.stride() == x.stride()
+    assert torch.equal(torch.autograd.grad((whole * 2).sum(), x)[0], torch.full_like(x, 2.0))
+    q, k, v = x.detach().unbind(2)
+    assert xops.stack_or_none((q, k.clone(), v), 2) is None and xops.stack_or_none((v, k, k), 2) is None
+
+
+def test_rows_of_packed_groups():
+    q = normal(1, 5, 2, 3, D)
+    mask = xops.BlockDiagonalMask.from_seqlens([2, 3])
+    out, lse = xops.memory_efficient_attention_forward_requires_grad(q, q, q, mask)
+    assert lse.shape == (1, 2, 3, 5)
+    same, rows = xops.memory_efficient_attention_forward_requires_grad(*[q.flatten(2, 3)] * 3, mask)
+    close(lse.flatten(1, 2), rows)
+    for a, b in zip(xops.memory_efficient_attention_backward(torch.ones_like(out), out, lse, q, q, q, mask),
+                    xops.memory_efficient_attention_backward(torch.ones_like(same), same, rows,
+                                                             *[q.flatten(2, 3)] * 3, mask)):
+        close(a.flatten(2, 3), b)
+
+
 @pytest.mark.parametrize("call, error, message", [
     (lambda x: xops.memory_efficient_attention(x, x, x, op=object()), tessera.Refused, "op="),
-    (lambda x: xops.memory_efficient_attention(x, x, x, output_dtype=torch.float16), tessera.Refused,
-     "output_dtype"),
+    (lambda x: xops.memory_efficient_attention(x, x.int(), x.int()), tessera.Refused, "key.dtype=torch.int32: .* 4 bits"),
     (lambda x: xops.memory_efficient_attention(x, x, x, torch.ones(5, 5, dtype=torch.bool)), ValueError,
      "attn_bias.dtype=torch.bool"),
     (lambda x: xops.memory_efficient_attention(x, x, x, "causal"), ValueError, "attn_bias=str"),

@@ -11,8 +11,11 @@ Names, signatures and return values are xformers', on the CPU too. docs/migratin
 
 from .. import Refused
 from . import fmha
+from ._stack import get_stack_strides, stack_or_none, unbind
 from .fmha import *  # noqa: F403  its __all__
 from .fmha.attn_bias import *  # noqa: F403
 from .fmha.attn_bias import __all__ as _biases
 
-__all__ = [*fmha.__all__, *_biases, "fmha", "Refused"]
+AttentionMask = fmha.AttentionBias  # as xformers still has it
+
+__all__ = [*fmha.__all__, *_biases, "AttentionMask", "get_stack_strides", "stack_or_none", "unbind", "fmha", "Refused"]

@@ -9,8 +9,9 @@ import torch
 
 from ... import Refused
 from ...torch import _functions, attention, merge
-from . import attn_bias as _biases
+from . import _operators, attn_bias as _biases
 from ._base import Blocks
+from ._operators import *  # noqa: F403
 from .attn_bias import *  # noqa: F403
 from .attn_bias import AttentionBias, LowerTriangularMaskWithTensorBias
 
@@ -18,7 +19,7 @@ attn_bias = _biases
 
 __all__ = ["memory_efficient_attention", "memory_efficient_attention_forward",
            "memory_efficient_attention_forward_requires_grad", "memory_efficient_attention_backward",
-           "memory_efficient_attention_partial", "merge_attentions", "attn_bias"]
+           "memory_efficient_attention_partial", "merge_attentions", "attn_bias", *_operators.__all__]
 
 
 def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -27,7 +28,7 @@ def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: to
                                output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """softmax(query keyᵀ · scale + attn_bias) value, with dropout p; differentiable, in a tensor
     attn_bias too, of query's dtype or float32, broadcastable to [b, h, sq, sk] ([b, sq, sk] for three
-    axes). op, which names xformers' own kernels, is Refused; output_dtype must be query's."""
+    axes). op, which names a kernel, has no effect; output_dtype is query's unless given."""
     call = _Call("memory_efficient_attention", query, key, value, attn_bias, p, scale, op, output_dtype)
     return call.shaped(call.run())
 
@@ -43,7 +44,8 @@ def memory_efficient_attention_forward(query, key, value, attn_bias=None, p: flo
 def memory_efficient_attention_forward_requires_grad(query, key, value, attn_bias=None, p: float = 0.0,
                                                      scale=None, *, op=None, output_dtype=None
                                                      ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) for memory_efficient_attention_backward: lse [b, h, sq], packed [1, h, tokens]."""
+    """(out, lse) for memory_efficient_attention_backward: lse [b, h, sq], packed [1, h, tokens]; g, h instead of h
+    for five axes."""
     _no_dropout(p)
     call = _Call("memory_efficient_attention_forward_requires_grad", query, key, value, attn_bias, p,
                  scale, op, output_dtype)
@@ -95,11 +97,12 @@ class _Call:
 
     def __init__(self, name: str, query, key, value, bias, p, scale, op, output_dtype,
                  share_heads=True):
-        if op is not None:
-            raise Refused(f"tessera.xformers.{name}: op={op!r}: names a kernel of xformers; leave it out")
-        if output_dtype not in (None, query.dtype):
-            raise Refused(f"tessera.xformers.{name}: output_dtype={output_dtype}: must be query's, "
-                          f"{query.dtype}; convert the output")
+        if not _operators.is_known(op):
+            raise Refused(f"tessera.xformers.{name}: op={op!r}: is no kernel of tessera.xformers.fmha, such as "
+                          "fmha.flash.FwOp, and none of them has an effect; leave it out")
+        if key.dtype == torch.int32 or value.dtype == torch.int32:
+            raise Refused(f"tessera.xformers.{name}: key.dtype={key.dtype}: keys and values of 4 bits in int32 are not "
+                          "built; fp8 ones are, by tessera.torch.attention(k_scale=, v_scale=)")
         if not 3 <= query.dim() <= 5 or not query.dim() == key.dim() == value.dim():
             raise ValueError(f"tessera.xformers.{name}: query.shape={list(query.shape)}, key.shape="
                              f"{list(key.shape)}, value.shape={list(value.shape)}: must all be "
@@ -111,6 +114,7 @@ class _Call:
         self.packed, self.tokens = isinstance(bias, Blocks), self.key.shape[1]
         self.rows = None  # of key, where sequences share some
         self.keywords = {"softmax_scale": scale, "dropout_p": p, **self._of_bias(bias)}
+        self.out_dtype = None if output_dtype in (None, query.dtype) else output_dtype
 
     def _of_bias(self, bias) -> dict:
         if bias is None:
@@ -150,7 +154,11 @@ class _Call:
         return {"bias": bias}
 
     def run(self, return_lse: bool = False):
-        return attention(self.query, self.key, self.value, return_lse=return_lse, **self.keywords)
+        more = {"out_dtype": torch.float32} if self.out_dtype == torch.float32 else {}
+        results = attention(self.query, self.key, self.value, return_lse=return_lse, **more, **self.keywords)
+        if self.out_dtype in (None, torch.float32):
+            return results
+        return (results[0].to(self.out_dtype), results[1]) if return_lse else results.to(self.out_dtype)
 
     def gradients(self, grad, output, lse):
         o, do = (_with_heads(x) for x in (output, grad))
@@ -167,8 +175,7 @@ class _Call:
         return out.reshape(*self.query_shape[:-1], out.shape[-1])
 
     def shaped_rows(self, lse):
-        if self.packed:
-            return lse[None]
+        lse = lse[None] if self.packed else lse
         return lse.unflatten(1, self.query_shape[2:4]) if len(self.query_shape) == 5 else lse
 
 

@@ -210,6 +210,10 @@ class BlockDiagonalPaddedKeysMask(Blocks):
         return cls(SeqLenInfo.from_seqlens(q_seqlen, device=device),
                    PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device), **more)
 
+    def make_local_attention(self, window_left: int, window_right: int):
+        """Keys at distance -window_left to window_right."""
+        return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
+
     def make_paged(self, block_tables: torch.Tensor, page_size: int, paged_type):
         """The same lengths over pages."""
         places = dataclasses.replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
@@ -296,6 +300,10 @@ class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
 
     def band(self):
         return CAUSAL_FROM_BOTTOM_RIGHT
+
+
+VARLEN_BIASES = (BlockDiagonalMask, BlockDiagonalGappyKeysMask, BlockDiagonalPaddedKeysMask,
+                 PagedBlockDiagonalPaddedKeysMask, PagedBlockDiagonalGappyKeysMask)
 
 
 def _seqlens(tensors) -> list[int]:
