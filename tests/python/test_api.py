@@ -5,7 +5,6 @@ import inspect
 import subprocess
 import sys
 import threading
-import warnings
 
 import ml_dtypes
 import numpy as np
@@ -507,20 +506,6 @@ tessera.attention(q, q, q, causal=True)
                               check=True, env=dict(quiet, TESSERA_LOG=topics))
         assert done.stdout == ""
         assert expected in done.stderr if expected else done.stderr == ""
-
-
-@pytest.mark.parametrize("name, wrong, right", [("TESSERA_LOG", "nonsense", "dispatch,plan"), ("TESSERA_LOG", "plan,x", "all"),
-                                                ("TESSERA_NUM_THREADS", "many", "2"), ("TESSERA_NUM_THREADS", "0", "1"),
-                                                ("TESSERA_CPU_ISA", "sse9", "portable")])
-def test_a_variable_without_effect_is_warned_of(monkeypatch, name, wrong, right):
-    from tessera import _lib
-    monkeypatch.setenv(name, wrong)
-    with pytest.warns(UserWarning, match=f"tessera: {name}={wrong}: has no effect; must be "):
-        _lib.check_environment()
-    monkeypatch.setenv(name, right)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _lib.check_environment()
 
 
 def test_import_needs_numpy_alone_and_is_silent():

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -506,3 +507,17 @@ def test_the_environment_is_checked(name, value):
 def test_extents_without_elements():
     q = np.zeros((64051194700380384, 0, 1, 1), "f4")
     assert tessera.attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("name, wrong, right", [("TESSERA_LOG", "nonsense", "dispatch,plan"), ("TESSERA_LOG", "plan,x", "all"),
+                                                ("TESSERA_NUM_THREADS", "many", "2"), ("TESSERA_NUM_THREADS", "0", "1"),
+                                                ("TESSERA_CPU_ISA", "sse9", "portable")])
+def test_a_variable_without_effect_is_warned_of(monkeypatch, name, wrong, right):
+    from tessera import _lib
+    monkeypatch.setenv(name, wrong)
+    with pytest.warns(UserWarning, match=f"tessera: {name}={wrong}: has no effect; must be "):
+        _lib.check_environment()
+    monkeypatch.setenv(name, right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _lib.check_environment()
