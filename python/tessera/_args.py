@@ -25,6 +25,9 @@ GRADIENTS = tuple(f"d{name}" for name in _keywords.DIFFERENTIABLE)
 ROWS = ((0, 1, 2), (None, 0, 1))  # lse: [b, hq, sq] or [hq, t]
 _PADDED, _PACKED = 0, 1
 
+_HOMES = {"numpy": ("tessera", "NumPy array"), "torch": ("tessera.torch", "PyTorch tensor"),  # package -> who takes what
+          "jax": ("tessera.jax", "JAX array"), "jaxlib": ("tessera.jax", "JAX array"),
+          "paddle": ("tessera.paddle", "Paddle tensor")}
 _FLOATS = "float32, bfloat16, float16, float64, float8_e4m3fn or float8_e5m2"
 _DTYPE_RULES = {"lse": "float32", "dlse": "float32", "align": "int32 or int64", **{
     name: row.dtype for name, row in _keywords.ALL.items() if isinstance(row, _keywords.Tensor)}}
@@ -71,6 +74,12 @@ class Arguments:
     def error(self, field: str, value, rule: str) -> ValueError:
         return ValueError(f"tessera.{self.operation}: {field}={_text(value)}: {rule}")
 
+    def not_an_array(self, field: str, value) -> ValueError:
+        """The error of a value that is no array of this front end; another's array is told where it belongs."""
+        home, noun = _HOMES.get(type(value).__module__.partition(".")[0], ("", self.adapter.noun))
+        hint = f"; {home}.{self.operation} takes {noun}s" if noun != self.adapter.noun and hasattr(value, "dtype") else ""
+        return self.error(field, value, f"must be a {self.adapter.noun}{hint}")
+
     # ---- one tensor ----
 
     def put(self, tensor: str, name: str, value, order=None, *, axes="", pad=0, part=None,
@@ -78,7 +87,7 @@ class Arguments:
         """Describes array `value`, given as argument `name`, as `tensor` of the problem."""
         info = self.adapter.info(value)
         if info is None:
-            raise self.error(name, value, f"must be a {self.adapter.noun}")
+            raise self.not_an_array(name, value)
         rank = len(info.shape)
         if pad:
             if rank > pad:

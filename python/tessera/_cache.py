@@ -122,7 +122,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarra
     >>> q = tessera.rotate(q, *tessera.rope_table(4096, 128), positions=seqlens_k)
     """
     if not isinstance(x, np.ndarray):
-        raise _args.Arguments(_numpy, "rotate").error("x", x, f"must be a {_numpy.noun}")
+        raise _args.Arguments(_numpy, "rotate").not_an_array("x", x)
     y = _numpy.empty("rotate", "out", x.shape, x.dtype) if out is None else out
     call = rotate_call(_numpy, x, y, cos, sin, positions, layout=layout, interleaved=interleaved)
     call.run(_lib.rotate, _lib.CPU_DEVICE, _utilities._context(_numpy, None))

@@ -521,3 +521,22 @@ def test_a_variable_without_effect_is_warned_of(monkeypatch, name, wrong, right)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _lib.check_environment()
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_arrays_of_another_library_are_told_their_module(kind):
+    other = pytest.importorskip(kind)
+    ones = (other.ones if kind == "torch" else other.numpy.ones)((1, 4, 2, 8))
+    noun = {"torch": "PyTorch tensor", "jax": "JAX array"}[kind]
+    for operation, call in {"attention": lambda: tessera.attention(ones, ones, ones),
+                            "explain": lambda: tessera.explain(ones, ones, ones),
+                            "rotate": lambda: tessera.rotate(ones, *tessera.rope_table(8, 8))}.items():
+        with pytest.raises(ValueError, match=rf"tessera\.{operation}: .*: must be a NumPy array; "
+                                             rf"tessera\.{kind}\.{operation} takes {noun}s"):
+            call()
+    if kind == "torch":
+        tt = pytest.importorskip("tessera.torch")
+        with pytest.raises(ValueError, match=r"q=ndarray: must be a PyTorch tensor; tessera\.attention takes NumPy arrays"):
+            tt.attention(*[np.ones((1, 4, 2, 8))] * 3)
+    with pytest.raises(ValueError, match="must be a NumPy array$"):
+        tessera.attention([1.0], [1.0], [1.0])

@@ -26,6 +26,7 @@ KEEP = torch.arange(35).reshape(5, 7) % 3 > 0
     ((Q, K, V), dict(is_causal=True)),
     ((Q, K, V), dict(scale=0.3)),
     ((Q, K, V), dict(scale=-0.3)),
+    ((Q, K, V), dict(scale=torch.tensor(0.3))),
     ((Q, K, V), dict(attn_mask=KEEP)),
     ((Q, K, V), dict(attn_mask=KEEP.T.contiguous().T)),
     ((Q, K, V), dict(attn_mask=torch.zeros(5, 7, dtype=torch.bool))),

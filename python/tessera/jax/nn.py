@@ -19,9 +19,10 @@ def dot_product_attention(
         return_residual: bool = False, dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0, broadcast_dropout: bool = False, deterministic: bool = False,
         dtype=None, precision=None, module=None) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of query [b, t, n, h] to key and value [b, s, k, h], or without b; n is a multiple of k.
+    """Attention of query [b, t, n, h] to key and value [b, s, k, h], without b or, as in flax, with several such axes;
+    n is a multiple of k.
 
-    bias and mask (True = visible) broadcast to [b, n, t, s]; scale is 1/sqrt(h) unless given; a causal
+    bias and mask (True = visible) broadcast to [b, n, t, s]; scale, a number or a scalar array, is 1/sqrt(h) unless given; a causal
     mask and local_window_size, (left, right) or one number for both, begin at the top left; lengths are
     int32 [b]. Returns the output, and with return_residual (output, lse [b, t, n] in key's dtype), lse
     without gradient. A row that sees nothing is 0, where jax.nn gives it the mean of all values.
@@ -39,8 +40,12 @@ def dot_product_attention(
                          "None; other implementations are jax.nn's")
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     shape = query.shape
-    if query.ndim == 3:
-        query, key, value = (x[None] for x in (query, key, value))
+    query, key, value = (_one_batch_axis(x, 3) for x in (query, key, value))
+    bias, mask = (_one_batch_axis(x, 3, shape[:-3]) for x in (bias, mask))
+    if isinstance(scale, jax.core.Tracer):  # a value that only the run will know is a factor of query
+        query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+    elif isinstance(scale, jax.Array) and scale.ndim == 0:
+        scale = float(scale)
     left, right = local_window_size if isinstance(local_window_size, tuple) else \
         (-1, -1) if local_window_size is None else (local_window_size, local_window_size)
     if bias is not None and bias.dtype not in (query.dtype, jnp.float32):
@@ -59,6 +64,18 @@ def dot_product_attention(
         return o
     lse = jnp.moveaxis(jax.lax.stop_gradient(lse), 1, 2).astype(key.dtype)
     return o, lse.reshape(shape[:-1])
+
+
+def _one_batch_axis(x, rank: int, batch: tuple[int, ...] | None = None):
+    """x [..., and `rank` more] with one axis for those of the batch; a mask or bias is broadcast to `batch`, where that
+    has several axes, and otherwise left as it is."""
+    if x is None or batch is not None and len(batch) < 2:
+        return x
+    if batch is not None:
+        x = jnp.asarray(x)
+        x = x[(None,) * (rank - x.ndim)] if x.ndim < rank else x
+        x = jnp.broadcast_to(x, (*batch, *x.shape[-rank:]))
+    return x.reshape(-1, *x.shape[-rank:])
 
 
 def _refuse(condition, why: str):

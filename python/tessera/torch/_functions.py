@@ -145,7 +145,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywor
             raise a.error(f"parts[{i}]", part, "must be a pair (o, lse)")
         for x, name in zip(part, ("o", "lse")):
             if not isinstance(x, torch.Tensor):
-                raise a.error(f"parts[{i}].{name}", x, f"must be a {_tensors.noun}")
+                raise a.not_an_array(f"parts[{i}].{name}", x)
     dtype = None if out_dtype is None else getattr(torch, a.dtype("out_dtype", out_dtype))
     return _ops.merge([o for o, _ in parts], [lse for _, lse in parts], _lib.FORMATS[layout], dtype)
 

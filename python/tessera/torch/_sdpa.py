@@ -43,6 +43,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 
     >>> o = tessera.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
+    if isinstance(scale, torch.Tensor) and scale.dim() == 0:
+        scale = scale.item()
     keywords = {"layout": "bhsd", "softmax_scale": scale}
     if is_causal:
         keywords.update(causal=True, align="top_left")

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.jax.nn where flax and jax.nn take more than one batch axis and a number."""
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from tessera.jax import nn  # noqa: E402
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def same(a, b):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("mask", [None, (5, 7), (1, 1, 5, 7), (3, 4, 5, 7), (2, 1, 1, 5, 7), (2, 3, 4, 5, 7)], ids=str)
+def test_several_batch_axes(mask):
+    """Those of flax.linen.MultiHeadDotProductAttention: [..., t, n, h], masks [..., n, t, s]."""
+    q, k, v = normal(0, 2, 3, 5, 4, 8), normal(1, 2, 3, 7, 4, 8), normal(2, 2, 3, 7, 4, 8)
+    mask = None if mask is None else normal(3, *mask) > -1
+    o, lse = nn.dot_product_attention(q, k, v, mask=mask, return_residual=True)
+    assert o.shape == q.shape and lse.shape == q.shape[:-1]
+    wide = None if mask is None else jnp.broadcast_to(mask, (2, 3, 4, 5, 7))
+    for i in range(2):
+        same(o[i], jax.nn.dot_product_attention(q[i], k[i], v[i], mask=None if wide is None else wide[i]))
+    bias = normal(4, 3, 4, 5, 7)
+    same(nn.dot_product_attention(q, k, v, bias=bias)[1], jax.nn.dot_product_attention(q[1], k[1], v[1], bias=bias))
+
+
+def test_flax_modules_with_several_batch_axes():
+    linen = pytest.importorskip("flax.linen")
+    x = normal(0, 2, 3, 5, 16)
+    mask = linen.make_causal_mask(jnp.ones((2, 3, 5)))
+    theirs, ours = (linen.MultiHeadDotProductAttention(num_heads=4, **more)
+                    for more in ({}, {"attention_fn": nn.dot_product_attention}))
+    parameters = theirs.init(jax.random.key(0), x)
+    same(ours.apply(parameters, x, mask=mask), theirs.apply(parameters, x, mask=mask))
+
+
+@pytest.mark.parametrize("scale", [0.3, np.float32(0.3), jnp.float32(0.3), jnp.array(0.3)])
+def test_a_scale_is_a_scalar_of_any_kind(scale):
+    q = normal(0, 2, 5, 4, 8)
+    expected = jax.nn.dot_product_attention(q, q, q, scale=0.3)
+    same(nn.dot_product_attention(q, q, q, scale=scale), expected)
+    same(jax.jit(lambda q, scale: nn.dot_product_attention(q, q, q, scale=scale))(q, scale), expected)
+    gradients = (jax.grad(lambda scale: (f(q, q, q, scale=scale) ** 2).sum())(0.3)
+                 for f in (nn.dot_product_attention, jax.nn.dot_product_attention))
+    np.testing.assert_allclose(*gradients, rtol=1e-4)
