@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         "flash_attn_with_kvcache", q, k_cache, v_cache,
         new=_kvcache.New(k, v, cu_seqlens_k_new),
         rotary=_kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
-        cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, page_table),
+        cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, page_table, selects_rows=True),
         queries=_kvcache.Queries(cu_seqlens_q, to.lengths(max_seqlen_q, None)["max_seqlen_q"]),
         causal=causal, window_size=window_size, attention_chunk=attention_chunk,
         return_lse=return_softmax_lse, **given)

@@ -337,6 +337,19 @@ def test_lengths_beyond_a_cache_are_named(module, word, lengths, paged):
     module.flash_attn_with_kvcache(q, pool, pool, cache_seqlens=12, **table)
 
 
+def test_rows_of_a_page_table_by_index():
+    """Version 3 reads page_table[cache_batch_idx], and writes new keys there."""
+    table = torch.tensor([[0, 1], [2, 3], [5, 4]], dtype=torch.int32)
+    rows, lengths = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([6, 3], dtype=torch.int32)
+    q, new = normal(2, 1, HQ, D), normal(2, 1, HK, D, seed=7)
+    pools = [[normal(6, 4, HK, D, seed=i) for i in (1, 2)] for _ in range(2)]
+    o, expected = (fa3.flash_attn_with_kvcache(q, *mine, new, new, cache_seqlens=lengths, causal=True, **where)
+                   for mine, where in zip(pools, (dict(page_table=table, cache_batch_idx=rows),
+                                                  dict(page_table=table[rows.long()]))))
+    assert torch.equal(o, expected)
+    assert all(torch.equal(a, b) for a, b in zip(*pools))
+
+
 @pytest.mark.parametrize("module", [fa2, fa3])
 def test_rotary_tables_need_new_keys(module):
     """The original refuses them; turning q alone is a result that no caller of it has seen."""

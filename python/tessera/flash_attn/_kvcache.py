@@ -33,6 +33,7 @@ class Cache(NamedTuple):
     leftpad: torch.Tensor | None
     page_table: torch.Tensor | None
     spelling: str = "page_table"  # the caller's word for it
+    selects_rows: bool = False    # batch_idx beside it says which of its rows are meant, as in version 3
 
 
 class Queries(NamedTuple):
@@ -75,10 +76,12 @@ def _pages(name: str, k_cache, cache: Cache, new: New, rotary: Rotary, batch: in
     device = k_cache.device
     if (new.k is None) != (new.v is None):
         raise ValueError(f"tessera.{name}: k and v: give both or none")
-    if cache.page_table is not None and cache.batch_idx is not None:
-        raise ValueError(f"tessera.{name}: cache_batch_idx: a page table says where sequences are; "
-                         "give one of them")
     table = cache.page_table
+    if table is not None and cache.batch_idx is not None:
+        if not cache.selects_rows:
+            raise ValueError(f"tessera.{name}: cache_batch_idx: a page table says where sequences are; "
+                             "give one of them")
+        table = table[cache.batch_idx.long()]
     if table is None:
         rows = cache.batch_idx
         if rows is None:
