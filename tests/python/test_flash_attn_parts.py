@@ -68,6 +68,21 @@ def test_rotary(interleaved, offsets, inplace, grad):
     close(packed, rotary.apply_rotary_emb_torch(before[0].detach(), cos[where], sin[where], interleaved))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotary_rounds_once(dtype, interleaved):
+    """As flash_attn's kernels: float32 within, so that no element is further from the exact value than half a unit
+    in its last place, and a little of float32."""
+    x = normal(B, 16, 64, D).to(dtype)
+    cos, sin = tables(dtype=dtype)
+    exact = rotary.apply_rotary_emb_torch(x.double(), cos.double(), sin.double(), interleaved)
+    error = (rotary.apply_rotary_emb(x, cos, sin, interleaved).double() - exact).abs()
+    unit = torch.finfo(dtype).eps * 2.0 ** torch.frexp(exact)[1].double() / 2
+    assert (error <= 0.5 * unit + 1e-6).all()
+    in_halves = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved).double()
+    assert ((in_halves - exact).abs() > 0.5 * unit + 1e-6).any()
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("scale_base", [None, 512])
 def test_modules_turn_q_and_k_alone(scale_base, grad):
