@@ -185,6 +185,11 @@ class Call:
             spelling["mask"] = "drop" if "mask_drop" in self.values else "keep"
         return spelling
 
+    @functools.cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The operands that may have a gradient."""
+        return tuple(i for i, operand in enumerate(self.operands) if operand.tensors[0] in GRADIENT_OF)
+
     def backward(self, wanted: tuple[int, ...], with_dlse: bool) -> Call:
         """The backward pass on (do, o, lse, [dlse,] *operands) that computes the gradients of the
         operands `wanted`."""

@@ -3,14 +3,14 @@
 
 The classes Keywords, Forward and Backward are the table. Static type checkers read them as the
 keywords that a function takes (``**keywords: Unpack[Forward]``). At run time their rows say how a
-value is checked and where in the C structs it goes (_args), how it travels through PyTorch's
-dispatcher (torch/_describe), what signatures and docstrings say of it (_documented).
-
-Order is that of the signatures, and of the scalars on the dispatcher's stack.
+value is checked and where in the C structs it goes (_args), what the text of a call says of it
+(torch/_describe), what signatures and docstrings say of it (_documented). Order is that of the signatures.
 """
 
 import dataclasses
+import functools
 import numbers
+import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
@@ -42,7 +42,7 @@ class Keyword:
     doc: str               # what it means, and when it is illegal
     default: Any = None
     refused: bool = False  # every backend refuses it yet
-    raw: bool = False      # of fp8 q and what follows, which calls by address alone take
+    raw: bool = False      # of fp8 q and what follows, which not every front end takes
     name: str = ""         # the table's, like the next
     type: Any = None
 
@@ -126,19 +126,13 @@ class Tensor(Keyword):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option(Keyword):
     """A value that becomes flags and fields. encode() takes what was accepted, or None, and answers
-    (flags, *fields); torch.compile traces through it. decode(flags, *fields) is its inverse."""
+    (flags, *fields), fields as far as there are any; torch.compile traces through it. decode(flags,
+    *fields), 0 for those that there are not, is its inverse."""
     values: str                               # what it may be, in words
     check: Callable[[Any, str, Any], Any]     # (a, name, value) -> the value, or ValueError
     encode: Callable[[Any], tuple]
-    decode: Callable[..., Any] | None = None  # None: it never reaches an operator
-    # Fields of tessera_problem or of _args.Arguments -> their types in the dispatcher, "" where
-    # operators do not take them.
-    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def num_scalars(self) -> int:
-        """How many fields operators take; those come first."""
-        return sum(map(bool, self.fields.values()))
+    decode: Callable[..., Any] | None = None  # None: it belongs to the front end
+    fields: tuple[str, ...] = ()  # of tessera_problem or of _args.Arguments
 
     @property
     def form(self) -> str:
@@ -160,34 +154,38 @@ def _flag(flag: int, **row) -> Option:
 def _switch(name: str, **row) -> Option:
     """A flag of the front end, which the core never sees."""
     return Option(values="bool", check=lambda a, name, value: a.boolean(name, value), default=False,
-                  encode=lambda on: (0, bool(on)), fields={name: ""}, **row)
+                  encode=lambda on: (0, bool(on)), fields=(name,), **row)
 
 
 def _number(name: str, flag: int, **row) -> Option:
     """A number with a flag that says it is on: given, or not its default."""
     off = row.get("default")
     return Option(values="number", check=lambda a, name, value: a.number(name, value),
-                  encode=lambda x: (0, 0.0) if x is None or x == off else (flag, x),
-                  decode=lambda flags, x: x if flags & flag else None, fields={name: "float"}, **row)
+                  encode=lambda x: (0,) if x is None or x == off else (flag, x),
+                  decode=lambda flags, x: x if flags & flag else None, fields=(name,), **row)
 
 
 def _integer(name: str, flag: int, **row) -> Option:
     return Option(values="int", check=lambda a, name, value: a.integer(name, value),
-                  encode=lambda n: (0, 0) if n is None else (flag, n),
-                  decode=lambda flags, n: n if flags & flag else None, fields={name: "SymInt"}, **row)
+                  encode=lambda n: (0,) if n is None else (flag, n),
+                  decode=lambda flags, n: n if flags & flag else None, fields=(name,), **row)
 
 
 def _word(flags: Mapping[str, int], **row) -> Option:
     """One of a few texts, each with its flags."""
     texts = tuple(flags)
+    every = functools.reduce(operator.or_, flags.values())
     return Option(values=" or ".join(f'"{text}"' for text in texts),
                   check=lambda a, name, value: a.choice(name, value, texts),
-                  encode=lambda text: (flags[text] if text else 0,), **row)
+                  encode=lambda text: (flags[text] if text else 0,),
+                  decode=lambda given: next(
+                      (text for text in texts if flags[text] and given & every == flags[text]), None),
+                  **row)
 
 
 def _dtype(name: str, **row) -> Option:
     return Option(values="dtype or its name", check=lambda a, name, value: a.dtype(name, value),
-                  encode=lambda dtype: (0, dtype), fields={name: ""}, **row)
+                  encode=lambda dtype: (0, dtype), fields=(name,), **row)
 
 
 # ---- options with rules of their own ----
@@ -219,7 +217,7 @@ def _check_window(a, name, value):
 
 
 def _encode_window(window):
-    return (0, 0, 0) if window is None else (_lib.WINDOW, window[0], window[1])
+    return (0,) if window is None else (_lib.WINDOW, window[0], window[1])
 
 
 def _decode_window(flags, left, right):
@@ -237,10 +235,10 @@ def _check_align(a, name, value):
 
 def _encode_align(align):
     if align is None:
-        return 0, 0, 0
+        return (0,)
     if isinstance(align, str):
-        return 0, _lib.ALIGNS[align], 0
-    return 0, _lib.ALIGN_GIVEN, 0 if hasattr(align, "shape") else align
+        return 0, _lib.ALIGNS[align]
+    return (0, _lib.ALIGN_GIVEN) if hasattr(align, "shape") else (0, _lib.ALIGN_GIVEN, align)
 
 
 def _decode_align(flags, align, shift):
@@ -281,7 +279,7 @@ class Keywords(TypedDict, total=False):
 
     layout: Annotated[Format | tuple[Format, Format], Option(
         values='"bshd", "sbhd", "bhsd" or "thd", or a pair', default="bshd", check=_check_layout,
-        encode=_encode_layout, decode=_decode_layout, fields={"format_q": "int", "format_kv": "int"},
+        encode=_encode_layout, decode=_decode_layout, fields=("format_q", "format_kv"),
         doc="Order of the axes of q, k, v and o; a pair gives q, o and k, v orders of their own.")]
     softmax_scale: Annotated[float | None, _number(
         "softmax_scale", _lib.SOFTMAX_SCALE,
@@ -290,12 +288,12 @@ class Keywords(TypedDict, total=False):
         _lib.CAUSAL, doc="Query i sees no key beyond i + shift; see align.")]
     window: Annotated[tuple[int, int] | None, Option(
         values="(left, right)", check=_check_window, encode=_encode_window, decode=_decode_window,
-        fields={"window_left": "SymInt", "window_right": "SymInt"},
+        fields=("window_left", "window_right"),
         doc="Query i sees keys i + shift - left to i + shift + right; -1 is unbounded. Both must be "
             ">= -1, and with causal right must be -1 or 0.")]
     align: Annotated[Literal["top_left", "bottom_right"] | int | Array | None, Option(
         values='"top_left" or "bottom_right"', check=_check_align, encode=_encode_align,
-        decode=_decode_align, fields={"align": "int", "shift": "SymInt"},
+        decode=_decode_align, fields=("align", "shift"),
         doc="The diagonal, under which query i has key i + shift: shift is 0, or len_k - len_q of "
             "each sequence. Must be given where causal, window or alibi_slopes are on, unless both "
             "sides are known to be equally long. An integer, or an integer array [b], is the shift "
@@ -399,7 +397,7 @@ class Keywords(TypedDict, total=False):
             "with dropout.")]
     backend: Annotated[str | None, Option(
         values="str", check=_check_backend, encode=lambda name: (0, name or ""),
-        decode=lambda flags, name: name or None, fields={"backend": "str"},
+        decode=lambda flags, name: name or None, fields=("backend",),
         doc="The backend to run, of tessera.backends(), or Refused with its reasons; None chooses.")]
     allow_quadratic: Annotated[bool, _flag(
         _lib.ALLOW_QUADRATIC,
@@ -411,7 +409,7 @@ class Keywords(TypedDict, total=False):
             "read); gradients are summed into the arrays of grads=. cuda_sm90 leaves it to cuda_sm80.")]
     sm_margin: Annotated[int, Option(
         values="int", default=0, check=_check_margin, encode=lambda n: (0, n or 0),
-        decode=lambda flags, n: n, fields={"sm_margin": "int"},
+        decode=lambda flags, n: n, fields=("sm_margin",),
         doc="Multiprocessors of a GPU that kernels whose CTAs take tile after tile leave to others, 0 or "
             "more; without effect elsewhere.")]
     precision: Annotated[Literal["fp8"] | None, _word(
@@ -421,8 +419,8 @@ class Keywords(TypedDict, total=False):
         doc='How inputs are evened out before products in fp8; None is "mean+hadamard". Needs '
             'precision="fp8".')]
     scale_block: Annotated[tuple[int, int] | None, Option(
-        values="(rows of q, keys)", check=_check_blocks, encode=lambda blocks: (0, *(blocks or (0, 0))),
-        fields={"q_scale_block": "", "k_scale_block": ""}, raw=True,
+        values="(rows of q, keys)", check=_check_blocks, encode=lambda blocks: (0, *(blocks or ())),
+        decode=lambda flags, q, k: (q, k) if q or k else None, fields=("q_scale_block", "k_scale_block"), raw=True,
         doc="Rows and keys that share a scale, both >= 0.")]
 
 

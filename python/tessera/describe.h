@@ -46,17 +46,28 @@ inline constexpr Rule kAll[TESSERA_NUM_TENSORS] = {
 };
 }  // namespace rules
 
+// The order of an array's axes that have one of their own; with pages, k and v are BSHD.
+inline int format_of(const tessera_problem& problem, Side side, bool paged) {
+  const int formats[] = {TESSERA_BSHD, problem.format_q, paged ? TESSERA_BSHD : problem.format_kv};
+  return formats[static_cast<int>(side)];
+}
+
+// Swaps the axes of a tensor in fixed order that its array has the other way round.
+inline void permute(int format, int64_t* axes) {
+  if (format != TESSERA_SBHD && format != TESSERA_BHSD) return;
+  const int first = format == TESSERA_SBHD ? 0 : 1;
+  std::swap(axes[first], axes[first + 1]);
+}
+
 // Fills problem.tensor[index]. The formats of the problem are set; with pages, k and v are
 // [pages, page_size, hk, d].
 inline void describe(tessera_problem& problem, int index, bool paged, const Array& array) {
   const Rule& rule = rules::kAll[index];
-  const int formats[] = {TESSERA_BSHD, problem.format_q, paged ? TESSERA_BSHD : problem.format_kv};
-  const auto format = [&](Side side) { return formats[static_cast<int>(side)]; };
   const int rank = static_cast<int>(array.rank);
   const int axes = rule.blocks && rank < rule.axes ? rule.axes - 1 : rule.axes;
   const int missing = axes - rank;
   if (array.dtype == TESSERA_NONE || missing < 0 ||
-      (!rule.broadcasts && missing != (format(rule.packs) == TESSERA_THD))) {
+      (!rule.broadcasts && missing != (format_of(problem, rule.packs, paged) == TESSERA_THD))) {
     fail("tessera: tensor " + std::to_string(index) +
          " has a dtype or a number of axes that is never legal");
   }
@@ -67,12 +78,57 @@ inline void describe(tessera_problem& problem, int index, bool paged, const Arra
     tensor.extent[i] = given ? array.sizes[i - missing] : 1;
     tensor.stride[i] = given ? array.strides[i - missing] : 0;
   }
-  const int order = format(rule.permutes);
-  if (order == TESSERA_SBHD || order == TESSERA_BHSD) {
-    const int first = order == TESSERA_SBHD ? 0 : 1;
-    std::swap(tensor.extent[first], tensor.extent[first + 1]);
-    std::swap(tensor.stride[first], tensor.stride[first + 1]);
+  const int order = format_of(problem, rule.permutes, paged);
+  permute(order, tensor.extent);
+  permute(order, tensor.stride);
+}
+
+inline bool is_fp8(int32_t dtype) { return dtype == TESSERA_E4M3 || dtype == TESSERA_E5M2; }
+
+// What tessera_outputs says of an output, of `dtype` unless that is TESSERA_NONE; it checks the whole
+// problem besides, 1 us, as tessera_run does. Inputs are described before, strides are not told.
+inline void describe_new(tessera_problem& problem, int index, int32_t dtype) {
+  constexpr int kOf[] = {TESSERA_Q,    TESSERA_K,    TESSERA_V,
+                         TESSERA_BIAS, TESSERA_SINK, TESSERA_ALIBI_SLOPES};
+  const tessera_tensor &q = problem.tensor[TESSERA_Q], &v = problem.tensor[TESSERA_V];
+  tessera_tensor t{};
+  int32_t usual = q.dtype == TESSERA_FP64 ? TESSERA_FP64 : TESSERA_FP32;
+  if (index == TESSERA_O) {
+    t = q;
+    t.extent[3] = v.extent[3];
+    usual = is_fp8(q.dtype) ? static_cast<int32_t>(TESSERA_BF16) : q.dtype;
+  } else if (index == TESSERA_LSE) {
+    t.extent[0] = q.extent[0], t.extent[1] = q.extent[2], t.extent[2] = q.extent[1];
+  } else if (index == TESSERA_MAX_LOGIT) {
+    t.extent[0] = q.extent[2];
+  } else if (index >= TESSERA_DQ && index <= TESSERA_DALIBI_SLOPES) {
+    t = problem.tensor[kOf[index - TESSERA_DQ]];
+    const int32_t o = problem.tensor[TESSERA_O].dtype;
+    const bool narrow = o == TESSERA_BF16 || o == TESSERA_FP16;
+    if (t.dtype == TESSERA_NONE) fail("tessera: a gradient of something not given");
+    usual = !is_fp8(t.dtype) ? t.dtype : narrow ? o : static_cast<int32_t>(TESSERA_BF16);
+  } else if (rules::kAll[index].broadcasts) {  // amax
+    t.extent[0] = 1;
+  } else {
+    fail("tessera: tensor " + std::to_string(index) + " is no output");
   }
+  t.dtype = dtype != TESSERA_NONE ? dtype : usual;
+  problem.tensor[index] = t;
+}
+
+// The sizes of the array of problem.tensor[index], and how many: `rank`, or where that is negative all
+// axes that the tensor must have.
+inline int sizes_of(const tessera_problem& problem, int index, bool paged, int64_t rank,
+                    int64_t* sizes) {
+  const Rule& rule = rules::kAll[index];
+  int axes = static_cast<int>(rank);
+  if (axes < 0) {
+    axes = rule.broadcasts ? 0 : rule.axes - (format_of(problem, rule.packs, paged) == TESSERA_THD);
+  }
+  tessera_tensor tensor = problem.tensor[index];
+  permute(format_of(problem, rule.permutes, paged), tensor.extent);
+  for (int i = 0; i < axes; ++i) sizes[i] = tensor.extent[rule.axes - axes + i];
+  return axes;
 }
 
 }  // namespace tessera_front

@@ -112,13 +112,3 @@ def test_every_scalar_of_the_structs_is_a_field():
     encoded = {field for row in _keywords.ALL.values() if isinstance(row, _keywords.Option)
                for field in row.fields if hasattr(_lib.Problem, field)}
     assert encoded <= _call.FIELDS.keys()
-
-
-def test_the_binding_reads_scalars_in_the_order_of_the_table():
-    pytest.importorskip("torch")
-    from tessera.torch import _describe
-    source = (HEADER.parents[1] / "python" / "tessera" / "torch" / "binding.cc").read_text()
-    readers = {"int": "integer", "SymInt": "integer", "float": "number", "str": "to<std::string>"}
-    read = re.findall(r"^ *(?:problem_|buffers_|const std::string |const int64_t )\.?(\w+) = "
-                      r"(?:static_cast<\w+>\()?(integer|number|to<std::string>)\(", source, re.MULTILINE)
-    assert read == [(name, readers[type]) for name, type in _describe.TYPES.items()]

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch as tt  # noqa: E402
+from tessera._call import Call  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
@@ -12,22 +13,18 @@ def qkv(s, d=8, dtype=torch.float32):
     return [torch.randn(2, s, 2, d, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-def operator_arguments(max_logit=False, **given):
-    inputs = {**dict.fromkeys(tt._describe.INPUTS), **given}
-    return tt._describe.pack([*inputs.values()], tt._describe.ZEROS, max_logit)
-
-
 def test_opcheck():
     q, k, v = qkv(7)
     bias, sink = torch.randn(7, 7, requires_grad=True), torch.randn(2, requires_grad=True)
-    given = dict(q=q, k=k, v=v, bias=bias, sink=sink)
-    torch.library.opcheck(tt._ops.attention, operator_arguments(True, **given))
-    given = {name: x.detach() for name, x in given.items()}
-    o, lse, _ = tt._ops.attention(*operator_arguments(**given))
-    torch.library.opcheck(tt._ops.attention_backward,
-                          (torch.ones_like(o), o, lse, None, 0b11111, *operator_arguments(**given)))
-    torch.library.opcheck(tt._ops.attention_out,
-                          (torch.empty_like(o), *operator_arguments(True, **given)))
+    forward = "in=q,k,v,bias,sink align=given shift=$0 causal=True out=o,lse,max_logit"
+    tensors = [q, k, v, bias, sink]
+    torch.library.opcheck(tt._ops.attention, (tensors, [2], forward))
+    tensors = [x.detach() for x in tensors]
+    o, lse, peak = tt._ops.attention(tensors, [2], forward)
+    backward = Call.of(forward).backward((0, 1, 2, 3, 4), False).text
+    torch.library.opcheck(tt._ops.attention_backward, ([torch.ones_like(o), o, lse, *tensors], [2], backward))
+    torch.library.opcheck(tt._ops.attention_into_op, ([torch.empty_like(x) for x in (o, lse, peak)], tensors, [2],
+                                                      forward))
     parts = [o.requires_grad_()] * 2, [lse.requires_grad_()] * 2
     torch.library.opcheck(tt._ops.merge, (*parts, 0))
     torch.library.opcheck(tt._ops.dropout_mask, (torch.tensor([1, 2]), 2, 2, 7, 7, 0.5))

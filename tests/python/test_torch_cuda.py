@@ -209,6 +209,21 @@ def test_compiles_with_graphs():
     torch.testing.assert_close(got, tt.attention(q * 2, k, v, causal=True) + 1)
 
 
+def test_sums_compile_with_graphs():
+    """Tensors that are written, and the functionalized graph around them."""
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in qkv())
+    o, lse = tt.attention(q, k, v, return_lse=True)
+
+    def add(q, o, lse):
+        return tt.attention(q, k, v, out=o, lse=lse, accumulate=True) * 2
+    compiled = torch.compile(add, fullgraph=True, mode="reduce-overhead")
+    mine, yours = ([torch.zeros_like(o), torch.full_like(lse, -torch.inf)] for _ in range(2))
+    for _ in range(3):
+        got, expected = compiled(q, *mine).clone(), add(q, *yours)
+        torch.testing.assert_close([got, *mine], [expected, *yours])
+
+
 def test_sdpa_s_gradients_of_gqa():
     q, k, v = qkv()
     k, v = (x.detach()[:, :, :2].contiguous().requires_grad_() for x in (k, v))

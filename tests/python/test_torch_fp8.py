@@ -116,6 +116,37 @@ def test_blocks_of_packed_sequences_count_from_their_starts(device):
     assert torch.equal(o, tt.attention(*rows, **keywords))
 
 
+@DEVICES
+def test_compiles_maps_and_is_explained(device):
+    q, k, v = (stored(device, 3, 9, 2, 16, seed=seed) for seed in range(3))
+    scale = uniform(device, 3, 2)
+    o, amax = tt.attention(q, k, v, causal=True, q_scale=scale, return_amax=True)
+    wide = tt.attention(q.float() * scale[:, None, :, None], k.float(), v.float(), causal=True)
+    torch.testing.assert_close(o, wide.bfloat16())
+
+    def function(q, k, v, scale):
+        o, lse, amax = tt.attention(q, k, v, causal=True, q_scale=scale, return_lse=True, return_amax=True)
+        do = torch.ones_like(o)
+        g = tt.attention_backward(do, q, k, v, o, lse, causal=True, q_scale=scale, return_amax=True, deterministic=True)
+        return o, amax, g.dq, g.dk, g.dv, g.amax_dv
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead" if device == "cuda" else None)
+    expected = function(q, k, v, scale)
+    for _ in range(3):
+        got = [x.clone() for x in compiled(q, k, v, scale)]
+    for mine, yours in zip(got, expected):
+        assert mine.dtype == yours.dtype and torch.equal(mine, yours)
+    for returns in (False, True):  # of amax, one call for each example
+        got = torch.func.vmap(lambda *x: tt.attention(*x[:3], causal=True, q_scale=x[3], return_amax=returns))(
+            q[:, None], k[:, None], v[:, None], scale[:, None])
+        assert torch.equal((got[0] if returns else got)[:, 0], o)
+    assert got[1].max() == amax
+    with pytest.raises(tt.Refused, match="has no autograd"):
+        tt.attention(q, k, v, sink=torch.zeros(2, device=device, requires_grad=True))
+    assert tt.explain(q, k, v, q_scale=scale, causal=True).backend in ("cpu", "cuda_sm80")
+    assert tt.explain(q, k, v, q_scale=scale, causal=True, backward=True).backend in ("cpu", "cuda_sm80")
+
+
 @CUDA
 def test_a_graph_reads_scales_when_it_runs():
     q, k, v = qkv("cuda")

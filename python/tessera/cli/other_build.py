@@ -26,18 +26,19 @@ class Build:
     def peer(self, w: peers.Workload):
         """A function of one call of the workload."""
         torch = peers.import_torch(w)
-        from ..torch import _describe
+        from .. import _prepared
+        from ..torch._describe import Described
         from ..torch.conformance import placer
         place = placer(w.device)
         given = {name: place(value) for name, value in given_to_ours(w, torch).items()}
-        call, o = self._caller(_describe.Call("attention", given), w)
+        call, o = self._caller(Described.of_keywords("attention", {**given, "return_lse": True}), w)
         if not w.backward:
             return call
         call()
         dlse = o["lse"].new_ones(o["lse"].shape) if w.dlse else None
-        backward = {"do": place(w.do), "o": o["o"], "lse": o["lse"], "dlse": dlse}
-        backward = {name: tensor for name, tensor in backward.items() if tensor is not None}
-        call, _ = self._caller(_describe.Call("attention_backward", given, backward, w.gradients), w)
+        backward = {"do": place(w.do), "o": o["o"], "lse": o["lse"], "dlse": dlse,
+                    **dict.fromkeys(w.gradients, _prepared.NEW)}
+        call, _ = self._caller(Described.of_keywords("attention_backward", given | backward, backward=True), w)
         return call
 
     def _caller(self, call, w: peers.Workload):
@@ -46,7 +47,7 @@ class Build:
 
         from .. import _lib
         from ..torch import _tensors
-        target, error = _tensors.device(call.given["q"]), _lib.error_of_thread()
+        target, error = _tensors.device(call.tensors[_lib.INDEX["q"]]), _lib.error_of_thread()
         information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
         problem, device, said = map(ctypes.addressof, (call.arguments.problem, target, error))
         threads = torch.get_num_threads()

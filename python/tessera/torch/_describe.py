@@ -1,284 +1,250 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three forms of one call: keywords (what users type), the arguments of an operator of the
-dispatcher, and a tessera_problem.
+"""Keywords (what users type) as the text of a Call and the tensors and integers beside it, which is what
+operators take; and what the library says of them.
 
-An operator takes q, k, v, a list of the other INPUTS (tensors of enum tessera_index in its order, up to
-the last that is given; empty, and not None, as vmap looks for its tensors in lists alone), then SCALARS:
-flags, and the fields of _keywords that have a type in the dispatcher, in the order of the table. Scalars
-have defaults, and a call says no more than it must: an argument that is said costs 0.15 us on its way
-through PyTorch, one that is not 0.05.
-Everything that can be wrong with a call is said by Call, which is _args on PyTorch tensors.
-"""
+sort() and written() are on the path of every call that was not seen before, and torch.compile traces
+through both. Everything that can be wrong with a call is said by Described, which is _args on PyTorch
+tensors."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 
-from .. import _args, _keywords, _lib
+from .. import _args, _call, _keywords, _lib, _prepared
+from .._call import Call
 from . import _tensors
 
-INPUTS = (*_lib.TENSORS[:_lib.INDEX["rng_state"] + 1], "q_start", "k_start", "shift")
-# What operators take; other keywords belong to the front end, or are refused by every backend yet.
-OPTIONS = {name: row for name, row in _keywords.SHARED.items() if isinstance(row, _keywords.Option)
-           and row.decode and not row.refused and not row.raw}
-TENSORS = {name: row for name, row in _keywords.SHARED.items() if isinstance(row, _keywords.Tensor)
-           and row.tensors[0] in INPUTS}
-TYPES = {"flags": "int", **{field: type for row in OPTIONS.values()
-                            for field, type in row.fields.items() if type}}
-SCALARS = tuple(TYPES)
-ZEROS = tuple({"str": "", "float": 0.0}.get(type, 0) for type in TYPES.values())
-MORE = 3                   # the place of the list
-# In flags, beside those of the C structs: max_logit is wanted; and from these bits on, four of enum
-# tessera_dtype each, what o, or dq, dk and dv, are to be (0: as their inputs).
-MAX_LOGIT, OUT_DTYPE, GRAD_DTYPE = 1 << 32, 33, 37
-DIFFERENTIABLE = tuple(map(INPUTS.index, _keywords.DIFFERENTIABLE))
-GRADIENT_OF = {f"d{name}": name for name in _keywords.DIFFERENTIABLE}
+OPTIONS = {name: row for name, row in _keywords.ALL.items()
+           if isinstance(row, _keywords.Option) and row.decode}
+TENSORS = {name: row for name, row in _keywords.ALL.items() if isinstance(row, _keywords.Tensor)}
+GRADIENTS = tuple(_call.GRADIENT_OF.values())
+_PLACED = {tensor: (row, i) for row in TENSORS.values() for i, tensor in enumerate(row.tensors)}
+# What is no keyword's: q, k and v, the diagonals of align, and what the backward pass takes.
+_OWN = frozenset(("q", "k", "v", "do", "o", "lse", "dlse", "shift"))
+_untaken = [name for name in _lib.TENSORS
+            if name not in {*_PLACED, *_OWN, *GRADIENTS, "max_logit"} and not name.startswith("amax_")]
+if _untaken != ["keep_tail"]:  # of a call of the library's own alone
+    raise ImportError(f"tessera.torch: no keyword gives the tensors {_untaken}")
 
-# What scalars() and sort(), which are on the path of every call, need of the rows.
-_ENCODERS = tuple((name, row.default, row.encode, row.num_scalars)
-                  for name, row in OPTIONS.items())
-_PLACES = {name: tuple(map(INPUTS.index, row.tensors)) for name, row in TENSORS.items()}
+# What written() and sort() need of the rows.
+_ENCODERS = tuple((name, row.default, row.encode, row.fields) for name, row in OPTIONS.items())
+_FIELDS = tuple((name, field.kind, field.flag, field.words) for name, field in _call.FIELDS.items())
+_CHANGING = frozenset(("max_seqlen_q", "max_seqlen_k"))  # from batch to batch: never in a text
+_NAMES = {name: row.tensors for name, row in TENSORS.items()}
 _FLAGS = {name: row.flag for name, row in TENSORS.items()}
 _WORDS = {name: row.words for name, row in TENSORS.items() if row.words}
-_SHIFT = INPUTS.index("shift")
 _SHARED = {name for name, row in TENSORS.items() if row.shared}
-_REFUSED = {name: row.default for name, row in _keywords.FORWARD.items()
-            if row.refused or row.raw}
-_REFUSED_NAMES = frozenset(_REFUSED)
-_DTYPES = {code: getattr(torch, name) for name, code in _lib.DTYPES.items()}
-_NO_INPUTS = (None,) * (len(INPUTS) - 3)
-_LENGTHS = tuple(tuple(_PLACES[f"{kind}_{side}"][0] for side in "qk")
-                 for kind in ("seqlens", "cu_seqlens"))
 
 
-def sort(q, k, v, keywords: dict) -> tuple[list, dict, int]:
-    """Keywords -> INPUTS, the keywords that are neither inputs nor refused, and the flags that inputs
-    set. What has no place is put where the operator will not have it. torch.compile traces through
-    it."""
-    inputs, options, flags = [q, k, v, *_NO_INPUTS], {}, 0
+def sort(q, k, v, keywords: dict) -> tuple[list, list, dict, int]:
+    """Keywords -> the names of tensors in a text and the tensors, the keywords that are no tensors, and
+    the flags that tensors set. What has no place is put where the operator will not have it."""
+    names, tensors, options, flags = ["q", "k", "v"], [q, k, v], {}, 0
     for name, value in keywords.items():
         if value is None:
             continue
-        places = _PLACES.get(name)
         if name == "align" and isinstance(value, torch.Tensor):
-            inputs[_SHIFT], options[name] = value, 0
+            names.append("shift")
+            tensors.append(value)
+            options[name] = _given_by_tensor
             continue
-        if places is None:
-            if name not in _REFUSED:
-                options[name] = value
+        own = _NAMES.get(name)
+        if own is None:
+            options[name] = value
             continue
         if name in _WORDS and isinstance(value, str) and value in _WORDS[name]:
             flags |= _WORDS[name][value]
             continue
         flags |= _FLAGS[name]
-        first = places[0]
-        if len(places) == 2 and isinstance(value, tuple) and len(value) == 2:
-            inputs[first], inputs[places[1]] = value
-        elif inputs[first] is not None:
-            inputs[first] = inputs[first], value  # keep= and drop=
+        if len(own) == 2 and isinstance(value, tuple) and len(value) == 2:
+            names += own
+            tensors += value
+        elif name in _SHARED:
+            names += own
+            tensors += [value, value]
         else:
-            inputs[first] = value
-            if name in _SHARED:
-                inputs[places[1]] = value
-    for of_q, of_k in _LENGTHS:
-        if inputs[of_q] is not None and inputs[of_q] is inputs[of_k]:
+            names.append(own[0])
+            tensors.append(value)
+    for of_q, of_k in (("seqlens_q", "seqlens_k"), ("cu_seqlens_q", "cu_seqlens_k")):
+        if keywords.get(of_q) is not None and keywords[of_q] is keywords.get(of_k):
             flags |= _lib.SAME_LENGTHS
-    return inputs, options, flags
+    return names, tensors, options, flags
 
 
-def pack(inputs, scalars, max_logit=False, out_dtype=None, grad_dtype=None) -> tuple:
-    """The arguments of an operator. torch.compile traces through it."""
-    if max_logit:
-        scalars = scalars[0] | MAX_LOGIT, *scalars[1:]
-    for dtype, place in ((out_dtype, OUT_DTYPE), (grad_dtype, GRAD_DTYPE)):
-        if dtype is not None:
-            scalars = scalars[0] | _lib.DTYPES[str(dtype).rpartition(".")[2]] << place, *scalars[1:]
-    last = len(inputs)
-    while last > 3 and inputs[last - 1] is None:
-        last -= 1
-    return *inputs[:3], [*inputs[3:last]], *scalars
+class _Shaped:
+    shape = None
 
 
-def trimmed(arguments: tuple) -> tuple:
-    """What pack() answers for numbers that are known, less the defaults at the end."""
-    last = len(arguments)
-    while last > MORE + 1 and arguments[last - 1] == ZEROS[last - MORE - 2]:
-        last -= 1
-    return arguments[:last]
+_given_by_tensor = _Shaped()  # stands for a tensor of diagonals, which is elsewhere
 
 
-def unpack(arguments) -> tuple[list, tuple, bool]:
-    """The arguments of an operator -> INPUTS, SCALARS, and whether max_logit is wanted. The dispatcher
-    leaves defaults at the end out when it calls Python."""
-    q, k, v, more, flags, *scalars = *arguments, *ZEROS[len(arguments) - MORE - 1:]
-    inputs = [q, k, v, *more, *_NO_INPUTS[len(more):]]
-    return inputs, (flags & ~MAX_LOGIT, *scalars), bool(flags & MAX_LOGIT)
-
-
-def is_unbuilt(keywords: dict) -> bool:
-    """Whether a keyword is given that operators do not take."""
-    if _REFUSED_NAMES.isdisjoint(keywords):
-        return False
-    return any(keywords.get(name) is not None and keywords[name] is not default
-               for name, default in _REFUSED.items())
-
-
-def scalars(options: dict, flags: int = 0, has_bias: bool = True) -> tuple:
-    """Keywords -> SCALARS, for keywords that problem() accepts, with the flags of sort().
-    torch.compile traces through it."""
-    fields = []
-    for name, default, encode, count in _ENCODERS:
+def written(names, options: dict, flags: int, outputs, backward: bool = False) -> tuple[list, str]:
+    """The integers beside a text, and the text, for keywords that Described accepts, with the flags of
+    sort(). While tracing every integer that may be symbolic is beside it, and at least one."""
+    tracing = torch.compiler.is_compiling()
+    values = {"pass": int(backward)}
+    for name, default, encode, fields in _ENCODERS:
         value = options.get(name)
         own, *encoded = encode(default if value is None else value)
         flags |= own
-        fields += encoded[:count]
-    return (flags if has_bias else flags & ~_lib.BIAS_PRE_SCALE, *fields)
-
-
-def keywords(inputs, values) -> dict:
-    """The arguments of an operator -> keywords."""
-    values = tuple(map(_tensors.hint, values))
-    flags, given = values[0], {**dict(zip("qkv", inputs)), **_options_of(values)}
-    for name, places in _PLACES.items():
-        first = inputs[places[0]]
-        if first is not None:
-            pair = len(places) == 2 and inputs[places[1]] is not None
-            given[name] = (first, inputs[places[1]]) if pair else first
-    for name, words in _WORDS.items():
-        for word, flag in words.items():
+        for field, one in zip(fields, encoded):
+            values[field] = one
+    if "bias" not in names:
+        flags &= ~_lib.BIAS_PRE_SCALE
+    if options.get("precision") is not None and options.get("smooth") is None:
+        flags |= _keywords.SMOOTH["mean+hadamard"]
+    sizes, words = [], ["in=" + ",".join(names)]
+    for name, kind, flag, spelled in _FIELDS:
+        if kind == _call.FLAG:
             if flags & flag:
-                given[name] = word
-    given.pop("keep" if flags & _lib.MASK_DROP else "drop", None)
-    if inputs[_SHIFT] is not None:
-        given["align"] = inputs[_SHIFT]
-    return given
+                words.append(f"{name}=True")
+            continue
+        if name not in values or (flag and not flags & flag):
+            continue
+        value = values[name]
+        if kind == _call.INTEGER:
+            if tracing or name in _CHANGING:
+                words.append(f"{name}=${len(sizes)}")
+                sizes.append(value)
+            elif value or flag:
+                words.append(f"{name}={value}")
+        elif kind == _call.NUMBER:
+            words.append(f"{name}={float(value)!r}")
+        elif value:
+            words.append(f"{name}={value if kind == _call.TEXT else spelled[value]}")
+    words.append("out=" + ",".join(outputs))
+    return sizes, " ".join(words)
 
 
-@functools.lru_cache(maxsize=1024)
-def _options_of(values: tuple) -> dict:
-    """SCALARS -> options; the same dict for the same scalars."""
-    flags, *fields = values
-    given = {}
+def keywords(call: Call, tensors, sizes) -> dict:
+    """The keywords of a call."""
+    given = dict(zip("qkv", (tensors[call.places[name].operand] for name in "qkv")))
+    fields = {name: _number(name, value, sizes) for name, value in call.values.items()}
+    table = _keywords.BACKWARD if call.is_backward else _keywords.FORWARD
     for name, row in OPTIONS.items():
-        given[name] = row.decode(flags, *fields[:row.num_scalars])
-        fields = fields[row.num_scalars:]
-    given["partial"] = bool(flags & _lib.PARTIAL)
-    given["out_dtype"] = result_dtype(flags, OUT_DTYPE, None)
-    given["grad_dtype"] = result_dtype(flags, GRAD_DTYPE, None)
+        if name in table:
+            given[name] = row.decode(call.flags, *(fields.get(field, 0) for field in row.fields))
+    for name, row in TENSORS.items():
+        parts = [tensors[call.places[tensor].operand] for tensor in row.tensors if tensor in call.places]
+        if parts:
+            given[name] = tuple(parts) if len(parts) == 2 else parts[0]
+        for word, flag in row.words.items():
+            if call.flags & flag:
+                given[name] = word
+    given.pop("keep" if call.flags & _lib.MASK_DROP else "drop", None)
+    if "shift" in call.places:
+        given["align"] = tensors[call.places["shift"].operand]
     return given
 
 
-def result_dtype(flags: int, place: int, otherwise):
-    """The dtype at OUT_DTYPE or GRAD_DTYPE of flags, `otherwise` where there is none."""
-    code = flags >> place & 15
-    return _DTYPES[code] if code else otherwise
+def _number(name: str, value, sizes):
+    """The value of a field as tessera_problem has it."""
+    field = _call.FIELDS[name]
+    if field.kind == _call.WORD:
+        return field.words.index(value)
+    if field.kind == _call.INTEGER and isinstance(value, str):
+        return _tensors.hint(sizes[int(value[1:])])
+    return value
 
 
-class Call:
-    """A problem with the tensors that it was described by. `backward` is None, or maps do, o, lse
-    and dlse to tensors, or to None for those that are yet to come; `grads` names the gradients
-    wanted. `same_lengths` overrides what the identity of the length tensors says."""
+# ---- fake tensors, and kernels without the binding: what comes back ----
 
-    def __init__(self, operation: str, given: dict, backward: dict | None = None, grads=(),
-                 max_logit=False, same_lengths=False):
-        a = self.arguments = _args.Arguments(_tensors, operation, backward is not None)
-        _args.fill(a, given)
-        if same_lengths:
-            a.problem.flags |= _lib.SAME_LENGTHS
-        self.given = dict(given)
-        self.outputs: dict[str, tuple] = {}  # name -> (shape, dtype, order)
-        q, v = given["q"], given["v"]
-        rows = _tensors.statistics_dtype(q)
-        o_shape, lse_shape = _tensors.output_shape(q, v), _tensors.row_shape(q, a.layout_q)
-        if backward is None:
-            adds = _args.accumulates(a, given)
-            self._forward_output(given.get("out"), o_shape, q.dtype, adds)
-            if adds:
-                a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
-            else:
-                self._new("lse", lse_shape, rows, a.order_rows)
-            if max_logit:
-                hq = a.problem.tensor[_lib.INDEX["q"]].extent[2]
-                self._new("max_logit", (hq,), rows, (0,))
-            return
-        self.given |= backward
-        for name, shape, dtype, order, axes in (
-                ("do", o_shape, q.dtype, a.order_q, "b, sq, hq, dv"),
-                ("o", o_shape, q.dtype, a.order_q, "b, sq, hq, dv"),
-                ("lse", lse_shape, rows, a.order_rows, "b, hq, sq"),
-                ("dlse", lse_shape, rows, a.order_rows, "b, hq, sq")):
-            if backward.get(name) is not None:
-                a.put(name, name, backward[name], order, axes=axes)
-            elif name in backward:
-                self._new(name, shape, dtype, order)
-        orders = {"dq": a.order_q, "dk": a.order_kv, "dv": a.order_kv, "dsink": (0,)}
-        for name in grads:
-            of = given.get(GRADIENT_OF[name])
-            if _tensors.info(of) is None:
-                raise a.error("grads", name, f"{GRADIENT_OF[name]} is not a given tensor, so it "
-                              "has no gradient; leave it out")
-            rank = 4 if name == "dbias" else 2
-            order = orders.get(name) or (None,) * (rank - of.dim()) + tuple(range(of.dim()))
-            wide = a.grad_dtype and name in ("dq", "dk", "dv")
-            dtype = getattr(torch, a.grad_dtype) if wide else of.dtype
-            self._new(name, tuple(of.shape), dtype, order)
+def results_of(call: Call, tensors) -> list[torch.Tensor]:
+    """New tensors for what a call returns, or fake ones beside fake ones. Shapes are told here as well as
+    in the library, where symbolic ones cannot go."""
+    at = {name: tensors[place.operand] for name, place in call.places.items()}
+    return [_result(call, at, result.tensors[0], result.dtype) for result in call.results]
 
-    def _forward_output(self, out, shape, q_dtype, adds):
-        """o is new, or goes into `out`."""
-        a = self.arguments
-        dtype = getattr(torch, a.out_dtype) if a.out_dtype else q_dtype
-        if out is None:
-            self._new("o", shape, dtype, a.order_q)
-            return
-        a.put("o", "out", out, a.order_q, axes="b, sq, hq, dv", output=True)
-        if out.dtype != dtype and (a.out_dtype or not adds):
-            whose = "out_dtype" if a.out_dtype else "q's dtype"
-            raise a.error("out.dtype", out.dtype, f"must be {whose}, {dtype}")
 
-    def allocate(self) -> dict[str, torch.Tensor]:
-        """New tensors for the outputs, described as they lie in memory."""
-        a, new = self.arguments, {}
-        for name, (shape, dtype, order) in self.outputs.items():
-            if name == "o":
-                new[name] = _tensors.empty_o(self.given["q"], self.given["v"], a.layout_q, dtype)
-            elif name in GRADIENT_OF:
-                new[name] = _tensors.empty_gradient(self.given[GRADIENT_OF[name]], name, dtype)
-            else:
-                new[name] = torch.empty(shape, dtype=dtype)
-            a.put_new(name, str(dtype)[len("torch."):], shape, order, new[name].stride())
-        return new
+def _result(call: Call, at: dict, name: str, dtype: str) -> torch.Tensor:
+    q = at["q"]
+    wide = getattr(torch, dtype) if dtype else None
+    if name in GRADIENTS:
+        of = at[name[1:]]
+        if wide is None and of.dtype.itemsize == 1:
+            wide = at["o"].dtype if at["o"].dtype.itemsize == 2 else torch.bfloat16
+        return _tensors.empty_gradient(of, name, wide)
+    if name == "o":
+        usual = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+        return _tensors.empty_o(q, at["v"], call.layouts[0], wide or usual)
+    rows = _tensors.statistics_dtype(q)
+    if name == "lse":
+        return q.new_empty(_tensors.row_shape(q, call.layouts[0]), dtype=rows)
+    if name == "max_logit":
+        return q.new_empty((q.shape[_args.ORDERS[call.layouts[0]][2]],), dtype=rows)
+    return q.new_empty((), dtype=torch.float32)  # amax
 
-    def _new(self, name, shape, dtype, order):
-        self.outputs[name] = shape, dtype, order
-        self.arguments.put_new(name, str(dtype)[len("torch."):], _tensors.hints(shape), order)
 
-    def scalars(self) -> tuple:
-        """SCALARS."""
-        a = self.arguments
-        values = (getattr(a.problem if hasattr(a.problem, name) else a, name) for name in SCALARS)
-        return tuple(value.decode() if isinstance(value, bytes) else value for value in values)
+# ---- what the library says ----
 
-    def tensors(self):
-        """(index, tensor) of everything given."""
-        for source in self.arguments.sources:
-            tensor = self.given[source.name]
-            yield source.index, tensor if source.part is None else tensor[source.part]
+def readable(x):
+    """x, or a copy whose last axis has stride 1."""
+    return x if not isinstance(x, torch.Tensor) or not x.dim() or x.stride(-1) == 1 else x.contiguous()
+
+
+class Described:
+    """A problem with the tensors that it was described by."""
+
+    def __init__(self, arguments: _args.Arguments, tensors: dict[int, torch.Tensor], outputs: dict):
+        self.arguments = arguments
+        self.tensors = tensors      # by enum tessera_index
+        self.outputs = outputs      # that are not there yet: name -> (shape, dtype)
+
+    @classmethod
+    def of_keywords(cls, operation: str, given: dict, backward: bool = False) -> Described:
+        """What users ask for: `given` maps keywords, q, k, v, and for the backward pass do, o, lse, dlse
+        and gradients, to values; _prepared.NEW to tensors that are yet to come."""
+        if not backward:  # which belong to the backward pass; callers look at names
+            given = {name: value for name, value in given.items() if value is not None}
+        describe = _prepared.describe_backward if backward else _prepared.describe_forward
+        a, outputs = describe(_tensors, operation, given)
+        tensors = {source.index: given[source.name] if source.part is None else
+                   given[source.name][source.part] for source in a.sources}
+        return cls(a, tensors, {output[1]: output[2:] for output in outputs if type(output) is tuple})
+
+    @classmethod
+    def of(cls, call: Call, tensors, sizes, outputs=None) -> Described:
+        """What an operator was given; `outputs` are the caller's to write into."""
+        a = _args.Arguments(_tensors, call.operation, call.is_backward)
+        a.layout_q, a.layout_kv = call.layouts
+        a.paged = call.is_paged
+        a.problem.flags = call.flags
+        for name, value in call.values.items():
+            if name != "pass" and _call.FIELDS[name].kind != _call.FLAG:
+                a.set_field(name, _number(name, value, sizes))
+        at = {name: tensors[place.operand] for name, place in call.places.items()}
+        if len(at) != len(call.inputs):
+            raise a.error("drop", at.get("mask"), "keep and drop are one mask with two polarities; give one")
+        if "do" in at:  # autograd makes strides of 0, which kernels get a copy of
+            at["do"] = readable(at["do"])
+        for name in sorted(at, key=lambda name: name not in "qkv"):
+            _put(a, name, at[name])
+        for i, result in enumerate(call.results):
+            _put_result(a, result, at, None if outputs is None else outputs[i])
+        a.spelling |= call.spelling
+        if a.problem.flags & _lib.ACCUMULATE and outputs is None:
+            raise a.error("accumulate", True, "adds to what outputs hold: must come with out= and lse=, or "
+                          "grads={name: tensor}")
+        a.describe_wanted()
+        given = {_lib.INDEX[name]: x for name, x in at.items()}
+        if outputs is not None:
+            given |= {_lib.INDEX[result.tensors[0]]: x for result, x in zip(call.results, outputs)}
+        return cls(a, given, {})
 
     def buffers(self, num_threads: int) -> _lib.Buffers:
         a = self.arguments
         buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=num_threads,
                                softmax_scale=a.softmax_scale, softcap=a.softcap,
                                dropout_p=a.dropout_p, sm_margin=a.sm_margin)
-        for index, tensor in self.tensors():
+        for index, tensor in self.tensors.items():
             buffers.data[index] = tensor.data_ptr()
         return buffers
 
     def validate(self):
-        """Raises the ValueError of a call on real tensors. Outputs get addresses that nothing ever
-        reads."""
+        """Raises the ValueError of a call on real tensors on the CPU. Outputs get addresses that nothing
+        ever reads."""
         buffers = self.buffers(0)
         nowhere = 1 << 52
         for index, tensor in enumerate(self.arguments.problem.tensor):
@@ -292,30 +258,74 @@ class Call:
         and dropout_p, beside a problem of one query and one key."""
         one = torch.zeros(1, 1, 1, 1)
         a = self.arguments
-        Call(a.operation, dict(
-            q=one, k=one.clone(), v=one.clone(), dropout_p=a.dropout_p, softcap=a.softcap,
-            rng_state=torch.zeros(2, dtype=torch.int64),
-            softmax_scale=a.softmax_scale if a.problem.flags & _lib.SOFTMAX_SCALE else None,
-        )).validate()
+        given = dict(q=one, k=one.clone(), v=one.clone(), dropout_p=a.dropout_p, softcap=a.softcap,
+                     rng_state=torch.zeros(2, dtype=torch.int64))
+        if a.problem.flags & _lib.SOFTMAX_SCALE:
+            given["softmax_scale"] = a.softmax_scale
+        Described.of_keywords(a.operation, given).validate()
 
-    def prepare(self, num_threads: int) -> int:
+    def prepare(self) -> int:
         """The workspace's bytes. Raises ValueError or Refused for what shapes and options say."""
         information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
         error = _lib.error_of_thread()
         a = self.arguments
-        device = _tensors.device(self.given["q"])
-        code = _lib.prepare(ctypes.addressof(a.problem), ctypes.addressof(device), num_threads,
+        device = self._device()
+        code = _lib.prepare(ctypes.addressof(a.problem), ctypes.addressof(device), torch.get_num_threads(),
                             ctypes.addressof(information), ctypes.addressof(error))
         _lib.check(code, error, a.operation, a.spelling)
         return information.workspace_bytes
 
+    def check(self):
+        """Raises what is wrong with a call on real tensors."""
+        if self.tensors[0].device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+            self.validate()
+        self.prepare()
+
     def run(self, buffers: _lib.Buffers):
         self._check(_lib.run, buffers)
+
+    def _device(self) -> _lib.Device:
+        return _tensors.device(self.tensors[_lib.INDEX["q"]])
 
     def _check(self, function, buffers):
         error = _lib.error_of_thread()
         a = self.arguments
-        device = _tensors.device(self.given["q"])
+        device = self._device()
         code = function(ctypes.addressof(a.problem), ctypes.addressof(device),
                         ctypes.addressof(buffers), ctypes.addressof(error))
         _lib.check(code, error, a.operation, a.spelling)
+
+
+def _put(a: _args.Arguments, name: str, x):
+    """Describes a tensor that goes in."""
+    if name in _PLACED:
+        row, i = _PLACED[name]
+        if name == "mask":
+            row = TENSORS["drop" if a.problem.flags & _lib.MASK_DROP else "keep"]
+        return row._put(a, i, x, None)
+    orders = {"q": (a.order_q, "b, sq, hq, dqk"), "k": (a.order_kv, a.axes_kv("dqk")),
+              "v": (a.order_kv, a.axes_kv("dv")), "shift": ((0,), "b"),
+              **dict.fromkeys(("do", "o"), (a.order_q, "b, sq, hq, dv")),
+              **dict.fromkeys(("lse", "dlse"), (a.order_rows, "b, hq, sq"))}
+    order, axes = orders[name]
+    return a.put(name, "align" if name == "shift" else name, x, order, axes=axes)
+
+
+def _put_result(a: _args.Arguments, result: _call.Operand, at: dict, given):
+    """Describes a tensor that comes out: `given`, or a new one."""
+    name, = result.tensors
+    if name in GRADIENTS:
+        a.grad_dtype = result.dtype or None
+        return _prepared._gradient(a, name, _prepared.NEW if given is None else given, at.get(name[1:]))
+    order = {"o": a.order_q, "lse": a.order_rows, "max_logit": (0,)}.get(name, (None,))
+    if given is None:
+        return a.want(name, order, result.dtype or None)
+    a.put(name, "out" if name == "o" else name, given, order, axes="b, sq, hq, dv" if name == "o" else "b, hq, sq",
+          output=True)
+    if name != "o" or not result.dtype and a.problem.flags & _lib.ACCUMULATE:
+        return None
+    dtype, whose = (getattr(torch, result.dtype), "out_dtype") if result.dtype else \
+        (torch.bfloat16, "that beside fp8 q") if at["q"].dtype.itemsize == 1 else (at["q"].dtype, "q's dtype")
+    if given.dtype != dtype:
+        raise a.error("out.dtype", given.dtype, f"must be {whose}, {dtype}")
+    return None

@@ -16,23 +16,24 @@ from torch.utils.checkpoint import checkpoint
 from .. import _args, _explain, _keywords, _lib, _prepared
 from .._attention import Gradients
 from .._documented import documented
-from . import _addresses, _describe, _nested, _ops, _tensors
+from . import _describe, _nested, _ops, _tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _MAX_KEPT = 512
-_BIAS = _describe.INPUTS.index("bias")
 _DETERMINISTIC = (None, "None follows torch.use_deterministic_algorithms.")
 _RNG_STATE = (None, "None draws one from PyTorch's generator.")
-
+_ROWS = ("do", "o", "lse", "dlse")
+_AMAX = ("dq", "dk", "dv")
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast changes
+_NO_SIZES: list = []
+
 _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
 
 # Keys hold the types of values too: 1, 1.0 and True are three.
-_kept: dict[tuple, tuple] = {}   # a set of options -> SCALARS
-_known: dict[tuple, tuple] = {}  # keywords without tensors -> (what the operator takes beside q, k and
-                                 # v, return_lse, return_max_logit)
+_kept: dict[tuple, str] = {}     # options, and the names of tensors -> the text of the call
+_known: dict[tuple, tuple] = {}  # keywords without tensors -> (the text of the call, _picked)
 
 
 @documented(_keywords.FORWARD, torch.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
@@ -63,34 +64,32 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
         key = known = None
     if known is None or torch._C._is_any_autocast_enabled():
         return _described(q, k, v, keywords, key)
-    rest, want_lse, want_max_logit = known
+    text, picked = known
     try:
-        o, lse, max_logit = _ops.plain(q, k, v, *rest)
+        results = _ops.plain(q, k, v, _NO_SIZES, text)
     except _FAILURES as error:
-        if _is_fp8(q):  # which operators do not take
-            return _described(q, k, v, keywords, None)
         _complete("attention", q, keywords)
         raise _diagnose("attention", {"q": q, "k": k, "v": v, **keywords}, error) from None
-    return _returned(o, lse, max_logit, want_lse, want_max_logit) if want_lse or want_max_logit else o
+    return results[0] if picked is None else tuple([results[i] for i in picked])
 
 
 def prepared(**keywords):
     """(q, k, v) -> attention(q, k, v, **keywords), for callers whose keywords were accepted before and
     hold no tensors: what attention looks up on every call is looked up once. It returns o, or
     (o, max_logit)."""
-    inputs, options, flags = _describe.sort(None, None, None, {"deterministic": False, **keywords})
-    want_max_logit = options.get("return_max_logit", False)
-    scalars = _describe.scalars(options, flags, False)
-    rest = _describe.trimmed(_describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))[3:]
+    keywords = {"deterministic": False, **keywords}
+    names, _, options, flags = _describe.sort(None, None, None, keywords)
+    picked = _picked(keywords)
+    sizes, text = _describe.written(names, options, flags, _outputs(keywords))
 
     def run(q, k, v):
         if torch._C._is_any_autocast_enabled():
             return attention(q, k, v, **keywords)
         try:
-            o, _, max_logit = _ops.plain(q, k, v, *rest)
+            results = _ops.plain(q, k, v, sizes, text)
         except (RuntimeError, TypeError, AttributeError):
             return attention(q, k, v, **keywords)  # knows what to say
-        return (o, max_logit) if want_max_logit else o
+        return results[0] if picked is None else tuple([results[i] for i in picked])
     return run
 
 
@@ -110,19 +109,20 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
-    outputs = _prepared.gradient_outputs(_tensors, grads)
     _complete("attention_backward", q, keywords)
-    given = dict(keywords, q=q, k=k, v=v)
-    backward = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    adds = keywords.get("accumulate")
-    if adds:
-        _refuse_adding("attention_backward", {**given, **backward, **outputs})
-    if adds or _is_plain(q) and (q.device.type == "cpu" or _is_fp8(q)):  # operators allocate what they write
-        results = _prepared.call(_addresses, "attention_backward", _prepared.describe_backward,
-                                 {**given, **backward, **outputs})
-        _written(outputs.values())
-        return Gradients(*results)
-    return _gradients_by_operator(given, backward, outputs)
+    chosen = _prepared.gradient_outputs(_tensors, grads)
+    do = _describe.readable(do)
+    written = [x for x in chosen.values() if x is not None] if isinstance(grads, dict) else []
+    found = [name for name, x in chosen.items() if x is not None]
+    names, tensors, options, flags = _describe.sort(q, k, v, keywords)
+    rows = [(name, x) for name, x in zip(_ROWS, (do, o, lse, dlse)) if name != "dlse" or x is not None]
+    names, tensors = [name for name, _ in rows] + names, [x for _, x in rows] + tensors
+    amax = [f"amax_{name}" for name in found if name in _AMAX] if keywords.get("return_amax") else []
+    wide = _dtype_of(keywords.get("grad_dtype"))
+    outputs = [name + wide if name in _AMAX else name for name in found] + amax
+    given = {**keywords, **dict(zip(_ROWS, (do, o, lse, dlse))), "q": q, "k": k, "v": v, **chosen}
+    results = _backward(names, tensors, options, flags, outputs, given, written)
+    return Gradients(**dict(zip(found + amax, results)))
 
 
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywords.Format = "bshd",
@@ -186,159 +186,153 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
 
     >>> print(tessera.torch.explain(q, k, v, causal=True))
     """
-    if isinstance(q, str):
-        return _explain.explain(q, k, v, backward=backward, dlse=dlse, device=device or "cpu",
-                                **keywords)
-    a = _args.Arguments(_tensors, "explain")
-    backward = a.boolean("backward", backward)
-    _keywords.check_names("explain", keywords,
-                          _keywords.BACKWARD if backward else _keywords.FORWARD)
-    _complete("explain", q, keywords)
-    given = dict(keywords, q=q, k=k, v=v)
-    if backward:
-        more = {"do": None, "o": None, "lse": None, **({} if dlse is None else {"dlse": dlse})}
-        call = _describe.Call("explain", given, more, grads)
-    else:
-        if dlse is not None:
-            raise a.error("dlse", dlse, "belongs to the backward pass; give backward=True")
-        call = _describe.Call("explain", given,
-                              max_logit=a.boolean("return_max_logit", keywords.get("return_max_logit")))
-    if q.device.type == "cpu":
-        call.validate()
-    target = _tensors.device(q) if device is None else _explain._device(a, device)
-    return _explain._answer(call.arguments, None, target)
+    if not isinstance(q, str):
+        _complete("explain", q, keywords)
+    elif device is None:
+        device = "cpu"
+    return _explain.explained(_tensors, q, k, v, backward, grads, dlse, device, keywords)
 
 
 # ---- below: how ----
 
 def _described(q, k, v, keywords: dict, key: tuple | None):
     """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
-    given = {"q": q, "k": k, "v": v}
-    if keywords.get("accumulate"):
-        return _added(given, keywords)
-    if _is_fp8(q) and _is_plain(q):
-        return _of_fp8(given, keywords)
-    inputs, options, flags, out = _sorted(q, k, v, keywords)
-    want_max_logit = options.get("return_max_logit", False)
+    _complete("attention", q, keywords)
+    names, tensors, options, flags = _sorted(q, k, v, keywords)
+    given = {**keywords, **{name: x for name, x in zip(names, tensors) if name in _keywords.DIFFERENTIABLE}}
+    into = keywords.get("out"), keywords.get("lse")
     try:
-        scalars = _scalars(q, k, v, keywords, options, flags, inputs[_BIAS] is None)
-        arguments = _describe.trimmed(
-            _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype")))
-        results = _apply(out, arguments)
+        sizes, text = _call(names, options, flags, _outputs(keywords), into, q,
+                            lambda: _describe.Described.of_keywords("attention", given))
+        if into[0] is None:
+            results = _ops.any_tensors(tensors, sizes, text)
+        else:
+            results = _into(q, v, keywords)
+            _ops.attention_into(results, tensors, sizes, text)
     except _FAILURES as error:
-        raise _diagnose("attention", {**given, **keywords}, error) from None
-    wanted = options.get("return_lse", False), want_max_logit
-    if key is not None and out is None and not any(x is not None for x in inputs[3:]):
+        raise _diagnose("attention", given, error) from None
+    picked = _picked(keywords)
+    if key is not None and into[0] is None and len(names) == 3 and not sizes:
         if len(_known) >= _MAX_KEPT:
             _known.clear()
-        _known[key] = arguments[3:], *wanted
-    return _returned(*results, *wanted)
-
-
-@torch.compiler.disable(reason="attention(accumulate=True) writes into its arguments")
-def _added(given: dict, keywords: dict):
-    """attention(accumulate=True): `out` and `lse` are written where they are."""
-    _keywords.check_names("attention", keywords, _keywords.FORWARD)
-    _complete("attention", given["q"], keywords)
-    given = {**given, **keywords}
-    _refuse_adding("attention", given)
-    if not _is_plain(given["q"]):
-        _describe.Call("attention", given).prepare(torch.get_num_threads())  # knows what to say
-    results = _prepared.call(_addresses, "attention", _prepared.describe_forward, given)
-    _written((given["out"], given["lse"]))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def _is_fp8(q) -> bool:
-    return isinstance(q, torch.Tensor) and q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@torch.compiler.disable(reason="attention of an fp8 q reaches tensors by their address")
-def _of_fp8(given: dict, keywords: dict):
-    """attention of an fp8 q, by addresses."""
-    _keywords.check_names("attention", keywords, _keywords.FORWARD)
-    _complete("attention", given["q"], keywords)
-    given = {**given, **keywords}
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values() if isinstance(x, torch.Tensor)):
-        raise _lib.Refused(f"tessera.attention: q.dtype={given['q'].dtype}: has no autograd, and a tensor here asks "
-                           "for a gradient; use torch.no_grad() and tessera.torch.attention_backward")
-    results = _prepared.call(_addresses, "attention", _prepared.describe_forward, given)
-    _written((given.get("out"),))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def _is_plain(q) -> bool:
-    """Whether tensors may be reached by their address: anything that is wrong is said there too."""
-    return not isinstance(q, torch.Tensor) or q.device.type in ("cpu", "cuda") and \
-        type(q) in (torch.Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
-
-
-def _written(tensors):
-    for x in tensors:
-        if isinstance(x, torch.Tensor) and not x.is_inference():
-            torch.autograd.graph.increment_version(x)
-
-
-def _refuse_adding(operation: str, given: dict):
-    """accumulate=True writes where its tensors are, past autograd, and nobody may want a gradient."""
-    if torch._C._are_functorch_transforms_active():
-        raise _lib.Refused(f"tessera.{operation}: accumulate=True: has no rule for torch.func; call it "
-                           "outside, or add parts up by tessera.torch.merge")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values() if isinstance(x, torch.Tensor)):
-        raise _lib.Refused(f"tessera.{operation}: accumulate=True: what is added up has no gradient, "
-                           "and a tensor here asks for one; use torch.no_grad(), or tessera.torch.merge")
-
-
-def _gradients_by_operator(given: dict, backward: dict, outputs: dict) -> Gradients:
-    """attention_backward where only operators reach tensors; what is the caller's is copied into."""
-    names = [name for name, output in outputs.items() if output is not None]
-    call = _describe.Call("attention_backward", given, backward, names)
-    call.prepare(torch.get_num_threads())
-    inputs = dict.fromkeys(_describe.INPUTS)
-    inputs |= {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()
-               if _lib.TENSORS[index] in inputs}
-    bits = sum(1 << _args.GRADIENTS.index(name) for name in names)
-    with _ops.below_autograd():
-        results = _ops.attention_backward(
-            *(backward.get(name) for name in ("do", "o", "lse", "dlse")), bits,
-            *_describe.pack([*inputs.values()], call.scalars(), grad_dtype=call.arguments.grad_dtype))
-        for i, name in enumerate(names):
-            if outputs[name] is not _prepared.NEW:
-                results[i] = outputs[name].copy_(results[i])
-    return Gradients(**dict(zip(names, results)))
+        _known[key] = text, picked
+    return results[0] if picked is None else tuple([results[i] for i in picked])
 
 
 def _compiled(q, k, v, keywords: dict):
     """attention as torch.compile traces it."""
-    if keywords.get("accumulate"):
-        return _added({"q": q, "k": k, "v": v}, keywords)
-    if _is_fp8(q):
-        return _of_fp8({"q": q, "k": k, "v": v}, keywords)
-    inputs, options, flags, out = _sorted(q, k, v, keywords)
-    want_max_logit = options.get("return_max_logit", False)
-    scalars = _describe.scalars(options, flags, inputs[_BIAS] is not None)
-    q, k, v, more, *scalars = _describe.pack(inputs, scalars, want_max_logit, options.get("out_dtype"))
-    # AOTInductor hands an empty list on as None, which is no list.
-    results = _traced(out, (q, k, v, more or [None], *scalars))
-    return _returned(*results, options.get("return_lse", False), want_max_logit)
+    _complete("attention", q, keywords)
+    names, tensors, options, flags = _sorted(q, k, v, keywords)
+    sizes, text = _describe.written(names, options, flags, _outputs(keywords))
+    picked = _picked(keywords)
+    if keywords.get("out") is None:
+        if keywords.get("lse") is not None:
+            raise ValueError("tessera.attention: lse: is what accumulate=True adds to; give both, or "
+                             "return_lse=True for a new one")
+        results = _ops.attention(tensors, sizes, text)
+    else:
+        results = _into(q, v, keywords)
+        _ops.attention_into_op(results, tensors, sizes, text)
+    return results[0] if picked is None else tuple([results[i] for i in picked])
 
 
 def _sorted(q, k, v, keywords: dict):
-    """(inputs, options, flags) of _describe.sort, and out."""
+    """_describe.sort after autocast."""
     _keywords.check_names("attention", keywords, _keywords.FORWARD)
-    _complete("attention", q, keywords)
-    if _describe.is_unbuilt(keywords):
-        _check_unbuilt({"q": q, "k": k, "v": v, **keywords})
-    inputs, options, flags = _describe.sort(q, k, v, keywords)
+    names, tensors, options, flags = _describe.sort(q, k, v, keywords)
     if torch._C._is_any_autocast_enabled():
-        _autocast(inputs)
-    return inputs, options, flags, options.pop("out", None)
+        _autocast(names, tensors)
+    return names, tensors, options, flags
 
 
-def _returned(o, lse, max_logit, want_lse: bool, want_max_logit: bool):
-    if not want_lse and not want_max_logit:
-        return o
-    return (o,) + (lse,) * want_lse + (max_logit,) * want_max_logit
+def _outputs(keywords: dict) -> list[str]:
+    """What attention writes: o, lse, and what the keywords ask for. torch.compile traces through it."""
+    outputs = ["o" + _dtype_of(keywords.get("out_dtype")), "lse"]
+    if keywords.get("return_max_logit"):
+        outputs.append("max_logit")
+    if keywords.get("return_amax"):
+        outputs.append("amax_o")
+    return outputs
+
+
+def _picked(keywords: dict) -> tuple[int, ...] | None:
+    """Which of the outputs attention returns; None: o alone, not in a tuple."""
+    places = [0]
+    if keywords.get("return_lse"):
+        places.append(1)
+    for name in ("return_max_logit", "return_amax"):
+        if keywords.get(name):
+            places.append(2 + (name == "return_amax" and bool(keywords.get("return_max_logit"))))
+    return tuple(places) if len(places) > 1 else None
+
+
+def _dtype_of(dtype) -> str:
+    """What an output's name in a text has behind it."""
+    return "" if dtype is None else ":" + str(dtype).rpartition(".")[2]
+
+
+def _into(q, v, keywords: dict) -> list[torch.Tensor]:
+    """The outputs of a call with out=: the caller's, and new ones."""
+    rows = _tensors.statistics_dtype(q)
+    layout = keywords.get("layout") or "bshd"
+    layout = layout[0] if isinstance(layout, tuple) else layout
+    lse = keywords.get("lse")
+    results = [keywords["out"], q.new_empty(_tensors.row_shape(q, layout), dtype=rows) if lse is None else lse]
+    if keywords.get("return_max_logit"):
+        results.append(q.new_empty((q.shape[_args.ORDERS[layout][2]],), dtype=rows))
+    if keywords.get("return_amax"):
+        results.append(q.new_empty((), dtype=torch.float32))
+    return results
+
+
+def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tuple[list, str]:
+    """The integers beside the text of a call, and the text, checked by describe() unless such a call was
+    seen before; `written` are the caller's tensors to write into."""
+    sizes = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in options]
+    fixed = {name: value for name, value in options.items() if name not in _UNFIXED}
+    dtypes = [getattr(x, "dtype", None) for x in written if x is not None]
+    try:
+        key = (*names, *outputs, flags, *fixed.items(), *map(type, fixed.values()), *map(type, sizes),
+               *(name for name in _UNFIXED if name in options), *([q.dtype, *dtypes] if dtypes else ()))
+        return sizes, _kept[key]
+    except KeyError:
+        pass
+    except TypeError:  # something unhashable, which is illegal
+        key = None
+    describe()
+    sizes, text = _describe.written(names, options, flags, outputs, "do" in names)
+    if key is not None:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[key] = text
+    return sizes, text
+
+
+_UNFIXED = ("max_seqlen_q", "max_seqlen_k", "out", "lse")  # of options, what no text has
+
+
+def _backward(names, tensors, options, flags, outputs, given: dict, written) -> list:
+    """What attention_backward computes."""
+    q = given["q"]
+    new_amax = [q.new_empty((), dtype=torch.float32) for name in outputs if name.startswith("amax_")] \
+        if written else []
+    if torch.compiler.is_compiling():
+        sizes, text = _describe.written(names, options, flags, outputs, True)
+        if not written:
+            return _ops.attention_backward(tensors, sizes, text)
+        _ops.attention_into_op(written + new_amax, tensors, sizes, text)
+        return written + new_amax
+    operation = "attention_backward"
+    try:
+        sizes, text = _call(names, options, flags, outputs, written, q, lambda: _describe.Described.of_keywords(
+            operation, given, backward=True))
+        if not written:
+            with _ops.below_autograd():
+                return _ops.attention_backward(tensors, sizes, text)
+        _ops.attention_into(written + new_amax, tensors, sizes, text)
+        return written + new_amax
+    except _FAILURES as error:
+        raise _diagnose(operation, given, error, backward=True) from None
 
 
 def _complete(operation: str, q, keywords: dict):
@@ -367,57 +361,12 @@ def drawn_state(device: torch.device) -> torch.Tensor:
     return checkpoint(_ops.rng_state, device, use_reentrant=False)
 
 
-def _check_unbuilt(given: dict):
-    """Raises what the core says of a call whose arguments operators do not take: Refused, unless they
-    change nothing."""
-    call = _describe.Call("attention", given, max_logit=bool(given.get("return_max_logit")))
-    if given["q"].device.type == "cpu":
-        call.validate()
-    call.prepare(torch.get_num_threads())
-
-
-def _traced(out, arguments):
-    if out is None:
-        return _ops.attention(*arguments)
-    return out, *_ops.attention_out(out, *arguments)
-
-
-def _apply(out, arguments):
-    """The operator, past the dispatcher's autograd key where that is all it would decide."""
-    if out is not None:
-        return out, *_ops.attention_into(out, *arguments)
-    if torch._C._are_functorch_transforms_active():
-        return _ops.attention(*arguments)
-    if _ops.needs_gradient(arguments[:3], arguments):
-        return _ops.Attention.of(arguments)
-    with _ops.below_autograd():
-        return _ops.attention(*arguments)
-
-
-def _scalars(q, k, v, keywords: dict, options: dict, *more) -> tuple:
-    """SCALARS of `options` and `more` about the inputs, checked by _args unless they were seen before."""
-    key = (*options.items(), *map(type, options.values()), *more)
-    try:
-        return _kept[key]
-    except KeyError:
-        pass
-    except TypeError:  # something unhashable, which is illegal
-        key = None
-    scalars = _describe.Call("attention", {"q": q, "k": k, "v": v, **keywords}).scalars()
-    if key is not None:
-        if len(_kept) >= _MAX_KEPT:
-            _kept.clear()
-        _kept[key] = scalars
-    return scalars
-
-
-def _diagnose(operation: str, given: dict, error: Exception) -> Exception:
+def _diagnose(operation: str, given: dict, error: Exception, backward: bool = False) -> Exception:
     """What to raise for a call whose operator failed with `error`."""
+    if isinstance(error, _lib.Refused):
+        return error
     try:
-        call = _describe.Call(operation, given, max_logit=bool(given.get("return_max_logit")))
-        if given["q"].device.type == "cpu" and not torch._C._are_functorch_transforms_active():
-            call.validate()
-        call.prepare(torch.get_num_threads())
+        _describe.Described.of_keywords(operation, given, backward).check()
     except (ValueError, RuntimeError, MemoryError) as better:
         return better
     if "can't allocate memory" in str(error):
@@ -425,16 +374,16 @@ def _diagnose(operation: str, given: dict, error: Exception) -> Exception:
     return error
 
 
-def _autocast(inputs: list):
+def _autocast(names: list, tensors: list):
     """q, k, v in autocast's dtype, and with them what must be in q's dtype or fp32."""
-    q = inputs[0]
+    q = tensors[0]
     if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
         return
     dtype = torch.get_autocast_dtype(q.device.type)
-    for place in _describe.DIFFERENTIABLE:
-        x = inputs[place]
-        if isinstance(x, torch.Tensor) and x.dtype in AUTOCAST and (place < 3 or x.dtype != torch.float32):
-            inputs[place] = x.to(dtype)
+    for i, (name, x) in enumerate(zip(names, tensors)):
+        if name in _keywords.DIFFERENTIABLE and isinstance(x, torch.Tensor) and x.dtype in AUTOCAST and \
+                (i < 3 or x.dtype != torch.float32):
+            tensors[i] = x.to(dtype)
 
 
 def _state(operation: str, rng_state, q):

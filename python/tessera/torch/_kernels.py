@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the operators through ctypes: merge and dropout_mask always, attention and its
-backward pass where binding.cc was not built (it does the same in a twentieth of the time)."""
+"""Kernels of the operators through ctypes: merge and dropout_mask always, those of attention where
+binding.cc was not built (it does the same in a twentieth of the time)."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ import ctypes
 import torch
 
 from .. import _args, _lib
+from .._call import Call
 from . import _describe, _tensors
 
 
-def attention(*arguments):
-    *inputs, max_logit = _describe.unpack(arguments)
-    call = _call("attention", *inputs, max_logit=max_logit)
-    outputs = _run(call)
-    return outputs["o"], outputs["lse"], \
-        outputs["max_logit"] if max_logit else outputs["lse"].new_empty(0)
+def attention(inputs, sizes, text):
+    call = Call.of(text)
+    outputs = _describe.results_of(call, inputs)
+    if "accumulate" in call.values:
+        _describe.Described.of(call, inputs, sizes)  # says what is wrong
+    attention_into(outputs, inputs, sizes, text)
+    return outputs
 
 
-def attention_out(out, *arguments):
-    *inputs, max_logit = _describe.unpack(arguments)
-    outputs = _run(_call("attention", *inputs, out=out, max_logit=max_logit))
-    return outputs["lse"], outputs["max_logit"] if max_logit else outputs["lse"].new_empty(0)
+attention_backward = attention
 
 
-def attention_backward(do, o, lse, dlse, wanted, *arguments):
-    *inputs, _ = _describe.unpack(arguments)
-    if do.stride(-1) != 1:
-        do = do.contiguous()
-    backward = {"do": do, "o": o, "lse": lse}
-    if dlse is not None:
-        backward["dlse"] = dlse
-    call = _call("attention_backward", *inputs, backward=backward, grads=grads_of(wanted))
-    return list(_run(call).values())
-
-
-def grads_of(wanted: int) -> tuple[str, ...]:
-    """The names of the bits of `wanted`, dq first."""
-    return tuple(name for i, name in enumerate(_describe.GRADIENT_OF) if wanted >> i & 1)
+def attention_into(outputs, inputs, sizes, text):
+    call = Call.of(text)
+    if inputs[0].device.type != "cpu":
+        raise _lib.Refused(f"tessera.{call.operation}: q.device={str(inputs[0].device)!r}: needs "
+                           "the compiled binding; build tessera with torch installed")
+    described = _describe.Described.of(call, inputs, sizes, outputs)
+    size = described.prepare()
+    workspace = torch.empty(size + 63, dtype=torch.uint8)
+    buffers = described.buffers(torch.get_num_threads())
+    for result, tensor in zip(call.results, outputs):
+        buffers.data[_lib.INDEX[result.tensors[0]]] = tensor.data_ptr()
+    buffers.workspace = -(-workspace.data_ptr() // 64) * 64
+    buffers.workspace_bytes = size
+    described.run(buffers)
 
 
 def merge(os, lses, format_code, out_dtype=None):
@@ -90,26 +89,3 @@ def _context(tensor) -> _lib.Buffers:
     else:
         buffers.num_threads = torch.get_num_threads()
     return buffers
-
-
-def _call(operation, inputs, values, out=None, **more) -> _describe.Call:
-    return _describe.Call(operation, {**_describe.keywords(inputs, values), "out": out},
-                          same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
-
-
-def _run(call: _describe.Call) -> dict[str, torch.Tensor]:
-    q = call.given["q"]
-    if q.device.type != "cpu":
-        raise _lib.Refused(f"tessera.{call.arguments.operation}: q.device={str(q.device)!r}: needs "
-                           "the compiled binding; build tessera with torch installed")
-    outputs = call.allocate()
-    num_threads = torch.get_num_threads()
-    size = call.prepare(num_threads)
-    workspace = torch.empty(size + 63, dtype=torch.uint8)
-    buffers = call.buffers(num_threads)
-    for name, tensor in outputs.items():
-        buffers.data[_lib.INDEX[name]] = tensor.data_ptr()
-    buffers.workspace = -(-workspace.data_ptr() // 64) * 64
-    buffers.workspace_bytes = size
-    call.run(buffers)
-    return outputs

@@ -2,15 +2,17 @@
 """The operators tessera::* of PyTorch's dispatcher: schemas, and the rules of autograd, fake tensors
 and vmap. Kernels are binding.cc's, or _kernels.py's where that was not built.
 
-    attention(q, k, v, flags, ... backend, more) -> (o, lse, max_logit)
-    attention_out(out, q, k, v, flags, ... backend, more) -> (lse, max_logit)
-    attention_backward(do, o, lse, dlse?, grads, q, k, v, flags, ... backend, more) -> Tensor[]
+    attention(inputs, sizes, call) -> [o, lse, ...]
+    attention_backward(inputs, sizes, call) -> gradients; do, o, lse and dlse are inputs like any other
+    attention_into(outputs, inputs, sizes, call) -> (): either pass, into tensors of the caller's
 
-_describe says what follows q, k and v. max_logit is empty unless flags ask for it; attention_backward
-returns the gradients of the bits of `grads`, in the order of _describe.GRADIENT_OF.
+`call` is the text of a Call, which names inputs, outputs and all that is not its default; `sizes` are the
+integers that it calls $0, $1, ...
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -18,21 +20,13 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .. import _bindings, _lib
+from .._call import Call
 from . import _describe, _flops, _kernels, _tensors, _vmap
 
-_DEFAULT = {"str": "''", "float": "0.0"}
-_ARGUMENTS = ", ".join(
-    ["Tensor q", "Tensor k", "Tensor v", "Tensor?[] more"] +
-    [f"{type} {name}={_DEFAULT.get(type, 0)}" for name, type in _describe.TYPES.items()])
-# Where `more` has what may have a gradient.
-_LATER = tuple(place - 3 for place in _describe.DIFFERENTIABLE[3:])
-_FORMAT_Q = _describe.SCALARS.index("format_q")
-
 _library = torch.library.Library("tessera", "DEF")
-for _schema in (f"attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-                f"attention_out(Tensor(a!) out, {_ARGUMENTS}) -> (Tensor, Tensor)",
-                "attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, int grads, "
-                f"{_ARGUMENTS}) -> Tensor[]",
+for _schema in ("attention(Tensor[] inputs, SymInt[] sizes, str call) -> Tensor[]",
+                "attention_backward(Tensor[] inputs, SymInt[] sizes, str call) -> Tensor[]",
+                "attention_into(Tensor(a!)[] outputs, Tensor[] inputs, SymInt[] sizes, str call) -> ()",
                 "merge(Tensor[] o, Tensor[] lse, int format, ScalarType? out_dtype=None) -> "
                 "(Tensor, Tensor)",
                 "dropout_mask(Tensor rng_state, SymInt b, SymInt hq, SymInt sq, SymInt sk, "
@@ -45,7 +39,7 @@ _library.define("rng_state(Device device) -> Tensor",
 
 has_binding = _bindings.load("torch", torch.ops.load_library)  # the compiled kernels
 for _name in ("merge", "dropout_mask") if has_binding else \
-        ("attention", "attention_out", "attention_backward", "merge", "dropout_mask"):
+        ("attention", "attention_backward", "attention_into", "merge", "dropout_mask"):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, getattr(_kernels, _name), _key)
 
@@ -53,8 +47,8 @@ _library.impl("rng_state", lambda device: torch.randint(2**63 - 1, (2,), dtype=t
               "CompositeExplicitAutograd")
 
 attention = torch.ops.tessera.attention.default
-attention_out = torch.ops.tessera.attention_out.default
 attention_backward = torch.ops.tessera.attention_backward.default
+attention_into_op = torch.ops.tessera.attention_into.default
 merge = torch.ops.tessera.merge.default
 dropout_mask = torch.ops.tessera.dropout_mask.default
 rng_state = torch.ops.tessera.rng_state.default
@@ -65,57 +59,29 @@ _flops.register(torch.ops.tessera)
 
 # ---- fake tensors: shapes, and at trace time every error that shapes and options make ----
 
-def _refuse(operation: str, inputs, values, out=None, **more):
+def _refuse(call: Call, inputs, sizes, outputs=None):
     try:
-        call = _describe.Call(operation, {**_describe.keywords(inputs, values), "out": out},
-                              same_lengths=bool(values[0] & _lib.SAME_LENGTHS), **more)
+        described = _describe.Described.of(call, inputs, sizes, outputs)
     except _tensors.NoHint:
         return  # extents that only the run will know: it will check them
     with torch._C._DisableTorchDispatch():  # real tensors, amidst fake ones
-        call.validate_scalars()
-    call.prepare(torch.get_num_threads())
+        described.validate_scalars()
+    described.prepare()
 
 
-def _describe_backward(do, o, lse, dlse, wanted, *arguments):
-    *call, _ = _describe.unpack(arguments)
-    _refuse("attention_backward", *call, grads=_kernels.grads_of(wanted),
-            backward={"do": None, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})})
+def _fake(inputs, sizes, text):
+    call = Call.of(text)
+    _refuse(call, inputs, sizes)
+    return _describe.results_of(call, inputs)
 
 
-@torch.library.register_fake("tessera::attention", lib=_library)
-def _(*arguments):
-    *call, max_logit = _describe.unpack(arguments)
-    _refuse("attention", *call, max_logit=max_logit)
-    q, _, v = arguments[:3]
-    dtype = _describe.result_dtype(call[1][0], _describe.OUT_DTYPE, q.dtype)
-    layout = tuple(_lib.FORMATS)[call[1][_FORMAT_Q]]
-    return _tensors.empty_o(q, v, layout, dtype), *_row_outputs(*call, max_logit)
+torch.library.register_fake("tessera::attention", _fake, lib=_library)
+torch.library.register_fake("tessera::attention_backward", _fake, lib=_library)
 
 
-@torch.library.register_fake("tessera::attention_out", lib=_library)
-def _(out, *arguments):
-    *call, max_logit = _describe.unpack(arguments)
-    _refuse("attention", *call, max_logit=max_logit, out=out)
-    return _row_outputs(*call, max_logit)
-
-
-def _row_outputs(inputs, values, max_logit):
-    """lse and max_logit."""
-    q, layout = inputs[0], tuple(_lib.FORMATS)[values[_FORMAT_Q]]
-    rows = _tensors.statistics_dtype(q)
-    heads = q.shape[-3] if layout == "bhsd" else q.shape[-2]
-    return (q.new_empty(_tensors.row_shape(q, layout), dtype=rows),
-            q.new_empty(heads if max_logit else 0, dtype=rows))
-
-
-@torch.library.register_fake("tessera::attention_backward", lib=_library)
-def _(do, o, lse, dlse, wanted, *arguments):
-    _describe_backward(do, o, lse, dlse, wanted, *arguments)
-    inputs, (flags, *_), _ = _describe.unpack(arguments)
-    given = dict(zip(_describe.INPUTS, inputs))
-    wide = _describe.result_dtype(flags, _describe.GRAD_DTYPE, None)
-    return [_tensors.empty_gradient(given[_describe.GRADIENT_OF[name]], name, wide)
-            for name in _kernels.grads_of(wanted)]
+@torch.library.register_fake("tessera::attention_into", lib=_library)
+def _(outputs, inputs, sizes, text):
+    _refuse(Call.of(text), inputs, sizes, outputs)
 
 
 @torch.library.register_fake("tessera::merge", lib=_library)
@@ -157,70 +123,79 @@ def _no_forward_mode(ctx, *_):
                        + _OTHER)
 
 
-def _later(arguments) -> list:
-    """What may have a gradient, beside q, k and v, as far as it is given."""
-    more = arguments[_describe.MORE]
-    return [more[place] for place in _LATER if place < len(more)]
-
-
 class Attention(_SingleLevelFunction):
     """attention with its gradient. A Function, and not register_autograd, which looks through the
-    schema on every call: 0.2 ms for one of this length. It is applied to what may have a gradient,
-    and to a tuple of all arguments: PyTorch looks at each of its inputs several times."""
+    schema on every call: 46 us. It is applied to what may have a gradient, as members of a list have
+    none, and to a tuple of all arguments: PyTorch looks at each of its inputs several times."""
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def of(arguments):
-        return _applied(Attention, *arguments[:3], *_later(arguments), arguments)
+    def of(tensors, sizes, text):
+        return _applied(Attention, *(tensors[i] for i in Call.of(text).differentiable), (tensors, sizes, text))
 
     @staticmethod
     def forward(ctx, *inputs):
-        arguments = inputs[-1]
+        tensors, ctx.sizes, ctx.text = inputs[-1]
+        if tensors[0].dtype.itemsize == 1:
+            raise _lib.Refused(f"tessera.attention: q.dtype={str(tensors[0].dtype)[6:]}: has no autograd, and a "
+                               "tensor here asks for a gradient; use torch.no_grad() and "
+                               "tessera.torch.attention_backward")
         with below_autograd():
-            o, lse, max_logit = output = attention(*arguments)
+            outputs = attention(tensors, ctx.sizes, ctx.text)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(max_logit)
-        q, k, v, more, *ctx.values = arguments
-        ctx.save_for_backward(o, lse, q, k, v, *more)
-        return output
+        ctx.mark_non_differentiable(*outputs[2:])
+        ctx.save_for_backward(*outputs[:2], *tensors)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, do, dlse, _):
-        o, lse, *inputs = ctx.saved_tensors
+    def backward(ctx, do, dlse, *_):
+        o, lse, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        wanted = [i for i, is_needed in zip(_describe.DIFFERENTIABLE, needed) if is_needed]
-        results = iter(_gradients(do, dlse, o, lse, inputs, ctx.values, wanted))
+        wanted = tuple(i for i, is_needed in zip(Call.of(ctx.text).differentiable, needed) if is_needed)
+        results = iter(gradients(do, dlse, o, lse, tensors, ctx.sizes, ctx.text, wanted))
         return tuple(next(results) if is_needed else None for is_needed in needed)
 
 
-def plain(*arguments):
-    """attention, past the dispatcher's autograd key where that is all it would decide, of arguments
-    without tensors beside q, k and v."""
-    q, k, v, *_ = arguments
+def plain(q, k, v, sizes, text):
+    """attention, past the dispatcher's autograd key where that is all it would decide, of no tensors
+    beside q, k and v."""
+    tensors = [q, k, v]
     if torch._C._are_functorch_transforms_active():
-        return attention(*arguments)
+        return attention(tensors, sizes, text)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled() or \
             has_duals():
-        return Attention.apply(q, k, v, arguments)
+        return Attention.apply(q, k, v, (tensors, sizes, text))
     with below_autograd():
-        return attention(*arguments)
+        return attention(tensors, sizes, text)
 
 
-def _gradients(do, dlse, o, lse, inputs, values, wanted) -> list:
-    """The gradients of the inputs `wanted`, in their order; `inputs` are those that were given."""
+def any_tensors(tensors, sizes, text):
+    """plain(), of any tensors."""
+    if torch._C._are_functorch_transforms_active():
+        return attention(tensors, sizes, text)
+    return _attention_autograd(tensors, sizes, text)
+
+
+def gradients(do, dlse, o, lse, tensors, sizes, text, wanted: tuple[int, ...]) -> list:
+    """The gradients of the tensors `wanted`, in their order."""
     if (do is None and dlse is None) or not wanted:
         return [None] * len(wanted)
     if do is None:
         do = o.new_zeros(o.shape[-1]).expand(o.shape)
-    bits = sum(1 << _describe.DIFFERENTIABLE.index(i) for i in wanted)
-    arguments = (do, o, lse, dlse, bits, *inputs[:3], inputs[3:], *values)
+    rows = (do, o, lse) if dlse is None else (do, o, lse, dlse)
+    arguments = [*rows, *tensors], sizes, backward_text(text, wanted, dlse is not None)
     try:
-        return _apply_backward(arguments)
+        return _apply_backward(*arguments)
     except _lib.Refused:
         raise
     except RuntimeError:
-        _describe_backward(*arguments)
+        _refuse(Call.of(arguments[-1]), *arguments[:-1])
         raise
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_text(text: str, wanted: tuple[int, ...], with_dlse: bool) -> str:
+    return Call.of(text).backward(wanted, with_dlse).text
 
 
 class AttentionBackward(_SingleLevelFunction):
@@ -228,9 +203,9 @@ class AttentionBackward(_SingleLevelFunction):
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(ctx, *inputs):
         with below_autograd():
-            return tuple(attention_backward(*arguments))
+            return tuple(attention_backward(*inputs[-1]))
 
     @staticmethod
     def backward(ctx, *_):
@@ -238,7 +213,7 @@ class AttentionBackward(_SingleLevelFunction):
                            "its own yet; differentiate once, or use PyTorch's attention: " + _OTHER)
 
 
-def _apply_backward(arguments):
+def _apply_backward(*arguments):
     if torch._C._are_functorch_transforms_active():  # other levels may be below
         return attention_backward(*arguments)
     return _attention_backward_autograd(*arguments)
@@ -249,46 +224,52 @@ def has_duals() -> bool:
     return forward_ad._current_level >= 0
 
 
-def needs_gradient(tensors, arguments) -> bool:
-    """Whether one of `tensors`, or of what `arguments` has beside q, k and v, asks for one."""
+def needs_gradient(tensors) -> bool:
     if torch.is_grad_enabled():
         for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-        for x in _later(arguments):
-            if x is not None and x.requires_grad:
+            if x.requires_grad:
                 return True
     return has_duals()
 
 
-def _attention_autograd(*arguments):
-    if needs_gradient(arguments[:3], arguments):
-        return Attention.of(arguments)
+def _attention_autograd(tensors, sizes, text):
+    if needs_gradient(tensors):
+        return list(Attention.of(tensors, sizes, text))
     with below_autograd():
-        return attention(*arguments)
+        return attention(tensors, sizes, text)
 
 
-def attention_into(out, *arguments):
-    """attention_out as autograd lets it be called: nobody may want a gradient of it."""
-    if torch._C._are_functorch_transforms_active() or needs_gradient((out, *arguments[:3]), arguments):
-        raise _lib.Refused("tessera.attention: out=Tensor: what is written into it has no gradient, "
-                           "and a tensor here asks for one; use torch.no_grad(), or leave out= out")
+def _attention_backward_autograd(tensors, sizes, text):
+    if needs_gradient(tensors):
+        return list(_applied(AttentionBackward, *tensors, (tensors, sizes, text)))
     with below_autograd():
-        results = attention_out(out, *arguments)
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
-    return results
+        return attention_backward(tensors, sizes, text)
 
 
-def _attention_backward_autograd(*arguments):
-    if needs_gradient((*arguments[:4], *arguments[5:8]), arguments[5:]):
-        return list(_applied(AttentionBackward, *arguments))
+def attention_into(outputs, tensors, sizes, text):
+    """The operator as autograd lets it be called: nobody may want a gradient of it. The dispatcher sees no
+    members of lists, and so bumps no versions."""
+    if torch._C._are_functorch_transforms_active():
+        raise _lib.Refused(f"tessera.{_written(text)}: has no rule for torch.func, which writes into nothing; "
+                           "call it outside, leave it out, or add parts up by tessera.torch.merge")
+    if needs_gradient((*outputs, *tensors)):
+        raise _lib.Refused(f"tessera.{_written(text)}: what is written into has no gradient, and a tensor here "
+                           "asks for one; use torch.no_grad(), leave it out, or add up by tessera.torch.merge")
     with below_autograd():
-        return attention_backward(*arguments)
+        attention_into_op(outputs, tensors, sizes, text)
+    for x in outputs:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def _written(text: str) -> str:
+    call = Call.of(text)
+    what = "accumulate=True" if "accumulate" in call.values else "grads={...}" if call.is_backward else "out=Tensor"
+    return f"{call.operation}: {what}"
 
 
 _library.impl("attention", _attention_autograd, "Autograd")
-_library.impl("attention_out", attention_into, "Autograd")
+_library.impl("attention_into", attention_into, "Autograd")
 _library.impl("attention_backward", _attention_backward_autograd, "Autograd")
 
 
@@ -332,7 +313,5 @@ torch.library.register_autograd("tessera::merge", _merge_backward, setup_context
 
 # ---- vmap ----
 
-torch.library.register_vmap("tessera::attention", _vmap.rule(attention, ()), lib=_library)
-torch.library.register_vmap("tessera::attention_backward",
-                            _vmap.rule(attention_backward, ("do", "o", "lse", "dlse")),
-                            lib=_library)
+torch.library.register_vmap("tessera::attention", _vmap.rule(attention), lib=_library)
+torch.library.register_vmap("tessera::attention_backward", _vmap.rule(attention_backward), lib=_library)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's adapter for _args; _addresses makes it _prepared's. Extents may be symbolic: a problem is
-described by their hints, the values of the call being traced, without a guard on them."""
+"""PyTorch's adapter for _args, and for what _prepared and _explain describe. Extents may be symbolic: a
+problem is described by their hints, the values of the call being traced, without a guard on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .. import _lib
 from .._args import ORDERS, ArrayInfo
 
 noun = "PyTorch tensor"
+raw_fp8 = True
 
 
 def info(x) -> ArrayInfo | None:
@@ -41,17 +42,6 @@ def hint(value):
     if not value.node.has_hint():
         raise NoHint
     return value.node.hint
-
-
-def signature(x):
-    """1, 1.0 and True are three."""
-    if isinstance(x, torch.Tensor):
-        if x.layout is not torch.strided:
-            raise TypeError("no strides")
-        return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
-    if type(x) is tuple:
-        return tuple(map(signature, x))
-    return type(x), x
 
 
 def dtype(name: str) -> torch.dtype:

@@ -35,12 +35,12 @@ inline int32_t dtype_of(ScalarType scalar_type) {
   return TESSERA_NONE;
 }
 
-// PyTorch's number of enum tessera_dtype; of TESSERA_NONE, `otherwise`.
-inline int32_t scalar_type_of(int32_t dtype, int32_t otherwise) {
+// PyTorch's number of enum tessera_dtype.
+inline int32_t scalar_type_of(int32_t dtype) {
   for (const auto& [type, code] : kTypes) {
     if (dtype == code) return static_cast<int32_t>(type);
   }
-  return otherwise;
+  fail("tessera: a dtype that PyTorch has no number for");
 }
 
 struct Layout {

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as _Shard
 
-from ... import _lib
+from ... import _keywords, _lib, _prepared
 from ...context_parallel import Plan, Shards
 from ...context_parallel import plan as _plan
-from .. import _describe, _functions, _ops
+from .. import _describe, _functions, _tensors
 from ..comm import Topology, by_name
 from . import _check, _op, _rows, _spec
 
@@ -21,8 +21,8 @@ _OPERATION = "tessera.context_parallel.attention"
 _IN_SHARDS = ("seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_q_padded",
               "cu_seqlens_k_padded", "max_seqlen_q", "max_seqlen_k", "q_start", "k_start")
 _NOT_HERE = {"page_table": "use decode for a cache", "out": "it returns a new tensor",
-             "accumulate": "leave it out", "out_dtype": "leave it out", "lse": "return_lse=True gives a new one"}
-_PLACE = {name: i for i, name in enumerate(_describe.INPUTS)}
+             "accumulate": "leave it out", "out_dtype": "leave it out", "lse": "return_lse=True gives a new one",
+             **{name: "fp8 q does not travel" for name, row in _keywords.FORWARD.items() if row.raw}}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shards | None = None,
@@ -184,31 +184,24 @@ def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Call:
         rest["segment_ids"] = _ids(rest["segment_ids"], layouts, shape_q, shape_k, q, k)
     if rest.get("key_ranges") is not None:
         rest["key_ranges"] = _ranges(rest["key_ranges"], layouts[0], shape_q)
-    return _Call((*_sorted(q, k, v, rest), bool(keywords.get("return_max_logit")), text, *names),
-                 shape_q)
+    return _Call((*_sorted(q, k, v, rest), text, *names), shape_q)
 
 
 def _sorted(q, k, v, keywords) -> tuple:
-    """INPUTS and SCALARS of the operator."""
+    """Tensors, sizes and the text of a call."""
     _functions._complete("attention", q, keywords)
-    inputs, options, flags = _describe.sort(q, k, v, keywords)
-    if torch._C._is_any_autocast_enabled():
-        _functions._autocast(inputs)
-    has_bias = inputs[_PLACE["bias"]] is not None
+    names, tensors, options, flags = _functions._sorted(q, k, v, keywords)
+    outputs = _functions._outputs(keywords)
     if torch.compiler.is_compiling():
-        return *inputs, *_describe.scalars(options, flags, has_bias)
-    return *inputs, *_functions._scalars(q, k, v, keywords, options, flags, not has_bias)
+        return tensors, *_describe.written(names, options, flags, outputs)
+    return tensors, *_functions._call(names, options, flags, outputs, (), q, lambda: _prepared.describe_inputs(
+        _tensors, "attention", {**keywords, "q": q, "k": k, "v": v}))
 
 
 def _run(arguments):
     if torch.compiler.is_compiling():
         return _op.attention(*arguments)
-    if torch.is_grad_enabled():
-        for place in _describe.DIFFERENTIABLE:
-            if arguments[place] is not None and arguments[place].requires_grad:
-                return _op.Attention.of(arguments)
-    with _ops.below_autograd():
-        return _op.attention(*arguments)
+    return _op._autograd(*arguments)
 
 
 def _refuse(error: Exception, names, q):

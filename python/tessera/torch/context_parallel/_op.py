@@ -2,8 +2,9 @@
 """The operators tessera::cp_attention and cp_attention_backward: those of tessera::attention, on one
 rank's packed rows, told by a text what lies where and by names who takes part.
 
-    cp_attention(q, k, v, ... flags, ..., max_logit, spec, inner, outer)
+    cp_attention(inputs, sizes, call, spec, inner, outer)
         -> (o, lse, max_logit, rng, k, v and segment ids that were fetched)
+    cp_attention_backward(inputs, kept, sizes, call, spec, inner, outer) -> gradients
 
 What is not wanted, or not kept, is empty.
 """
@@ -15,38 +16,34 @@ import os
 
 import torch
 
-from ... import _lib
+from ..._call import Call
 from ...context_parallel import schedule
-from .. import _describe, _kernels, _ops
+from .. import _describe, _ops
 from ..comm import Topology, to_all
 from . import _check, _heads, _local
 from ._driver import Driver
 from ._spec import Spec, topology_of
 
-_NUM_INPUTS = len(_describe.INPUTS)
 _log = logging.getLogger("tessera.cp")
 _LOGS = not {"cp", "all"}.isdisjoint(os.environ.get("TESSERA_LOG", "").split(","))
 _OPTIONS = ("softmax_scale", "softcap", "dropout_p", "bias_at", "deterministic", "batch_invariant",
             "backend", "allow_quadratic")
 
-# INPUTS and SCALARS, each an argument of its own; a tensor and a number say the diagonal.
-_ARGUMENTS = ", ".join(
-    [f"Tensor{'' if name in 'qkv' else '?'} {'shifts' if name == 'shift' else name}"
-     for name in _describe.INPUTS] + [f"{type} {name}" for name, type in _describe.TYPES.items()])
-for _schema in (f"cp_attention({_ARGUMENTS}, bool max_logit, str spec, str inner, str outer) -> "
+for _schema in ("cp_attention(Tensor[] inputs, SymInt[] sizes, str call, str spec, str inner, str outer) -> "
                 f"({', '.join(['Tensor'] * 7)})",
-                "cp_attention_backward(Tensor do, Tensor o, Tensor lse, Tensor? dlse, Tensor[] kept, "
-                f"{_ARGUMENTS}, int grads, str spec, str inner, str outer) -> Tensor[]"):
+                "cp_attention_backward(Tensor[] inputs, Tensor[] kept, SymInt[] sizes, str call, str spec, "
+                "str inner, str outer) -> Tensor[]"):
     _ops._library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
 
 class _Run:
     """One pass of one call on this rank."""
 
-    def __init__(self, arguments, spec: str, inner: str, outer: str):
+    def __init__(self, inputs, sizes, text: str, spec: str, inner: str, outer: str):
         self.spec = Spec.parse(spec)
         self.topology = topology_of(inner, outer, self.spec.exchange)
-        self.given = _describe.keywords(arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:])
+        self.call = Call.of(text)
+        self.given = _describe.keywords(self.call, inputs, sizes)
         self.device = self.given["q"].device
 
     def agree(self, key: tuple):
@@ -118,11 +115,11 @@ class _Run:
         return x
 
 
-def _forward(*arguments):
-    *inputs, max_logit, spec, inner, outer = arguments
-    run = _Run(inputs, spec, inner, outer)
-    run.agree(tuple(inputs))
+def _forward(inputs, sizes, text, spec, inner, outer):
+    run = _Run(inputs, sizes, text, spec, inner, outer)
+    run.agree((*inputs, *sizes, text))
     run.log("forward")
+    max_logit = "max_logit" in run.call.places_of_results
     with torch.no_grad():
         rng = run.state()
         problem = run.problem(rng)
@@ -135,11 +132,13 @@ def _forward(*arguments):
     return o, lse, peak, lse.new_empty(0, dtype=torch.int64) if rng is None else rng.clone(), *kept
 
 
-def _backward(do, o, lse, dlse, kept, *arguments):
-    *inputs, wanted, spec, inner, outer = arguments
-    run = _Run(inputs, spec, inner, outer)
+def _backward(inputs, kept, sizes, text, spec, inner, outer):
+    run = _Run(inputs, sizes, text, spec, inner, outer)
     run.log("backward")
-    names = _kernels.grads_of(wanted)
+    names = list(run.call.places_of_results)
+    places = run.call.places
+    do, o, lse, dlse = (inputs[places[name].operand] if name in places else None
+                        for name in ("do", "o", "lse", "dlse"))
     with torch.no_grad():
         rng = run.given.get("rng_state") if run.given.get("dropout_p") else None
         problem = run.problem(rng)
@@ -171,30 +170,29 @@ def _kept_shapes(spec: Spec, rank: int, k, v):
 
 
 @torch.library.register_fake("tessera::cp_attention", lib=_ops._library)
-def _(*arguments):
-    *inputs, max_logit, text, inner, outer = arguments
-    spec = Spec.parse(text)
+def _(inputs, sizes, text, spec, inner, outer):
+    call, spec = Call.of(text), Spec.parse(spec)
     q, k, v = inputs[:3]
-    ids = inputs[_describe.INPUTS.index("segment_ids_k")]
+    ids = _ids(call, inputs)
     kept = [q.new_empty(0, dtype=torch.float32) for _ in range(3)]
     if spec.saves:
         shapes = _kept_shapes(spec, topology_of(inner, outer, spec.exchange).rank, k, v)
         kept = [none if x is None else x.new_empty(shape)
                 for none, x, shape in zip(kept, (k, v, ids), shapes)]
     rows, hq = q.shape[:2]
-    drops = inputs[_NUM_INPUTS] & _lib.DROPOUT
     return (q.new_empty(rows, hq, v.shape[2]), q.new_empty((hq, rows), dtype=torch.float32),
-            q.new_empty(hq if max_logit else 0, dtype=torch.float32),
-            q.new_empty(4 if drops else 0, dtype=torch.int64), *kept)
+            q.new_empty(hq if "max_logit" in call.places_of_results else 0, dtype=torch.float32),
+            q.new_empty(4 if "dropout_p" in call.values else 0, dtype=torch.int64), *kept)
 
 
 @torch.library.register_fake("tessera::cp_attention_backward", lib=_ops._library)
-def _(do, o, lse, dlse, kept, *arguments):
-    *inputs, wanted, _spec, _inner, _outer = arguments
-    given = dict(zip(_describe.INPUTS, inputs))
-    return [torch.empty_like(given[_describe.GRADIENT_OF[name]],
-                             memory_format=torch.contiguous_format)
-            for name in _kernels.grads_of(wanted)]
+def _(inputs, kept, sizes, text, spec, inner, outer):
+    return _describe.results_of(Call.of(text), inputs)
+
+
+def _ids(call: Call, inputs):
+    place = call.places.get("segment_ids_k")
+    return None if place is None else inputs[place.operand]
 
 
 class Attention(torch.autograd.Function):
@@ -202,44 +200,44 @@ class Attention(torch.autograd.Function):
     tuple of all arguments."""
 
     @staticmethod
-    def of(arguments):
-        return Attention.apply(*[arguments[i] for i in _describe.DIFFERENTIABLE], arguments)
+    def of(inputs, sizes, text, *names):
+        return Attention.apply(*(inputs[i] for i in Call.of(text).differentiable), (inputs, sizes, text, *names))
 
     @staticmethod
     def forward(ctx, *inputs):
-        *_, arguments = inputs
+        arguments = inputs[-1]
         with _ops.below_autograd():
             o, lse, max_logit, rng, *kept = output = attention(*arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(max_logit, rng, *kept)
-        ctx.save_for_backward(o, lse, rng, *kept, *arguments[:_NUM_INPUTS])
-        ctx.values = arguments[_NUM_INPUTS:]
+        ctx.save_for_backward(o, lse, rng, *kept, *arguments[0])
+        ctx.values = arguments[1:]
         return output
 
     @staticmethod
     def backward(ctx, do, dlse, *_):
         o, lse, rng, *rest = ctx.saved_tensors
         kept, inputs = rest[:3], rest[3:]
+        sizes, text, spec, inner, outer = ctx.values
+        call = Call.of(text)
         if rng.numel():
-            inputs[_describe.INPUTS.index("rng_state")] = rng
-        *values, _, spec, inner, outer = ctx.values
-        has_ids = inputs[_describe.INPUTS.index("segment_ids_k")] is not None
-        kept = kept[:2 + has_ids] if Spec.parse(spec).saves else []
-        wanted = [i for i, needed in zip(_describe.DIFFERENTIABLE, ctx.needs_input_grad) if needed]
+            inputs[call.places["rng_state"].operand] = rng
+        kept = kept[:2 + (_ids(call, inputs) is not None)] if Spec.parse(spec).saves else []
+        needed = ctx.needs_input_grad[:-1]
         # Every rank takes part, whether or not its own loss depends on o.
         do = o.new_zeros(o.shape) if do is None else do
-        bits = sum(1 << _describe.DIFFERENTIABLE.index(i) for i in wanted)
-        results = iter(attention_backward(do, o, lse, dlse, kept, *inputs, *values, bits, spec,
-                                          inner, outer))
-        return *(next(results) if needed else None for needed in ctx.needs_input_grad[:-1]), None
+        wanted = tuple(i for i, is_needed in zip(call.differentiable, needed) if is_needed)
+        rows = (do, o, lse) if dlse is None else (do, o, lse, dlse)
+        results = iter(attention_backward([*rows, *inputs], kept, sizes, _ops.backward_text(
+            text, wanted, dlse is not None), spec, inner, outer))
+        return *(next(results) if is_needed else None for is_needed in needed), None
 
 
-def _autograd(*arguments):
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
-                                       for x in arguments):
-        return Attention.of(arguments)
+def _autograd(inputs, *arguments):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return Attention.of(inputs, *arguments)
     with _ops.below_autograd():
-        return attention(*arguments)
+        return attention(inputs, *arguments)
 
 
 _ops._library.impl("cp_attention", _autograd, "Autograd")

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from .... import _lib
 from ...._args import ORDERS
-from ....torch import _describe, _ops, attention
+from ....torch import attention, attention_backward
 from .. import _words
 from .._translate import Call
 from ..._names import missing
@@ -114,13 +113,9 @@ def _call(q, k, v, qkv_layout, mask, window, bottom_right, bias_type, softmax_ty
 
 
 def _backward(do, o, lse, given: dict, names) -> dict:
-    """The operator that autograd calls."""
-    call = _describe.Call("attention_backward", given, {"do": do, "o": o, "lse": lse}, names)
-    inputs = {_lib.TENSORS[index]: tensor for index, tensor in call.tensors()}
-    bits = sum(1 << i for i, name in enumerate(_describe.GRADIENT_OF) if name in names)
-    inputs = list(map(inputs.get, _describe.INPUTS))
-    grads = _ops.attention_backward(do, o, lse, None, bits, *_describe.pack(inputs, call.scalars()))
-    return dict(zip(names, grads))
+    given = {name: x for name, x in given.items() if name != "return_max_logit"}
+    found = attention_backward(do, o=o, lse=lse, grads=tuple(names), **given)
+    return {name: getattr(found, name) for name in names}
 
 
 def _formatted(x, have: str, want: str):

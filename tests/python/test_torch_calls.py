@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a call as PyTorch's operators carry it: what keywords become, and what kernels make of it."""
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tessera  # noqa: E402
+import tessera.torch as tt  # noqa: E402
+
+
+def qkv(b=2, s=33, hk=4, dtype=torch.float32):
+    return [torch.randn(b, s, h, 16, dtype=dtype) for h in (4, hk, hk)]
+
+
+def assert_same(results, expected):
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_both_kernels_agree():
+    """The compiled binding and the one through ctypes, bit for bit."""
+    if not tt._ops.has_binding:
+        pytest.skip("libtessera_torch.so was not built")
+    from tessera.torch import _kernels
+    q, k, v = qkv(b=3, hk=2, dtype=torch.bfloat16)
+    given = dict(bias=torch.randn(4, 33, 33), sink=torch.randn(4), seqlens_k=torch.tensor([33, 0, 7]),
+                 alibi_slopes=torch.rand(3, 4), softmax_scale=0.3, causal=True, align="bottom_right",
+                 bias_at="pre_scale", softcap=20.0)
+    names, tensors, options, flags = tt._describe.sort(q, k, v, given)
+    outputs = ["o:float32", "lse", "max_logit"]
+    arguments = tensors, *tt._describe.written(names, options, flags, outputs)
+    forward = tt._ops.attention(*arguments)
+    assert_same(forward, _kernels.attention(*arguments))
+    o, lse, _ = forward
+    call = tessera._call.Call.of(arguments[2])
+    backward = call.backward(call.differentiable, True).text
+    do, dlse = torch.randn_like(o)[..., :1].expand(o.shape), torch.randn_like(lse)
+    rows = [do, o, lse, dlse, *tensors], arguments[1], backward
+    assert_same(tt._ops.attention_backward(*rows), _kernels.attention_backward(*rows))
+    mine, yours = ([torch.empty_like(x) for x in forward] for _ in range(2))
+    tt._ops.attention_into(mine, *arguments)
+    _kernels.attention_into(yours, *arguments)
+    assert_same(mine, forward)
+    assert_same(yours, forward)
+
+
+@pytest.mark.parametrize("dv", [8, 4])
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_both_kernels_lay_results_out_alike(order, dv):
+    """In the order of q's axes in memory, and for gradients in that of their inputs; expanded ones too."""
+    if not tt._ops.has_binding:
+        pytest.skip("libtessera_torch.so was not built")
+    from tessera.torch import _kernels
+    shape, back = [(2, 3, 5)[axis] for axis in order], [order.index(axis) for axis in range(3)]
+    q, k, v = (torch.randn(*shape, d).permute(*back, 3) for d in (8, 8, dv))
+    text = "in=q,k,v format_q=bhsd format_kv=bhsd out=o,lse"
+    for k, v in ((k, v), (k[:, :1].expand_as(k), v[:, :1].expand_as(v))):
+        arguments = [q, k, v], [], text
+        ours, theirs = tt._ops.attention(*arguments), _kernels.attention(*arguments)
+        backward = [torch.randn_like(ours[0]), *ours, q, k, v], [], tt._ops.backward_text(text, (0, 1, 2), False)
+        for a, b in ((ours, theirs), (tt._ops.attention_backward(*backward), _kernels.attention_backward(*backward))):
+            assert [x.stride() for x in a] == [x.stride() for x in b]
+            assert_same(a, b)
+        assert ours[0].permute(*order, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("text, message", [
+    ("in=q,k,v,sink out=o,lse", "other tensors"), ("in=q,k,q out=o,lse", "twice"), ("in=q+k@1,v,v out=o,lse", "own"),
+    ("in=q,k,v max_seqlen_q=$0 out=o,lse", "sizes"), ("in=q,k,v pass=backward out=dq", "pass"),
+    ("in=q,k,v casual=True out=o,lse", "casual=True: no such name")])
+def test_the_binding_refuses_other_texts(text, message):
+    if not tt._ops.has_binding:
+        pytest.skip("libtessera_torch.so was not built")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        tt._ops.attention(qkv(), [], text)
+
+
+def test_texts_do_not_leak():
+    """PyTorch 2.11's own reader of strings keeps each of them."""
+    q, k, v = qkv(b=1, s=1)
+    text = "in=q,k,v " + " ".join(["causal=True"] * 400) + " out=o,lse"
+
+    def resident() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096
+    for n in (500, 2000):
+        before = resident()
+        for _ in range(n):
+            tt._ops.attention([q, k, v], [], text)
+    assert resident() - before < 2000 * len(text) / 4
+
+
+def test_text_is_what_the_arguments_say():
+    """written() is on the way of every call, and _args says what is wrong with it: both know all keywords."""
+    q, k, v = qkv()
+    cu = torch.tensor([0, 20, 33], dtype=torch.int32)
+    packed = dict(zip("qkv", (x[0] for x in qkv())), layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu)
+    q8 = dict(zip("qkv", (x.to(torch.float8_e4m3fn) for x in (q, k, v))))
+    cases = [dict(), dict(causal=True), dict(window=(3, 0), align="top_left"), dict(softcap=3.0),
+             dict(softmax_scale=0.5, layout=("bshd", "bshd")), dict(backend="reference"), dict(sm_margin=3),
+             dict(bias=torch.zeros(33, 33), bias_at="pre_scale"), dict(bias_at="pre_scale"),
+             dict(drop=torch.zeros(33, 33, dtype=torch.bool)), dict(sink="off_by_one"),
+             dict(dropout_p=0.5, rng_state=torch.zeros(2, dtype=torch.int64)),
+             dict(batch_invariant=True, deterministic=True), dict(align="bottom_right"), dict(align=-3),
+             dict(align=torch.tensor([1, 2]), causal=True), dict(seqlens_q=(n := torch.tensor([3, 4])), seqlens_k=n),
+             {**packed, "max_seqlen_q": 20, "max_seqlen_k": 25}, dict(allow_quadratic=True),
+             {**q8, "q_scale": torch.ones(2, 4, 33), "scale_block": (1, 0), "return_amax": True}]
+    seen = set()
+    for case in cases:
+        given = {"deterministic": False, "q": q, "k": k, "v": v, **case}
+        described = tt._describe.Described.of_keywords("attention", given)
+        own = {name: x for name, x in given.items() if name not in "qkv"}
+        names, tensors, options, flags = tt._describe.sort(*(given[name] for name in "qkv"), own)
+        sizes, text = tt._describe.written(names, options, flags, tt._functions._outputs(own))
+        call = tessera._call.Call.of(text)
+        fields = {name: sizes[int(x[1:])] if str(x).startswith("$") else x for name, x in call.fields}
+        a = described.arguments
+        assert fields == dict(tessera._call.fields_of(a.problem, a)), case
+        assert {tessera._lib.INDEX[name]: id(x) for name, x in zip(names, tensors)} == \
+            {index: id(x) for index, x in described.tensors.items()}, case
+        again = tt._describe.Described.of(call, tensors, sizes)
+        for mine, yours in zip(a.problem.tensor, again.arguments.problem.tensor):
+            if mine.dtype:
+                assert bytes(mine) == bytes(yours), case
+        seen |= fields.keys()
+    forward = {field for row in tessera._keywords.FORWARD.values() if getattr(row, "fields", ())
+               for field in row.fields} & tessera._call.FIELDS.keys()
+    assert forward - seen <= {"format_q", "format_kv", "k_scale_block"}
+
+
+def test_no_keyword_is_ignored():
+    """Each changes the text, or what comes back."""
+    q, k, v = qkv()
+    values = {"layout": "bhsd", "softmax_scale": 2.0, "window": (1, 1), "align": "top_left", "softcap": 2.0,
+              "bias_at": "pre_scale", "dropout_p": 0.5, "backend": "cpu", "sm_margin": 1, "precision": "fp8",
+              "smooth": "mean", "scale_block": (1, 1), "out_dtype": "float32", "max_seqlen_q": 1, "max_seqlen_k": 1}
+    bias = {"bias": torch.zeros(33, 33)}
+    for name, row in tessera._keywords.FORWARD.items():
+        if isinstance(row, tessera._keywords.Output):
+            continue  # goes beside the text
+
+        def text(keywords):
+            names, _, options, flags = tt._describe.sort(q, k, v, keywords)
+            return tt._describe.written(names, options, flags, tt._functions._outputs(keywords)), \
+                tt._functions._picked(keywords)
+        value = q if isinstance(row, tessera._keywords.Tensor) else values.get(name, not row.default)
+        base = {} if name == "bias" else bias
+        assert text(base) != text({**base, name: value}), name
+
+
+def test_a_tensor_that_no_keyword_gives_fails_at_import(monkeypatch):
+    import importlib.util
+    monkeypatch.setattr(tessera._lib, "TENSORS", (*tessera._lib.TENSORS, "temperature"))
+    spec = importlib.util.spec_from_file_location("tessera.torch._describe_again", tt._describe.__file__)
+    with pytest.raises(ImportError, match="temperature"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
