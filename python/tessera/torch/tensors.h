@@ -62,7 +62,8 @@ struct Layout {
 // Strides of a new tensor of `sizes` without gaps, whose axes but the last lie in memory in the order of
 // `like` (null: row-major). Axes that `like` repeats (stride 0) stay beside their neighbours: the rule of
 // PyTorch's empty_like, which _tensors.py asks for fake tensors.
-inline std::array<int64_t, 4> dense_strides(const int64_t* sizes, const int64_t* like, int64_t rank) {
+inline std::array<int64_t, 4> dense_strides(const int64_t* sizes, const int64_t* like,
+                                            int64_t rank) {
   std::array<int64_t, 4> inner_first{}, strides{};
   for (int64_t i = 0; i < rank; ++i) inner_first[i] = rank - 1 - i;
   const auto is_outside = [&](int64_t a, int64_t b) {  // 1: a is, -1: b is, 0: either may be
