@@ -83,7 +83,8 @@ TESSERA_HOST_DEVICE bool has_aligned_keys(const Params& p) {
   return p.tensor[TESSERA_K].vector_bytes == 16 && p.tensor[TESSERA_V].vector_bytes == 16;
 }
 
-// Slots of a grid over the rows of one side; sequence.cuh says what is in them.
+// Slots of a grid over the rows of one side; sequence.cuh says what is in them. Times the heads they
+// are at most 2^30 (require_tiles).
 TESSERA_HOST_DEVICE int num_tile_slots(bool packed, int extent, int batch, int tile) {
   return packed ? extent / tile + batch + 1 : (extent + tile - 1) / tile * batch;
 }

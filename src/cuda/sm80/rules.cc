@@ -76,7 +76,7 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   require_most(support, ReasonId::kSize, "sk", s.sk, kMostRows);
   require_most(support, ReasonId::kSize, "batch", s.batch, kMostRows);
   require_most(support, ReasonId::kSize, "num_heads_q", s.hq, kMostGridY);
-  require_rows(support, p);
+  require_tiles(support, p);
   if (given(p, TESSERA_ALIBI_SLOPES)) {  // distances are 32-bit
     require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
   }

@@ -47,8 +47,9 @@ void require_sizes(Support& support, const Problem& p) {
     return std::string(name) + "=" + std::to_string(value) + ": " + rule;
   };
   for (const auto& [name, dim] : {std::pair{"head_dim_qk", s.dqk}, {"head_dim_v", s.dv}}) {
-    support.require(dim % kElementsOf16Bytes == 0, ReasonId::kHeadDim, Remedy::kNone,
-                    [&] { return text(name, dim, "must be a multiple of 8"); });
+    support.require(
+        dim % kElementsOf16Bytes == 0, ReasonId::kHeadDim, Remedy::kNone,
+        [&, name = name, dim = dim] { return text(name, dim, "must be a multiple of 8"); });
   }
   const int dtype = p.tensor[TESSERA_Q].dtype;
   const bool wide = is_wide(s) && !is_backward(p);
@@ -64,10 +65,11 @@ void require_sizes(Support& support, const Problem& p) {
                 "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
   });
   for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
-    support.require(extent > 0 && extent <= kMostExtent, ReasonId::kSize, Remedy::kNone,
-                    [&] { return text(name, extent, "must be in [1, 2^24]"); });
+    support.require(
+        extent > 0 && extent <= kMostExtent, ReasonId::kSize, Remedy::kNone,
+        [&, name = name, extent = extent] { return text(name, extent, "must be in [1, 2^24]"); });
   }
-  require_rows(support, p);
+  require_tiles(support, p);
   support.require(std::abs(p.shift) <= kMostExtent, ReasonId::kSize, Remedy::kNone,
                   [&] { return text("align", p.shift, "must be in [-2^24, 2^24]"); });
   constexpr int64_t kMostHeads = 65535;  // of a grid's y and z

@@ -21,19 +21,24 @@ Problem Rules::canonical(const Problem& problem) const {
   return p;
 }
 
-void require_rows(Support& support, const Problem& problem) {
-  constexpr int64_t kMostRows = int64_t{1} << 34;
+void require_tiles(Support& support, const Problem& problem) {
+  constexpr int64_t kLeastRows = 16, kMostTiles = int64_t{1} << 30;
   const Sizes s = sizes_of(problem);
   const struct {
-    const char* name;
-    int64_t extent;
+    const char *name, *heads_name;
+    int64_t extent, heads;
     bool packed;
-  } sides[] = {{"sq", s.sq, is_thd_q(problem)}, {"sk", s.sk, is_thd_k(problem)}};
-  for (const auto& [name, extent, packed] : sides) {
-    const Count rows = packed ? Count{s.batch} + extent : Count{s.batch} * extent;
-    support.require(!(kMostRows < rows), ReasonId::kSize, Remedy::kNone, [&] {
-      return "b=" + std::to_string(s.batch) + ", " + name + "=" + std::to_string(extent) +
-             ": must be at most 2^34 rows of all sequences";
+  } sides[] = {{"sq", "num_heads_q", s.sq, s.hq, is_thd_q(problem)},
+               // The forward pass walks keys, and tiles them for all heads at once.
+               {"sk", "num_heads_k", s.sk, is_backward(problem) ? s.hk : 1, is_thd_k(problem)}};
+  for (const auto& side : sides) {
+    const Count rows = Count{side.extent}.pieces(kLeastRows);
+    const Count tiles = (side.packed ? rows + s.batch + 1 : rows * s.batch) * side.heads;
+    support.require(!(kMostTiles < tiles), ReasonId::kSize, Remedy::kNone, [&] {
+      return "batch=" + std::to_string(s.batch) + ", " + side.name + "=" +
+             std::to_string(side.extent) + ", " + side.heads_name + "=" +
+             std::to_string(side.heads) +
+             ": must be at most 2^30 tiles of 16 rows of all sequences and heads";
     });
   }
 }

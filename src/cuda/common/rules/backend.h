@@ -31,7 +31,8 @@ class Rules : public Backend {
   virtual std::vector<const char*> kernel_names() const = 0;
 };
 
-// Tiles of 16 rows or more of all sequences of a side are counted in 32 bits.
-void require_rows(Support& support, const Problem& problem);
+// Tiles of all sequences and heads of a side are counted in 32 bits, and none has fewer than 16 rows
+// (of several heads, where they share one).
+void require_tiles(Support& support, const Problem& problem);
 
 }  // namespace tessera::cuda

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CTA packs one tile of 128 keys beside one block of queries, 64 queries at a time, a warp 16
 // keys of them: bytes are read along the keys, and bits leave along the threads.
+#include "core/count.h"
 #include "cuda/sm90/score/backward_pack_mask.h"
 #include "cuda/sm90/score/blocks.cuh"
 #include "cuda/sm90/score/mask_launch.h"
@@ -96,19 +97,21 @@ __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
   }
 }
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t up(int64_t a, int64_t b) { return Count{a}.pieces(b).value(); }
 
 int64_t bytes_of_bits(const Tensor& mask) {
-  return mask.extent[0] * mask.extent[1] * up(mask.extent[2], kQueries) *
-         up(mask.extent[3], kKeys) * (kQueries * kKeys / 8);
+  const Count pieces = Count{mask.extent[0]} * mask.extent[1] * up(mask.extent[2], kQueries) *
+                       up(mask.extent[3], kKeys);
+  constexpr int kBytesOfPiece = kQueries * kKeys / 8;
+  return (pieces * kBytesOfPiece).value();
 }
 
 }  // namespace
 
 int64_t packed_backward_mask_bytes(const Tensor& mask, const BackwardTile& tile) {
-  const int64_t states =
-      mask.extent[0] * mask.extent[1] * up(mask.extent[2], tile.tile_m) * up(mask.extent[3], kKeys);
-  return bytes_of_bits(mask) + up(states, 16) * 16;
+  const Count states = Count{mask.extent[0]} * mask.extent[1] * up(mask.extent[2], tile.tile_m) *
+                       up(mask.extent[3], kKeys);
+  return (bytes_of_bits(mask) + states.up_to(16)).value();
 }
 
 Status pack_backward_mask(const Tensor& mask, const BackwardTile& tile, void* workspace,

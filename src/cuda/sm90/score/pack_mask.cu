@@ -9,6 +9,7 @@
 // groups of 8 keys one after the other, and then trade bits.
 #include <type_traits>
 
+#include "core/count.h"
 #include "cuda/sm90/score/blocks.cuh"
 #include "cuda/sm90/score/mask_launch.h"
 #include "cuda/sm90/score/pack_mask.h"
@@ -111,19 +112,19 @@ __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
   }
 }
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t up(int64_t a, int64_t b) { return Count{a}.pieces(b).value(); }
 
 int64_t bytes_of_bits(const Tensor& mask, const ForwardTile& tile) {
-  const int64_t row = up(mask.extent[3], tile.tile_n) * tile.tile_n / 8;
-  return up(mask.extent[0] * mask.extent[1] * mask.extent[2] * row, 16) * 16;
+  const Count row = Count{mask.extent[3]}.pieces(tile.tile_n) * (tile.tile_n / 8);
+  return (Count{mask.extent[0]} * mask.extent[1] * mask.extent[2] * row).up_to(16).value();
 }
 
 }  // namespace
 
 int64_t packed_mask_bytes(const Tensor& mask, const ForwardTile& tile) {
-  const int64_t states = mask.extent[0] * mask.extent[1] * up(mask.extent[2], tile.tile_m()) *
-                         up(mask.extent[3], tile.tile_n);
-  return bytes_of_bits(mask, tile) + up(states, 16) * 16;
+  const Count states = Count{mask.extent[0]} * mask.extent[1] * up(mask.extent[2], tile.tile_m()) *
+                       up(mask.extent[3], tile.tile_n);
+  return (bytes_of_bits(mask, tile) + states.up_to(16)).value();
 }
 
 Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, ForwardParams& a,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "core/count.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/score/blocks.cuh"
 #include "cuda/sm90/score/segments.h"
@@ -26,7 +27,8 @@ struct FindParams {
 // A warp a block.
 __global__ void __launch_bounds__(kThreads) find(const __grid_constant__ FindParams a) {
   const Params& p = a.problem;
-  const int slot = (blockIdx.x * kThreads + threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
+  const int slot = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp,
+            lane = threadIdx.x % kWarp;
   if (slot >= a.slots) return;
   const TileOfRows block = tile_of_slot<SideOfKeys>(p, slot, a.tile_n);
   const Rows keys = rows_of<SideOfKeys>(p, block.n);
@@ -90,16 +92,16 @@ __global__ void __launch_bounds__(kWarp) find_spans(const __grid_constant__ Span
 
 int64_t hull_bytes(const Problem& problem, const ForwardTile& tile) {
   const Sizes s = sizes_of(problem);
-  const int64_t batch = std::max<int64_t>(s.batch, 1), blocks = s.sk / tile.tile_n + 1;
-  return 8 * (is_thd_k(problem) ? blocks + batch : blocks * batch);
+  const Count batch = std::max<int64_t>(s.batch, 1), blocks = s.sk / tile.tile_n + 1;
+  return ((is_thd_k(problem) ? blocks + batch : blocks * batch) * 8).value();
 }
 
 }  // namespace
 
 int64_t segment_bytes(const Problem& problem, const ForwardTile& tile) {
   const Sizes s = sizes_of(problem);
-  const int64_t rows = s.sq * (is_thd_q(problem) ? 1 : std::max<int64_t>(s.batch, 1));
-  return hull_bytes(problem, tile) + 8 * rows;
+  const Count rows = Count{s.sq} * (is_thd_q(problem) ? 1 : std::max<int64_t>(s.batch, 1));
+  return (hull_bytes(problem, tile) + rows * 8).value();
 }
 
 Status find_segments(const Problem& problem, const ForwardTile& tile, bool spans, void* workspace,
@@ -109,7 +111,8 @@ Status find_segments(const Problem& problem, const ForwardTile& tile, bool spans
                         static_cast<int2*>(workspace)};
   a.segments = args.segments;
   if (args.slots == 0) return {};  // no keys
-  const dim3 grid(static_cast<unsigned>((args.slots * kWarp + kThreads - 1) / kThreads));
+  constexpr int kSlotsOfCta = kThreads / kWarp;
+  const dim3 grid(static_cast<unsigned>((args.slots + kSlotsOfCta - 1) / kSlotsOfCta));
   TESSERA_RETURN_IF_ERROR(launch_kernel("find_segments", reinterpret_cast<const void*>(&find), grid,
                                         kThreads, 0, &args, stream));
   if (!spans || tile.tile_n != kSpanBlock) return {};
