@@ -110,13 +110,13 @@ class Filler {
 
   void lengths() const {
     const Inside always = [](const At&) { return true; };
-    const auto list = [&](int index, const std::vector<int64_t>& values) {
+    const auto list = [&](int index, const PerSequence& values) {
       each(index, always, [&](const At& at, int64_t e) { put_integer(index, at, values[e]); });
     };
-    const auto sums = [](const std::vector<int64_t>& lens) {
-      std::vector<int64_t> cu(lens.size() + 1, 0);
-      std::partial_sum(lens.begin(), lens.end(), cu.begin() + 1);
-      return cu;
+    const auto sums = [](const PerSequence& lens) {
+      std::vector<int64_t> cu(1, 0);
+      for (int64_t n = 0; n < lens.size(); ++n) cu.push_back(cu.back() + lens[n]);
+      return PerSequence(std::move(cu));
     };
     list(TESSERA_SEQLENS_Q, g_.len_q);
     list(TESSERA_SEQLENS_K, g_.len_k);
@@ -124,7 +124,7 @@ class Filler {
     list(TESSERA_CU_SEQLENS_K, sums(g_.len_k));
     list(TESSERA_CU_SEQLENS_Q_PADDED, g_.start_q);
     list(TESSERA_CU_SEQLENS_K_PADDED, g_.start_k);
-    list(TESSERA_RNG_STATE, {c_.seed, 0, c_.rng_first, c_.rng_stride});
+    list(TESSERA_RNG_STATE, std::vector<int64_t>{c_.seed, 0, c_.rng_first, c_.rng_stride});
     list(TESSERA_Q_START, g_.position_q);
     list(TESSERA_K_START, g_.position_k);
     list(TESSERA_SHIFT, g_.shift);
@@ -337,8 +337,7 @@ class Filler {
     segment_side(TESSERA_SEGMENT_IDS_Q, g_.len_q, g_.start_q);
     segment_side(TESSERA_SEGMENT_IDS_K, g_.len_k, g_.start_k);
   }
-  void segment_side(int index, const std::vector<int64_t>& lens,
-                    const std::vector<int64_t>& starts) const {
+  void segment_side(int index, const PerSequence& lens, const PerSequence& starts) const {
     const Tensor& t = p_.tensor[index];
     // Gaps of a packed side are in no sequence.
     each(
@@ -390,8 +389,8 @@ void fill_inputs(const Case& c, const CaseGeometry& geometry, const Buffers& buf
 std::vector<bool> valid_query_rows(const CaseGeometry& g) {
   const Tensor& q = g.problem.tensor[TESSERA_Q];
   std::vector<bool> valid(q.extent[0] * q.extent[1], false);
-  for (size_t n = 0; n < g.len_q.size(); ++n) {
-    const int64_t first = g.start_q.empty() ? static_cast<int64_t>(n) * q.extent[1] : g.start_q[n];
+  for (int64_t n = 0; n < g.len_q.size(); ++n) {
+    const int64_t first = g.start_q.empty() ? n * q.extent[1] : g.start_q[n];
     std::fill_n(valid.begin() + first, g.len_q[n], true);
   }
   return valid;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/cache/append.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 
@@ -32,6 +33,13 @@ Operand operand(const AppendArgs& args, int index) {
 }
 
 bool given(const AppendArgs& args, int index) { return args.tensor[index].dtype != TESSERA_NONE; }
+
+// Whether every sequence has the same of these tensors: one memory that is expanded, or none.
+bool same_for_all(const AppendArgs& args, std::initializer_list<int> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](int index) {
+    return !given(args, index) || distinct(args.tensor[index], 0) <= 1;
+  });
+}
 
 // ---- what goes with what ----
 
@@ -213,8 +221,8 @@ Status check_overlap(const AppendArgs& args) {
 Status check_cu_seqlens(const AppendArgs& args) {
   if (!given(args, TESSERA_APPEND_CU_SEQLENS)) return {};
   const Operand cu = operand(args, TESSERA_APPEND_CU_SEQLENS);
-  const int64_t b = cu.tensor->extent[0] - 1, t = args.tensor[TESSERA_APPEND_K].extent[1];
-  for (int64_t n = 0; n <= b; ++n) {
+  const int64_t t = args.tensor[TESSERA_APPEND_K].extent[1];
+  for (int64_t n = 0; n < distinct(*cu.tensor, 0); ++n) {
     const int64_t value = integer_at(cu, n), least = n == 0 ? 0 : integer_at(cu, n - 1);
     if (value >= least && value <= (n == 0 ? 0 : t)) continue;
     return invalid("cu_seqlens[%" PRId64 "]=%" PRId64
@@ -228,8 +236,8 @@ Status check_scales(const AppendArgs& args) {
   for (const int index : {TESSERA_APPEND_K_SCALE, TESSERA_APPEND_V_SCALE}) {
     if (!given(args, index)) continue;
     const Tensor& t = args.tensor[index];
-    for (int64_t n = 0; n < t.extent[0]; ++n) {
-      for (int64_t h = 0; h < t.extent[1]; ++h) {
+    for (int64_t n = 0; n < distinct(t, 0); ++n) {
+      for (int64_t h = 0; h < distinct(t, 1); ++h) {
         const double value = load_element(args.data[index], offset_of(t, n, h), t.dtype);
         if (std::isfinite(value) && value > 0) continue;
         return invalid("%s[%" PRId64 ", %" PRId64 "]=%g: must be finite and above 0",
@@ -245,8 +253,10 @@ Status check_pages(const AppendArgs& args, const AppendPlaces& places, int64_t n
   if (!table.given() || places.count(n) == 0) return {};
   const int64_t pages = args.tensor[TESSERA_APPEND_K_CACHE].extent[0];
   const int64_t page_size = args.tensor[TESSERA_APPEND_K_CACHE].extent[1];
-  const int64_t last = (places.start(n) + places.count(n) - 1) / page_size;
-  for (int64_t i = places.start(n) / page_size; i <= last; ++i) {
+  const int64_t first = places.start(n) / page_size;
+  const bool one = distinct(*table.tensor, 1) <= 1;
+  const int64_t last = one ? first : (places.start(n) + places.count(n) - 1) / page_size;
+  for (int64_t i = first; i <= last; ++i) {
     const int64_t page = integer_at(table, n, i);
     if (page >= 0 && page < pages) continue;
     return invalid("page_table[%" PRId64 ", %" PRId64 "]=%" PRId64
@@ -261,7 +271,7 @@ Status check_values(const AppendArgs& args) {
   TESSERA_RETURN_IF_ERROR(check_scales(args));
   const AppendPlaces places(args);
   const bool turns = given(args, TESSERA_APPEND_COS);
-  for (int64_t n = 0; n < places.batch(); ++n) {
+  for (int64_t n = 0; n < places.distinct_lists(); ++n) {
     const int64_t start = places.start(n), count = places.count(n);
     const int64_t rows = args.tensor[TESSERA_APPEND_K].extent[1];
     if (count < 0 || count > rows) {
@@ -296,7 +306,21 @@ AppendPlaces::AppendPlaces(const AppendArgs& args)
       page_size_(args.tensor[TESSERA_APPEND_K_CACHE].extent[1]),
       capacity_(paged_
                     ? (Count{args.tensor[TESSERA_APPEND_PAGE_TABLE].extent[1]} * page_size_).value()
-                    : page_size_) {}
+                    : page_size_) {
+  const bool lists = same_for_all(args, {TESSERA_APPEND_SEQLENS, TESSERA_APPEND_SEQLENS_Q,
+                                         TESSERA_APPEND_CU_SEQLENS, TESSERA_APPEND_PAGE_TABLE});
+  const bool rows = paged_ && !given(args, TESSERA_APPEND_Q) &&
+                    same_for_all(args, {TESSERA_APPEND_K, TESSERA_APPEND_V, TESSERA_APPEND_K_SCALE,
+                                        TESSERA_APPEND_V_SCALE});
+  if (lists) distinct_lists_ = std::min<int64_t>(batch_, 1);
+  if (lists && rows) distinct_ = std::min<int64_t>(batch_, 1);
+}
+
+int64_t AppendPlaces::longest() const {
+  int64_t longest = 0;
+  for (int64_t n = 0; n < distinct_lists_; ++n) longest = std::max(longest, count(n));
+  return longest;
+}
 
 int64_t AppendPlaces::count(int64_t n) const {
   const Operand new_tokens = operand(args_, TESSERA_APPEND_SEQLENS_Q);

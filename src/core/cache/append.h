@@ -22,6 +22,14 @@ class AppendPlaces {
 
   int64_t batch() const { return batch_; }
 
+  // How many sequences, from the first, tell of all: of where their tokens go; and of all that is
+  // written, which the others would write again.
+  int64_t distinct_lists() const { return distinct_lists_; }
+  int64_t distinct() const { return distinct_; }
+
+  // The most new tokens of a sequence.
+  int64_t longest() const;
+
   // New tokens of sequence n, and the row of k, v and q where its first one stands: (n, 0), or for
   // thd the row of the packed buffer (0, cu_seqlens[n]).
   int64_t count(int64_t n) const;
@@ -44,6 +52,7 @@ class AppendPlaces {
   const AppendArgs& args_;
   bool packed_, paged_;
   int64_t batch_, page_size_, capacity_;
+  int64_t distinct_lists_ = batch_, distinct_ = batch_;
 };
 
 }  // namespace tessera

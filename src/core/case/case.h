@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/case/per_sequence.h"
 #include "core/problem/problem.h"
 
 namespace tessera {
@@ -158,11 +159,10 @@ struct CaseGeometry {
   Problem problem;
   int owner[TESSERA_NUM_TENSORS];
   int64_t offset[TESSERA_NUM_TENSORS];
-  std::vector<int64_t> len_q, len_k;      // [b] true lengths
-  std::vector<int64_t> start_q, start_k;  // [b + 1] thd: where each sequence is stored; else empty
-  std::vector<int64_t> position_q,
-      position_k;              // [b] of first rows, where q_start, k_start are given
-  std::vector<int64_t> shift;  // [b] with shift=random
+  PerSequence len_q, len_k;            // [b] true lengths
+  PerSequence start_q, start_k;        // [b + 1] thd: where each sequence is stored; else empty
+  PerSequence position_q, position_k;  // [b] of first rows, where q_start, k_start are given
+  PerSequence shift;                   // [b] with shift=random
   double softmax_scale, softcap, dropout_p;
 
   // Where dense masks and biases have the first row and key of sequence n.
@@ -184,7 +184,7 @@ Status check_case(const Case& c);
 // The canonical line: parse_case(to_text(c)) == c.
 std::string to_text(const Case& c);
 
-// The geometry of a parsed case. Allocates vectors of length b, no tensors.
+// The geometry of a parsed case. Allocates no tensors, and lists only of numbers that differ.
 CaseGeometry geometry_of(const Case& c);
 
 // Buffers with the scalars of a case, and nothing else.

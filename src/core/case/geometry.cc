@@ -57,13 +57,12 @@ void Builder::resolve_lengths() {
   const int64_t b = c_.b;
   const bool both = c_.lens.kind != Kind::kAbsent;
   const auto resolve = [&](const CaseLengths& lens, int64_t s, uint64_t first_draw) {
-    std::vector<int64_t> out(b, s);
-    if (lens.kind == Kind::kList) out = lens.list;
-    if (lens.kind == Kind::kRandom) {
-      for (int64_t n = 0; n < b; ++n)
-        out[n] = draw_integer(lens.seed, kDrawLengths, first_draw + n, s + 1);
-    }
-    return out;
+    if (lens.kind == Kind::kList) return PerSequence(lens.list);
+    if (lens.kind != Kind::kRandom) return PerSequence::same(b, s);
+    std::vector<int64_t> out(b);
+    for (int64_t n = 0; n < b; ++n)
+      out[n] = draw_integer(lens.seed, kDrawLengths, first_draw + n, s + 1);
+    return PerSequence(std::move(out));
   };
   const int64_t shorter = std::min(c_.sq, c_.sk);
   if (both && c_.lens.kind != Kind::kFull) {
@@ -78,15 +77,18 @@ void Builder::resolve_lengths() {
                   (thd_q_ || (both && c_.lens.kind != Kind::kFull));
   if (same_lengths_) g_.problem.flags |= TESSERA_SAME_LENGTHS;
 
-  const auto starts = [&](const std::vector<int64_t>& lens, int64_t side) {
+  const auto starts = [&](const PerSequence& lens, int64_t side) {
+    const bool random = c_.gaps.kind == CaseGaps::Kind::kRandom;
+    if (!random && !lens.listed())
+      return PerSequence::steps(b + 1, 0, lens.empty() ? 0 : lens[0] + c_.gaps.value);
     const auto gap = [&](uint64_t draw) {
-      if (c_.gaps.kind != CaseGaps::Kind::kRandom) return c_.gaps.value;
+      if (!random) return c_.gaps.value;
       return draw_integer(static_cast<uint32_t>(c_.gaps.value), kDrawLengths, draw, 17);
     };
     std::vector<int64_t> out(b + 1, 0);
-    if (c_.gaps.kind == CaseGaps::Kind::kRandom) out[0] = gap(4 * b + side);
+    if (random) out[0] = gap(4 * b + side);
     for (int64_t n = 0; n < b; ++n) out[n + 1] = out[n] + lens[n] + gap((2 + side) * b + n);
-    return out;
+    return PerSequence(std::move(out));
   };
   if (thd_q_) g_.start_q = starts(g_.len_q, 0);
   if (thd_k_) g_.start_k = starts(g_.len_k, same_lengths_ || c_.interleaved ? 0 : 1);
@@ -94,10 +96,10 @@ void Builder::resolve_lengths() {
   // A packed buffer with gaps ends one token after the last sequence's gap.
   const int64_t tail = c_.gaps.kind == CaseGaps::Kind::kNone ? 0 : 1;
   batch_q_ = thd_q_ ? 1 : b;
-  rows_q_ = thd_q_ ? g_.start_q[b] + tail : c_.sq;
+  rows_q_ = thd_q_ ? (Count{g_.start_q[b]} + tail).value() : c_.sq;
   batch_k_ = thd_k_ ? 1 : b;
-  rows_k_ = thd_k_ ? g_.start_k[b] + tail : c_.sk;
-  if (paged_) max_pages_ = std::max<int64_t>(1, (c_.sk + c_.page - 1) / c_.page);
+  rows_k_ = thd_k_ ? (Count{g_.start_k[b]} + tail).value() : c_.sk;
+  if (paged_) max_pages_ = std::max<int64_t>(1, Count{c_.sk}.pieces(c_.page).value());
 }
 
 void Builder::place_tokens() {
@@ -117,8 +119,9 @@ void Builder::place_tokens() {
     place_rows({q}, fq, batch_q_, rows_q_, join);
     if (paged_) {
       // Every sequence has max_pages pages; three more (v: four) are never used.
-      place_pool(ik, k_type, c_.b * max_pages_ + 3, c_.dqk);
-      place_pool(iv, k_type, c_.b * max_pages_ + 4, c_.dv);
+      const Count pages = Count{c_.b} * max_pages_;
+      place_pool(ik, k_type, (pages + 3).value(), c_.dqk);
+      place_pool(iv, k_type, (pages + 4).value(), c_.dv);
     } else if (kv) {
       place_rows({k, v}, fk, batch_k_, rows_k_, join);
     } else {

@@ -15,21 +15,23 @@ void Builder::resolve_positions() {
     for (int64_t n = 0; starts.kind == CaseLengths::Kind::kRandom && n < c_.b; ++n) {
       out.push_back(draw_integer(starts.seed, kDrawStarts, first_draw + n, s + 1));
     }
-    return out;
+    return PerSequence(std::move(out));
   };
   g_.position_q = resolve(c_.q_start, c_.sq, 0);
   g_.position_k = resolve(c_.k_start, c_.sk, c_.b);
   // A packed side's dense masks and biases reach as far as its sequences do.
-  extent_q_ = c_.sq, extent_k_ = paged_ ? max_pages_ * c_.page : c_.sk;
-  for (int64_t n = 0; n < c_.b; ++n) {
+  extent_q_ = c_.sq, extent_k_ = paged_ ? (Count{max_pages_} * c_.page).value() : c_.sk;
+  for (int64_t n = 0; n < g_.position_q.size(); ++n)
     extent_q_ = std::max(extent_q_, g_.dense_start_q(n) + g_.len_q[n]);
+  for (int64_t n = 0; n < g_.position_k.size(); ++n)
     extent_k_ = std::max(extent_k_, g_.dense_start_k(n) + g_.len_k[n]);
-  }
+  std::vector<int64_t> shift;
   for (int64_t n = 0; c_.shift.kind == CaseShift::Kind::kRandom && n < c_.b; ++n) {
-    g_.shift.push_back(
+    shift.push_back(
         draw_integer(static_cast<uint32_t>(c_.shift.value), kDrawShift, n, c_.sq + c_.sk + 1) -
         c_.sq);
   }
+  g_.shift = PerSequence(std::move(shift));
 }
 
 void Builder::place_positions() {

@@ -50,6 +50,27 @@ Status check_list(const Case& c, const char* name, const CaseLengths& lens, int6
   return {};
 }
 
+// What is drawn for each sequence is listed, so that no line of text fills the memory.
+Status check_draws(const Case& c) {
+  constexpr int64_t kMostDraws = int64_t{1} << 20;
+  using Kind = CaseLengths::Kind;
+  const std::pair<const char*, bool> drawn[] = {
+      {"lens", c.lens.kind == Kind::kRandom},
+      {"lens_q", c.lens_q.kind == Kind::kRandom},
+      {"lens_k", c.lens_k.kind == Kind::kRandom},
+      {"gaps", c.gaps.kind == CaseGaps::Kind::kRandom},
+      {"q_start", c.q_start.kind == Kind::kRandom},
+      {"k_start", c.k_start.kind == Kind::kRandom},
+      {"shift", c.shift.kind == CaseShift::Kind::kRandom}};
+  for (const auto& [name, is_drawn] : drawn) {
+    if (is_drawn && c.b > kMostDraws) {
+      return invalid("case token '%s=random': b=%lld; at most 2^20 sequences are drawn for", name,
+                     static_cast<long long>(c.b));
+    }
+  }
+  return {};
+}
+
 Status check_lists(const Case& c) {
   constexpr int64_t kMostPosition = int64_t{1} << 40;
   TESSERA_RETURN_IF_ERROR(check_list(c, "lens", c.lens, std::min(c.sq, c.sk)));
@@ -182,8 +203,8 @@ Status check_pass(const Case& c) {
 }  // namespace
 
 Status check_case(const Case& c) {
-  for (const auto check : {check_sizes, check_lists, check_pages_and_gaps, check_shared_buffer,
-                           check_companions, check_pass}) {
+  for (const auto check : {check_sizes, check_draws, check_lists, check_pages_and_gaps,
+                           check_shared_buffer, check_companions, check_pass}) {
     TESSERA_RETURN_IF_ERROR(check(c));
   }
   return {};

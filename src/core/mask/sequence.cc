@@ -68,4 +68,15 @@ int64_t length_at(const Problem& problem, const Buffers& buffers, int index, int
   return static_cast<const int64_t*>(buffers.data[index])[at];
 }
 
+int64_t distinct_sequences(const Problem& p) {
+  const int64_t batch = sizes_of(p).batch;
+  for (const int index :
+       {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_K,
+        TESSERA_CU_SEQLENS_Q_PADDED, TESSERA_CU_SEQLENS_K_PADDED, TESSERA_Q_START, TESSERA_K_START,
+        TESSERA_SHIFT}) {
+    if (given(p, index) && p.tensor[index].stride[0] != 0) return batch;
+  }
+  return std::min<int64_t>(batch, 1);
+}
+
 }  // namespace tessera

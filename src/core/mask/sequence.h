@@ -44,6 +44,10 @@ inline bool has_band(const Problem& p) { return band_rule_of<int64_t>(p).hides()
 // Sequence n of a validated, normalised problem whose buffers are on the host.
 Sequence sequence_of(const Problem& problem, const Buffers& buffers, int64_t n);
 
+// How many sequences, from the first, tell of all: 1 where what makes one differ from another is not
+// given or expanded, so that a batch of 2^40 of them need not be walked.
+int64_t distinct_sequences(const Problem& problem);
+
 // Rows [lo, hi) of a side's storage that belong to sequence n when every byte of the tensor must be
 // written: its own rows, then padding or the gap up to the next sequence (the first sequence also
 // owns what is stored before it, the last one the tail). Nobody owns a row if there is no sequence:

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "core/count.h"
 #include "core/mask/sequence.h"
 #include "core/problem/import.h"
 
@@ -112,9 +113,9 @@ double softcap_of(const Problem& p, const Buffers& buffers) {
 }
 
 int64_t element_count(const Tensor& t, int rank) {
-  int64_t count = 1;
+  Count count = 1;
   for (int axis = 0; axis < rank; ++axis) count *= t.extent[axis];
-  return count;
+  return count.value();
 }
 
 Result<const Problem*> import_problem(const tessera_problem* caller, Problem& storage) {

@@ -74,6 +74,11 @@ int64_t element_count(const Tensor& t, int rank);
 inline int64_t offset_of(const Tensor& t, int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
   return a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3];
 }
+// Elements of an axis that have places of their own: one where it is expanded.
+inline int64_t distinct(const Tensor& t, int axis) {
+  return t.stride[axis] == 0 && t.extent[axis] > 1 ? 1 : t.extent[axis];
+}
+
 // Index on an axis that may be broadcast: extent 1 always answers 0.
 inline int64_t broadcast(const Tensor& t, int axis, int64_t i) {
   return t.extent[axis] == 1 ? 0 : i;

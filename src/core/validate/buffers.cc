@@ -123,49 +123,50 @@ Status check_overlap(const Problem& p, const Buffers& b) {
   return {};
 }
 
-// Items of a rule that differ: where each is read from one place, the first tells of all.
-int64_t distinct_items(const ValueRule& rule) {
-  switch (rule.kind) {
-    case ValueRule::kSeqlens:
-    case ValueRule::kStarts:
-    case ValueRule::kShift:
-      return rule.tensor.stride[0] == 0 ? std::min<int64_t>(rule.items, 1) : rule.items;
-    default:
-      return rule.items;
-  }
-}
-
 // The elements of lengths and tables, which only the CPU can read.
 Status check_values(const Problem& p, const Buffers& b) {
   const ValueRules rules(p, b);
   BadValue bad;
   for (int r = 0; r < rules.count; ++r) {
-    const int64_t items = distinct_items(rules.rule[r]);
-    for (int64_t item = 0; item < items; ++item) {
+    for (int64_t item = 0; item < rules.rule[r].items; ++item) {
       if (breaks(rules, r, item, &bad)) return refuse(p, rules.rule[r], bad);
     }
   }
   return {};
 }
 
-// The scales of sequence n in the tensor `index`: of each head, and where rows share one by blocks,
-// of each block that holds a row inside the sequence.
-Status check_scales(const Problem& p, const Buffers& b, int index, int64_t n) {
+Status check_scale(const Problem& p, int index, double scale) {
+  if (std::isfinite(scale) && scale > 0) return {};
+  return invalid("%s=%g: a scale must be finite and > 0; 1 leaves values as they are",
+                 name_of(p, index), scale);
+}
+
+// Those of each sequence and head, and where rows share one by blocks, of each block that holds a
+// row inside the sequence. What is expanded is read once.
+Status check_scales_of_heads(const Problem& p, const Buffers& b, int index) {
+  const Tensor& t = p.tensor[index];
   const bool keys = index == TESSERA_K_SCALE || index == TESSERA_V_SCALE;
-  const bool of_heads = tensor_rule(index).rank == 3;
-  const int64_t heads = of_heads ? p.tensor[index].extent[1] : 1;
-  const int64_t block = of_heads ? keys ? p.k_scale_block : p.q_scale_block : 0;
-  int64_t rows = 1;
-  if (block > 0) {
+  const int64_t block = keys ? p.k_scale_block : p.q_scale_block;
+  const int64_t sequences = distinct_sequences(p);  // as to their rows
+  const auto rows_of = [&](int64_t n) {
     const Sequence sequence = sequence_of(p, b, n);
-    rows = keys ? sequence.len_k() : sequence.len_q();
+    return keys ? sequence.len_k() : sequence.len_q();
+  };
+  // Sequences that share their scales read as many as the longest of them.
+  const bool shared = distinct(t, 0) <= 1;
+  int64_t longest = sizes_of(p).batch > 0 ? 1 : 0;
+  if (block > 0 && (shared || sequences <= 1)) {
+    longest = 0;
+    for (int64_t n = 0; n < sequences; ++n) longest = std::max(longest, rows_of(n));
   }
-  for (int64_t h = 0; h < heads; ++h) {
-    for (int64_t i = 0; i < rows; i += std::max<int64_t>(block, 1)) {
-      const double scale = scale_at(p, b, index, n, h, i);
-      if (std::isfinite(scale) && scale > 0) continue;
-      return invalid("%s=%g: a scale must be finite and > 0; 1 leaves values as they are",
-                     name_of(p, index), scale);
+  const bool each_its_rows = block > 0 && !shared && sequences > 1;
+  for (int64_t n = 0; n < (shared ? 1 : t.extent[0]); ++n) {
+    int64_t rows = each_its_rows ? rows_of(n) : longest;
+    if (distinct(t, 2) <= 1) rows = std::min<int64_t>(rows, 1);
+    for (int64_t h = 0; h < distinct(t, 1); ++h) {
+      for (int64_t i = 0; i < rows; i += std::max<int64_t>(block, 1)) {
+        TESSERA_RETURN_IF_ERROR(check_scale(p, index, scale_at(p, b, index, n, h, i)));
+      }
     }
   }
   return {};
@@ -175,10 +176,9 @@ Status check_scales(const Problem& p, const Buffers& b) {
   for (const int index : {TESSERA_K_SCALE, TESSERA_V_SCALE, TESSERA_Q_SCALE, TESSERA_DO_SCALE,
                           TESSERA_O_SCALE, TESSERA_DQ_SCALE, TESSERA_DK_SCALE, TESSERA_DV_SCALE}) {
     if (!given(p, index)) continue;
-    const int64_t sequences = tensor_rule(index).rank == 3 ? sizes_of(p).batch : 1;
-    for (int64_t n = 0; n < sequences; ++n) {
-      TESSERA_RETURN_IF_ERROR(check_scales(p, b, index, n));
-    }
+    TESSERA_RETURN_IF_ERROR(tensor_rule(index).rank == 3
+                                ? check_scales_of_heads(p, b, index)
+                                : check_scale(p, index, scale_at(p, b, index, 0, 0, 0)));
   }
   return {};
 }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/validate/values.h"
 
+#include <algorithm>
 #include <cinttypes>
 
+#include "core/count.h"
 #include "core/mask/sequence.h"
 
 namespace tessera {
@@ -68,7 +70,7 @@ ValueRule& add(ValueRules* to, ValueRule::Kind kind, const Problem& p, const Buf
 void add_lengths(ValueRules* to, const Problem& p, const Buffers& b, const Side& side,
                  int64_t extent, int64_t max_seqlen) {
   if (given(p, side.seqlens)) {
-    add(to, ValueRule::kSeqlens, p, b, side.seqlens, p.tensor[side.seqlens].extent[0], extent);
+    add(to, ValueRule::kSeqlens, p, b, side.seqlens, distinct(p.tensor[side.seqlens], 0), extent);
   } else if (given(p, side.cu_seqlens)) {
     const int64_t elements = p.tensor[side.cu_seqlens].extent[0];
     const bool padded = given(p, side.padded);
@@ -79,18 +81,27 @@ void add_lengths(ValueRules* to, const Problem& p, const Buffers& b, const Side&
       rule.lengths = p.tensor[side.starts];
       rule.lengths_data = b.data[side.starts];
     }
+    // One place for all: the lengths are 0, and what follows the first item repeats it.
+    const auto all_in_one = [](const ValueRule& list) {
+      return list.tensor.stride[0] == 0 && list.lengths.stride[0] == 0;
+    };
+    if (all_in_one(rule)) rule.items = std::min<int64_t>(rule.items, 2);
     if (!padded) return;
     ValueRule& starts = add(to, ValueRule::kPadded, p, b, side.padded, elements, extent);
     starts.lengths = p.tensor[side.cu_seqlens];
     starts.lengths_data = b.data[side.cu_seqlens];
+    if (all_in_one(starts)) starts.items = std::min<int64_t>(starts.items, 2);
   }
 }
 
 void add_pages(ValueRules* to, const Problem& p, const Buffers& b, int table) {
   if (!given(p, table)) return;
   const Tensor& t = p.tensor[table];
-  ValueRule& rule = add(to, ValueRule::kPages, p, b, table, t.extent[0] * t.extent[1],
+  const int64_t rows = distinct(t, 0) <= 1 ? distinct_sequences(p) : t.extent[0];
+  const int64_t columns = distinct(t, 1);
+  ValueRule& rule = add(to, ValueRule::kPages, p, b, table, (Count{rows} * columns).value(),
                         p.tensor[pool_of(p, table)].extent[0]);
+  rule.tensor.extent[1] = columns;
   rule.page_size = p.tensor[TESSERA_K].extent[1];
 }
 
@@ -113,8 +124,8 @@ PagedBands paged_bands(const Problem& p, const Buffers& b) {
 void add_finite(ValueRules* to, const Problem& p, const Buffers& b, int index) {
   if (!given(p, index)) return;
   const Tensor& t = p.tensor[index];
-  const int64_t columns = tensor_rule(index).rank == 2 ? t.extent[1] : 1;
-  ValueRule& rule = add(to, ValueRule::kFinite, p, b, index, t.extent[0] * columns, 0);
+  const int64_t columns = tensor_rule(index).rank == 2 ? distinct(t, 1) : 1;
+  ValueRule& rule = add(to, ValueRule::kFinite, p, b, index, distinct(t, 0) * columns, 0);
   rule.tensor.extent[1] = columns;
 }
 
@@ -167,7 +178,7 @@ ValueRules::ValueRules(const Problem& p, const Buffers& b) {
   bands = paged_bands(p, b);
   for (const int index : {TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT}) {
     const auto kind = index == TESSERA_SHIFT ? ValueRule::kShift : ValueRule::kStarts;
-    if (given(p, index)) add(this, kind, p, b, index, p.tensor[index].extent[0], 0);
+    if (given(p, index)) add(this, kind, p, b, index, distinct(p.tensor[index], 0), 0);
   }
   add_lengths(this, p, b, kQuerySide, s.sq, p.max_seqlen_q);
   add_lengths(this, p, b, kKeySide, s.sk, p.max_seqlen_k);

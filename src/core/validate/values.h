@@ -14,6 +14,7 @@ struct ValueRule {
   enum Kind : int32_t { kSeqlens, kCuSeqlens, kPadded, kPages, kFinite, kStarts, kShift };
   Kind kind;
   int32_t index;  // of the tensor
+  // that differ: what is expanded is looked at once, and `tensor` has the extents that are looked at
   int64_t items;
   // lengths: cu_seqlens beside kPadded; starts beside kCuSeqlens, which a dense mask or bias has
   // places for too, or not given
@@ -164,7 +165,9 @@ TESSERA_HOST_DEVICE bool breaks(const ValueRules& rules, int rule, int64_t item,
       const int64_t n = item / r.tensor.extent[1], page = item % r.tensor.extent[1];
       const int64_t at = n * r.tensor.stride[0] + page * r.tensor.stride[1];
       const Interval seen = values::seen_keys(rules.bands, n);
-      if (seen.empty() || page * r.page_size >= seen.hi || (page + 1) * r.page_size <= seen.lo) {
+      if (seen.empty()) return false;
+      const bool one_for_all = r.tensor.extent[1] == 1;
+      if (!one_for_all && (page * r.page_size >= seen.hi || (page + 1) * r.page_size <= seen.lo)) {
         return false;
       }
       value = static_cast<const int32_t*>(r.data)[at];

@@ -112,13 +112,22 @@ void rotate(const RotateArgs& args, const Buffers& context) {
 void append(const AppendArgs& args, const Buffers& context) {
   const Appending appending(args);
   const AppendPlaces& places = appending.places();
+  const auto stored = [&](int index) {
+    const Tensor& t = args.tensor[index];
+    return t.dtype != TESSERA_NONE && element_count(t, 4) > 0;
+  };
+  const bool turns = stored(TESSERA_APPEND_Q_OUT);
+  if (!turns && !stored(TESSERA_APPEND_K) && !stored(TESSERA_APPEND_V)) return;
+  // Rows of q_out without a token are cleared.
+  const int64_t longest =
+      turns && !places.packed() ? args.tensor[TESSERA_APPEND_Q].extent[1] : places.longest();
+  if (longest == 0) return;
   if (!places.packed()) {
-    const int64_t s = args.tensor[TESSERA_APPEND_K].extent[1];
-    parallel_for(context, places.batch() * s,
-                 [&](int64_t task, int) { appending.token(task / s, task % s); });
+    parallel_for(context, places.distinct() * longest,
+                 [&](int64_t task, int) { appending.token(task / longest, task % longest); });
     return;
   }
-  parallel_for(context, places.batch(), [&](int64_t n, int) {
+  parallel_for(context, places.distinct(), [&](int64_t n, int) {
     for (int64_t i = 0; i < places.count(n); ++i) appending.token(n, i);
   });
 }
