@@ -17,7 +17,7 @@ struct Level {
   bool (*runs_here)();
 };
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TESSERA_PORTABLE)
 // The builtin asks CPUID and, for wide registers, whether the system saves them (XGETBV).
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -32,7 +32,7 @@ bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf1
 
 // Best first.
 constexpr Level kLevels[] = {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TESSERA_PORTABLE)
     {&kAvx512Bf16Kernels, has_avx512bf16},
     {&kAvx512Kernels, has_avx512},
     {&kAvx2Kernels, has_avx2},
