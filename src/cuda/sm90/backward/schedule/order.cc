@@ -7,6 +7,8 @@
 #include <functional>
 #include <queue>
 
+#include "cuda/common/rules/arguments.h"
+
 namespace tessera::cuda::sm90 {
 namespace {
 
