@@ -92,7 +92,9 @@ struct StreamRows {
         for (float& x : s[i][n]) x = 0;
       }
     }
-    Scores odd = {};  // of every other step: two chains of products instead of one
+    // Where registers allow, every other step has sums of its own: two chains of products.
+    constexpr bool kTwoChains = kSubs * S::kGroups <= 2;
+    Scores odd = {};
 #pragma unroll
     for (int step = 0; step < S::kD / 32; ++step) {
       uint32_t b[S::kGroups][4];
@@ -108,7 +110,7 @@ struct StreamRows {
 #pragma unroll
         for (int n = 0; n < S::kGroups; ++n) {
           M::multiply_n8(s[i][n], a[0], b[n]);
-          M::multiply_n8(odd[i][n], a[1], b[n] + 2);
+          M::multiply_n8(kTwoChains ? odd[i][n] : s[i][n], a[1], b[n] + 2);
         }
       }
     }
@@ -117,7 +119,7 @@ struct StreamRows {
 #pragma unroll
       for (int n = 0; n < S::kGroups; ++n) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) s[i][n][c] += odd[i][n][c];
+        for (int c = 0; kTwoChains && c < 4; ++c) s[i][n][c] += odd[i][n][c];
       }
     }
   }

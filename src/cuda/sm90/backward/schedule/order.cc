@@ -7,8 +7,6 @@
 #include <functional>
 #include <queue>
 
-#include "cuda/common/rules/arguments.h"
-
 namespace tessera::cuda::sm90 {
 namespace {
 
@@ -131,7 +129,9 @@ int64_t bytes_in_flight(const BackwardKernel& kernel, const Params& p) {
 
 // Key heads that stand side by side over packed keys, a divisor of all: as many as have in L2 what
 // tiles of the longest sequence share. Those of short ones share little.
-int section_of_packed(const BackwardKernel& kernel, const Params& p, int64_t longest) {
+int section_of_packed(const BackwardKernel& kernel, const Problem& problem, const Params& p) {
+  const bool told = has(problem, TESSERA_MAX_SEQLEN_Q);
+  const int64_t longest = told ? std::min<int64_t>(p.sq, problem.max_seqlen_q) : p.sq;
   const int64_t bytes = std::max<int64_t>(bytes_of_heads(p, 1) / std::max(p.sq, 1) * longest, 1);
   int section = static_cast<int>(std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes, 1, p.hk));
   while (p.hk % section != 0) --section;
@@ -309,7 +309,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int multi
 
   const int64_t bytes_of_head = bytes_of_heads(p, group);
   int per_section = p.thd_k
-                        ? section_of_packed(kernel, p, most_queries(problem))
+                        ? section_of_packed(kernel, problem, p)
                         : section_to_begin_with(kernel, p, multiprocessors, heads, tiles_n, group);
   // Deterministic tiles wait for each other, and the lengths of packed ones are not known.
   const bool is_foreseen = !in_turn && !p.thd_q && !p.thd_k &&
