@@ -43,6 +43,9 @@ def stream():
         yield line("fwd", dtype=next(types), b=3, sq=5, sk=200, hq=4, hk=1, d=64, lens_q="0,5,2", lens_k="200,9,77",
                    tables=2, page=16, int64=True, **more)
         yield line("fwd", dtype=next(types), b=64, sq=1, sk=700, hq=8, hk=2, d=64, lens_k="random:5", page=16, **more)
+    # Plain keys of all sequences, in so many units that decode/ keeps them.
+    for d in (64, 128, 256):
+        yield line("fwd", dtype=next(types), b=17, sq=1, sk=150, hq=8, hk=4, d=d, poison=True)
     # Rows of q beyond a head dim that no 16 bytes hold, and strides that leave the general kernel alone.
     yield line("fwd", dtype="bf16", b=1, sq=1, sk=1, h=1, d=36, poison=True)
     yield line("fwd", dtype="bf16", b=2, sq=2, sk=70, hq=4, hk=2, d=64, strided=True, poison=True)
