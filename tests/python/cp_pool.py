@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._pytree import tree_map
 
 from cp_ranks import DEVICE
 
@@ -58,6 +59,11 @@ class Pool:
                 process.kill()
 
 
+def _on_host(x):
+    """For a process that has no GPU of its own."""
+    return x.cpu() if isinstance(x, torch.Tensor) else x
+
+
 def _serve(rank: int, folder: str, timeout: float, jobs, results):
     torch.set_num_threads(1)
     if DEVICE == "cuda":
@@ -73,7 +79,7 @@ def _serve(rank: int, folder: str, timeout: float, jobs, results):
     while (job := jobs.get()) is not None:
         number, function, size, inside, arguments = pickle.loads(job)
         try:
-            answer = True, function(rank, groups[size, inside], *arguments)
+            answer = True, tree_map(_on_host, function(rank, groups[size, inside], *arguments))
         except BaseException:
             answer = False, traceback.format_exc()
         results.put((number, rank, pickle.dumps(answer)))

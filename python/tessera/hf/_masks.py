@@ -28,9 +28,11 @@ class Mask(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
+        # Beside a mode, such as a default device, PyTorch 2.11 compiles DisableTorchFunctionSubclass to nothing.
+        plain = [x._plain if isinstance(x, HeldMask) else x for x in args]
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                result = function(*args, **(kwargs or {}))
+                result = function(*plain, **(kwargs or {}))
             except RuntimeError as error:  # shapes that do not fit, as a rule
                 raise _refusal(name, args) from error
             if not isinstance(result, torch.Tensor) or function == _BASE or \

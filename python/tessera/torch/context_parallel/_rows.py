@@ -54,13 +54,13 @@ def from_rows(x: torch.Tensor, layout: str, sequences: int) -> torch.Tensor:
     """The inverse of to_rows."""
     if layout == "thd":
         return x
-    x = x.unflatten(0, (sequences, -1))
+    x = torch.unflatten(x, 0, (sequences, -1))  # the method has no graph in PyTorch 2.11 beside a default device
     return {"bshd": x, "sbhd": x.transpose(0, 1), "bhsd": x.transpose(1, 2)}[layout]
 
 
 def lse_from_rows(lse: torch.Tensor, layout: str, sequences: int) -> torch.Tensor:
     """[hq, rows] -> [b, hq, s], packed [hq, rows]."""
-    return lse if layout == "thd" else lse.unflatten(1, (sequences, -1)).transpose(0, 1)
+    return lse if layout == "thd" else torch.unflatten(lse, 1, (sequences, -1)).transpose(0, 1)
 
 
 def ids_to_rows(ids: torch.Tensor, layout: str) -> torch.Tensor:
