@@ -9,25 +9,13 @@
 #include <functional>
 #include <vector>
 
+#include "tensor.h"
 #include "tessera.h"
 
 namespace {
 
 constexpr tessera_device kCpu{TESSERA_CPU, 0, 0, 0};
 constexpr int64_t kB = 2, kS = 5, kH = 2, kD = 8, kCount = kB * kS * kH * kD;
-
-tessera_tensor tensor(int32_t dtype, std::initializer_list<int64_t> extent) {
-  tessera_tensor t{};
-  t.dtype = dtype;
-  std::fill(t.extent, t.extent + 4, 1);
-  std::copy(extent.begin(), extent.end(), t.extent);
-  int64_t stride = 1;
-  for (int axis = static_cast<int>(extent.size()) - 1; axis >= 0; --axis) {
-    t.stride[axis] = stride;
-    stride *= t.extent[axis];
-  }
-  return t;
-}
 
 // A small legal forward call, to be spoilt. Outputs hold 7 until a run succeeds.
 struct Call {

@@ -5,6 +5,7 @@
 
 #include "core/problem/dtype.h"
 #include "fuzz/memory.h"
+#include "tensor.h"
 #include "tessera.h"
 
 namespace {
@@ -17,19 +18,6 @@ constexpr tessera_device kCpu{TESSERA_CPU, 0, 0, 0};
 struct Error : tessera_error {
   Error() : tessera_error{} { struct_size = sizeof(tessera_error); }
 };
-
-tessera_tensor tensor(int32_t dtype, std::initializer_list<int64_t> extent) {
-  tessera_tensor t{};
-  t.dtype = dtype;
-  std::fill(t.extent, t.extent + 4, 1);
-  std::copy(extent.begin(), extent.end(), t.extent);
-  int64_t stride = 1;
-  for (int axis = static_cast<int>(extent.size()) - 1; axis >= 0; --axis) {
-    t.stride[axis] = stride;
-    stride *= t.extent[axis];
-  }
-  return t;
-}
 
 tessera_buffers context_of(Bytes& bytes) {
   tessera_buffers context{};

@@ -141,8 +141,8 @@ Status check_scale(const Problem& p, int index, double scale) {
                  name_of(p, index), scale);
 }
 
-// Those of each sequence and head, and where rows share one by blocks, of each block that holds a
-// row inside the sequence. What is expanded is read once.
+// Every sequence and head has a scale that must be legal or, where rows share scales by blocks,
+// one for each block that holds a row inside the sequence. What is expanded is read once.
 Status check_scales_of_heads(const Problem& p, const Buffers& b, int index) {
   const Tensor& t = p.tensor[index];
   const bool keys = index == TESSERA_K_SCALE || index == TESSERA_V_SCALE;
