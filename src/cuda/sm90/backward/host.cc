@@ -103,7 +103,7 @@ class BackwardPlan final : public Plan {
     const Sizes s = sizes_of(problem);
     a.slots = num_slots(is_thd_q(problem), static_cast<int>(s.sq),
                         static_cast<int>(std::max<int64_t>(s.batch, 1)), kernel.tile.tile_m);
-    order_tiles(kernel, problem, multiprocessors_, orders_, a);
+    order_tiles(kernel, problem, most_queries(problem), multiprocessors_, orders_, a);
     return a;
   }
 

@@ -129,9 +129,7 @@ int64_t bytes_in_flight(const BackwardKernel& kernel, const Params& p) {
 
 // Key heads that stand side by side over packed keys, a divisor of all: as many as have in L2 what
 // tiles of the longest sequence share. Those of short ones share little.
-int section_of_packed(const BackwardKernel& kernel, const Problem& problem, const Params& p) {
-  const bool told = has(problem, TESSERA_MAX_SEQLEN_Q);
-  const int64_t longest = told ? std::min<int64_t>(p.sq, problem.max_seqlen_q) : p.sq;
+int section_of_packed(const BackwardKernel& kernel, const Params& p, int64_t longest) {
   const int64_t bytes = std::max<int64_t>(bytes_of_heads(p, 1) / std::max(p.sq, 1) * longest, 1);
   int section = static_cast<int>(std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes, 1, p.hk));
   while (p.hk % section != 0) --section;
@@ -289,8 +287,8 @@ void set_order(const TileOrder& order, int heads, int tiles_n, BackwardParams& a
   std::copy(order.tile_at.begin(), order.tile_at.end(), a.tile_at);
 }
 
-void order_tiles(const BackwardKernel& kernel, const Problem& problem, int multiprocessors,
-                 const TileOrders& orders, BackwardParams& a) {
+void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t longest,
+                 int multiprocessors, const TileOrders& orders, BackwardParams& a) {
   const Params& p = a.problem;
   const bool shares_bias = kernel.tile.sums_dbias && problem.tensor[TESSERA_DBIAS].extent[0] == 1;
   a.sequences = shares_bias ? std::max(p.batch, 1) : 1;
@@ -309,7 +307,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int multi
 
   const int64_t bytes_of_head = bytes_of_heads(p, group);
   int per_section = p.thd_k
-                        ? section_of_packed(kernel, problem, p)
+                        ? section_of_packed(kernel, p, longest)
                         : section_to_begin_with(kernel, p, multiprocessors, heads, tiles_n, group);
   // Deterministic tiles wait for each other, and the lengths of packed ones are not known.
   const bool is_foreseen = !in_turn && !p.thd_q && !p.thd_k &&

@@ -64,9 +64,10 @@ class TileOrders {
 // each. a.problem must be set.
 void set_order(const TileOrder& order, int heads, int tiles_n, BackwardParams& a);
 
-// Fills what `a` says of tiles, sections and parts. a.problem and a.slots must be set.
-void order_tiles(const BackwardKernel& kernel, const Problem& problem, int multiprocessors,
-                 const TileOrders& orders, BackwardParams& a);
+// Fills what `a` says of tiles, sections and parts. a.problem and a.slots must be set. longest:
+// queries of the longest sequence, as far as the host can know (most_queries).
+void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t longest,
+                 int multiprocessors, const TileOrders& orders, BackwardParams& a);
 
 // What tiles that are shared have in the workspace: floats of the sums of parts, and counters.
 struct SharedCounts {
