@@ -32,7 +32,7 @@ inline int section_of(int64_t bytes, int64_t heads, int64_t bytes_a_head) {
 
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device);
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device);
-// Of problems that is_converted() (convert/problem.h) says run in fp32.
+// The plan of a problem that runs in fp32 because is_converted() (convert/problem.h) says so.
 Result<std::unique_ptr<Plan>> plan_converted(const Problem& canonical, const Device& device);
 
 }  // namespace tessera::cuda::sm80
