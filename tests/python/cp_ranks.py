@@ -101,6 +101,14 @@ class Ranks:
         return results
 
 
+class Echo:
+    """A group whose other rank sends back what it was sent."""
+    rank, size, name = 0, 2, "echo"
+
+    def all_to_all(self, sent, sizes, received_sizes):
+        return sent.clone(), None
+
+
 # ---- a case on ranks ----
 
 class Whole:

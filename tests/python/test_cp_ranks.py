@@ -2,7 +2,10 @@
 """Attention on several ranks, which are threads here, judged as one device's is: random problems,
 every feature, exchange and kind of shards, forward and backward."""
 
+import contextlib
 import random
+import types
+import weakref
 
 import pytest
 
@@ -12,6 +15,7 @@ import cp_ranks  # noqa: E402
 import tessera.torch as tt  # noqa: E402
 from tessera.cli import conformance  # noqa: E402
 from tessera.context_parallel import Shards  # noqa: E402
+from tessera.torch import comm  # noqa: E402
 from tessera.torch import context_parallel as cp  # noqa: E402
 from tessera.torch.context_parallel import _local  # noqa: E402
 
@@ -251,6 +255,34 @@ def test_what_one_rank_refuses_all_refuse(change, words):
 def test_bias_with_rows_is_not_exchanged_by_heads():
     text = refused(2, lambda x, kw: None, exchange="heads", bias=torch.zeros(1, 1, 300, 300))
     assert "use keys" in text
+
+
+def strided():
+    """Tensors that travel as copies: a view of one that holds more, and sizes that need padding."""
+    return [torch.arange(96.0).view(4, 3, 2, 4).unbind(1)[1], torch.arange(10.0), torch.arange(3).byte()]
+
+
+@pytest.mark.parametrize("x", strided(), ids=["view", "padded", "bytes"])
+def test_what_a_stream_of_exchanges_reads_is_kept(monkeypatch, x):
+    """With doubles of CUDA's streams. What is freed sooner is the next tensor's memory, and still read."""
+    joined, noted, events = [], {}, []
+    side = types.SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: "event")
+    current = types.SimpleNamespace(wait_event=lambda event: events.append((event, [y() for y in joined])))
+    join = comm._joined
+    monkeypatch.setattr(comm, "_side_stream", lambda *_: side)
+    monkeypatch.setattr(comm, "_joined", lambda pieces, device: joined.extend(map(weakref.ref, pieces)) or
+                        join(pieces, device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: noted.setdefault(x.data_ptr(), stream))
+    pending = comm.exchange(cp_ranks.Echo(), [[], [x]], [[], [(x.shape, x.dtype)]], x.device)
+    assert torch.equal(pending.wait()[1][0], x)
+    (event, alive), = events
+    assert event == "event" and alive and all(y is not None for y in alive)
+    assert noted[pending._received.data_ptr()] is current
+    del alive
+    events.clear()
+    assert all(y() is None for y in joined), "and no longer"
 
 
 def test_shard_and_unshard_are_inverse_and_differentiable():

@@ -559,3 +559,16 @@ def test_sums_in_place(dtype, sums_dtype, sq, d):
     torch.testing.assert_close(got, o, **near)
     for name, x in sums.items():
         torch.testing.assert_close(x, getattr(truth, name) + 1, **near)
+
+
+def test_what_travels_is_kept_until_it_was_read():
+    """Context parallelism: a copy of a view is on its way while its memory is wanted for something else."""
+    import cp_ranks
+    from tessera.torch import comm
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(150, 3, 2, 4, device=device).unbind(1)[1]
+    with torch.cuda.stream(comm._side_stream(device, cp_ranks.Echo.name)):
+        torch.cuda._sleep(200_000_000)  # a peer that is late
+    pending = comm.exchange(cp_ranks.Echo(), [[], [x]], [[], [(x.shape, x.dtype)]], device)
+    others = [torch.zeros(x.shape, device=device) for _ in range(8)]
+    assert torch.equal(pending.wait()[1][0], x) and not any(y.any() for y in others)

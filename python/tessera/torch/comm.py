@@ -116,10 +116,8 @@ def exchange(group: Group, outgoing: Sequence[Sequence[torch.Tensor]],
         received, work = group.all_to_all(sent, sizes, received_sizes)
         if work is not None:
             work.wait()
-    for x in (y for tensors in outgoing for y in tensors):
-        x.record_stream(side)
     received.record_stream(current)
-    return Pending(received, _Event(side, current), incoming, received_sizes)
+    return Pending(received, _Event(side, current), incoming, received_sizes, pieces)
 
 
 class Kept:
@@ -133,15 +131,18 @@ class Kept:
 
 
 class Pending:
-    """An exchange under way."""
+    """An exchange under way. `read` is what a stream of its own reads, copies of views among it: the
+    allocator would give it to the caller's next tensor, so that it stays until the caller's stream waits."""
 
-    def __init__(self, received, work, incoming, sizes):
+    def __init__(self, received, work, incoming, sizes, read=()):
         self._received, self._work, self._incoming, self._sizes = received, work, incoming, sizes
+        self._read = read
 
     def wait(self) -> list[list[torch.Tensor]]:
         """The tensors from each rank."""
         if self._work is not None:
             self._work.wait()
+        self._read = ()
         tensors = []
         for part, whats in zip(self._received.split(self._sizes), self._incoming):
             at, own = 0, []
