@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+import cp_pool  # noqa: E402
 import cp_ranks  # noqa: E402
 import tessera.torch as tt  # noqa: E402
 from cp_pool import Pool  # noqa: E402
@@ -27,6 +28,23 @@ def pool(tmp_path_factory):
     pool = Pool(tmp_path_factory.mktemp("gloo"))
     yield pool
     pool.close()
+
+
+def one_fails(rank, group, x):
+    assert x.device == torch.ones(1).device, "arguments lie on the rank's device"
+    if rank == 1:
+        raise KeyError("what rank 1 says")
+    dist.all_reduce(x, group=group)
+    return x.tolist()
+
+
+def test_the_pool_outlives_a_rank_that_fails_alone(pool, monkeypatch):
+    monkeypatch.setattr(cp_pool, "_PATIENCE", 1)
+    start = time.time()
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*what rank 1 says.*without an answer: \[0\]"):
+        pool.run(one_fails, 2, 1, torch.ones(3))
+    assert time.time() - start < 100, "by the group's time-out"
+    assert pool.run(one_fails, 1, 1, torch.ones(3)) == [[1.0] * 3]
 
 
 def part(rank, group, text, shards, exchange, groups):

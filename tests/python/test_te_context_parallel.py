@@ -206,7 +206,7 @@ def fp8_scales(rank, group, reduce_amax):
     """Scales of a rank that saw 1 + rank in slot 0 and, of the backward pass, 8 >> rank in slot 1."""
     FP8GlobalStateManager.reset()
     recipe = DelayedScaling(reduce_amax=reduce_amax, amax_history_len=2)
-    states = [DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=2, device="cpu")
+    states = [DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=2, device=DEVICE)
               for mode in ("forward", "backward")]
     meta = {"scaling_fwd": states[0], "scaling_bwd": states[1], "fp8_group": group}
     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
