@@ -4,13 +4,13 @@
 # PyTorch, exact properties, front ends, sanitizers, random sleeps, benches. Prints each stage's own summary
 # lines, and fails if any command did. Logs, one a stage, are packed into $OUT or build, device_check.tar.gz.
 #   tools/device_check.sh [STAGE...]     stages: build cases nightly torch properties allocators jax hf
-#                                        sanitizer chaos profile bench
+#                                        ranks sanitizer chaos profile bench
 #                                        (default: all, in that order; build must have been run once)
 # torch, allocators, hf and bench need a python3 with PyTorch and NumPy, hf transformers too, jax a JAX that has
-# CUDA; allocators takes JAX too where it has CUDA. What cannot run is "unavailable".
+# CUDA; allocators takes JAX too where it has CUDA; ranks needs two GPUs. What cannot run is "unavailable".
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all="build cases nightly torch properties allocators jax hf sanitizer chaos profile bench"
+all="build cases nightly torch properties allocators jax hf ranks sanitizer chaos profile bench"
 stages=${*:-$all}
 export PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cases=build/cuda/tests/conformance/tessera_check_cases
@@ -112,6 +112,13 @@ for stage in $stages; do
       say "transformers and examples/serve on cuda"
       TESSERA_TEST_DEVICE=cuda run 500 python3 -m pytest -q -rs -p no:cacheprovider \
         tests/python/test_torch_hf.py tests/python/test_torch_hf_{models,serving}.py tests/python/test_serve.py ;;
+    ranks)
+      if ! has pytest torch || [ "$(python3 -c 'import torch; print(torch.cuda.device_count() > 1)')" != True ]; then
+        echo "two GPUs, torch, pytest: unavailable"; continue
+      fi
+      say "context parallelism over NCCL, a GPU for each rank"
+      TESSERA_TEST_DEVICE=cuda run 500 python3 -m pytest -q -rs -p no:cacheprovider \
+        tests/python/test_cp_processes.py tests/python/test_te_context_parallel.py ;;
     sanitizer)
       # It says so if it may not attach to the device, and then has no summary of errors.
       if ! timeout -s KILL 60 compute-sanitizer "$cases" --cuda 0 tests/cases/smoke.cases --every 1000 2>&1 |

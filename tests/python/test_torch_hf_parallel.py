@@ -11,6 +11,7 @@ import torch.distributed as dist  # noqa: E402
 
 import tessera.hf  # noqa: E402
 from cp_pool import Pool  # noqa: E402
+from cp_ranks import DEVICE  # noqa: E402
 from test_torch_hf import MODELS  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -55,7 +56,7 @@ def compare(rank, group, name, batch, checkpointing):
 
 
 def tokens(rows, length, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randint(3, 97, (rows, length), generator=generator)
 
 
