@@ -102,7 +102,7 @@ for stage in $stages; do
       say "cases through tessera.jax"
       run 400 python3 -m tessera check --cases smoke --through jax --device cuda
       say "the tests of JAX; meshes of four (test_jax_sharding, test_jax_context_parallel, test_te_jax_mesh) are the CPU's"
-      run 500 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_jax.py tests/python/test_jax_examples.py \
+      run 500 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_jax.py tests/python/test_jax_{nn,examples}.py \
         tests/python/test_te_jax.py tests/python/test_te_jax_{cases,flax,words}.py
       unset JAX_PLATFORMS XLA_PYTHON_CLIENT_PREALLOCATE ;;
     hf)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax_device  # noqa: F401  (products in fp32)
 import numpy as np
 
 import tessera.jax

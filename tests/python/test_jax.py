@@ -16,6 +16,7 @@ jnp = jax.numpy
 import tessera  # noqa: E402
 import tessera.jax as tj  # noqa: E402
 from jax.sharding import AbstractMesh, Mesh  # noqa: E402
+from jax_device import CPU, DEVICE, ON_CPU, same  # noqa: E402
 from tessera import _lib  # noqa: E402
 from tessera.jax import _call, _functions, _vmap, nn  # noqa: E402
 
@@ -38,19 +39,11 @@ def compare(ours, theirs, **tolerance):
         np.asarray(a, np.float64), np.asarray(b, np.float64), **tolerance), ours, theirs)
 
 
-ON_CPU = jax.default_backend() == "cpu"
-
-
-def same(ours, theirs):
-    """Bit for bit where both are the CPU's; a GPU's results are the CPU's to a few roundings."""
-    def compare(a, b):
-        a, b = np.asarray(a), np.asarray(b)
-        if ON_CPU or a.dtype.kind not in "fV":
-            np.testing.assert_array_equal(a, b)
-        else:
-            close = 4 * float(jnp.finfo(a.dtype).eps)
-            np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=4 * close, atol=4 * close)
-    jax.tree.map(compare, ours, theirs)
+@pytest.fixture
+def on_cpu():
+    """The CPU is JAX's device, on a machine with a GPU too."""
+    with jax.default_device(CPU):
+        yield
 
 
 def calls_of(function, *arguments) -> int:
@@ -76,7 +69,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_equals_numpy(name):
-    """o, lse and every gradient, to the bit: it is one library."""
+    """o, lse and every gradient, on the CPU to the bit: it is one library."""
     shapes, keywords = FEATURES[name]
     arrays = [np.asarray(x) for x in qkv(**shapes)]
     plain = {key: np.asarray(x) if isinstance(x, jax.Array) else x for key, x in keywords.items()}
@@ -304,15 +297,21 @@ def test_seeds():
 
 # ---- programs ----
 
-def test_export_with_symbolic_shapes():
+def test_export_with_symbolic_shapes(on_cpu):
+    """For the CPU; on CUDA the workspace must be known."""
     b, s = jax.export.symbolic_shape("b, s")
     shape = jax.ShapeDtypeStruct((b, s, H, D), jnp.float32)
-    exported = jax.export.export(
-        jax.jit(lambda q, k, v: tj.attention(q, k, v, causal=True, align="top_left")), platforms=["cpu" if ON_CPU else "cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("tessera_attention")])(shape, shape, shape)
+
+    def export(platform):
+        return jax.export.export(
+            jax.jit(lambda q, k, v: tj.attention(q, k, v, causal=True, align="top_left")), platforms=[platform],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("tessera_attention")])(shape, shape, shape)
+    exported = export("cpu")
     for size in (1, 17):
         q, k, v = qkv(b=size, s=size + 3, d=D)
         same(exported.call(q, k, v), tj.attention(q, k, v, causal=True))
+    with pytest.raises(tj.Refused, match="q.shape=symbolic: on CUDA the workspace must be known"):
+        export("cuda")
 
 
 def test_lowering_for_another_platform():
@@ -360,8 +359,7 @@ def gpus(monkeypatch):
     return asked
 
 
-@pytest.mark.skipif(not ON_CPU, reason="q names a device")
-def test_workspace_of_every_device_here(gpus):
+def test_workspace_of_every_device_here(gpus, on_cpu):
     """Lowering where no CUDA device is named: the largest of this process's devices."""
     q = qkv(dtype=jnp.bfloat16, d=64)[0]
     traced = jax.jit(lambda q: tj.attention(q, q, q)).trace(q)
@@ -486,15 +484,16 @@ def test_traced_options_are_named():
 
 def test_refused_before_anything_compiles():
     q = jnp.zeros((1, 4, 2, 8))
-    program = jax.jit(lambda q: tj.attention(q, q, q, backend="cuda_sm90")).trace(q)
-    with pytest.raises(tj.Refused, match="must be a CUDA device"):
+    backend, why = ("cuda_sm90", "must be a CUDA device") if ON_CPU else ("cpu", "must be the CPU")
+    program = jax.jit(lambda q: tj.attention(q, q, q, backend=backend)).trace(q)
+    with pytest.raises(tj.Refused, match=why):
         program.lower()
     half = q.astype(jnp.bfloat16)
     with pytest.raises(tj.Refused, match="no backend supports"):
         tj.attention(half, half, half, precision="fp8")
 
 
-def test_wrong_lengths():
+def test_wrong_lengths(on_cpu):
     """An eager call on the CPU looks at values first; a program says it when it runs."""
     q, k, v = qkv()
     lengths = jnp.array([99, 1])
@@ -505,7 +504,18 @@ def test_wrong_lengths():
         jax.block_until_ready(program(lengths))
 
 
-def test_lengths_that_are_still_computed():
+@pytest.mark.skipif(ON_CPU, reason="the CPU names them")
+def test_wrong_lengths_on_a_gpu():
+    """The host cannot read them for free: they reach no other sequence, and nothing outside the arrays."""
+    q, k, v = qkv()
+    expected = tj.attention(q, k, v, seqlens_k=jnp.array([33, 1]))
+    for call in (tj.attention, jax.jit(tj.attention)):
+        o = call(q, k, v, seqlens_k=jnp.array([99, 1]))
+        same(o[1], expected[1])
+        assert jnp.isfinite(o).all()
+
+
+def test_lengths_that_are_still_computed(on_cpu):
     """An eager call on the CPU waits for the values that it looks at: not for q, which the backend waits for."""
     q, k, v = qkv()
     x = normal(4, 700, 700)
@@ -528,7 +538,7 @@ def test_lengths_that_are_still_computed():
 
 def test_explain():
     q, k, v = qkv()
-    assert tj.explain(q, k, v, causal=True).backend == "cpu"
+    assert tj.explain(q, k, v, causal=True).backend == {"cpu": "cpu", "cuda": "cuda_sm80"}[DEVICE]  # fp32
     why = tj.explain(*(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)), backward=True,
                      device="sm90")
     assert why.answer["case"].startswith("bwd bf16 b=2 s=33 h=4 d=16")
@@ -604,4 +614,4 @@ def test_interface_check_sees_a_difference(tmp_path):
 
 def test_check_through_jax():
     from tessera.__main__ import main
-    assert main(["check", "--cases", "smoke", "--through", "jax"]) == 0
+    assert main(["check", "--cases", "smoke", "--through", "jax", "--device", DEVICE]) == 0

@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
+
+import jax_device  # noqa: E402, F401  (products in fp32)
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

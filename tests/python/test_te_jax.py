@@ -8,6 +8,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import te_jax_cases  # noqa: E402
+from jax_device import same  # noqa: E402
 
 import tessera.jax  # noqa: E402
 from tessera.te.jax import cpp_extensions as tex  # noqa: E402
@@ -84,7 +85,7 @@ def test_segment_empty_on_one_side_pairs_nothing_else():
                          attn_mask_type=AttnMaskType.PADDING_MASK))
     for queries, keys in ((slice(0, 2), slice(0, 2)), (slice(4, 6), slice(2, 4))):
         alone = tessera.jax.attention(q[:, queries], k[:, keys], v[:, keys], softmax_scale=0.25)
-        np.testing.assert_allclose(out[:, queries], alone, atol=1e-6)
+        same(out[:, queries], alone, atol=1e-6)
     assert np.all(out[:, 2:4] == 0)
 
 
@@ -109,12 +110,12 @@ def test_mask_need_not_be_a_prefix():
     """Padding on the left, and packed segments: TransformerEngine takes both for lengths."""
     q, k, v = qkv(2, 10)
     segment = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 2, 2, 2, 2, 2, 2]])
-    same = (segment[:, :, None] == segment[:, None]) & (segment[:, :, None] != 0)
+    pairs = (segment[:, :, None] == segment[:, None]) & (segment[:, :, None] != 0)
     with pytest.warns(DeprecationWarning, match="pass a SequenceDescriptor"):
-        out = fused_attn((q, k, v), None, jnp.asarray(~same[:, None]), None, **call())
-    expected = tessera.jax.attention(q, k, v, keep=jnp.asarray(same[:, None]), causal=True,
+        out = fused_attn((q, k, v), None, jnp.asarray(~pairs[:, None]), None, **call())
+    expected = tessera.jax.attention(q, k, v, keep=jnp.asarray(pairs[:, None]), causal=True,
                                      align="top_left", softmax_scale=0.25)
-    np.testing.assert_allclose(out, expected, atol=1e-6)
+    same(out, expected, atol=1e-6)
 
 
 def test_thd_by_lengths_and_offsets():
@@ -128,7 +129,7 @@ def test_thd_by_lengths_and_offsets():
     ids = SequenceDescriptor.from_segment_ids_and_pos(jnp.asarray(IDS), jnp.asarray(POS))
     expected = fused_attn((q, k, v), None, ids, None, max_segments_per_seq=3,
                           **call(qkv_layout=QKVLayout.THD_THD_THD))
-    assert np.array_equal(out, expected)
+    same(out, expected)
 
 
 def test_largest_logit():
@@ -150,7 +151,7 @@ def test_dropout_takes_keys(seed):
     data = seed if seed.dtype == jnp.uint32 else jax.random.key_data(seed)
     expected = tessera.jax.attention(q, k, v, causal=True, align="top_left", softmax_scale=0.25,
                                      dropout_p=0.3, rng_state=data.reshape(-1)[:2])
-    np.testing.assert_allclose(out, expected, atol=1e-6)
+    same(out, expected, atol=1e-6)
     still = fused_attn((q, k, v), None, lengths(10, 10), seed,
                        **call(dropout_probability=0.3, is_training=False))
     assert not np.array_equal(out, still)
@@ -167,7 +168,7 @@ def test_only_wanted_gradients_are_computed():
     of_q = str(jax.make_jaxpr(jax.grad(loss))(q, bias))
     of_both = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(q, bias))
     assert of_q.count("f32[1,4,10,10]") < of_both.count("f32[1,4,10,10]")
-    np.testing.assert_array_equal(jax.grad(loss)(q, bias), jax.grad(loss, (0, 1))(q, bias)[0])
+    same(jax.grad(loss)(q, bias), jax.grad(loss, (0, 1))(q, bias)[0])
 
 
 def test_gradients_in_turn_under_jit_and_remat():
@@ -179,9 +180,9 @@ def test_gradients_in_turn_under_jit_and_remat():
     def loss(q, k):
         return (fused_attn((q, k, v), None, lengths(10, 7), None, **call()) ** 2).sum()
     both = jax.grad(loss, (0, 1))(q, k)
-    np.testing.assert_array_equal(jax.grad(loss, 1)(q, k), both[1])
-    np.testing.assert_array_equal(jax.grad(loss, 0)(q, k), both[0])
-    np.testing.assert_array_equal(jax.grad(loss, (0, 1))(q, k)[1], both[1])
+    same(jax.grad(loss, 1)(q, k), both[1])
+    same(jax.grad(loss, 0)(q, k), both[0])
+    same(jax.grad(loss, (0, 1))(q, k)[1], both[1])
 
 
 def test_checkpoint_name_saves_the_forward_pass():
@@ -272,16 +273,17 @@ def test_functions_without_gradients(layout):
     assert aux.dtype == jnp.float32
     assert aux.shape == ((b * s, h, 1) if layout.is_thd() else (b, h, s, 1))
     assert state.tolist() == [*problem.seed[0].tolist(), 0, 0] and state.dtype == jnp.uint32
-    assert np.array_equal(out, expected) and dbias is None
+    same(out, expected)
+    assert dbias is None
     for mine, other in zip((*grads, d_offset), (*wanted[0], wanted[1])):
-        np.testing.assert_array_equal(mine, other)
+        same(mine, other)
 
     config = tex.attention.config_of(**arguments)
     none = jnp.zeros(0, out.dtype)
     padded = (*arrays, *(none,) * (3 - len(arrays)))
     operands = (*padded, none, problem.offset, problem.seed, *jax.tree.leaves(descriptor))
     bound = tex.FusedAttnFwdPrimitive.outer_primitive.bind(*operands, config=config)
-    assert np.array_equal(bound[0], out) and np.array_equal(bound[1], aux)
+    same(list(bound[:2]), [out, aux])
     shapes = tex.FusedAttnFwdPrimitive.abstract(*operands, config=config)
     assert [x.shape for x in shapes] == [x.shape for x in bound]
     operands = (*padded, none, problem.offset, aux, state, out, problem.weights,
@@ -289,7 +291,7 @@ def test_functions_without_gradients(layout):
     bound = tex.FusedAttnBwdPrimitive.outer_primitive.bind(*operands, config=config)
     assert [x.shape for x in bound] == [x.shape for x in (*padded, none, problem.offset)]
     for mine, other in zip(bound, grads):
-        np.testing.assert_array_equal(mine, other)
+        same(mine, other)
 
 
 def helper(**changes):

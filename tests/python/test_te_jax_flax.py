@@ -11,6 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import te_jax_cases  # noqa: E402
 from flax import linen as nn  # noqa: E402
+from jax_device import same  # noqa: E402
 
 import tessera.jax  # noqa: E402
 from tessera.te.jax.attention import AttnSoftmaxType, SequenceDescriptor  # noqa: E402
@@ -89,7 +90,7 @@ def test_what_libtessera_refuses_runs_with_a_warning():
                            SequenceDescriptor.from_segment_ids_and_pos(ids, pos), bias)
     keep = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids != 0)[:, None, :, None]
     expected = tessera.jax.attention(q, k, v, bias=bias, keep=keep, causal=True, align="top_left")
-    np.testing.assert_allclose(out, expected, atol=1e-6)
+    same(out, expected, atol=1e-6)
 
 
 def test_sequence_first():
@@ -97,7 +98,7 @@ def test_sequence_first():
     expected = DotProductAttention(8, 4, 2).apply({}, q, k, v)
     turned = DotProductAttention(8, 4, 2, transpose_batch_sequence=True)
     out = turned.apply({}, *(x.swapaxes(0, 1) for x in (q, k, v)))
-    assert np.array_equal(out.swapaxes(0, 1), expected)
+    same(out.swapaxes(0, 1), expected)
 
 
 def test_largest_logit(monkeypatch):
@@ -196,7 +197,7 @@ def test_low_rank_adaptation_adds():
                                 low_rank_adaptation_alpha=2.0, input_layernorm=False)
     variables = nn.meta.unbox(module.init(KEY, x, x))
     plain = MultiHeadAttention(8, 4, input_layernorm=False)
-    np.testing.assert_allclose(module.apply(variables, x, x)[0], plain.apply(variables, x, x)[0])
+    same(module.apply(variables, x, x)[0], plain.apply(variables, x, x)[0], rtol=1e-7)
     p = variables["params"]["qkv"]
     p["lora_b_kernel"] = jax.random.normal(KEY, p["lora_b_kernel"].shape)
     merged = jax.tree.map(lambda x: x, variables)
