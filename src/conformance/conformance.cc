@@ -85,7 +85,7 @@ void scalars(JsonWriter& json, const Case& c, const Problem& p) {
   if (c.softcap > 0) real(json, "softcap", c.softcap);
   if (c.sink == Case::Sink::kOffByOne) json.key("sink").string("off_by_one");
   if (c.dropout > 0) real(json, "dropout_p", c.dropout);
-  flag("return_lse", !is_backward(p));
+  flag("return_lse", !is_backward(p) && !c.no_lse);
   flag("return_max_logit", c.max_logit);
   flag("return_amax", c.amax);
   flag("deterministic", c.has(TESSERA_DETERMINISTIC));

@@ -286,6 +286,7 @@ constexpr Token kTokens[] = {
        return true;
      }},
     FLAG("max_logit", max_logit),
+    FLAG("no_lse", no_lse),
     FLAG("strided", strided),
     FLAG("expanded", expanded),
     FLAG("interleaved", interleaved),

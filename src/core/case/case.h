@@ -145,7 +145,7 @@ struct Case {
   std::string data = "normal";  // how q, k, v and do are distributed
   bool dlse = false;
   bool dbias = false, dsink = false, dalibi_slopes = false;
-  bool max_logit = false;
+  bool max_logit = false, no_lse = false;
   bool strided = false, expanded = false, interleaved = false, out = false, poison = false;
   uint32_t seed = 0;
 

@@ -140,7 +140,7 @@ void Builder::place_tokens() {
   }
   place_rows({{TESSERA_O, type_of(c_.o_dtype, TESSERA_O), c_.hq, c_.dv}}, fq, batch_q_, rows_q_,
              join);
-  place_row_statistics(TESSERA_LSE, !backward_);
+  if (!c_.no_lse) place_row_statistics(TESSERA_LSE, !backward_);
   if (c_.max_logit) place_dense(TESSERA_MAX_LOGIT, statistic_, {c_.hq}, false);
   if (is_fp8(k_type)) {
     place_dense(TESSERA_K_SCALE, TESSERA_FP32, {1, c_.hk, 1}, false);

@@ -190,6 +190,10 @@ Status check_pass(const Case& c) {
   if (!forward && c.max_logit) {
     return invalid("case token 'max_logit': belongs to the forward pass; fwd");
   }
+  if (c.no_lse && (!forward || c.has(TESSERA_ACCUMULATE))) {
+    return invalid("case token 'no_lse': %s", forward ? "accumulate needs lse; leave it out"
+                                                      : "belongs to the forward pass; fwd");
+  }
   const std::pair<const char*, bool> orphans[] = {
       {"dbias: add bias=post", c.dbias && c.bias == Case::BiasAt::kNone},
       {"dsink: add sink=learnable", c.dsink && c.sink != Case::Sink::kLearnable},

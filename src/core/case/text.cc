@@ -163,6 +163,7 @@ void write_outputs(const Case& c, Writer& w) {
     w.word("grads=" + grads.substr(1));
   }
   w.flag("max_logit", c.max_logit);
+  w.flag("no_lse", c.no_lse);
 }
 
 void write_data(const Case& c, Writer& w) {
