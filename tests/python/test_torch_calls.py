@@ -113,7 +113,7 @@ def test_text_is_what_the_arguments_say():
         described = tt._describe.Described.of_keywords("attention", given)
         own = {name: x for name, x in given.items() if name not in "qkv"}
         names, tensors, options, flags = tt._describe.sort(*(given[name] for name in "qkv"), own)
-        sizes, text = tt._describe.written(names, options, flags, tt._functions._outputs(own))
+        sizes, text = tt._describe.written(names, options, flags, tt._functions._outputs(given["q"], own))
         call = tessera._call.Call.of(text)
         fields = {name: sizes[int(x[1:])] if str(x).startswith("$") else x for name, x in call.fields}
         a = described.arguments
@@ -143,8 +143,8 @@ def test_no_keyword_is_ignored():
 
         def text(keywords):
             names, _, options, flags = tt._describe.sort(q, k, v, keywords)
-            return tt._describe.written(names, options, flags, tt._functions._outputs(keywords)), \
-                tt._functions._picked(keywords)
+            outputs = tt._functions._outputs(q, keywords)
+            return tt._describe.written(names, options, flags, outputs), tt._functions._picked(outputs, keywords)
         value = q if isinstance(row, tessera._keywords.Tensor) else values.get(name, not row.default)
         base = {} if name == "bias" else bias
         assert text(base) != text({**base, name: value}), name

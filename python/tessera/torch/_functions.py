@@ -33,7 +33,7 @@ _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an op
 
 # Keys hold the types of values too: 1, 1.0 and True are three.
 _kept: dict[tuple, str] = {}     # options, and the names of tensors -> the text of the call
-_known: dict[tuple, tuple] = {}  # keywords without tensors -> (the text of the call, _picked)
+_known: dict[tuple, tuple] = {}  # q's dtype, keywords without tensors -> (the text of the call, _picked)
 
 
 @documented(_keywords.FORWARD, torch.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
@@ -57,7 +57,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
     if torch.compiler.is_compiling():
         return _compiled(q, k, v, keywords)
     try:
-        key = (torch.are_deterministic_algorithms_enabled(), *keywords.items(),
+        key = (torch.are_deterministic_algorithms_enabled(), getattr(q, "dtype", None), *keywords.items(),
                *map(type, keywords.values()))
         known = _known.get(key)
     except TypeError:  # something unhashable
@@ -79,8 +79,9 @@ def prepared(**keywords):
     (o, max_logit)."""
     keywords = {"deterministic": False, **keywords}
     names, _, options, flags = _describe.sort(None, None, None, keywords)
-    picked = _picked(keywords)
-    sizes, text = _describe.written(names, options, flags, _outputs(keywords))
+    outputs = _outputs(None, keywords)
+    picked = _picked(outputs, keywords)
+    sizes, text = _describe.written(names, options, flags, outputs)
 
     def run(q, k, v):
         if torch._C._is_any_autocast_enabled():
@@ -201,17 +202,18 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     names, tensors, options, flags = _sorted(q, k, v, keywords)
     given = {**keywords, **{name: x for name, x in zip(names, tensors) if name in _keywords.DIFFERENTIABLE}}
     into = keywords.get("out"), keywords.get("lse")
+    outputs = _outputs(q, keywords)
     try:
-        sizes, text = _call(names, options, flags, _outputs(keywords), into, q,
+        sizes, text = _call(names, options, flags, outputs, into, q,
                             lambda: _describe.Described.of_keywords("attention", given))
         if into[0] is None:
             results = _ops.any_tensors(tensors, sizes, text)
         else:
-            results = _into(q, v, keywords)
+            results = _into(q, outputs, keywords)
             _ops.attention_into(results, tensors, sizes, text)
     except _FAILURES as error:
         raise _diagnose("attention", given, error) from None
-    picked = _picked(keywords)
+    picked = _picked(outputs, keywords)
     if key is not None and into[0] is None and len(names) == 3 and not sizes:
         if len(_known) >= _MAX_KEPT:
             _known.clear()
@@ -223,15 +225,16 @@ def _compiled(q, k, v, keywords: dict):
     """attention as torch.compile traces it."""
     _complete("attention", q, keywords)
     names, tensors, options, flags = _sorted(q, k, v, keywords)
-    sizes, text = _describe.written(names, options, flags, _outputs(keywords))
-    picked = _picked(keywords)
+    outputs = _outputs(q, keywords)
+    sizes, text = _describe.written(names, options, flags, outputs)
+    picked = _picked(outputs, keywords)
     if keywords.get("out") is None:
         if keywords.get("lse") is not None:
             raise ValueError("tessera.attention: lse: is what accumulate=True adds to; give both, or "
                              "return_lse=True for a new one")
         results = _ops.attention(tensors, sizes, text)
     else:
-        results = _into(q, v, keywords)
+        results = _into(q, outputs, keywords)
         _ops.attention_into_op(results, tensors, sizes, text)
     return results[0] if picked is None else tuple([results[i] for i in picked])
 
@@ -245,9 +248,12 @@ def _sorted(q, k, v, keywords: dict):
     return names, tensors, options, flags
 
 
-def _outputs(keywords: dict) -> list[str]:
-    """What attention writes: o, lse, and what the keywords ask for. torch.compile traces through it."""
-    outputs = ["o" + _dtype_of(keywords.get("out_dtype")), "lse"]
+def _outputs(q, keywords: dict) -> list[str]:
+    """What attention writes: o, lse, and what the keywords ask for. lse is there for autograd, which
+    fp8 q does not have: kernels that need not sum it are faster. torch.compile traces through it."""
+    outputs = ["o" + _dtype_of(keywords.get("out_dtype"))]
+    if q is None or q.dtype.itemsize > 1 or keywords.get("return_lse") or keywords.get("lse") is not None:
+        outputs.append("lse")
     if keywords.get("return_max_logit"):
         outputs.append("max_logit")
     if keywords.get("return_amax"):
@@ -255,14 +261,9 @@ def _outputs(keywords: dict) -> list[str]:
     return outputs
 
 
-def _picked(keywords: dict) -> tuple[int, ...] | None:
+def _picked(outputs: list[str], keywords: dict) -> tuple[int, ...] | None:
     """Which of the outputs attention returns; None: o alone, not in a tuple."""
-    places = [0]
-    if keywords.get("return_lse"):
-        places.append(1)
-    for name in ("return_max_logit", "return_amax"):
-        if keywords.get(name):
-            places.append(2 + (name == "return_amax" and bool(keywords.get("return_max_logit"))))
+    places = [i for i, name in enumerate(outputs) if name != "lse" or keywords.get("return_lse")]
     return tuple(places) if len(places) > 1 else None
 
 
@@ -271,18 +272,16 @@ def _dtype_of(dtype) -> str:
     return "" if dtype is None else ":" + str(dtype).rpartition(".")[2]
 
 
-def _into(q, v, keywords: dict) -> list[torch.Tensor]:
+def _into(q, outputs: list[str], keywords: dict) -> list[torch.Tensor]:
     """The outputs of a call with out=: the caller's, and new ones."""
     rows = _tensors.statistics_dtype(q)
     layout = keywords.get("layout") or "bshd"
     layout = layout[0] if isinstance(layout, tuple) else layout
     lse = keywords.get("lse")
-    results = [keywords["out"], q.new_empty(_tensors.row_shape(q, layout), dtype=rows) if lse is None else lse]
-    if keywords.get("return_max_logit"):
-        results.append(q.new_empty((q.shape[_args.ORDERS[layout][2]],), dtype=rows))
-    if keywords.get("return_amax"):
-        results.append(q.new_empty((), dtype=torch.float32))
-    return results
+    new = {"lse": lambda: q.new_empty(_tensors.row_shape(q, layout), dtype=rows) if lse is None else lse,
+           "max_logit": lambda: q.new_empty((q.shape[_args.ORDERS[layout][2]],), dtype=rows),
+           "amax_o": lambda: q.new_empty((), dtype=torch.float32)}
+    return [keywords["out"], *(new[name]() for name in outputs[1:])]
 
 
 def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tuple[list, str]:
