@@ -3,6 +3,7 @@
 
 #include "cuda/common/general.h"
 #include "cuda/common/launch.h"
+#include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/rules.h"
 
@@ -18,6 +19,7 @@ class Sm90Backend final : public Sm90Rules {
     auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
     auto plan = is_backward(canonical)         ? plan_backward
+                : is_of_fp8(canonical)         ? plan_fp8_forward
                 : is_wide(sizes_of(canonical)) ? plan_wide_forward
                                                : plan_forward;
     return plan(canonical, device, std::move(fallback).value());

@@ -6,4 +6,5 @@
 #include "cuda/sm90/backward/kernels.h"
 #include "cuda/sm90/dbias/kernels.h"
 #include "cuda/sm90/forward/kernels.h"
+#include "cuda/sm90/fp8/kernels.h"
 #include "cuda/sm90/wide/kernels.h"

@@ -44,6 +44,9 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
 Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
                                                 std::unique_ptr<Plan> fallback);
 
+Result<std::unique_ptr<Plan>> plan_fp8_forward(const Problem& canonical, const Device& device,
+                                               std::unique_ptr<Plan> fallback);
+
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
                                             std::unique_ptr<Plan> fallback);
 

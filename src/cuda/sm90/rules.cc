@@ -10,6 +10,7 @@
 #include "cuda/sm90/backward/choice.h"
 #include "cuda/sm90/dbias/choice.h"
 #include "cuda/sm90/forward/choice.h"
+#include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/machine/readable.h"
 
@@ -17,7 +18,7 @@ namespace tessera::cuda::sm90 {
 namespace {
 
 constexpr int kHopper = 90;
-constexpr int kElementsOf16Bytes = 8;
+constexpr int kUnit = 16;                 // bytes of TMA's accesses, and of ours
 constexpr int64_t kMostExtent = 1 << 24;  // room in 32 bits for sums and products of positions
 
 // Tensors in the dtype of q that are read or written in units of 16 bytes.
@@ -26,10 +27,13 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 
 bool shapes_scores(const Problem& p) { return (features_of(p) & kEverything) != kLean; }
 
+// Of 16 bytes, in which TMA and the kernels read and write.
+int64_t elements_of_unit(int dtype) { return is_fp8(dtype) ? 16 : 8; }
+
 void require_dtypes(Support& support, const Problem& p) {
   const int q = p.tensor[TESSERA_Q].dtype;
   support.require(q == TESSERA_BF16 || q == TESSERA_FP16, ReasonId::kDtype, Remedy::kUseBf16, [&] {
-    return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16 or fp16";
+    return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16, fp16 or e4m3";
   });
   for (const int index : kTensors) {
     if (!given(p, index)) continue;
@@ -46,12 +50,14 @@ void require_sizes(Support& support, const Problem& p) {
   const auto text = [](const char* name, int64_t value, const char* rule) {
     return std::string(name) + "=" + std::to_string(value) + ": " + rule;
   };
-  for (const auto& [name, dim] : {std::pair{"head_dim_qk", s.dqk}, {"head_dim_v", s.dv}}) {
-    support.require(
-        dim % kElementsOf16Bytes == 0, ReasonId::kHeadDim, Remedy::kNone,
-        [&, name = name, dim = dim] { return text(name, dim, "must be a multiple of 8"); });
-  }
   const int dtype = p.tensor[TESSERA_Q].dtype;
+  const int64_t elements = elements_of_unit(dtype);
+  for (const auto& [name, dim] : {std::pair{"head_dim_qk", s.dqk}, {"head_dim_v", s.dv}}) {
+    support.require(dim % elements == 0, ReasonId::kHeadDim, Remedy::kNone,
+                    [&, name = name, dim = dim] {
+                      return text(name, dim, "must be a multiple of ") + std::to_string(elements);
+                    });
+  }
   const bool wide = is_wide(s) && !is_backward(p);
   const bool fits = wide ? find_wide_kernel(dtype, s.dqk, s.dv) != nullptr
                          : find_forward_kernel({kLean}, dtype, s.dqk, s.dv) != nullptr;
@@ -60,10 +66,11 @@ void require_sizes(Support& support, const Problem& p) {
                 wide ? "must be at most 576, and head_dim_v at most 512"
                      : "and head_dim_v must be at most 256");
   });
-  support.require(!wide || !shapes_scores(p), ReasonId::kHeadDim, Remedy::kNone, [&] {
-    return text("head_dim_qk", s.dqk,
-                "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
-  });
+  support.require(
+      !wide || !shapes_scores(p) || is_fp8(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
+        return text("head_dim_qk", s.dqk,
+                    "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
+      });
   for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
     support.require(
         extent > 0 && extent <= kMostExtent, ReasonId::kSize, Remedy::kNone,
@@ -80,21 +87,23 @@ void require_sizes(Support& support, const Problem& p) {
 // TMA counts in 16 bytes and does not repeat rows.
 void require_strides(Support& support, const Problem& p, int index) {
   const Tensor& t = p.tensor[index];
+  const int64_t elements = elements_of_unit(t.dtype);
   for (int axis = 0; axis < 3; ++axis) {
     if (t.extent[axis] <= 1) continue;
     const int64_t stride = t.stride[axis];
-    support.require(stride > 0 && stride % kElementsOf16Bytes == 0 && stride < kMostStride,
-                    ReasonId::kLayout, Remedy::kNone, [&] {
+    support.require(stride > 0 && stride % elements == 0 && stride < kMostStride, ReasonId::kLayout,
+                    Remedy::kNone, [&] {
                       return std::string(tensor_rule(index).name) + ".stride[" +
                              std::to_string(axis) + "]=" + std::to_string(stride) +
-                             ": must be a positive multiple of 8 elements";
+                             ": must be a positive multiple of " + std::to_string(elements) +
+                             " elements";
                     });
   }
 }
 
 void require_features(Support& support, const Problem& p) {
   for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
-    support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {
+    support.require(!given(p, index) || is_of_fp8(p), ReasonId::kFeature, Remedy::kNone, [&] {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
   }
@@ -159,6 +168,7 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
   const Buffers nominal = nominal_buffers(problem);
   const Params p = params_of(problem, nominal);
   const Sizes s = sizes_of(problem);
+  if (is_of_fp8(problem)) return fp8_kernel_of(problem, multiprocessors).name;
   if (is_wide(s)) {
     const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
     const bool alone = runs_alone(p, multiprocessors / kernel.tile.ctas);
@@ -196,19 +206,23 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
                     [&] { return "arch=" + std::to_string(arch) + ": must be 90 (Hopper)"; });
   }
   if (is_backward(p)) require_backward(support, p);
-  require_dtypes(support, p);
+  if (is_of_fp8(p)) {
+    require_fp8(support, p);
+  } else {
+    require_dtypes(support, p);
+  }
   require_sizes(support, p);
   for (const int index : kTensors) {
     if (given(p, index)) require_strides(support, p, index);
   }
   require_features(support, p);
-  require_built(support, p);
+  require_built(support, p, Fp8Inputs::kBuilt);
   require_no_origin(support, p);
   return support;
 }
 
 std::string Sm90Rules::yields(const Problem& p, const Device&) const {
-  if (is_backward(p)) return {};
+  if (is_backward(p) || is_of_fp8(p)) return {};
   std::string why = yields_few_queries(p);
   return why.empty() ? yields_few_tiles(p) : why;
 }
@@ -227,6 +241,7 @@ std::vector<const char*> Sm90Rules::kernel_names() const {
     for (const auto& kernel : table) names.push_back(kernel.name);
   };
   add(forward_kernels());
+  add(fp8_kernels());
   add(wide_kernels());
   add(backward_kernels());
   add(two_kernels());

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which problems run in the fp8 kernels, and in which row of fp8/table.def. No CUDA header.
+#pragma once
+
+#include "core/choose/support.h"
+#include "core/problem/problem.h"
+#include "cuda/sm90/fp8/kernels.h"
+
+namespace tessera::cuda::sm90 {
+
+// True of problems of fp8 q.
+bool is_of_fp8(const Problem& problem);
+
+// The row with the least head dims of those that hold these, and the tallest tiles of those with at
+// most so many consumers; null where there is none.
+const Fp8Kernel* find_fp8_kernel(int dtype_of_o, bool exact_sum, int64_t dqk, int64_t dv,
+                                 int most_consumers = 3);
+
+// The row that a problem which require_fp8() lets pass runs in.
+const Fp8Kernel& fp8_kernel_of(const Problem& problem, int multiprocessors);
+
+// The rules that the fp8 kernels have beside those of all kernels of Hopper.
+void require_fp8(Support& support, const Problem& problem);
+
+}  // namespace tessera::cuda::sm90
