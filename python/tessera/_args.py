@@ -19,11 +19,14 @@ import operator
 from typing import NamedTuple
 
 from . import _keywords, _lib
+from ._call import GRADIENTS
 from ._keywords import ORDERS
 
-GRADIENTS = tuple(f"d{name}" for name in _keywords.DIFFERENTIABLE)
 ROWS = ((0, 1, 2), (None, 0, 1))  # lse: [b, hq, sq] or [hq, t]
 _PADDED, _PACKED = 0, 1
+# tensors that no keyword gives, nor their gradients -> order, axes; amax are numbers
+_FORMS = {"q": ("order_q", "b, sq, hq, dqk"), "o": ("order_q", "b, sq, hq, dv"),
+          "lse": ("order_rows", "b, hq, sq"), "shift": ((0,), "b"), "max_logit": ((0,), "hq")}
 
 _HOMES = {"numpy": ("tessera", "NumPy array"), "torch": ("tessera.torch", "PyTorch tensor"),  # package -> who takes what
           "jax": ("tessera.jax", "JAX array"), "jaxlib": ("tessera.jax", "JAX array"),
@@ -58,7 +61,8 @@ class Arguments:
         self.problem = _lib.Problem()
         self.problem.struct_size = _lib.ctypes.sizeof(_lib.Problem)
         self.problem.pass_ = _lib.BACKWARD if backward else _lib.FORWARD
-        self.sources: list[Source] = []
+        self.sources: list[Source] = []  # of what goes in
+        self.targets: list[Source] = []  # of what is written into
         self.wanted: dict[str, tuple[int | None, ...]] = {}  # tensor -> order of its array
         self.spelling: dict[str, str] = {}  # the library's name of a tensor -> the caller's
         self.softmax_scale = self.softcap = self.dropout_p = 0.0
@@ -112,7 +116,7 @@ class Arguments:
             raise self.error(f"{name}.device", info.device, "all arrays must be on one device; q "
                              f"is on {self.device}")
         self._describe(tensor, code, info.shape, info.strides, order)
-        self.sources.append(Source(_lib.INDEX[tensor], name, part))
+        (self.targets if output else self.sources).append(Source(_lib.INDEX[tensor], name, part))
         self.spelling[tensor] = name if part is None else f"{name}[{part}]"
         return info
 
@@ -126,9 +130,28 @@ class Arguments:
         self._describe(tensor, _lib.DTYPES[dtype], shape, strides, order)
         return tuple(shape)
 
-    def want(self, tensor: str, order, dtype: str | None = None):
-        """Asks for the description of an output; `order` is that of its array, `dtype` None the usual."""
-        self.wanted[tensor] = order
+    def form(self, tensor: str) -> tuple:
+        """(order, axes, pad) of put() for a tensor that is no keyword's."""
+        if tensor in GRADIENTS[3:]:
+            row = _keywords.ALL[tensor[1:]]
+            rank = row.axes.count(",") + 1
+            return tuple(range(rank)), row.axes, rank * row.broadcasts
+        tensor = tensor.removeprefix("d")
+        if tensor in ("k", "v"):
+            return self.order_kv, self.axes_kv("dqk" if tensor == "k" else "dv"), 0
+        order, axes = _FORMS.get(tensor, ((None,), "1"))
+        return getattr(self, order) if isinstance(order, str) else order, axes, 0
+
+    def put_own(self, tensor: str, value, name: str = "", output=False):
+        """put() of a tensor that is no keyword's, given as argument `name`."""
+        order, axes, pad = self.form(tensor)
+        return self.put(tensor, name or tensor, value, order, axes=axes, pad=pad, output=output)
+
+    def want(self, tensor: str, dtype: str | None = None, rank: int = 0):
+        """Asks for the description of an output, whose `dtype` None is the usual; axes beyond its `rank`
+        are missing on the left."""
+        order, _, pad = self.form(tensor)
+        self.wanted[tensor] = (None,) * (pad - rank) + tuple(range(rank)) if pad else order
         self.problem.tensor[_lib.INDEX[tensor]].dtype = _lib.DTYPES[dtype] if dtype else 0
 
     def describe_wanted(self):
@@ -233,26 +256,38 @@ class Arguments:
         return value
 
 
+def _rows_of(table):
+    """(options with their defaults, tensors) of a table; a default that leaves the problem as it is counts as
+    none."""
+    options = [row for row in table.values() if isinstance(row, _keywords.Option)]
+    return ([(row, row.default if row.default is not None and any(row.encode(row.default)) else None)
+             for row in options], [row for row in table.values() if isinstance(row, _keywords.Tensor)])
+
+
+_ROWS_OF = {_lib.FORWARD: _rows_of(_keywords.FORWARD), _lib.BACKWARD: _rows_of(_keywords.BACKWARD)}
+
+
 def fill(a: Arguments, given: dict):
     """Everything but the outputs and the inputs of the backward pass. `given` maps names of keywords
     to values; None, or an absent name, is not given."""
     get = given.get
-    rows = (_keywords.BACKWARD if a.problem.pass_ == _lib.BACKWARD else _keywords.FORWARD).values()
+    options, tensors = _ROWS_OF[a.problem.pass_]
     a.paged = get("page_table") is not None
-    for row in rows:
-        value = row.default if get(row.name) is None else get(row.name)
-        if value is not None and isinstance(row, _keywords.Option):
+    for row, default in options:
+        value = get(row.name)
+        if value is not None:
             row.fill(a, value)
-    a.put("q", "q", get("q"), a.order_q, axes="b, sq, hq, dqk")
-    a.put("k", "k", get("k"), a.order_kv, axes=a.axes_kv("dqk"))
-    a.put("v", "v", get("v"), a.order_kv, axes=a.axes_kv("dv"))
+        elif default is not None:
+            row.fill(a, default)
+    for name in ("q", "k", "v"):
+        a.put_own(name, get(name))
     if get("keep") is not None and get("drop") is not None:
         raise a.error("drop", get("drop"), "keep and drop are one mask with two polarities; give one")
-    for row in rows:
-        if get(row.name) is not None and isinstance(row, _keywords.Tensor):
+    for row in tensors:
+        if get(row.name) is not None:
             row.fill(a, get(row.name))
     if a.adapter.info(get("align")) is not None:
-        a.put("shift", "align", get("align"), (0,), axes="b")
+        a.put_own("shift", get("align"), "align")
     _join(a, get)
     if not getattr(a.adapter, "raw_fp8", False):
         _refuse_raw(a, given)
@@ -282,6 +317,14 @@ def _join(a: Arguments, get):
         raise a.error("smooth", get("smooth"), 'belongs to precision="fp8", which is not given')
     if get("precision") is not None and get("smooth") is None:
         a.problem.flags |= _keywords.SMOOTH["mean+hadamard"]
+
+
+def is_on(adapter, given: dict, name: str) -> bool:
+    """A switch that the front end changes before the call would look at it."""
+    value = given.get(name)
+    if value is None or type(value) is bool:
+        return bool(value)
+    return Arguments(adapter, "attention").boolean(name, value)
 
 
 def accumulates(a: Arguments, given: dict) -> bool:

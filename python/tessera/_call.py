@@ -58,7 +58,11 @@ FIELDS = {
     "sm_margin": Field(INTEGER),
     "backend": Field(TEXT),
 }
+_MEMBERS = {"pass": "pass_"}  # names that Python has words for
+_ROWS = tuple((name, _MEMBERS.get(name, name), field, hasattr(_lib.Problem, _MEMBERS.get(name, name)))
+              for name, field in FIELDS.items())
 GRADIENT_OF = {name: f"d{name}" for name in _keywords.DIFFERENTIABLE}
+GRADIENTS = tuple(GRADIENT_OF.values())
 _OF = {gradient: name for name, gradient in GRADIENT_OF.items()}
 
 
@@ -204,24 +208,28 @@ def gradient_of(operand: Operand, dtype: str = "") -> Operand:
 
 def fields_of(problem: _lib.Problem, others) -> tuple[tuple[str, object], ...]:
     """The fields of a Call from a problem, and from what has the scalars of tessera_buffers."""
-    fields = []
-    for name, field in FIELDS.items():
-        if field.kind == FLAG:
-            if problem.flags & field.flag:
-                fields.append((name, True))
+    fields, flags = [], problem.flags
+    for name, member, (kind, flag, words), is_problems in _ROWS:
+        if flag and not flags & flag:
             continue
-        member = _MEMBERS.get(name, name)
-        value = getattr(problem if hasattr(_lib.Problem, member) else others, member)
-        if problem.flags & field.flag if field.flag else value:
-            fields.append((name, field.words[value] if field.kind == WORD else
-                           value.decode() if field.kind == TEXT else
-                           float(value) if field.kind == NUMBER else value))
+        value = True if kind == FLAG else getattr(problem if is_problems else others, member)
+        if value or flag:
+            fields.append((name, words[value] if kind == WORD else value.decode() if kind == TEXT else
+                           float(value) if kind == NUMBER else value))
     return tuple(fields)
 
 
-# ---- texts ----
+def number_of(name: str, value, sizes):
+    """The value of a field as tessera_problem has it; `sizes` are what a text calls $0, $1, ..."""
+    field = FIELDS[name]
+    if field.kind == WORD:
+        return field.words.index(value)
+    if field.kind == INTEGER and isinstance(value, str):
+        return sizes[int(value[1:])]
+    return value
 
-_MEMBERS = {"pass": "pass_"}  # names that Python has words for
+
+# ---- texts ----
 
 
 def _written(value) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import _args, _keywords, _lib, _numpy, _prepared
+from ._described import NEW, Described
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,36 +104,15 @@ def explained(arrays, q, k, v, backward, grads, dlse, device, keywords: dict) ->
     if "rng_state" in given:
         given["rng_state"] = _prepared.rng_array(arrays, "explain", given["rng_state"], q)
     if backward:
-        given.update(dict.fromkeys(("do", "o", "lse"), _prepared.NEW), dlse=dlse)
+        given.update(dict.fromkeys(("do", "o", "lse"), NEW), dlse=dlse)
         given.update(_prepared.gradient_outputs(arrays, grads))
-        a, _ = _prepared.describe_backward(arrays, "explain", given)
-    else:
-        if dlse is not None:
-            raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")
-        a, _ = _prepared.describe_forward(arrays, "explain", given)
+    elif dlse is not None:
+        raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")
+    described = Described(arrays, "explain", given, backward).describe_outputs(given)
     own = arrays.device(q)
     if own.kind == _lib.CPU and arrays.info(q).device != "meta":  # where there are values
-        validate(a, given)
-    return _answer(a, None, target or own)
-
-
-def validate(a: _args.Arguments, given: dict):
-    """Everything that attention would check. Outputs get addresses that nothing ever reads."""
-    buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), softmax_scale=a.softmax_scale,
-                           softcap=a.softcap, dropout_p=a.dropout_p)
-    for source in a.sources:
-        array = given[source.name]
-        array = array if source.part is None else array[source.part]
-        buffers.data[source.index] = a.adapter.pointer(array)
-    nowhere = 1 << 52
-    for index, tensor in enumerate(a.problem.tensor):
-        if tensor.dtype and not buffers.data[index]:
-            buffers.data[index] = nowhere
-            nowhere += 1 << 52
-    error = _lib.error_of_thread()
-    code = _lib.validate(ctypes.addressof(a.problem), _lib.CPU_ADDRESS, ctypes.addressof(buffers),
-                         ctypes.addressof(error))
-    _lib.check(code, error, a.operation, a.spelling)
+        described.validate(described.tensors_of(given))
+    return _answer(described.arguments, None, target or own)
 
 
 def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) -> Explanation:

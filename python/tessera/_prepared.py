@@ -20,9 +20,10 @@ To what _args asks of an adapter, these calls add
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 
-from . import _args, _interrupt, _keywords, _lib
+from . import _args, _interrupt, _lib
+from ._call import GRADIENTS, Call
+from ._described import NEW, Described, operands_of
 
 _MAX_PREPARED = 512
 _DATA = _lib.Buffers.data.offset // 8
@@ -42,39 +43,37 @@ def set_num_threads(n: int):
 
 
 class Prepared:
-    """A problem that was accepted, and how to fill the buffers of a call."""
+    """A call that was accepted, and how to fill the buffers of one like it."""
 
-    def __init__(self, arguments: _args.Arguments, outputs, q):
-        own = arguments.adapter.num_threads
-        self.num_threads = num_threads if own is None else own()
-        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=self.num_threads,
-                               softmax_scale=arguments.softmax_scale, softcap=arguments.softcap,
-                               dropout_p=arguments.dropout_p, sm_margin=arguments.sm_margin)
-        self.arrays = arguments.adapter
-        self.operation = arguments.operation
-        self.problem = arguments.problem
+    def __init__(self, described: Described, device: _lib.Device):
+        a = described.arguments
+        arrays = self.arrays = a.adapter
+        own = arrays.num_threads
+        threads = num_threads if own is None else own()
+        self.call, self.problem, self.spelling = described.call, a.problem, a.spelling
+        self.operation = a.operation
         self.address = ctypes.addressof(self.problem)
-        self.device = self.arrays.device(q)
-        self.device_address = ctypes.addressof(self.device)
-        self.template = bytes(buffers)
-        self.outputs = outputs  # one per result: (word, name, shape, dtype), an argument, or None
-        self.spelling = arguments.spelling
-        self.sources = [(_DATA + s.index, s.name, s.part) for s in arguments.sources]
-        self.workspace_bytes = 0
-        self.differentiable = set()  # sets of inputs whose gradients were accepted as well
-        self.on_cpu = self.device.kind == _lib.CPU
+        self.device = device
+        self.device_address = ctypes.addressof(device)
+        self.template = bytes(described.buffers({}, threads))
+        # For each result where its address goes, its name, shape and dtype; or the argument that it is.
+        self.outputs = [given or _new_output(a, name) for name, given in described.outputs.items()]
+        self.results = tuple(described.outputs)
+        self.inputs = described.sources
+        self.q = next(source.name for source in a.sources if source.index == 0)
+        self.sources = [(_DATA + s.index, s.name, s.part) for s in (*a.sources, *a.targets)]
+        self.differentiable = set()  # sets of operands whose gradients were accepted as well
+        self.on_cpu = device.kind == _lib.CPU
         self.is_long = self.on_cpu and _interrupt.is_long(self.problem)
+        self.workspace_bytes = described.prepare(device, threads)
 
-    def prepare(self):
-        information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
-        error = _lib.error_of_thread()
-        code = _lib.prepare(self.address, self.device_address, self.num_threads,
-                            ctypes.addressof(information), ctypes.addressof(error))
-        _lib.check(code, error, self.operation, self.spelling)
-        self.workspace_bytes = information.workspace_bytes
+    def operands(self, given: dict) -> tuple:
+        """The arrays that go in, as the Call has them."""
+        return operands_of(self.inputs, given)
 
-    def run(self, given: dict) -> list:
-        arrays, q = self.arrays, given["q"]
+    def run(self, given) -> list:
+        """The results of the call on the arrays of `given`: keywords, or operands in their order."""
+        arrays, q = self.arrays, given[self.q]
         words, pointer = _Words.from_buffer_copy(self.template), arrays.pointer
         for word, name, part in self.sources:
             words[word] = pointer(given[name] if part is None else given[name][part])
@@ -86,7 +85,7 @@ class Prepared:
                 words[word] = pointer(array)
                 results.append(array)
             else:
-                results.append(None if output is None else given[output])
+                results.append(given[output])
         owner = None
         if self.workspace_bytes:
             words[_WORKSPACE], owner = arrays.workspace(self.operation, self.workspace_bytes, q)
@@ -106,13 +105,8 @@ class Prepared:
         return results
 
 
-def call(arrays, operation: str, describe, given: dict) -> list:
-    """The results of describe(arrays, operation, given), run on the arrays of `given`."""
-    return prepared(arrays, operation, describe, given).run(given)
-
-
-def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
-    """Whatever describe(arrays, operation, given) describes, once the library has accepted it."""
+def prepared(arrays, operation: str, given: dict, backward: bool = False) -> Prepared:
+    """The call of the keywords `given`, once the library has accepted it."""
     get = given.get
     if "rng_state" in given:
         given["rng_state"] = rng_array(arrays, operation, given["rng_state"], given["q"])
@@ -125,120 +119,31 @@ def prepared(arrays, operation: str, describe, given: dict) -> Prepared:
     except TypeError:  # something unhashable: not kept, and perhaps illegal
         key = found = None
     if found is None:
-        found = Prepared(*describe(arrays, operation, given), given["q"])
-        found.prepare()
-        if key is not None:
-            if len(_prepared) >= _MAX_PREPARED:
-                _prepared.clear()
-            _prepared[key] = found
+        described = Described(arrays, operation, given, backward).describe_outputs(given)
+        found = _keep(key, Prepared(described, arrays.device(given["q"])))
     return found
 
 
-# ---- outputs, and the inputs of the backward pass ----
-
-def describe_inputs(arrays, operation: str, given: dict) -> _args.Arguments:
-    """The forward pass of keywords with q, k and v, less its outputs."""
-    _keywords.check_names(operation, given.keys() - {"q", "k", "v"}, _keywords.FORWARD)
-    a = _args.Arguments(arrays, operation)
-    _args.fill(a, given)
-    return a
+def prepared_call(arrays, call: Call, operands) -> Prepared:
+    """A Call on arrays like `operands`, NEW for those that are yet to come."""
+    threads = arrays.num_threads
+    key = (arrays, call, threads and threads(), *map(arrays.signature, operands))
+    return _prepared.get(key) or _keep(key, Prepared(
+        Described.of(arrays, call, operands), arrays.device(operands[call.places["q"].operand])))
 
 
-def describe_forward(arrays, operation: str, given: dict):
-    """(Arguments, outputs of Prepared) of keywords with q, k and v."""
-    a = describe_inputs(arrays, operation, given)
-    adds = _args.accumulates(a, given)
-    a.want("o", a.order_q, a.out_dtype)
-    if adds:
-        a.put("lse", "lse", given["lse"], a.order_rows, axes="b, hq, sq", output=True)
-    elif a.return_lse:
-        a.want("lse", a.order_rows)
-    if a.return_max_logit:
-        a.want("max_logit", (0,))
-    if a.return_amax:
-        a.want("amax_o", (None,))
-    a.describe_wanted()
-    outputs = [_given_out(a, given, adds) if given.get("out") is not None else _new_output(a, "o")]
-    if a.return_lse:
-        outputs.append("lse" if adds else _new_output(a, "lse"))
-    return a, outputs + [_new_output(a, name) for name in ("max_logit", "amax_o") if name in a.wanted]
-
-
-def _given_out(a: _args.Arguments, given: dict, adds: bool) -> str:
-    """Puts `out` in the place of a new o, whose dtype it has."""
-    dtype = a.new("o")[1]
-    info = a.put("o", "out", given["out"], a.order_q, axes="b, sq, hq, dv", output=True)
-    if info.dtype != dtype and (a.out_dtype or not adds):
-        raise a.error("out.dtype", info.dtype, "must be " + (
-            "out_dtype" if a.out_dtype else "q's dtype" if dtype == a.adapter.info(given["q"]).dtype
-            else "that beside fp8 q") + f", {dtype}")
-    return "out"
-
-
-def describe_backward(arrays, operation: str, given: dict):
-    """As describe_forward; given also maps do, o, lse and dlse, and names of gradients, to arrays or
-    NEW."""
-    a = _args.Arguments(arrays, operation, backward=True)
-    _args.fill(a, given)
-    for name, order, axes in (("do", a.order_q, "b, sq, hq, dv"), ("o", a.order_q, "b, sq, hq, dv"),
-                              ("lse", a.order_rows, "b, hq, sq"), ("dlse", a.order_rows, "b, hq, sq")):
-        if given.get(name) is NEW:
-            a.want(name, order)
-        elif name != "dlse" or given.get(name) is not None:
-            a.put(name, name, given.get(name), order, axes=axes)
-    for name in _args.GRADIENTS:
-        if given.get(name) is not None:
-            _gradient(a, name, given[name], given.get(name[1:]))
-    amax = [f"amax_{name}" if a.return_amax and given.get(name) is not None else None
-            for name in ("dq", "dk", "dv")]
-    for name in filter(None, amax):
-        a.want(name, (None,))
-    a.describe_wanted()
-    names = [name if given.get(name) is not None else None for name in _args.GRADIENTS] + amax
-    return a, [_new_output(a, name) if name in a.wanted else name for name in names]
-
-
-def _gradient(a: _args.Arguments, name: str, output, of):
-    """Describes the output `name` of the backward pass, the gradient of `of`."""
-    orders = {"dq": (a.order_q, "b, sq, hq, dqk"), "dk": (a.order_kv, a.axes_kv("dqk")),
-              "dv": (a.order_kv, a.axes_kv("dv")), "dsink": ((0,), "hq")}
-    pads = {"dbias": (4, "b, hq, sq, sk"), "dalibi_slopes": (2, "b, hq")}
-    info = a.adapter.info(of)
-    if output is NEW:
-        if info is None:
-            raise a.error("grads", name, f"{name[1:]} is not a given array, so it has no gradient; "
-                          "leave it out")
-        rank = len(info.shape)
-        order = orders[name][0] if name in orders else \
-            (None,) * (pads[name][0] - rank) + tuple(range(rank))
-        if a.problem.flags & _lib.ACCUMULATE:
-            raise a.error("accumulate", True, "adds to what the arrays of grads= hold; map names "
-                          "to arrays")
-        a.want(name, order, a.grad_dtype if name in ("dq", "dk", "dv") else None)
-        return
-    given = a.adapter.info(output)
-    if info is not None and given is not None and given.shape != info.shape:
-        raise a.error(f"{name}.shape", list(given.shape),
-                      f"must be the shape of {name[1:]}, {list(info.shape)}")
-    order, axes, pad = None, "", 0
-    if name in orders:
-        order, axes = orders[name]
-    else:
-        pad, axes = pads[name]
-    a.put(name, name, output, order, axes=axes, pad=pad, output=True)
-
-
-class _New:
-    """Stands for an array that is contiguous and not there yet."""
-
-
-NEW = _New()
+def _keep(key, found: Prepared) -> Prepared:
+    if key is not None:
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        _prepared[key] = found
+    return found
 
 
 def gradient_outputs(arrays, grads) -> dict:
     """The argument `grads`: gradient name -> array to write into, NEW, or None."""
     operation = "attention_backward"
-    chosen = dict.fromkeys(_args.GRADIENTS)
+    chosen = dict.fromkeys(GRADIENTS)
     if isinstance(grads, dict):
         for name, array in grads.items():
             if name in chosen and arrays.info(array) is None:
@@ -250,7 +155,7 @@ def gradient_outputs(arrays, grads) -> dict:
     for i, name in enumerate(grads):
         if not isinstance(name, str) or name not in chosen:
             raise ValueError(f"tessera.{operation}: grads[{i}]={_args._text(name)}: must be one of "
-                             + ", ".join(_args.GRADIENTS))
+                             + ", ".join(GRADIENTS))
         if chosen[name] is not None:
             raise ValueError(f"tessera.{operation}: grads[{i}]={_args._text(name)}: given twice")
         chosen[name] = grads[name] if isinstance(grads, dict) else NEW

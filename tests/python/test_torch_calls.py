@@ -120,7 +120,7 @@ def test_text_is_what_the_arguments_say():
         assert fields == dict(tessera._call.fields_of(a.problem, a)), case
         assert {tessera._lib.INDEX[name]: id(x) for name, x in zip(names, tensors)} == \
             {index: id(x) for index, x in described.tensors.items()}, case
-        again = tt._describe.Described.of(call, tensors, sizes)
+        again = tt._describe.Described.of_call(call, tensors, sizes)
         for mine, yours in zip(a.problem.tensor, again.arguments.problem.tensor):
             if mine.dtype:
                 assert bytes(mine) == bytes(yours), case
@@ -148,11 +148,3 @@ def test_no_keyword_is_ignored():
         value = q if isinstance(row, tessera._keywords.Tensor) else values.get(name, not row.default)
         base = {} if name == "bias" else bias
         assert text(base) != text({**base, name: value}), name
-
-
-def test_a_tensor_that_no_keyword_gives_fails_at_import(monkeypatch):
-    import importlib.util
-    monkeypatch.setattr(tessera._lib, "TENSORS", (*tessera._lib.TENSORS, "temperature"))
-    spec = importlib.util.spec_from_file_location("tessera.torch._describe_again", tt._describe.__file__)
-    with pytest.raises(ImportError, match="temperature"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -26,7 +26,7 @@ class Build:
     def peer(self, w: peers.Workload):
         """A function of one call of the workload."""
         torch = peers.import_torch(w)
-        from .. import _prepared
+        from .._described import NEW
         from ..torch._describe import Described
         from ..torch.conformance import placer
         place = placer(w.device)
@@ -37,7 +37,7 @@ class Build:
         call()
         dlse = o["lse"].new_ones(o["lse"].shape) if w.dlse else None
         backward = {"do": place(w.do), "o": o["o"], "lse": o["lse"], "dlse": dlse,
-                    **dict.fromkeys(w.gradients, _prepared.NEW)}
+                    **dict.fromkeys(w.gradients, NEW)}
         call, _ = self._caller(Described.of_keywords("attention_backward", given | backward, backward=True), w)
         return call
 
@@ -56,10 +56,12 @@ class Build:
             _lib.check(code, error, call.arguments.operation, call.arguments.spelling)
 
         check(self.prepare(problem, device, threads, ctypes.addressof(information), said))
-        outputs = {name: torch.empty(shape, dtype=dtype, device=w.device)
-                   for name, (shape, dtype) in call.outputs.items()}
+        outputs = {}
+        for name in call.outputs:
+            shape, dtype = call.arguments.new(name)
+            outputs[name] = torch.empty(shape, dtype=_tensors.dtype(dtype), device=w.device)
         workspace = torch.empty(information.workspace_bytes, dtype=torch.uint8, device=w.device)
-        buffers = call.buffers(threads)
+        buffers = call.buffers(call.tensors, threads)
         buffers.workspace, buffers.workspace_bytes = workspace.data_ptr(), workspace.numel()
         for name, tensor in outputs.items():
             buffers.data[_lib.INDEX[name]] = tensor.data_ptr()

@@ -52,6 +52,11 @@ def info(x) -> ArrayInfo | None:
     return ArrayInfo(x.dtype.name, shape, _strides(shape), None, False)
 
 
+def slice_of(x) -> tuple | None:
+    """The array that a slice is an item of, the axis and the item."""
+    return (x.array, x.axis, x.index) if isinstance(x, Slice) else None
+
+
 def extents(shape) -> tuple[int, ...]:
     """Extents for a description; a symbolic one is described as 1."""
     return tuple(n if isinstance(n, int) else 1 for n in shape)

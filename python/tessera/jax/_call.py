@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _lib
 from .._call import GRADIENT_OF, Call
 from . import _arrays, _binding, _partition, _vmap
-from ._described import prepare, results_of
+from ._results import prepare, results_of
 
 _ARCHS = (80, 89, 90, 100, 120)  # of CUDA devices, where none is at hand
 

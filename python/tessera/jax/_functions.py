@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from .. import _args, _explain, _keywords, _lib, _numpy, _prepared
+from .. import _args, _explain, _keywords, _lib
 from .._attention import Gradients
+from .._call import GRADIENTS
+from .._described import NEW, Described, operands_of, returned
 from .._documented import documented
 from . import _arrays, _binding, _call
-from ._described import Described, prepare, results_of, validate
+from ._results import prepare, results_of, validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,7 +36,12 @@ _ASKED_DETERMINISTIC = any(
     f"--xla_gpu_{name}=true" in os.environ.get("XLA_FLAGS", "").split()
     for name in ("deterministic_ops", "exclude_nondeterministic_ops"))
 
-_kept: dict[tuple, Described] = {}
+_kept: dict[tuple, tuple] = {}  # -> a Described, and the operands whose values are looked at
+# The tensors whose values libtessera looks at before it computes, on the CPU: core/validate/values.cc.
+_READ = {
+    *(f"{name}_{side}" for side in "qk" for name in ("seqlens", "cu_seqlens")),
+    "cu_seqlens_q_padded", "cu_seqlens_k_padded", "q_start", "k_start", "shift",
+    "page_table_k", "page_table_v", "sink", "alibi_slopes"}
 jax.tree_util.register_dataclass(Gradients, [field.name for field in dataclasses.fields(Gradients)], [])
 
 
@@ -53,12 +60,10 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keyw
     >>> o, lse = tessera.jax.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
     """
     given = _given("attention", q, k, v, keywords)
-    want_lse, want_max_logit = given.get("return_lse", False), given.get("return_max_logit", False)
+    want_lse = _args.is_on(_arrays, given, "return_lse")
+    given["return_lse"] = True
     described = _described("attention", given)
-    results = _call.attention_of(described.call, *_operands(described, given))
-    if not want_lse and not want_max_logit:
-        return results[0]
-    return (results[0], *((results[1],) if want_lse else ()), *results[2:])
+    return returned(_call.attention_of(described.call, *_operands(described, given)), want_lse)
 
 
 @documented(BACKWARD, jax.Array, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
@@ -80,9 +85,10 @@ def attention_backward(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, 
     names = _gradient_names(operation, grads)
     given = _given(operation, q, k, v, keywords)
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    rows = {name: _arrays.accepted(operation, name, x) for name, x in rows.items()}
-    described = _described(operation, given, rows, names)
-    results = _call.gradients_of(described.call, *_operands(described, {**given, **rows}))
+    given.update((name, _arrays.accepted(operation, name, x)) for name, x in rows.items())
+    given.update(dict.fromkeys(names, NEW))
+    described = _described(operation, given)
+    results = _call.gradients_of(described.call, *_operands(described, given))
     places = described.call.places_of_results
     return Gradients(**{name: results[places[name].operand] for name in names})
 
@@ -109,7 +115,7 @@ def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None 
     if backward:
         described = _described_backward(given, dlse, _gradient_names("explain", grads))
     elif dlse is None:
-        described = _described("explain", given)
+        described = _described("explain", {**given, "return_lse": True})
     else:
         raise a.error("dlse", dlse, "belongs to the backward pass; give backward=True")
     operands = _operands(described, given)
@@ -129,6 +135,8 @@ def _given(operation: str, q, k, v, keywords: dict, table=None) -> dict:
     given.update((name, value) for name, value in keywords.items() if value is not None)
     converted: dict[int, jax.Array] = {}  # one array given twice stays one
     for name, value in given.items():
+        if isinstance(value, jax.ShapeDtypeStruct) and operation != "explain":
+            raise _args.Arguments(_arrays, operation).error(name, value, f"must be a {_arrays.noun}")
         if type(value) in (np.ndarray, list, tuple, _arrays.Slice) and name != "rng_state":
             if id(value) not in converted:
                 converted[id(value)] = _arrays.accepted(operation, name, value)
@@ -145,38 +153,39 @@ def _given(operation: str, q, k, v, keywords: dict, table=None) -> dict:
     return given
 
 
-def _described(operation: str, given: dict, rows=None, grads=()) -> Described:
+def _described(operation: str, given: dict) -> Described:
     """The call's description, after what is illegal by shapes and options was raised."""
-    everything = {**given, **rows} if rows else given
     get = given.get
     try:
-        key = (operation, grads, *everything, *map(_signature, everything.values()),
+        key = (operation, *given, *map(_signature, given.values()),
                get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"),
                *(_arrays.array_of(get(x)) is _arrays.array_of(get(y)) for x, y in ("qk", "kv", "qv")))
-        described = _kept.get(key)
+        described, read = _kept.get(key, (None, ()))
     except TypeError:  # something unhashable, which is illegal
-        key = described = None
+        key, described = None, None
     if described is None:
-        described = Described(operation, given, rows, grads)
-        _check(described, _operands(described, everything))
+        described = Described(_arrays, operation, given, "do" in given)
+        a = described.arguments
+        if a.problem.flags & _lib.ACCUMULATE:
+            raise a.error("accumulate", True, "adds to what outputs hold, and JAX has none to give")
+        _check(described, _operands(described, given))
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
-        _kept[key] = described
-    if described.read:
-        _validate(described, _operands(described, everything))
+        read = [place.operand for name, place in described.call.places.items() if name in _READ]
+        _kept[key] = described, read
+    if read:
+        _validate(described, given, read)
     return described
 
 
 def _described_backward(given: dict, dlse, names) -> Described:
     """Describes the backward pass of attention(**given), whose o, lse and do are yet to come."""
-    forward = _described("explain", {name: x for name, x in given.items()
-                                     if name in FORWARD or name in ("q", "k", "v")})
-    o, lse = results_of(forward.call, _operands(forward, given))[:2]
-    rows = {"do": o, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    described = Described("explain", given, rows, names)
-    given.update(rows)
-    _check(described, _operands(described, given))
-    return described
+    forward = {name: x for name, x in given.items() if name in FORWARD or name in ("q", "k", "v")}
+    described = _described("explain", {**forward, "return_lse": True})
+    o, lse = results_of(described.call, _operands(described, forward))[:2]
+    given.update({"do": o, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse}),
+                  **dict.fromkeys(names, NEW)})
+    return _described("explain", given)
 
 
 def _device(q) -> _lib.Device:
@@ -204,19 +213,12 @@ def _signature(x):
 
 
 def _operands(described: Described, given: dict) -> list[jax.Array]:
-    return [_arrays.array_of(given[name] if part is None else given[name][part])
-            for name, part in described.sources]
+    return [_arrays.array_of(x) for x in operands_of(described.sources, given)]
 
 
 def _check(described: Described, operands):
     """Raises the ValueError of shapes and options; whether a backend can is for the lowering."""
-    a = described.arguments
-    q, k, v = np.zeros((3, 1, 1, 1, 1), np.float32)
-    scalars = dict(q=q, k=k, v=v, softcap=a.softcap, dropout_p=a.dropout_p,
-                   rng_state=np.zeros(2, np.int64))
-    if a.problem.flags & _lib.SOFTMAX_SCALE:
-        scalars["softmax_scale"] = a.softmax_scale
-    _explain.validate(_prepared.describe_forward(_numpy, a.operation, scalars)[0], scalars)
+    described.validate_scalars()
     if _arrays.is_symbolic(operands):
         return
     try:
@@ -225,21 +227,18 @@ def _check(described: Described, operands):
         pass
 
 
-def _validate(described: Described, operands):
+def _validate(described: Described, given: dict, read: list[int]):
     """Raises the ValueError of values, where they are at hand: an eager call on the CPU, which waits
     for what is read, as JAX may still compute it."""
+    operands = _operands(described, given)
     if all(isinstance(x, jax.Array) and not _arrays.is_traced(x) and x.is_fully_addressable and
            [device.platform for device in x.devices()] == ["cpu"] for x in operands):
-        jax.block_until_ready([operands[i] for i in described.read])
+        jax.block_until_ready([operands[i] for i in read])
         validate(described.call, operands, [x.unsafe_buffer_pointer() for x in operands])
 
 
 def _gradient_names(operation: str, grads) -> tuple[str, ...]:
-    if not isinstance(grads, tuple) or not all(name in _args.GRADIENTS for name in grads):
+    if not isinstance(grads, tuple) or not all(name in GRADIENTS for name in grads):
         raise _args.Arguments(_arrays, operation).error(
-            "grads", grads, "must be a tuple of names of " + ", ".join(_args.GRADIENTS))
-    return tuple(name for name in _args.GRADIENTS if name in grads)
-
-
-def _forward_only(keywords: dict) -> dict:
-    return {name: x for name, x in keywords.items() if name in FORWARD}
+            "grads", grads, "must be a tuple of names of " + ", ".join(GRADIENTS))
+    return tuple(name for name in GRADIENTS if name in grads)

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _fold, _lib
 from .._call import Call
-from ._described import results_of, shape_of
+from .._described import shape_of
+from ._results import results_of
 
 _log = logging.getLogger("tessera.sharding")
 _BATCH, _HEADS = 0, 1
@@ -43,8 +44,7 @@ class Places:
     def __init__(self, call: Call, shapes):
         self.call, self.shapes = call, [tuple(shape) for shape in shapes]
         self.axes = _fold.Axes(call.layouts, call.is_paged)
-        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
-        q, k = shape_of(call, "q", structs), shape_of(call, "k", structs)
+        q, k = shape_of(call, "q", self.shapes), shape_of(call, "k", self.shapes)
         batch = None if "thd" in call.layouts else q[self.axes.batch("q", len(q))]
         self.heads, self.heads_kv = q[self.axes.heads("q", len(q))], k[self.axes.heads("k", len(k))]
         self.extents = batch, self.heads

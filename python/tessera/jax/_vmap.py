@@ -7,9 +7,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .. import _described
 from .._call import Call
 from .._fold import Axes, Fold, folds_heads, shape_of
-from . import _described
 
 
 class _Library:
@@ -54,8 +54,8 @@ def _choose(call: Call, roles, operands, dims, n) -> Fold | None:
     of_heads = folds_heads(ranks, batched, call.flags, axes, gradients, "max_logit" in call.likes)
     if of_heads is None:
         return None
-    return Fold(_Library, n, axes, of_heads, _described.shape_of(call, "q", [
-        jax.ShapeDtypeStruct(shape_of(x, dim), x.dtype) for x, dim in zip(operands, dims)]))
+    return Fold(_Library, n, axes, of_heads, _described.shape_of(
+        call, "q", [shape_of(x, dim) for x, dim in zip(operands, dims)]))
 
 
 def _one_by_one(function, operands, dims):

@@ -8,99 +8,91 @@ own output is never freed.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
+
 import paddle
 from paddle.autograd import PyLayer
 
-from .. import _args, _keywords, _lib, _prepared, _utilities
+from .. import _args, _lib, _prepared, _utilities
+from .._call import Call
+from .._described import NEW, returned
 from . import _tensors
 
 
+def attention(given: dict, wanted: tuple[str, ...]):
+    """attention of keywords, differentiable in those that `wanted` names."""
+    want_lse = _args.is_on(_tensors, given, "return_lse")
+    given["return_lse"] = True
+    prepared = _prepared.prepared(_tensors, "attention", given)
+    operands = prepared.operands(given)
+    places = tuple(prepared.call.places[name].operand for name in wanted)
+    if places not in prepared.differentiable:  # or autograd would make an OSError of what is wrong
+        rows = (NEW,) * 3
+        _prepared.prepared_call(_tensors, prepared.call.backward(places, False), (*rows, *operands))
+        prepared.differentiable.add(places)
+    results = Attention.apply(_Applied(prepared, given, operands, places), *(operands[i] for i in places))
+    return returned(results, want_lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Applied:
+    """A call, and which of its operands want gradients."""
+    prepared: _prepared.Prepared
+    given: dict  # its keywords
+    operands: tuple
+    wanted: tuple[int, ...]
+
+
 class Attention(PyLayer):
-    """apply(call, *tensors): the results of `call`, differentiable in `tensors`, which are those of
-    its arguments that want gradients."""
+    """apply(applied, *tensors) -> (o, lse[, max_logit]), differentiable in `tensors`, which are the operands
+    that want gradients."""
 
     @staticmethod
-    def forward(ctx, call: Call, *tensors):
-        want_lse = is_on(call.given, "return_lse")
-        results = call.run()
+    def forward(ctx, applied: _Applied, *tensors):
+        results = applied.prepared.run(applied.given)
         ctx.set_materialize_grads(False)
-        ctx.names, ctx.options = call.wanted, {}
-        ctx.places, saved = call.packed(ctx.options, o=results[0].detach(), lse=results[1].detach())
-        ctx.save_for_backward(*saved)
+        ctx.call, ctx.wanted = applied.prepared.call, applied.wanted
+        tensors, ctx.slots = distinct(applied.operands, operator.is_)
+        ctx.save_for_backward(*tensors, *(x.detach() for x in results[:2]))
         if len(results) == 3:
             ctx.mark_non_differentiable(results[2])
-        if not want_lse:
-            del results[1]
-        ctx.has_lse = want_lse
-        return results[0] if len(results) == 1 else tuple(results)
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx, do, *others):
+    def backward(ctx, do, dlse, *_):
         refuse_second_derivative("attention")
-        saved = ctx.saved_tensor()
-        given = dict(ctx.options)
-        for name, place in ctx.places.items():
-            given[name] = tuple(saved[i] for i in place) if isinstance(place, tuple) else saved[place]
-        return gradients(given, ctx.names, do, others[0] if ctx.has_lse else None)
+        *tensors, o, lse = ctx.saved_tensor()
+        found = gradients(ctx.call, ctx.wanted, [tensors[i] for i in ctx.slots], o, lse, do, dlse)
+        return found[0] if len(found) == 1 else tuple(found)
 
 
-class Call:
-    """Arguments of attention, and the names of those that want gradients."""
-
-    def __init__(self, given: dict, wanted: tuple[str, ...]):
-        self.given, self.wanted = given, wanted
-
-    def run(self) -> list:
-        """o, lse[, max_logit]. Raises what the backward pass would raise, of which autograd would
-        make an OSError."""
-        given = {**self.given, "return_lse": True}
-        forward = _prepared.prepared(_tensors, "attention", _prepared.describe_forward, given)
-        if self.wanted not in forward.differentiable:
-            backward = {**given, **dict.fromkeys(("do", "o", "lse"), _prepared.NEW),
-                        **{f"d{name}": _prepared.NEW for name in self.wanted}}
-            _prepared.prepared(_tensors, "attention_backward", _prepared.describe_backward, backward)
-            forward.differentiable.add(self.wanted)
-        return forward.run(given)
-
-    def packed(self, options: dict, **results):
-        """(name -> place in the list, or a tuple of them, list of tensors) of what the backward pass
-        reads. Values that are no tensors go into `options`. One tensor given twice stays one."""
-        places, saved, seen = {}, [], {}
-
-        def place(tensor):
-            if id(tensor) not in seen:
-                seen[id(tensor)] = len(saved)
-                saved.append(tensor)
-            return seen[id(tensor)]
-
-        for name, value in {**self.given, **results}.items():
-            if isinstance(value, paddle.Tensor):
-                places[name] = place(value)
-            elif isinstance(value, tuple) and value and isinstance(value[0], paddle.Tensor):
-                places[name] = tuple(map(place, value))
-            elif name in _keywords.BACKWARD:
-                options[name] = value
-        return places, saved
+def distinct(arrays, is_same) -> tuple[list, list[int]]:
+    """Each array once, and where every one of them is there: one array given twice must stay one."""
+    found, slots = [], []
+    for x in arrays:
+        slots.append(next((slot for slot, other in enumerate(found) if is_same(x, other)), len(found)))
+        found += [x] * (slots[-1] == len(found))
+    return found, slots
 
 
-def is_on(given: dict, name: str) -> bool:
-    """A switch that is overridden before the call would look at it."""
-    value = given.get(name)
-    if value is None or type(value) is bool:
-        return bool(value)
-    return _args.Arguments(_tensors, "attention").boolean(name, value)
+def gradients(call: Call, wanted: tuple[int, ...], operands, o, lse, do, dlse) -> list:
+    """Those of the operands `wanted`."""
+    rows = (paddle.zeros_like(o) if do is None else do, o, lse, dlse)[:3 if dlse is None else 4]
+    return run(call.backward(wanted, dlse is not None), (*rows, *operands))
 
 
-def gradients(given: dict, names, do, dlse):
-    """Those of the arguments `names`, in their order."""
-    given["do"] = paddle.zeros_like(given["o"]) if do is None else _dense(do)
-    given["dlse"] = None if dlse is None else _dense(dlse)
-    given.update({name: None for name in _args.GRADIENTS}, **{f"d{name}": _prepared.NEW
-                                                              for name in names})
-    results = _prepared.call(_tensors, "attention_backward", _prepared.describe_backward, given)
-    by_name = dict(zip(_args.GRADIENTS, results))
-    found = tuple(by_name[f"d{name}"] for name in names)
-    return found[0] if len(found) == 1 else found
+def run(call: Call, operands) -> list:
+    """What a Call returns."""
+    operands = [_dense(x) if i in _rows(call) else x for i, x in enumerate(operands)]
+    return _prepared.prepared_call(_tensors, call, operands).run(operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows(call: Call) -> frozenset[int]:
+    """The operands that come from autograd."""
+    return frozenset(call.places[name].operand for name in ("do", "dlse") if name in call.places)
 
 
 def _dense(x):

@@ -46,9 +46,8 @@ def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
     wanted = _wanted(given)
     if wanted:
         _check_differentiable(given)
-        return _autograd.Attention.apply(_autograd.Call(given, wanted),
-                                         *(given[name] for name in wanted))
-    results = _prepared.call(_tensors, "attention", _prepared.describe_forward, given)
+        return _autograd.attention(given, wanted)
+    results = _prepared.prepared(_tensors, "attention", given).run(given)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -70,8 +69,8 @@ def attention_backward(do: paddle.Tensor, q: paddle.Tensor, k: paddle.Tensor, v:
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
     given = dict(_completed("attention_backward", q, keywords), q=q, k=k, v=v, do=do, o=o, lse=lse,
                  dlse=dlse, **_prepared.gradient_outputs(_tensors, grads))
-    return Gradients(*_prepared.call(_tensors, "attention_backward", _prepared.describe_backward,
-                                     given))
+    found = _prepared.prepared(_tensors, "attention_backward", given, backward=True)
+    return Gradients(**dict(zip(found.results, found.run(given))))
 
 
 def merge(parts: Sequence[tuple[paddle.Tensor, paddle.Tensor]], *, layout: _keywords.Format = "bshd"

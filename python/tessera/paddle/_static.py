@@ -16,8 +16,10 @@ import sys
 import paddle
 from paddle.jit import api as jit_api
 
-from .. import _args, _keywords, _lib, _prepared
+from .. import _args, _lib, _prepared
 from .._args import ArrayInfo
+from .._call import Call
+from .._described import Described, operands_of, results_of, returned
 from . import _autograd, _tensors
 
 Value = paddle.pir.Value
@@ -29,138 +31,101 @@ def attention(given: dict):
     if not hasattr(paddle.static, "register_op"):
         raise _lib.Refused("tessera.attention: to_static(full_graph=True): needs Paddle 3.3 or newer, "
                            f"this is {paddle.__version__}; use full_graph=False")
+    checker = _args.Arguments(_GraphTensors, "attention")
     if given.get("out") is not None:
-        raise _args.Arguments(_GraphTensors, "attention").error(
-            "out", given["out"], "is for eager calls; a graph has new outputs")
-    if isinstance(given.get("rng_state"), list):
-        given["rng_state"] = tuple(given["rng_state"])
-    want_lse = _autograd.is_on(given, "return_lse")
+        raise checker.error("out", given["out"], "is for eager calls; a graph has new outputs")
+    want_lse = _args.is_on(_GraphTensors, given, "return_lse")
+    given["return_lse"] = True
+    if "rng_state" in given:
+        given["rng_state"] = _prepared.rng_array(_GraphTensors, "attention", given["rng_state"], given["q"])
     _refuse_to_be_saved()
-    call = _Call(given)
-    call.check()
-    wanted = [name for name, value in call.values.items()
-              if name in _keywords.DIFFERENTIABLE and not value.stop_gradient]
-    outputs = _with_gradients(call, wanted) if wanted else call.forward()
-    o, lse, *max_logit = outputs
-    results = (o,) + (lse,) * want_lse + tuple(max_logit)
-    return results[0] if len(results) == 1 else results
+    described = Described(_GraphTensors, "attention", given)
+    operands = operands_of(described.sources, given)
+    for (name, _), x in zip(described.sources, operands):
+        if isinstance(x, paddle.Tensor) and not x.stop_gradient:
+            raise checker.error(name, x, "wants a gradient but is no part of the graph; pass it to the "
+                                "function, or let its layer own it")
+    if all(extent >= 0 for tensor in described.arguments.problem.tensor if tensor.dtype
+           for extent in tensor.extent):
+        described.describe_outputs(given).prepare(_GraphTensors.device(None), 0)
+    return returned(_attention(described.call, operands), want_lse)
 
 
-class _Call:
-    """Arguments of attention: `values` by name, "segment_ids.0" for a part of a pair, and those that
-    are constants of the graph."""
+class _Values:
+    """The values among operands, each once, which are the inputs of what a graph has; other operands are
+    bound."""
 
-    def __init__(self, given: dict):
-        self.given, self.values, self.constants = given, {}, {}
-        for name, value in given.items():
-            parts = {name: value}
-            if isinstance(value, tuple) and any(isinstance(part, Value) for part in value):
-                parts = {f"{name}.{i}": part for i, part in enumerate(value)}
-            for own, part in parts.items():
-                if isinstance(part, Value):  # a PyLayer counts an input that comes twice once
-                    twice = any(part.is_same(other) for other in self.values.values())
-                    self.values[own] = paddle.assign(part) if twice else part
-                else:
-                    self.constants[own] = part
-                if isinstance(part, paddle.Tensor) and not part.stop_gradient:
-                    raise _args.Arguments(_GraphTensors, "attention").error(
-                        own, part, "wants a gradient but is no part of the graph; pass it to the "
-                        "function, or let its layer own it")
+    def __init__(self, operands):
+        self.operands = operands
+        self.places = [i for i, x in enumerate(operands) if isinstance(x, Value)]
+        self.values, self.slots = _autograd.distinct([operands[i] for i in self.places], Value.is_same)
 
-    def check(self):
-        """Raises the ValueError or Refused that shapes and options deserve."""
-        call = _GraphTensors, "attention", {**self.given, "return_lse": True}
-        tensors = _prepared.describe_inputs(*call).problem.tensor
-        if all(extent >= 0 for tensor in tensors if tensor.dtype for extent in tensor.extent):
-            _prepared.Prepared(*_prepared.describe_forward(*call), None).prepare()
-
-    def forward(self):
-        """(o, lse[, max_logit])."""
-        names = ["o", "lse"] + ["max_logit"] * bool(self.given.get("return_max_logit"))
-
-        def run(*tensors):
-            with paddle.no_grad():
-                return tuple(_prepared.call(_tensors, "attention", _prepared.describe_forward,
-                                            {**self._arguments(tensors), "return_lse": True}))
-
-        def infer(*metas):
-            """Shapes as in _prepared; nothing here may raise."""
-            at = dict(zip(self.values, metas))
-            q, v = at["q"], at["v"]
-            rows = paddle.float64 if q.dtype == paddle.float64 else paddle.float32
-            layout = self.given.get("layout") or "bshd"
-            b, s, h, _ = _args.ORDERS[layout if isinstance(layout, str) else layout[0]]
-            lse = [q.shape[h], q.shape[s]] if b is None else [q.shape[b], q.shape[h], q.shape[s]]
-            found = [([*q.shape[:-1], v.shape[-1]], q.dtype), (lse, rows), ([q.shape[h]], rows)]
-            return tuple(paddle.static.MetaTensor(shape=shape, dtype=dtype)
-                         for shape, dtype in found[:len(names)])
-
-        return _operator("attention", tuple(self.values), names, run, infer)(*self.values.values())
-
-    def backward(self, wanted, saved, do, dlse):
-        """Gradients of `wanted`; `saved` are the values, o and lse."""
-        names = (*self.values, "o", "lse", "do", "dlse")
-
-        def run(*tensors):
-            at = dict(zip(names, tensors))
-            given = self._arguments(tensors)
-            with paddle.no_grad():
-                found = _autograd.gradients({**given, "o": at["o"], "lse": at["lse"]}, wanted,
-                                            at["do"], at["dlse"])
-            return found if len(wanted) > 1 else (found,)
-
-        def infer(*metas):
-            at = dict(zip(names, metas))
-            found = tuple(paddle.static.MetaTensor(shape=list(at[name].shape), dtype=at[name].dtype)
-                          for name in wanted)
-            return found if len(wanted) > 1 else found[0]
-
-        results = _operator("attention_backward", names, [f"d{name}" for name in wanted], run,
-                            infer)(*saved, do, dlse)
-        return results if len(wanted) > 1 else [results]
-
-    def _arguments(self, tensors) -> dict:
-        given, pairs = dict(self.constants), {}
-        for name, value in {**self.constants, **dict(zip(self.values, tensors))}.items():
-            whole, _, part = name.partition(".")
-            if part:
-                given.pop(name, None)
-                pairs.setdefault(whole, {})[part] = value
-            else:
-                given[name] = value
-        given.update({name: (parts["0"], parts["1"]) for name, parts in pairs.items()})
-        for kind in ("seqlens", "cu_seqlens"):  # one array for both sides stays one
-            if self.given.get(f"{kind}_q") is not None and \
-                    self.given[f"{kind}_q"] is self.given.get(f"{kind}_k"):
-                given[f"{kind}_k"] = given[f"{kind}_q"]
-        return given
+    def filled(self, tensors) -> list:
+        """The operands, with tensors in the place of the values."""
+        operands = list(self.operands)
+        for i, slot in zip(self.places, self.slots):
+            operands[i] = tensors[slot]
+        return operands
 
 
-def _with_gradients(call: _Call, wanted):
+def _attention(call: Call, operands) -> list:
+    """The results of a Call, differentiable in the operands that want gradients."""
+    wanted = tuple(i for i in call.differentiable
+                   if isinstance(operands[i], Value) and not operands[i].stop_gradient)
+    if not wanted:
+        return _run(call, operands)
     from paddle.jit.dy2static.py_layer import StaticPyLayerContext
     context = StaticPyLayerContext()
+    operands = list(operands)
+    for n, i in enumerate(wanted):  # a value has one gradient: where q is k too, that is a copy
+        if any(operands[i].is_same(operands[j]) for j in wanted[:n]):
+            operands[i] = paddle.assign(operands[i])
+    values = _Values(operands)
 
     def forward(*_):
-        outputs = call.forward()
-        context.save_for_backward(*call.values.values(), *outputs[:2])
+        outputs = _run(call, values.operands)
+        context.save_for_backward(*values.values, *outputs[:2])
         return tuple(outputs)
 
     def backward(do, dlse, *_):
-        found = dict(zip(wanted, call.backward(wanted, context.saved_tensor(), do, dlse)))
-        return tuple(found.get(name) for name in call.values)
+        *saved, o, lse = context.saved_tensor()
+        found = _run(call.backward(wanted, True), [do, o, lse, dlse, *values.filled(saved)])
+        by_slot = {values.slots[values.places.index(i)]: gradient for i, gradient in zip(wanted, found)}
+        return tuple(by_slot.get(slot) for slot in range(len(values.values)))
 
-    return paddle.static.nn.static_pylayer(forward, list(call.values.values()), backward)
+    return paddle.static.nn.static_pylayer(forward, values.values, backward)
+
+
+def _run(call: Call, operands) -> list:
+    """What a Call returns, by an operator of its own."""
+    values = _Values(operands)
+
+    def run(*tensors):
+        with paddle.no_grad():
+            return tuple(_autograd.run(call, values.filled(tensors)))
+
+    def infer(*metas):
+        """Nothing here may raise."""
+        inputs = values.filled(metas)
+        found = results_of(call, [x.shape for x in inputs], [_tensors.dtype_name(x.dtype) for x in inputs])
+        found = tuple(paddle.static.MetaTensor(shape=list(shape), dtype=_tensors.dtype(dtype))
+                      for shape, dtype in found)
+        return found if len(found) > 1 else found[0]
+
+    names = [result.tensors[0] for result in call.results]
+    found = _operator(call.operation, values.values, names, run, infer)
+    return list(found) if len(names) > 1 else [found]
 
 
 def _operator(name: str, inputs, outputs, run, infer):
-    """A Python operator. register_op reads names of parameters off the functions, which therefore
+    """What a Python operator makes of the inputs. register_op reads names of parameters off the functions, which therefore
     have some."""
     names = [f"x{i}" for i in range(len(inputs))]
     text = f"lambda {', '.join(names)}: f({', '.join(names)})"
     named = [eval(text, {"f": function}) for function in (run, infer)]
     return paddle.static.register_op(
         named[0], name=f"tessera_{name}_{next(_numbers)}", infer_meta=named[1], input_names=names,
-        output_names=list(outputs))
+        output_names=list(outputs))(*inputs)
 
 
 def _refuse_to_be_saved():

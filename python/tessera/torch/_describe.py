@@ -8,25 +8,15 @@ tensors."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from .. import _args, _call, _keywords, _lib, _prepared
-from .._call import Call
+from .. import _call, _described, _keywords, _lib
+from .._call import GRADIENTS, Call
 from . import _tensors
 
 OPTIONS = {name: row for name, row in _keywords.ALL.items()
            if isinstance(row, _keywords.Option) and row.decode}
 TENSORS = {name: row for name, row in _keywords.ALL.items() if isinstance(row, _keywords.Tensor)}
-GRADIENTS = tuple(_call.GRADIENT_OF.values())
-_PLACED = {tensor: (row, i) for row in TENSORS.values() for i, tensor in enumerate(row.tensors)}
-# What is no keyword's: q, k and v, the diagonals of align, and what the backward pass takes.
-_OWN = frozenset(("q", "k", "v", "do", "o", "lse", "dlse", "shift"))
-_untaken = [name for name in _lib.TENSORS
-            if name not in {*_PLACED, *_OWN, *GRADIENTS, "max_logit"} and not name.startswith("amax_")]
-if _untaken != ["keep_tail"]:  # of a call of the library's own alone
-    raise ImportError(f"tessera.torch: no keyword gives the tensors {_untaken}")
 
 # What written() and sort() need of the rows.
 _ENCODERS = tuple((name, row.default, row.encode, row.fields) for name, row in OPTIONS.items())
@@ -121,7 +111,8 @@ def written(names, options: dict, flags: int, outputs, backward: bool = False) -
 def keywords(call: Call, tensors, sizes) -> dict:
     """The keywords of a call."""
     given = dict(zip("qkv", (tensors[call.places[name].operand] for name in "qkv")))
-    fields = {name: _number(name, value, sizes) for name, value in call.values.items()}
+    sizes = _tensors.hints(sizes)
+    fields = {name: _call.number_of(name, value, sizes) for name, value in call.values.items()}
     table = _keywords.BACKWARD if call.is_backward else _keywords.FORWARD
     for name, row in OPTIONS.items():
         if name in table:
@@ -139,42 +130,22 @@ def keywords(call: Call, tensors, sizes) -> dict:
     return given
 
 
-def _number(name: str, value, sizes):
-    """The value of a field as tessera_problem has it."""
-    field = _call.FIELDS[name]
-    if field.kind == _call.WORD:
-        return field.words.index(value)
-    if field.kind == _call.INTEGER and isinstance(value, str):
-        return _tensors.hint(sizes[int(value[1:])])
-    return value
-
-
 # ---- fake tensors, and kernels without the binding: what comes back ----
 
 def results_of(call: Call, tensors) -> list[torch.Tensor]:
-    """New tensors for what a call returns, or fake ones beside fake ones. Shapes are told here as well as
-    in the library, where symbolic ones cannot go."""
+    """New tensors for what a call returns, or fake ones beside fake ones."""
     at = {name: tensors[place.operand] for name, place in call.places.items()}
-    return [_result(call, at, result.tensors[0], result.dtype) for result in call.results]
+    found = _described.results_of(call, [x.shape for x in tensors], [str(x.dtype)[6:] for x in tensors])
+    return [_new(call, at, result.tensors[0], shape, getattr(torch, dtype))
+            for result, (shape, dtype) in zip(call.results, found)]
 
 
-def _result(call: Call, at: dict, name: str, dtype: str) -> torch.Tensor:
-    q = at["q"]
-    wide = getattr(torch, dtype) if dtype else None
+def _new(call: Call, at: dict, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
     if name in GRADIENTS:
-        of = at[name[1:]]
-        if wide is None and of.dtype.itemsize == 1:
-            wide = at["o"].dtype if at["o"].dtype.itemsize == 2 else torch.bfloat16
-        return _tensors.empty_gradient(of, name, wide)
+        return _tensors.empty_gradient(at[name[1:]], name, dtype)
     if name == "o":
-        usual = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-        return _tensors.empty_o(q, at["v"], call.layouts[0], wide or usual)
-    rows = _tensors.statistics_dtype(q)
-    if name == "lse":
-        return q.new_empty(_tensors.row_shape(q, call.layouts[0]), dtype=rows)
-    if name == "max_logit":
-        return q.new_empty((q.shape[_args.ORDERS[call.layouts[0]][2]],), dtype=rows)
-    return q.new_empty((), dtype=torch.float32)  # amax
+        return _tensors.empty_o(at["q"], at["v"], call.layouts[0], dtype)
+    return at["q"].new_empty(shape, dtype=dtype)
 
 
 # ---- what the library says ----
@@ -184,148 +155,33 @@ def readable(x):
     return x if not isinstance(x, torch.Tensor) or not x.dim() or x.stride(-1) == 1 else x.contiguous()
 
 
-class Described:
-    """A problem with the tensors that it was described by."""
-
-    def __init__(self, arguments: _args.Arguments, tensors: dict[int, torch.Tensor], outputs: dict):
-        self.arguments = arguments
-        self.tensors = tensors      # by enum tessera_index
-        self.outputs = outputs      # that are not there yet: name -> (shape, dtype)
+class Described(_described.Described):
+    """A problem with the tensors that it was described by, inputs and those of the caller's to write into,
+    by enum tessera_index."""
 
     @classmethod
     def of_keywords(cls, operation: str, given: dict, backward: bool = False) -> Described:
-        """What users ask for: `given` maps keywords, q, k, v, and for the backward pass do, o, lse, dlse
-        and gradients, to values; _prepared.NEW to tensors that are yet to come."""
+        """What users ask for."""
         if not backward:  # which belong to the backward pass; callers look at names
             given = {name: value for name, value in given.items() if value is not None}
-        describe = _prepared.describe_backward if backward else _prepared.describe_forward
-        a, outputs = describe(_tensors, operation, given)
-        tensors = {source.index: given[source.name] if source.part is None else
-                   given[source.name][source.part] for source in a.sources}
-        return cls(a, tensors, {output[1]: output[2:] for output in outputs if type(output) is tuple})
+        self = cls(_tensors, operation, given, backward).describe_outputs(given)
+        self.tensors = self.tensors_of(given)
+        return self
 
     @classmethod
-    def of(cls, call: Call, tensors, sizes, outputs=None) -> Described:
+    def of_call(cls, call: Call, tensors, sizes, outputs=None) -> Described:
         """What an operator was given; `outputs` are the caller's to write into."""
-        a = _args.Arguments(_tensors, call.operation, call.is_backward)
-        a.layout_q, a.layout_kv = call.layouts
-        a.paged = call.is_paged
-        a.problem.flags = call.flags
-        for name, value in call.values.items():
-            if name != "pass" and _call.FIELDS[name].kind != _call.FLAG:
-                a.set_field(name, _number(name, value, sizes))
-        at = {name: tensors[place.operand] for name, place in call.places.items()}
-        if len(at) != len(call.inputs):
-            raise a.error("drop", at.get("mask"), "keep and drop are one mask with two polarities; give one")
-        if "do" in at:  # autograd makes strides of 0, which kernels get a copy of
-            at["do"] = readable(at["do"])
-        for name in sorted(at, key=lambda name: name not in "qkv"):
-            _put(a, name, at[name])
-        for i, result in enumerate(call.results):
-            _put_result(a, result, at, None if outputs is None else outputs[i])
-        a.spelling |= call.spelling
-        if a.problem.flags & _lib.ACCUMULATE and outputs is None:
-            raise a.error("accumulate", True, "adds to what outputs hold: must come with out= and lse=, or "
-                          "grads={name: tensor}")
-        a.describe_wanted()
-        given = {_lib.INDEX[name]: x for name, x in at.items()}
+        tensors = list(tensors)
+        if "do" in call.places:  # autograd makes strides of 0, which kernels get a copy of
+            tensors[call.places["do"].operand] = readable(tensors[call.places["do"].operand])
+        self = cls.of(_tensors, call, tensors, _tensors.hints(sizes), outputs)
+        self.tensors = self.tensors_of(tensors)
         if outputs is not None:
-            given |= {_lib.INDEX[result.tensors[0]]: x for result, x in zip(call.results, outputs)}
-        return cls(a, given, {})
-
-    def buffers(self, num_threads: int) -> _lib.Buffers:
-        a = self.arguments
-        buffers = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=num_threads,
-                               softmax_scale=a.softmax_scale, softcap=a.softcap,
-                               dropout_p=a.dropout_p, sm_margin=a.sm_margin)
-        for index, tensor in self.tensors.items():
-            buffers.data[index] = tensor.data_ptr()
-        return buffers
-
-    def validate(self):
-        """Raises the ValueError of a call on real tensors on the CPU. Outputs get addresses that nothing
-        ever reads."""
-        buffers = self.buffers(0)
-        nowhere = 1 << 52
-        for index, tensor in enumerate(self.arguments.problem.tensor):
-            if tensor.dtype and not buffers.data[index]:
-                buffers.data[index] = nowhere
-                nowhere += 1 << 52
-        self._check(_lib.validate, buffers)
-
-    def validate_scalars(self):
-        """The part of validate() that is left when tensors have no values: softmax_scale, softcap
-        and dropout_p, beside a problem of one query and one key."""
-        one = torch.zeros(1, 1, 1, 1)
-        a = self.arguments
-        given = dict(q=one, k=one.clone(), v=one.clone(), dropout_p=a.dropout_p, softcap=a.softcap,
-                     rng_state=torch.zeros(2, dtype=torch.int64))
-        if a.problem.flags & _lib.SOFTMAX_SCALE:
-            given["softmax_scale"] = a.softmax_scale
-        Described.of_keywords(a.operation, given).validate()
-
-    def prepare(self) -> int:
-        """The workspace's bytes. Raises ValueError or Refused for what shapes and options say."""
-        information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
-        error = _lib.error_of_thread()
-        a = self.arguments
-        device = self._device()
-        code = _lib.prepare(ctypes.addressof(a.problem), ctypes.addressof(device), torch.get_num_threads(),
-                            ctypes.addressof(information), ctypes.addressof(error))
-        _lib.check(code, error, a.operation, a.spelling)
-        return information.workspace_bytes
+            self.tensors |= {_lib.INDEX[result.tensors[0]]: x for result, x in zip(call.results, outputs)}
+        return self
 
     def check(self):
         """Raises what is wrong with a call on real tensors."""
         if self.tensors[0].device.type == "cpu" and not torch._C._are_functorch_transforms_active():
-            self.validate()
-        self.prepare()
-
-    def run(self, buffers: _lib.Buffers):
-        self._check(_lib.run, buffers)
-
-    def _device(self) -> _lib.Device:
-        return _tensors.device(self.tensors[_lib.INDEX["q"]])
-
-    def _check(self, function, buffers):
-        error = _lib.error_of_thread()
-        a = self.arguments
-        device = self._device()
-        code = function(ctypes.addressof(a.problem), ctypes.addressof(device),
-                        ctypes.addressof(buffers), ctypes.addressof(error))
-        _lib.check(code, error, a.operation, a.spelling)
-
-
-def _put(a: _args.Arguments, name: str, x):
-    """Describes a tensor that goes in."""
-    if name in _PLACED:
-        row, i = _PLACED[name]
-        if name == "mask":
-            row = TENSORS["drop" if a.problem.flags & _lib.MASK_DROP else "keep"]
-        return row._put(a, i, x, None)
-    orders = {"q": (a.order_q, "b, sq, hq, dqk"), "k": (a.order_kv, a.axes_kv("dqk")),
-              "v": (a.order_kv, a.axes_kv("dv")), "shift": ((0,), "b"),
-              **dict.fromkeys(("do", "o"), (a.order_q, "b, sq, hq, dv")),
-              **dict.fromkeys(("lse", "dlse"), (a.order_rows, "b, hq, sq"))}
-    order, axes = orders[name]
-    return a.put(name, "align" if name == "shift" else name, x, order, axes=axes)
-
-
-def _put_result(a: _args.Arguments, result: _call.Operand, at: dict, given):
-    """Describes a tensor that comes out: `given`, or a new one."""
-    name, = result.tensors
-    if name in GRADIENTS:
-        a.grad_dtype = result.dtype or None
-        return _prepared._gradient(a, name, _prepared.NEW if given is None else given, at.get(name[1:]))
-    order = {"o": a.order_q, "lse": a.order_rows, "max_logit": (0,)}.get(name, (None,))
-    if given is None:
-        return a.want(name, order, result.dtype or None)
-    a.put(name, "out" if name == "o" else name, given, order, axes="b, sq, hq, dv" if name == "o" else "b, hq, sq",
-          output=True)
-    if name != "o" or not result.dtype and a.problem.flags & _lib.ACCUMULATE:
-        return None
-    dtype, whose = (getattr(torch, result.dtype), "out_dtype") if result.dtype else \
-        (torch.bfloat16, "that beside fp8 q") if at["q"].dtype.itemsize == 1 else (at["q"].dtype, "q's dtype")
-    if given.dtype != dtype:
-        raise a.error("out.dtype", given.dtype, f"must be {whose}, {dtype}")
-    return None
+            self.validate(self.tensors)
+        self.prepare(_tensors.device(self.tensors[0]), torch.get_num_threads())

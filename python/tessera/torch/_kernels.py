@@ -17,7 +17,7 @@ def attention(inputs, sizes, text):
     call = Call.of(text)
     outputs = _describe.results_of(call, inputs)
     if "accumulate" in call.values:
-        _describe.Described.of(call, inputs, sizes)  # says what is wrong
+        _describe.Described.of_call(call, inputs, sizes)  # says what is wrong
     attention_into(outputs, inputs, sizes, text)
     return outputs
 
@@ -30,15 +30,17 @@ def attention_into(outputs, inputs, sizes, text):
     if inputs[0].device.type != "cpu":
         raise _lib.Refused(f"tessera.{call.operation}: q.device={str(inputs[0].device)!r}: needs "
                            "the compiled binding; build tessera with torch installed")
-    described = _describe.Described.of(call, inputs, sizes, outputs)
-    size = described.prepare()
+    described = _describe.Described.of_call(call, inputs, sizes, outputs)
+    device, threads = _tensors.device(inputs[0]), torch.get_num_threads()
+    size = described.prepare(device, threads)
     workspace = torch.empty(size + 63, dtype=torch.uint8)
-    buffers = described.buffers(torch.get_num_threads())
-    for result, tensor in zip(call.results, outputs):
-        buffers.data[_lib.INDEX[result.tensors[0]]] = tensor.data_ptr()
+    buffers = described.buffers(described.tensors, threads)
     buffers.workspace = -(-workspace.data_ptr() // 64) * 64
     buffers.workspace_bytes = size
-    described.run(buffers)
+    error = _lib.error_of_thread()
+    code = _lib.run(ctypes.addressof(described.arguments.problem), ctypes.addressof(device),
+                    ctypes.addressof(buffers), ctypes.addressof(error))
+    _lib.check(code, error, call.operation, described.arguments.spelling)
 
 
 def merge(os, lses, format_code, out_dtype=None):

@@ -61,12 +61,11 @@ _flops.register(torch.ops.tessera)
 
 def _refuse(call: Call, inputs, sizes, outputs=None):
     try:
-        described = _describe.Described.of(call, inputs, sizes, outputs)
+        described = _describe.Described.of_call(call, inputs, sizes, outputs)
     except _tensors.NoHint:
         return  # extents that only the run will know: it will check them
-    with torch._C._DisableTorchDispatch():  # real tensors, amidst fake ones
-        described.validate_scalars()
-    described.prepare()
+    described.validate_scalars()
+    described.prepare(_tensors.device(inputs[0]), torch.get_num_threads())
 
 
 def _fake(inputs, sizes, text):

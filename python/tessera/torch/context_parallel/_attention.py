@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as _Shard
 
-from ... import _keywords, _lib, _prepared
+from ... import _keywords, _lib
+from ..._described import Described
 from ...context_parallel import Plan, Shards
 from ...context_parallel import plan as _plan
 from .. import _describe, _functions, _tensors
@@ -194,7 +195,7 @@ def _sorted(q, k, v, keywords) -> tuple:
     outputs = _functions._outputs(keywords)
     if torch.compiler.is_compiling():
         return tensors, *_describe.written(names, options, flags, outputs)
-    return tensors, *_functions._call(names, options, flags, outputs, (), q, lambda: _prepared.describe_inputs(
+    return tensors, *_functions._call(names, options, flags, outputs, (), q, lambda: Described(
         _tensors, "attention", {**keywords, "q": q, "k": k, "v": v}))
 
 
