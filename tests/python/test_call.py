@@ -2,16 +2,19 @@
 """The text of a call: what Python writes, Python and call.h read back."""
 
 import ctypes
+import importlib.util
 import locale
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
+import every_keyword
 import numpy as np
 import pytest
 
 import tessera
-from tessera import _call, _lib
+from tessera import _call, _described, _lib, _numpy
 from tessera._call import Call, fields_of
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
@@ -127,3 +130,35 @@ def test_a_locale_with_decimal_commas_reads_the_same(tmp_path, monkeypatch):
         assert read_by_cpp("softcap=0.5 dropout_p=0.25")[1].softcap == 0.5
     finally:
         locale.setlocale(locale.LC_NUMERIC, before)
+
+
+def test_a_tensor_that_no_keyword_gives_fails_at_import(monkeypatch):
+    monkeypatch.setattr(_lib, "TENSORS", (*_lib.TENSORS, "temperature"))
+    spec = importlib.util.spec_from_file_location("tessera._described_again", _described.__file__)
+    with pytest.raises(ImportError, match="temperature"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_no_keyword_is_ignored(monkeypatch):
+    assert every_keyword.ignored(monkeypatch, tessera, ones) == []
+
+
+def test_no_keyword_is_ignored_by_jax(monkeypatch):
+    pytest.importorskip("jax")
+    import jax.numpy as jnp
+
+    import tessera.jax
+    known = tessera.jax._functions._kept
+    assert every_keyword.ignored(monkeypatch, tessera.jax, lambda *form: jnp.asarray(ones(*form)), known) == []
+
+
+def test_an_ignored_keyword_is_seen(monkeypatch):
+    """By every_keyword.ignored: a front end that drops one."""
+    def attention(q, k, v, softcap=None, **keywords):
+        return tessera.attention(q, k, v, **keywords)
+    front = types.SimpleNamespace(attention=attention, attention_backward=tessera.attention_backward)
+    assert every_keyword.ignored(monkeypatch, front, ones) == ["attention: softcap"]
+
+
+def ones(shape, dtype):
+    return np.ones(shape, _numpy.dtype(dtype))

@@ -7,6 +7,7 @@ import resource
 import threading
 from pathlib import Path
 
+import every_keyword
 import numpy as np
 import pytest
 
@@ -415,3 +416,26 @@ def test_one_device():
         tp.attention(q.cuda(), k.cpu(), v.cuda())
     with pytest.raises(ValueError, match="q.place"):
         tp.attention(q.pin_memory(), k, v)
+
+
+def test_no_keyword_is_ignored(monkeypatch):
+    def ones(shape, dtype):
+        return paddle.ones(shape, dtype=dtype)
+    assert every_keyword.ignored(monkeypatch, tp, ones) == []
+
+
+def test_a_keyword_is_one_row(tmp_path):
+    every_keyword.add_a_row(tmp_path, "tessera.paddle", "paddle")
+
+
+def test_one_length_tensor_stays_one_where_saved_tensors_are_copied():
+    """An offload's copies of a tensor that was saved twice would be two."""
+    q, k, v = tensors(*[[2, 4, 2, 8]] * 3)
+    lengths = paddle.to_tensor([4, 2], dtype="int32")
+    pack, unpack = (lambda x: x.numpy()), paddle.to_tensor
+    with paddle.autograd.saved_tensors_hooks(pack, unpack):
+        o = tp.attention(q, k, v, causal=True, seqlens_q=lengths, seqlens_k=lengths)
+    found = paddle.grad(o.sum(), [q, k, v])
+    o = tp.attention(q, k, v, causal=True, seqlens_q=lengths, seqlens_k=lengths)
+    for x, y in zip(found, paddle.grad(o.sum(), [q, k, v])):
+        assert float((x - y).abs().max()) == 0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import every_keyword
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -366,59 +367,10 @@ def test_kernels_of_a_gpu_compile_with_a_chunked_mask(chunked):
         "-o", "kernels.cubin", "kernels.cu", cwd=chunked)
 
 
-# A flag and a tensor that the core has and no keyword names.
-KEYWORD = "python/tessera/_keywords.py", "class Forward(Keywords, total=False):", '''
-    v_in_k: Annotated[bool, _flag(_lib.V_IN_K, doc="Values are a part of k.")]
-    keep_tail: Annotated[Array | None, Tensor(
-        axes="b|1, hq|1, sq, sq", dtype="bool", refused=True, doc="Mask of the last sq keys.")]
-
-
-class Forward(Keywords, total=False):'''
-
-KEYWORD_CALLS = """
-import inspect
-import sys
-import numpy as np
-import tessera
-fronts = [(tessera, np.ones, np.float32)]
-try:
-    import torch
-    import tessera.torch
-    fronts.append((tessera.torch, torch.ones, torch.float32))
-except ImportError:
-    pass
-for front, ones, float32 in fronts:
-    for function in (front.attention, front.attention_backward):
-        parameters = inspect.signature(function).parameters
-        assert parameters["v_in_k"].default is False and parameters["keep_tail"].default is None
-        assert "Values are a part of k." in function.__doc__
-    x = ones((1, 4, 2, 8), dtype=float32)
-    mask = ones((1, 2, 4, 4), dtype=float32) == 1
-    assert " vink" in front.explain(x, x, x, v_in_k=True).headline
-    assert " vink" not in front.explain(x, x, x, v_in_k=False).headline
-    try:
-        front.attention(x, x, x, keep_tail=mask)
-    except tessera.Refused as error:
-        assert "keep_tail.shape=" in str(error), error
-    else:
-        raise AssertionError("keep_tail")
-    front.attention(x, x, x, v_in_k=False, keep_tail=None)
-    try:
-        front.attention(x, x, x, keep_tail=3)
-    except ValueError as error:
-        assert "keep_tail=3" in str(error), error
-    else:
-        raise AssertionError("keep_tail=3")
-print(tessera.__file__)
-"""
-
-
 @pytest.mark.skipif(not (BUILT / "libtessera.so").exists(), reason="needs a build in build/lib")
-def test_a_keyword_is_one_row(tmp_path):
-    tree = copy_sources(tmp_path / "tessera")
-    file, old, new = KEYWORD
-    replace(tree / file, old, new.lstrip("\n"))
-    assert differing(tree) == {file}
-    (tree / "build").mkdir()
-    (tree / "build" / "lib").symlink_to(BUILT)
-    assert str(tree) in run(sys.executable, "-c", KEYWORD_CALLS, cwd=tree)
+@pytest.mark.parametrize("module, library", [("tessera", "numpy"), ("tessera.torch", "torch"),
+                                             ("tessera.jax", "jax.numpy")])
+def test_a_keyword_is_one_row(tmp_path, module, library):
+    """Paddle's is in test_paddle.py."""
+    pytest.importorskip(library)
+    every_keyword.add_a_row(tmp_path, module, library)
