@@ -118,8 +118,8 @@ def _run(call: Call, operands) -> list:
 
 
 def _operator(name: str, inputs, outputs, run, infer):
-    """What a Python operator makes of the inputs. register_op reads names of parameters off the functions, which therefore
-    have some."""
+    """What a Python operator makes of the inputs. register_op reads names of parameters off the
+    functions, which therefore have some."""
     names = [f"x{i}" for i in range(len(inputs))]
     text = f"lambda {', '.join(names)}: f({', '.join(names)})"
     named = [eval(text, {"f": function}) for function in (run, infer)]

@@ -13,35 +13,27 @@ import functools
 import paddle
 
 from .. import _explain
+from . import _words
 from ._names import missing
 
 __getattr__ = missing(__name__)
 
-# TE's layouts and its numbers of them.
-_LAYOUTS = ("sb3hd", "sbh3d", "sbhd_sb2hd", "sbhd_sbh2d", "sbhd_sbhd_sbhd", "bs3hd", "bsh3d",
-            "bshd_bs2hd", "bshd_bsh2d", "bshd_bshd_bshd", "t3hd", "th3d", "thd_t2hd", "thd_th2d",
-            "thd_thd_thd")
+_LAYOUTS = _words.LAYOUTS[:15]
 
 
 class DType(enum.IntEnum):
     kByte, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 = range(8)
 
 
-class NVTE_Bias_Type(enum.IntEnum):
-    NVTE_NO_BIAS, NVTE_PRE_SCALE_BIAS, NVTE_POST_SCALE_BIAS = range(3)
-
-
-class NVTE_Mask_Type(enum.IntEnum):
-    NVTE_NO_MASK, NVTE_PADDING_MASK, NVTE_CAUSAL_MASK = range(3)
+NVTE_Bias_Type = _words.numbers("NVTE_Bias_Type", _words.BIASES[:3])
+NVTE_Mask_Type = _words.numbers("NVTE_Mask_Type", _words.MASKS[:3], suffix="_MASK")
+NVTE_QKV_Layout = _words.numbers("NVTE_QKV_Layout", _LAYOUTS)
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """The first two are both tessera's kernels."""
     NVTE_No_Backend, NVTE_F16_max512_seqlen, NVTE_F16_arbitrary_seqlen, NVTE_FP8 = range(-1, 3)
 
-
-NVTE_QKV_Layout = enum.IntEnum("NVTE_QKV_Layout", {f"NVTE_{name.upper()}": number
-                                                   for number, name in enumerate(_LAYOUTS)})
 
 _CASES = {DType.kFloat32: "fp32", DType.kFloat16: "fp16", DType.kBFloat16: "bf16"}
 

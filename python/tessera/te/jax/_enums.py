@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import enum
-import re
 
+from .._words import MASKS, mask_of
 from ._words import error
 from .transformer_engine_jax import (NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
                                      NVTE_QKV_Layout, NVTE_Softmax_Type, nvte_get_qkv_format)
@@ -106,18 +106,13 @@ class ReorderStrategy(enum.Enum):
     Striped = 1
 
 
-_MASKS = {
-    "no_mask": AttnMaskType.NO_MASK, "padding": AttnMaskType.PADDING_MASK,
-    "causal": AttnMaskType.CAUSAL_MASK, "padding_causal": AttnMaskType.PADDING_CAUSAL_MASK,
-    "causal_bottom_right": AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK,
-    "padding_causal_bottom_right": AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK}
-_SPELLINGS = {frozenset(re.split("_", name)): mask for name, mask in _MASKS.items()}
+_MASKS = dict(zip(MASKS, AttnMaskType))
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
     """The mask of a name, whose words may stand in any order."""
-    words = re.split("[_,]", attn_mask_type) if isinstance(attn_mask_type, str) else ()
-    if frozenset(words) not in _SPELLINGS:
+    name = mask_of(attn_mask_type)
+    if name not in _MASKS:
         raise error("attn_mask_type", repr(attn_mask_type), "must be one of " +
                     ", ".join(f'"{name}"' for name in _MASKS), "canonicalize_attn_mask_type")
-    return _SPELLINGS[frozenset(words)]
+    return _MASKS[name]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from ... import jax as tessera_jax
 from ..._lib import Refused
+from .._words import MASKS, band
 from . import _words
 from ._enums import (AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout)
 from ._sequences import Segments, SequenceDescriptor
@@ -69,13 +70,7 @@ class Config:
         return self.qkv_layout.is_thd()
 
     def band(self) -> dict:
-        left, right = self.window_size
-        causal = self.attn_mask_type.is_causal()
-        bottom_right = self.attn_mask_type.is_bottom_right()
-        band = {"causal": causal, "align": "bottom_right" if bottom_right else "top_left"}
-        if left >= 0 or right >= 0 and not causal:
-            band["window"] = (left, 0 if causal else right)
-        return band
+        return band(MASKS[self.attn_mask_type.value], *self.window_size)
 
 
 def separate(qkv, layout: QKVLayout) -> list:

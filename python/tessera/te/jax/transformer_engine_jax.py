@@ -10,7 +10,7 @@ import importlib.metadata
 import jax
 
 from ...jax import _binding
-from .._tables import DType
+from .._words import BIASES, FORMATS, LAYOUTS, MASKS, SOFTMAXES, DType, numbers
 from ._words import missing
 
 __all__ = ["DType", "FusedAttnBackwardFFI", "FusedAttnForwardFFI", "NVTE_Bias_Type",
@@ -23,20 +23,12 @@ __getattr__ = missing(__name__)
 # Targets of the custom calls: one handler of libtessera runs both passes.
 FusedAttnForwardFFI = FusedAttnBackwardFFI = _binding.ATTENTION
 
-NVTE_Bias_Type = enum.IntEnum("NVTE_Bias_Type", [
-    ("NVTE_NO_BIAS", 0), ("NVTE_PRE_SCALE_BIAS", 1), ("NVTE_POST_SCALE_BIAS", 2),
-    ("NVTE_ALIBI", 3)])
-NVTE_Mask_Type = enum.IntEnum("NVTE_Mask_Type", [
-    ("NVTE_NO_MASK", 0), ("NVTE_PADDING_MASK", 1), ("NVTE_CAUSAL_MASK", 2),
-    ("NVTE_PADDING_CAUSAL_MASK", 3), ("NVTE_CAUSAL_BOTTOM_RIGHT_MASK", 4),
-    ("NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK", 5)])
-NVTE_Softmax_Type = enum.IntEnum("NVTE_Softmax_Type", [
-    ("NVTE_VANILLA_SOFTMAX", 0), ("NVTE_OFF_BY_ONE_SOFTMAX", 1), ("NVTE_LEARNABLE_SOFTMAX", 2)])
-NVTE_QKV_Format = enum.IntEnum("NVTE_QKV_Format", [
-    ("NVTE_SBHD", 0), ("NVTE_BSHD", 1), ("NVTE_THD", 2)])
-NVTE_QKV_Layout = enum.IntEnum("NVTE_QKV_Layout", [
-    ("NVTE_BS3HD", 5), ("NVTE_BSHD_BS2HD", 7), ("NVTE_BSHD_BSHD_BSHD", 9), ("NVTE_T3HD", 10),
-    ("NVTE_THD_T2HD", 12), ("NVTE_THD_THD_THD", 14)])
+NVTE_Bias_Type = numbers("NVTE_Bias_Type", BIASES)
+NVTE_Mask_Type = numbers("NVTE_Mask_Type", MASKS, suffix="_MASK")
+NVTE_Softmax_Type = numbers("NVTE_Softmax_Type", SOFTMAXES, suffix="_SOFTMAX")
+NVTE_QKV_Format = numbers("NVTE_QKV_Format", FORMATS, FORMATS[:3])
+NVTE_QKV_Layout = numbers("NVTE_QKV_Layout", LAYOUTS, (
+    "bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"))
 NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", [
     ("NVTE_No_Backend", -1), ("NVTE_F16_arbitrary_seqlen", 1), ("NVTE_FP8", 2)])
 

@@ -3,6 +3,7 @@
 
 import paddle
 
+from .. import _words
 from .. import transformer_engine_paddle as tex
 from ._refused import missing
 
@@ -14,12 +15,8 @@ AttnMaskTypes = ("causal", "padding", "no_mask")
 AttnTypes = ("self", "cross")
 dist_group_type = paddle.distributed.collective.Group
 
-AttnBiasType = {"no_bias": tex.NVTE_Bias_Type.NVTE_NO_BIAS,
-                "pre_scale_bias": tex.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS,
-                "post_scale_bias": tex.NVTE_Bias_Type.NVTE_POST_SCALE_BIAS}
-AttnMaskType = {"no_mask": tex.NVTE_Mask_Type.NVTE_NO_MASK,
-                "padding": tex.NVTE_Mask_Type.NVTE_PADDING_MASK,
-                "causal": tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK}
+AttnBiasType = dict(zip(_words.BIASES, tex.NVTE_Bias_Type))
+AttnMaskType = dict(zip(_words.MASKS, tex.NVTE_Mask_Type))
 FusedAttnBackend = {
     "F16_max512_seqlen": tex.NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen,
     "F16_arbitrary_seqlen": tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen,

@@ -19,6 +19,7 @@ import paddle
 
 from ...paddle import _tensors, attention, attention_backward
 from .. import transformer_engine_paddle as tex
+from .._words import band
 from ._refused import missing
 from .constants import AttnBiasType, AttnMaskType, FusedAttnBackend
 
@@ -158,7 +159,7 @@ def _keywords(operation, qkv, cu_q, cu_kv, max_q, max_kv, backend, bias, scale, 
             raise _error(operation, name, given, f"must be the sequence axis of its tensor, {x.shape[1]}")
     keywords = dict(softmax_scale=scale)
     if mask_type == "causal":
-        keywords.update(causal=True, align="top_left")
+        keywords.update(band(mask_type))
     elif mask_type == "padding":
         for name, cu in (("seqlens_q", cu_q), ("seqlens_k", cu_kv)):
             keywords[name] = cu[1:] - cu[:-1]

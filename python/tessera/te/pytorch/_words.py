@@ -10,11 +10,10 @@ import warnings
 import torch
 
 from ... import _lib
-from .constants import AttnBiasTypes, AttnMaskTypes, QKVFormats, QKVLayouts, SoftmaxTypes
+from .._words import LAYOUTS, mask_of
+from .constants import AttnBiasTypes, AttnMaskTypes, QKVFormats, SoftmaxTypes
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SPELLINGS = {frozenset(re.split("_", name)): name for name in AttnMaskTypes}
-LAYOUTS = (*QKVLayouts, "bhsd_bhsd_bhsd")
 _FORMAT = re.compile(r"[^bshdt]")
 
 
@@ -49,8 +48,8 @@ def quoted(words) -> str:
 
 
 def mask_type(value) -> str:
-    """"causal_padding", "causal,padding" and "padding_causal" are one."""
-    name = _SPELLINGS.get(frozenset(re.split("[_,]", value))) if isinstance(value, str) else None
+    """As _words.mask_of of every framework."""
+    name = mask_of(value)
     if name is None:
         raise error("attn_mask_type", value, f"must be one of {quoted(AttnMaskTypes)}")
     return name

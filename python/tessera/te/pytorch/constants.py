@@ -3,21 +3,16 @@
 
 import torch
 
+from .. import _words
 from .._names import missing
-from .._tables import DType
+from .._words import DType
 
-AttnMaskTypes = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
-                 "padding_causal_bottom_right", "arbitrary")
+AttnMaskTypes = (*_words.MASKS, "arbitrary")
 AttnTypes = ("self", "cross")
-AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
-SoftmaxTypes = ("vanilla", "off-by-one", "learnable")
-QKVFormats = ("sbhd", "bshd", "thd")
-QKVLayouts = ("sb3hd", "sbh3d", "sbhd_sb2hd", "sbhd_sbh2d", "sbhd_sbhd_sbhd",
-              "bs3hd", "bsh3d", "bshd_bs2hd", "bshd_bsh2d", "bshd_bshd_bshd",
-              "t3hd", "th3d", "thd_t2hd", "thd_th2d", "thd_thd_thd",
-              "sbhd_bshd_bshd", "bshd_sbhd_sbhd", "thd_bshd_bshd", "thd_sbhd_sbhd",
-              "paged_kv_bshd_bshd_bshd", "paged_kv_bshd_sbhd_sbhd", "paged_kv_sbhd_bshd_bshd",
-              "paged_kv_sbhd_sbhd_sbhd", "paged_kv_thd_bshd_bshd", "paged_kv_thd_sbhd_sbhd")
+AttnBiasTypes = _words.BIASES[1:3] + _words.BIASES[:1] + _words.BIASES[3:]  # in TE's order
+SoftmaxTypes = _words.SOFTMAXES
+QKVFormats = _words.FORMATS[:3]
+QKVLayouts = _words.LAYOUTS[:-1]
 
 TE_DType = {torch.uint8: DType.kByte, torch.int32: DType.kInt32, torch.float32: DType.kFloat32,
             torch.float16: DType.kFloat16, torch.bfloat16: DType.kBFloat16,

@@ -25,7 +25,7 @@ import weakref
 import torch
 
 from .._names import missing
-from .._tables import DType
+from .._words import DType
 from ..common.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format,
                              MXFP8BlockScaling, NVFP4BlockScaling, Recipe)
 from .tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, scale_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import enum
 
-from .._words import LAYOUTS
-from ..constants import SoftmaxTypes
+from ... import _words
 
 
 class FusedAttnBackend(enum.IntEnum):
@@ -24,23 +23,15 @@ class FusedAttnBackend(enum.IntEnum):
         return cls[value] if isinstance(value, str) else cls(int(value))
 
 
-_FORMATS = ("sbhd", "bshd", "thd", "bshd_2sbhd", "sbhd_2bshd", "thd_2bshd", "thd_2sbhd", "bhsd")
-_BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-_MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
-          "padding_causal_bottom_right")
+def _table(name: str, words, suffix: str = "") -> dict[str, enum.IntEnum]:
+    return dict(zip(words, _words.numbers(name, words, suffix=suffix)))
 
 
-def _table(name: str, words) -> dict[str, enum.IntEnum]:
-    members = enum.IntEnum(name, [(f"NVTE_{word.replace('-', '_').upper()}", number)
-                                  for number, word in enumerate(words)])
-    return dict(zip(words, members))
-
-
-QKVLayout = _table("NVTE_QKV_Layout", LAYOUTS)
-QKVFormat = _table("NVTE_QKV_Format", _FORMATS)
-AttnBiasType = _table("NVTE_Bias_Type", _BIASES)
-AttnMaskType = _table("NVTE_Mask_Type", _MASKS)
-SoftmaxType = _table("NVTE_Softmax_Type", SoftmaxTypes)
+QKVLayout = _table("NVTE_QKV_Layout", _words.LAYOUTS)
+QKVFormat = _table("NVTE_QKV_Format", _words.FORMATS)
+AttnBiasType = _table("NVTE_Bias_Type", _words.BIASES)
+AttnMaskType = _table("NVTE_Mask_Type", _words.MASKS, "_MASK")
+SoftmaxType = _table("NVTE_Softmax_Type", _words.SOFTMAXES, "_SOFTMAX")
 
 # Where an FP8 tensor's scale stands among those of TE's GEMMs.
 META_QKV, META_O, META_S = 2, 3, 8

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..._names import missing
-from ..._tables import DType
+from ..._words import DType
 from .quantized_tensor import QuantizedTensor, Quantizer
 
 __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor"]

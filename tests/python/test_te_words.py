@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's words and numbers in Python are those of the C layer, src/nvte."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tessera.te import _words
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = (ROOT / "include" / "tessera_nvte.h").read_text()
+CALL = (ROOT / "src" / "nvte" / "call.cc").read_text()
+
+
+@pytest.mark.parametrize("name, words, suffix", [
+    ("NVTE_QKV_Layout", _words.LAYOUTS, ""), ("NVTE_QKV_Format", _words.FORMATS, ""),
+    ("NVTE_Bias_Type", _words.BIASES, ""), ("NVTE_Mask_Type", _words.MASKS, "_MASK"),
+    ("NVTE_Softmax_Type", _words.SOFTMAXES, "_SOFTMAX")])
+def test_numbers_are_those_of_the_header(name, words, suffix):
+    body = re.search(r"enum %s : int \{(.*?)\};" % name, HEADER, re.DOTALL)[1]
+    expected = {member.upper(): int(number) for member, number in re.findall(r"(NVTE_\w+) = (-?\d+)", body)}
+    assert {x.name: x.value for x in _words.numbers(name, words, suffix=suffix)} == expected
+
+
+def test_tags_of_dtypes_are_those_of_the_header():
+    body = re.search(r"enum NVTEDType(?: : int)? \{(.*?)\};", HEADER, re.DOTALL)[1]
+    expected = {f"k{name}": int(number) for name, number in re.findall(r"kNVTE(\w+) = (\d+)", body)}
+    assert {x.name: x.value for x in _words.DType}.items() <= expected.items()
+
+
+def test_masks_have_the_bands_of_the_c_layer():
+    """Which masks are causal, and end at the bottom right, as src/nvte/call.cc says it."""
+    causal_from = re.search(r"is_causal\(NVTE_Mask_Type mask\) \{ return mask >= (\w+); \}", CALL)[1]
+    bottom_right = set(re.findall(r"NVTE_\w+_MASK", re.search(r"is_bottom_right\(NVTE_Mask_Type mask\) \{(.*?)\}",
+                                                            CALL, re.DOTALL)[1]))
+    numbers = _words.numbers("NVTE_Mask_Type", _words.MASKS, suffix="_MASK")
+    for mask, number in zip(_words.MASKS, numbers):
+        band = _words.band(mask)
+        assert band["causal"] == (number >= numbers[causal_from]), mask
+        assert (band["align"] == "bottom_right") == (number.name in bottom_right), mask
+
+
+def test_a_window_beside_a_mask():
+    assert _words.band("causal", 8, 3)["window"] == (8, 0)  # a causal mask ends at the diagonal
+    assert _words.band("no_mask", -1, 3)["window"] == (-1, 3)
+    assert "window" not in _words.band("causal", -1, 0) and "window" not in _words.band("padding")
+
+
+def test_words_of_a_mask_stand_in_any_order():
+    assert _words.mask_of("causal,padding") == _words.mask_of("causal_padding") == "padding_causal"
+    assert _words.mask_of("casual") is None and _words.mask_of(3) is None
