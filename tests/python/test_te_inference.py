@@ -170,6 +170,30 @@ def test_a_manager_of_ones_own():
     assert issubclass(PagedKVCacheManager, KVCacheManager)
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_manager_of_te(is_paged):
+    """One that has TE's four methods and returns two values, as later versions of TE do."""
+    base = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
+
+    class Wrapping:
+        def __init__(self, **sizes):
+            self.inner = base(**sizes)
+            self.cache, self.reset, self.pre_step = self.inner.cache, self.inner.reset, self.inner.pre_step
+            self.allocate_memory, self.page_table = self.inner.allocate_memory, self.inner.page_table
+
+        def step(self, *given):
+            return self.inner.step(*given)[:2]
+
+    params = InferenceParams(2, 16, G, D, torch.float32, is_paged=is_paged, page_size=4 if is_paged else None,
+                             custom_cache_manager=Wrapping)
+    layer = te.DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", layer_number=1)
+    params.allocate_memory(1)
+    params.pre_step(OrderedDict([(3, 5), (4, 5)]))
+    q, k, v = (torch.randn(2, 5, heads, D) for heads in (H, G, G))
+    out = layer(q, k, v, attn_mask_type="padding_causal", inference_params=params)
+    torch.testing.assert_close(out.unflatten(-1, (H, D)), tt.attention(q, k, v, causal=True))
+
+
 def test_bad_calls():
     params = InferenceParams(2, 16, G, D, torch.float32)
     layer = te.DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", layer_number=3)
@@ -179,10 +203,57 @@ def test_bad_calls():
     params.pre_step(OrderedDict([(0, 2)]))
     with pytest.raises(ValueError, match="layer_number=3: has no cache"), torch.no_grad():
         layer(q, k, k, attn_mask_type="padding", inference_params=params)
-    with pytest.raises(ValueError, match="inference_params=.*a cache has no gradient"):
-        layer(q.requires_grad_(), k, k, attn_mask_type="padding", inference_params=params)
     with pytest.raises(ValueError, match="page_size=5: must divide max_sequence_length=16"):
         InferenceParams(2, 16, G, D, torch.float32, is_paged=True, page_size=5)
+
+
+def test_a_cache_has_no_gradient():
+    """q keeps its own, as with TE: keys and values are what the cache holds."""
+    params = InferenceParams(2, 16, G, D, torch.float32, qkv_format="bshd")
+    layer = te.DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", layer_number=1,
+                                   attn_mask_type="padding_causal")
+    params.allocate_memory(1)
+    params.pre_step(OrderedDict([(0, 5), (1, 5)]))
+    q, k, v = (torch.randn(2, 5, heads, D, requires_grad=True) for heads in (H, G, G))
+    out = layer(q, k, v, inference_params=params)
+    expected = tt.attention(q, k.detach(), v.detach(), causal=True).flatten(-2)
+    torch.testing.assert_close(out, expected)
+    got, wanted = (torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected))
+    torch.testing.assert_close(got, wanted)
+    assert not any(x.requires_grad for x in params.cache_manager.cache[1])
+    params.pre_step(OrderedDict([(0, 1), (1, 1)]))
+    again = layer(*(x[:, :1] for x in (q, k, v)), inference_params=params)
+    with pytest.raises(RuntimeError, match="does not require grad|not have been used"):
+        torch.autograd.grad(again.sum(), k)
+
+
+def test_pages_as_te_counts_them(caplog):
+    params = InferenceParams(3, 16, G, D, torch.float32, is_paged=True, page_size=4, total_num_pages=6)
+    manager = params.cache_manager
+    params.pre_step(OrderedDict([(7, 9), (8, 2)]))
+    assert manager.get_sequence_count() == 2 and manager.get_sequence_lengths() == [9, 2]
+    assert [manager.get_page_count(id) for id in (7, 8, 9)] == [3, 1, 0]
+    pages = manager.get_page_list(7) + manager.get_page_list(8)
+    free = [page.page_id for page in manager.free_pages]
+    assert sorted(pages + free) == list(range(6)) and manager.has_free_page()
+    assert [page.page_id for page in manager.allocated_pages[7]] == manager.get_page_list(7)
+    assert all(page.allocated for page in manager.allocated_pages[7])
+    table = manager.get_page_table([8, 7])
+    assert table.shape == (3, 4) and table.dtype == torch.int32 and table is manager.page_table
+    assert table[0].tolist() == manager.get_page_list(8) + [0] * 3
+    assert table[1].tolist() == manager.get_page_list(7) + [0]
+    with caplog.at_level("DEBUG", "PagedKVCacheManager"):
+        manager.print_cache()
+    assert "used 4, free 2" in caplog.text and "seq_id 7, num_tokens 9, num_pages 3" in caplog.text
+    manager.allocate_page(8)
+    manager.allocate_sequence(9, 3)
+    assert not manager.has_free_page() and manager.get_page_count(8) == 2
+    with pytest.raises(RuntimeError, match="0 of 6 pages are free"):
+        manager.allocate_page(8)
+    manager.deallocate_sequence(7)
+    assert len(manager.free_pages) == 3 and 7 not in manager.allocated_pages
+    params.reset()
+    assert len(manager.free_pages) == 6 and not manager.page_table.any()
 
 
 # ---- rotary embedding ----

@@ -222,17 +222,16 @@ def test_dropout_and_drop_path_are_for_training():
     assert torch.equal(layer(x), layer(x))
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "thd"])
-def test_step_by_step_is_the_whole(qkv_format):
+def test_step_by_step_is_the_whole(qkv_format, grad):
     """Two layers with rotary embedding over caches give what the whole sequences give."""
     layers = [TransformerLayer(HIDDEN, 40, H, G, hidden_dropout=0.0, attention_dropout=0.0,
                                attn_input_format=qkv_format, layer_number=number,
                                self_attn_mask_type="padding_causal").float().eval() for number in (1, 2)]
     freqs = RotaryPositionEmbedding(D)(32)
     x = torch.randn(2, 9, HIDDEN).float()
-    params = InferenceParams(2, 32, G, D, torch.float32, qkv_format=qkv_format)
-    for layer in layers:
-        params.allocate_memory(layer.self_attention.layer_number)
+    params = InferenceParams(2, 32, G, D, torch.float32, qkv_format=qkv_format)  # layers allocate
 
     def run(y, inference_params=None, **lengths):
         for layer in layers:
@@ -242,7 +241,7 @@ def test_step_by_step_is_the_whole(qkv_format):
     def laid_out(y):
         return {"bshd": y, "sbhd": y.transpose(0, 1), "thd": y.flatten(0, 1)}[qkv_format]
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         cu_seqlens = torch.tensor([0, 9, 18], dtype=torch.int32)
         whole = run(laid_out(x), cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                     **({"max_seqlen_q": 9, "max_seqlen_kv": 9} if qkv_format == "thd" else {}))

@@ -13,6 +13,7 @@ come, go or change their order.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 
 import torch
@@ -21,7 +22,8 @@ from ....torch import append_kv
 from ..._names import missing
 from .. import _words
 
-__all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"]
+__all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "Page",
+           "PagedKVCacheManager"]
 __getattr__ = missing(__name__)
 
 
@@ -71,6 +73,7 @@ class _PoolManager(KVCacheManager):
         super().reset()
         self._pages: dict[int, list[int]] = {}  # of each sequence
         self._free = list(range(self.total_num_pages - 1, -1, -1))
+        self.page_table.zero_()
 
     def allocate_memory(self, layer_number: int):
         self.cache[layer_number] = tuple(
@@ -85,11 +88,15 @@ class _PoolManager(KVCacheManager):
                                  f"most max_sequence_length={self.max_seqlen}")
         self._reserve(lengths)
         self.sequences = lengths
+        self._write_table(lengths)
+        return lengths
+
+    def _write_table(self, ids):
+        """The first rows of the table: the pages of these sequences."""
         rows = [pages + [0] * (self.max_pages_per_seq - len(pages))
-                for pages in (self._pages[id] for id in lengths)]
+                for pages in (self._pages.get(id, []) for id in ids)]
         if rows:
             self.page_table[:len(rows)].copy_(_uploaded(rows, self.device), non_blocking=True)
-        return lengths
 
     def _reserve(self, lengths: OrderedDict):
         """Frees the pages of sequences that are gone and takes those that are missing, or raises and
@@ -145,10 +152,76 @@ class NonPagedKVCacheManager(_PoolManager):
         return k[table[:, 0].long()], v[table[:, 0].long()], None
 
 
+class Page:
+    """A page by its number, and whether a sequence has it."""
+
+    def __init__(self, page_id: int, allocated: bool = False):
+        self.page_id, self.allocated = page_id, allocated
+
+    def allocate_page(self):
+        self.allocated = True
+
+    def deallocate_page(self):
+        self.allocated = False
+
+
 class PagedKVCacheManager(_PoolManager):
-    """Caches [total_num_pages, page_size, heads, head_dim] and a page table."""
+    """Caches [total_num_pages, page_size, heads, head_dim] and a page table. pre_step takes and frees
+    pages; the methods here look at them, or do by hand what pre_step does."""
 
     step = _PoolManager.append
+
+    @property
+    def free_pages(self) -> list[Page]:
+        return [Page(page) for page in reversed(self._free)]
+
+    @property
+    def allocated_pages(self) -> dict[int, list[Page]]:
+        return {id: [Page(page, True) for page in pages] for id, pages in self._pages.items()}
+
+    def has_free_page(self) -> bool:
+        return bool(self._free)
+
+    def get_sequence_count(self) -> int:
+        return len(self.sequences)
+
+    def get_sequence_lengths(self) -> list[int]:
+        return list(self.sequences.values())
+
+    def get_page_list(self, seq: int) -> list[int]:
+        return list(self._pages.get(seq, ()))
+
+    def get_page_count(self, seq: int) -> int:
+        return len(self._pages.get(seq, ()))
+
+    def get_page_table(self, sequences: list[int]) -> torch.Tensor:
+        """int32 [max_batch_size, pages a sequence], its first rows now those of `sequences`."""
+        self._write_table(sequences)
+        return self.page_table
+
+    def allocate_page(self, seq: int):
+        if not self._free:
+            raise RuntimeError(f"PagedKVCacheManager: seq={seq}: 0 of {self.total_num_pages} pages are free; "
+                               "finish a sequence, or give a larger total_num_pages")
+        self._pages.setdefault(seq, []).append(self._free.pop())
+
+    def allocate_sequence(self, seq: int, context_len: int):
+        for _ in range(-(-context_len // self.page_size)):
+            self.allocate_page(seq)
+
+    def deallocate_sequence(self, seq: int):
+        self._free += reversed(self._pages.pop(seq, []))
+
+    def print_cache(self):
+        """Logs at level DEBUG who has which pages."""
+        log = logging.getLogger("PagedKVCacheManager").debug
+        used = self.total_num_pages - len(self._free)
+        log("Cache status:")
+        log("  total pages:     %s (used %s, free %s)", self.total_num_pages, used, len(self._free))
+        log("  total sequences: %s", len(self.sequences))
+        for i, (id, length) in enumerate(self.sequences.items()):
+            log("  >> batch index %s: seq_id %s, num_tokens %s, num_pages %s, page_list %s", i, id, length,
+                self.get_page_count(id), self.get_page_list(id))
 
 
 class InferenceParams:
@@ -238,8 +311,7 @@ class InferenceParams:
         (k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, max_sequence_length, qkv_format), the last as
         "thd_2bshd"."""
         self.input_qkv_format = _words.qkv_format(qkv_format)
-        k, v, self._table = self.cache_manager.step(layer_number, new_k, new_v, self.cu_seqlens_q,
-                                                    self.cu_seqlens_kv, qkv_format)
+        k, v, self._table = self._stepped(self.cache_manager.step, layer_number, new_k, new_v, qkv_format)
         merged = qkv_format if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, merged
 
@@ -247,11 +319,17 @@ class InferenceParams:
         """step() as DotProductAttention wants it: (k, v, page_table, cu_seqlens_q [b + 1],
         cu_seqlens_kv [b + 1]), page_table None where a custom manager has none."""
         manager = self.cache_manager
-        append = getattr(manager, "append", manager.step)
-        k, v, table = append(layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv,
-                             qkv_format)
+        k, v, table = self._stepped(getattr(manager, "append", manager.step), layer_number, new_k, new_v,
+                                    qkv_format)
         cut = slice(0, self.batch_size + 1)
         return k, v, table, self.cu_seqlens_q[cut], self.cu_seqlens_kv[cut]
+
+    def _stepped(self, step, layer_number: int, new_k, new_v, qkv_format: str):
+        """(k, v, page_table | None) of a manager's step; TE's give two, or three, by version."""
+        k, v, *table = step(layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format)
+        if table or not self.is_paged:
+            return k, v, table[0] if table else None
+        return k, v, self.cache_manager.page_table[:self.batch_size]
 
     def convert_paged_to_nonpaged(self, layer_number: int):
         """(k, v) [b, max_sequence_length, h, d] of the sequences of this step, as copies."""

@@ -125,6 +125,8 @@ class MultiheadAttention(torch.nn.Module):
         with return_layernorm_output what the norm of the input gave. encoder_output [sk, b, hidden_size]
         holds keys and values of "cross"; rotary_pos_emb is freqs of RotaryPositionEmbedding, or a pair
         for q and k; is_first_microbatch, which is about FP8 weights, has no effect."""
+        if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
+            inference_params.allocate_memory(self.layer_number)
         q, k, v, normed = self._heads(hidden_states, encoder_output)
         if self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)

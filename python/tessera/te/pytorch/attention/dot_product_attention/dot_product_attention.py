@@ -224,14 +224,12 @@ class DotProductAttention(Float8Module):
             return {"dropout_p": self.attention_dropout, "rng_state": drawn_state(device)}
 
     def _with_cache(self, inference_params, q, k, v, tensors, words):
-        """Appends k and v to the cache of this layer; q sees all of it, along the bottom right."""
+        """Appends k and v, without their gradients, to the cache of this layer; q sees all of it, along the
+        bottom right."""
         mask = self.attn_mask_type if words[1] is None else _words.mask_type(words[1])
         if "padding" not in mask:
             raise _words.error("attn_mask_type", mask, 'must be a padding mask beside inference_params: '
                                '"padding", "padding_causal" or "padding_causal_bottom_right"')
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise _words.error("inference_params", type(inference_params).__name__,
-                               "a cache has no gradient; use torch.no_grad() or torch.inference_mode()")
         mask = "padding_causal_bottom_right" if "causal" in mask else mask
         q_format = words[0]
         k, v, table, cu_q, cu_kv = inference_params.append(self.layer_number, k, v, q_format)
