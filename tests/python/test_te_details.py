@@ -7,9 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tessera.te.common import recipe  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _selection, utils)
+    _attention_backends, _selection, _unfused, utils)
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem, fresh_selection  # noqa: E402,F401
 
@@ -65,6 +66,57 @@ def test_a_selection_is_traced(switch, made_inside, monkeypatch):
     x = torch.zeros(3)
     assert torch.equal(torch.compile(ask, fullgraph=True, backend="eager")(x), ask(x))
     assert utils.get_attention_backend(outside)[2] == (switch is None)
+
+
+def test_a_compiled_selection_follows_the_switches(monkeypatch):
+    """One compiled function, whose answer is eager's whenever it is called."""
+    torch._dynamo.reset()
+    params = utils.AttentionParams(qkv_dtype=torch.float32, qkv_layout="bshd_bshd_bshd", device="cpu")
+
+    def ask(x):
+        flash, _, use_fused, _, unfused, available = utils.get_attention_backend(params)
+        return x + use_fused + 2 * flash + 4 * unfused + 8 * sum(available)
+
+    compiled, x, answers = torch.compile(ask, fullgraph=True, backend="eager"), torch.zeros(1), set()
+    for off in ((), ("NVTE_FUSED_ATTN",), ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN"), ("NVTE_FLASH_ATTN_V2",), ()):
+        with monkeypatch.context() as environment:
+            for name in off:
+                environment.setenv(name, "0")
+            answers.add(ask(x).item())
+            assert torch.equal(compiled(x), ask(x))
+    assert len(answers) == 3
+
+
+def test_a_compiled_module_follows_the_switches(monkeypatch):
+    torch._dynamo.reset()
+    module = DotProductAttention(2, 8, qkv_format="bshd")
+    compiled, q = torch.compile(module, fullgraph=True, backend="eager"), torch.randn(1, 3, 2, 8)
+    expected = compiled(q, q, q)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(_unfused, "attention", lambda q, k, v, **_: 2 * v)
+    assert torch.equal(compiled(q, q, q), 2 * q.flatten(-2)) and expected.shape == (1, 3, 16)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_tensors_are_answered_for_as_bf16(dtype, fp8):
+    given = dict(qkv_layout="bshd_bshd_bshd", device="cpu", fp8=fp8, attn_mask_type="causal",
+                 fp8_meta={"recipe": recipe.DelayedScaling(fp8_dpa=True)} if fp8 else None)
+    answer = utils.get_attention_backend(utils.AttentionParams(qkv_dtype=dtype, **given))
+    assert answer == utils.get_attention_backend(utils.AttentionParams(qkv_dtype=torch.bfloat16, **given))
+    assert answer[2]
+
+
+@pytest.mark.parametrize("given", ["MXFP8BlockScaling", "NVFP4BlockScaling"])
+def test_no_backend_for_recipes_without_attention(given, caplog):
+    asked = getattr(recipe, given)()
+    asked.fp8_dpa = True
+    params = utils.AttentionParams(qkv_layout="bshd_bshd_bshd", device="cpu", fp8=True, fp8_meta={"recipe": asked})
+    flash, _, fused, sub_backend, unfused, available = utils.get_attention_backend(params)
+    assert not (flash or fused or unfused or any(available)) and sub_backend is None
+    for reasons in _selection.select(params).reasons.values():
+        assert any(given in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("off", [(), ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")], ids=["fused", "unfused"])

@@ -9,13 +9,25 @@ import os
 logger = logging.getLogger("DotProductAttention")
 fused_logger = logging.getLogger("FusedAttnFunc")
 
+# The dictionary in os.environ. torch.compile guards what it reads in a dictionary, but not os.environ:
+# a compiled call follows the switches as an eager one does.
+_environment = getattr(os.environ, "_data", os.environ)
+_stored = next(iter(_environment), "")  # bytes, but for Windows
+
 
 def switch(name: str, default: int) -> int:
     """An NVTE_* variable, read now."""
-    text = os.environ.get(name, "")
+    text = _variable(name)
     if text and not text.isdecimal():
         raise ValueError(f"{name}={text!r}: must be a number; unset it for {default}")
     return int(text) if text else default
+
+
+def _variable(name: str) -> str:
+    if isinstance(_stored, bytes):
+        key = name.encode()
+        return _environment[key].decode() if key in _environment else ""
+    return _environment[name] if name in _environment else ""
 
 
 class AttentionLogging:

@@ -31,6 +31,8 @@ _SWITCHES = {_FLASH: "NVTE_FLASH_ATTN", _FUSED: "NVTE_FUSED_ATTN", _UNFUSED: "NV
 _VERSIONS = tuple(f"NVTE_FLASH_ATTN_V{n}" for n in (2, 3, 4))  # tessera's kernels stand for each
 _SUB_BACKEND = "NVTE_FUSED_ATTN_BACKEND"
 SWITCHES = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_DEBUG", "NVTE_DEBUG_LEVEL", "TESSERA_TE_ORDER")
+_COUNTED = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_FP8_DPA_BWD",
+            "NVTE_UnfusedDPA_Emulate_FP8")  # those of a selection that are numbers
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
            torch.float64: "fp64"}
 _CACHE_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -123,6 +125,8 @@ def get_attention_backend(attention_params: AttentionParams | None = None):
     FlashAttention, the sub-backend of FusedAttention, and a list of what each could do."""
     params = attention_params or AttentionParams()
     if torch.compiler.is_compiling():
+        for name in _COUNTED:
+            switch(name, 1)  # read here, a graph is guarded by it
         selected, available, fused_backend = _traced(*[getattr(params, name) for name in _FIELDS])
         available = list(available)
     else:
@@ -136,8 +140,7 @@ def get_attention_backend(attention_params: AttentionParams | None = None):
 
 @torch.compiler.assume_constant_result
 def _traced(*fields):
-    """select() as torch.compile traces it: once for a graph, switches included, of constants and
-    to constants."""
+    """select() as torch.compile traces it: once for a graph, of constants and to constants."""
     chosen = select(AttentionParams(*fields))
     sub_backend = None if chosen.fused_backend is None else int(chosen.fused_backend)
     return chosen.selected, tuple(chosen.available[name] for name in NAMES), sub_backend
@@ -153,7 +156,12 @@ def select(params: AttentionParams) -> Selection:
     for name, texts in reasons.items():
         for text in texts:
             logger.debug("Disabling %s due to %s", name, text)
-    return _prefer(params, reasons, _capability(params))
+    return _prefer(_nominal(params), reasons, _capability(params))
+
+
+def _nominal(params: AttentionParams) -> AttentionParams:
+    """FP8 tensors stand for 16-bit values, and are answered for as those."""
+    return dataclasses.replace(params, qkv_dtype=torch.bfloat16) if params.qkv_dtype in _CACHE_DTYPES else params
 
 
 def switched_off() -> dict[str, list[str]]:
@@ -169,8 +177,13 @@ def switched_off() -> dict[str, list[str]]:
 
 def why_not(params: AttentionParams) -> dict[str, list[str]]:
     """For each of NAMES what keeps it from running this; empty lists are backends that could."""
+    params = _nominal(params)
     reasons = switched_off()
     asked_for_unfused = bool(reasons[_FLASH] and reasons[_FUSED])
+    try:
+        _fp8_recipes(params)
+    except _lib.Refused as error:
+        return {name: [*texts, str(error)] for name, texts in reasons.items()}
     capability = _capability(params)
     if capability < (8, 0):
         reasons[_FLASH].append("compute capability < sm80")
