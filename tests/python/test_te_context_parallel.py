@@ -295,6 +295,13 @@ def batch_of_rank(rank, group):
     index = tex.thd_get_partitioned_indices(padded, 12, 2, rank)
     for got, x in zip(found, (ids, ids + 50, ids + 100)):
         assert torch.equal(got, x[:, index])
+    # Sequences first, features last, one axis alone: the axis is as long as the sequences are.
+    many, one = torch.arange(36).view(1, 12, 3), ids[0]
+    found = te_cp.get_batch_on_this_cp_rank(padded, many, many[0], one, cp_group=group)
+    for got, expected in zip(found, (many[:, index], many[0][index], one[index])):
+        assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match=r"labels_padded.shape=\[1, 11\].*12 long"):
+        te_cp.get_batch_on_this_cp_rank(padded, ids, ids[:, 1:], None, cp_group=group)
 
 
 @pytest.mark.parametrize("packed", [True, False])

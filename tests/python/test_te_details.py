@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tessera.te.common import recipe  # noqa: E402
-from tessera.te.pytorch import DotProductAttention  # noqa: E402
+from tessera.te.pytorch import DotProductAttention, quantization  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _selection, _unfused, utils)
+    _attention_backends, _selection, _unfused, backends, utils)
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem, fresh_selection  # noqa: E402,F401
 
@@ -42,6 +42,10 @@ def test_versions_of_flash_attention():
     assert not flash.is_version_supported("0.0.1") and not flash.is_version_supported("999")
     assert utils._get_supported_versions("2.1.1", "2.8") == ">= 2.1.1, <= 2.8"
     assert flash._get_supported_versions("1", "2") == ">= 1, <= 2"
+    assert flash.is_version_supported("2.8.3", "2.1.1") and not flash.is_version_supported("2.1.0", "2.1.1")
+    assert flash.is_version_supported("2.7", minimum="2.7.0")
+    with pytest.raises(ValueError, match="minimum='two'"):
+        flash.is_version_supported("2", "two")
     with pytest.raises(ValueError, match="version='two'"):
         flash.is_version_supported("two")
 
@@ -96,6 +100,14 @@ def test_a_compiled_module_follows_the_switches(monkeypatch):
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(_unfused, "attention", lambda q, k, v, **_: 2 * v)
     assert torch.equal(compiled(q, q, q), 2 * q.flatten(-2)) and expected.shape == (1, 3, 16)
+
+
+def test_names_where_te_has_them():
+    manager = quantization.FP8GlobalStateManager
+    for kind in ("mxfp8", "fp8_block_scaling", "nvfp4"):
+        available, reason = getattr(manager, f"is_{kind}_available")()
+        assert available is False and reason
+    assert backends.UnfusedDotProductAttention()._alibi_cache is utils._alibi_cache
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -322,7 +322,8 @@ def test_misuse_of_containers(make, message):
 def test_combining():
     q, k, v = (torch.randn(2, 3, 2, 8, dtype=torch.bfloat16) * n for n in (1, 2, 3))
     quantizer = te.Float8CurrentScalingQuantizer(E4M3, "cpu")
-    rounded = utils.combine_and_quantize("bshd_bshd_bshd", q, k, v, quantizer)
+    *rounded, layout, scale_format = utils.combine_and_quantize("bshd_bshd_bshd", q, k, v, quantizer)
+    assert (layout, scale_format) == ("bshd_bshd_bshd", None)
     assert len({x._scale_inv.item() for x in rounded}) == 1
     assert rounded[0]._scale_inv.item() == pytest.approx(max(x.abs().max().item() for x in (q, k, v)) / 448)
     values = utils.combine_and_dequantize("bshd_bshd_bshd", *rounded, src_nominal_dtype=torch.float32)

@@ -356,6 +356,42 @@ def test_bad_rotations():
         RotaryPositionEmbedding(7)
 
 
+def test_packed_qkv_is_turned():
+    cu_seqlens = torch.tensor([0, 3, 9], dtype=torch.int32)
+    freqs, start = RotaryPositionEmbedding(D)(16), torch.tensor([2, 5])
+    qkv = torch.randn(9, G, 4 * D)  # two heads of q, one of k and one of v in each group
+    q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [2 * D, D, D], "thd", start, False, cu_seqlens)
+    heads = qkv.unflatten(-1, (4, D))
+    turned = [apply_rotary_pos_emb(x, freqs, "thd", start, cu_seqlens=cu_seqlens)
+              for x in (heads[:, :, :2].flatten(1, 2), heads[:, :, 2])]
+    assert torch.equal(q, turned[0]) and torch.equal(k, turned[1]) and torch.equal(v, heads[:, :, 3])
+    assert all(map(torch.equal, FusedQKVRoPEFunc.apply(qkv, freqs, freqs, [2 * D, D, D], start, "thd", False,
+                                                       cu_seqlens), (q, k, v)))
+    with pytest.raises(ValueError, match="cu_seqlens=None"):
+        apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [2 * D, D, D], "thd")
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_decoding_compiles_without_a_break(is_paged):
+    """Step by step through one compiled layer gives what the eager one gives."""
+    torch._dynamo.reset()
+    layers = [te.DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", layer_number=1,
+                                     attn_mask_type="padding_causal") for _ in range(2)]
+    run = torch.compile(layers[0], fullgraph=True, backend="aot_eager"), layers[1]
+    caches = [InferenceParams(2, 16, G, D, torch.float32, is_paged=is_paged, page_size=4 if is_paged else None)
+              for _ in range(2)]
+    for cache in caches:
+        cache.allocate_memory(1)
+    for count in (3, 1, 1, 1):
+        q, k, v = (torch.randn(2, count, heads, D) for heads in (H, G, G))
+        outs = []
+        for layer, cache in zip(run, caches):
+            cache.pre_step(OrderedDict([(0, count), (1, count)]))
+            with torch.no_grad():
+                outs.append(layer(q, k, v, inference_params=cache))
+        torch.testing.assert_close(*outs)
+
+
 def test_without_kernels(monkeypatch):
     """UnfusedDotProductAttention gathers the pages."""
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")

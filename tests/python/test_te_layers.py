@@ -213,6 +213,23 @@ def test_other_shapes_of_a_layer():
                                rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"output_layernorm": True}, {"layer_type": "decoder"},
+                                     {"apply_residual_connection_post_layernorm": True},
+                                     {"parallel_attention_mlp": True}, {"qk_norm_type": "RMSNorm"}], ids=str)
+def test_a_layer_under_autocast_returns_its_dtype(options):
+    layer = TransformerLayer(HIDDEN, 40, H, hidden_dropout=0.0, attention_dropout=0.0, **options).float()
+    x = torch.randn(5, 2, HIDDEN, dtype=torch.float32, requires_grad=True)
+    more = {"encoder_output": torch.randn(4, 2, HIDDEN).float()} if "layer_type" in options else {}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, **more)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), layer(x, **more), rtol=5e-2, atol=5e-2)
+    out.float().sum().backward()
+    assert x.grad.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in layer.parameters()
+                                                 if p.grad is not None)
+    assert layer(x, **more).dtype == torch.float32
+
+
 def test_dropout_and_drop_path_are_for_training():
     layer = TransformerLayer(HIDDEN, 40, H, hidden_dropout=0.5, attention_dropout=0.1,
                              drop_path_rate=0.5).float()

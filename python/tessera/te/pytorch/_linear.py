@@ -22,6 +22,12 @@ def device_of(device) -> torch.device:
     return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
+def in_autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of an autocast region, where one is open for its device."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def unsupported(module: str, **given):
     """NotImplementedError for the first argument that is given."""
     for name, value in given.items():
@@ -68,6 +74,10 @@ class Norm(Stateful):
         self.register_parameter(f"{prefix}bias", bias)
 
     def normalised(self, x: torch.Tensor) -> torch.Tensor:
+        """In autocast's dtype, though PyTorch's norms then return fp32."""
+        return in_autocast(self._normalised(x))
+
+    def _normalised(self, x):
         weight = getattr(self, f"{self.prefix}weight")
         weight = 1 + weight if self.zero_centered_gamma else weight
         if self.normalization == "RMSNorm":

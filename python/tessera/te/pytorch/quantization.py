@@ -253,6 +253,18 @@ class FP8GlobalStateManager:
         return is_fp8_available(True)
 
     @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        return is_mxfp8_available(True)
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        return is_fp8_block_scaling_available(True)
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        return is_nvfp4_available(True)
+
+    @classmethod
     def is_fp8_enabled(cls) -> bool:
         return cls.quantization_state.fp8_enabled
 

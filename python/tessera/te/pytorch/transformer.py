@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .._names import missing
 from . import _words
-from ._linear import Norm, NormMLP, device_of, unsupported
+from ._linear import Norm, NormMLP, device_of, in_autocast, unsupported
 from .attention.multi_head_attention import MultiheadAttention
 
 __all__ = ["DropPath", "TransformerLayer"]
@@ -141,7 +141,9 @@ class TransformerLayer(torch.nn.Module):
                 fast_zero_fill=True, pad_between_seqs=None, bottom_right_diagonal=None,
                 enc_dec_bottom_right_diagonal=None):
         """hidden_states [s, b, hidden_size] (or as attn_input_format has it) -> the same shape.
-        encoder_output, enc_dec_* belong to decoders; the other arguments are MultiheadAttention's."""
+        encoder_output, enc_dec_* belong to decoders; the other arguments are MultiheadAttention's. Under
+        autocast the residual, and what comes back, have its dtype."""
+        hidden_states = in_autocast(hidden_states)
         common = dict(is_first_microbatch=is_first_microbatch,
                       checkpoint_core_attention=checkpoint_core_attention,
                       core_attention_bias_type=core_attention_bias_type,
@@ -190,4 +192,4 @@ class TransformerLayer(torch.nn.Module):
 
 
 def _with_bias(x, bias):
-    return x if bias is None else x + bias
+    return x if bias is None else x + bias.to(x.dtype)

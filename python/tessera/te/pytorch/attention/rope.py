@@ -96,27 +96,25 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
 def apply_fused_qkv_rotary_pos_emb(qkv: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor,
                                    qkv_split_arg_list: list[int], tensor_format: str = "sbhd",
                                    start_positions: torch.Tensor | None = None,
-                                   interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0
-                                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                                   interleaved: bool = False, cu_seqlens: torch.Tensor | None = None,
+                                   cp_size: int = 1, cp_rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v) from one tensor of the projections, q and k turned.
 
-    qkv [s, b, g, w] or [b, s, g, w] for g groups of heads; qkv_split_arg_list = [wq, wk, wv], whose sum
+    qkv [s, b, g, w], [b, s, g, w], or [t, g, w] with cu_seqlens int32 [b + 1], for g groups of heads; qkv_split_arg_list = [wq, wk, wv], whose sum
     is w: a group holds wq / wk heads of q, one of k and one of v. Returns q [.., g·wq / wk, wk],
     k [.., g, wk] and v [.., g, wv]. The rest is apply_rotary_pos_emb's.
     """
     name = "apply_fused_qkv_rotary_pos_emb"
-    if _word(name, "tensor_format", tensor_format) == "thd":
-        raise ValueError(f'{name}: tensor_format="thd": must be "sbhd" or "bshd"; split qkv and call '
-                         "apply_rotary_pos_emb, which takes cu_seqlens")
+    axes = len(_word(name, "tensor_format", tensor_format))
     split = list(qkv_split_arg_list)
-    if len(split) != 3 or qkv.dim() != 4 or sum(split) != qkv.shape[-1] or split[1] < 1 or \
+    if len(split) != 3 or qkv.dim() != axes or sum(split) != qkv.shape[-1] or split[1] < 1 or \
             split[0] % split[1]:
         raise ValueError(f"{name}: qkv_split_arg_list={split}: must be three widths whose sum is "
                          f"qkv.shape[-1], the first a multiple of the second; qkv.shape={list(qkv.shape)}")
     q, k, v = qkv.split(split, -1)
-    q = q.reshape(*q.shape[:2], -1, split[1])
+    q = q.reshape(*q.shape[:-2], -1, split[1])
     options = dict(tensor_format=tensor_format, start_positions=start_positions,
-                   interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
+                   interleaved=interleaved, cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
     return (apply_rotary_pos_emb(q, q_freqs, **options),
             apply_rotary_pos_emb(k, k_freqs, **options), v.contiguous())
 
@@ -136,10 +134,10 @@ class FusedQKVRoPEFunc:
 
     @staticmethod
     def apply(qkv, q_freqs, k_freqs, qkv_split_arg_list, start_positions=None,
-              tensor_format="sbhd", interleaved=False, cp_size=1, cp_rank=0):
+              tensor_format="sbhd", interleaved=False, cu_seqlens=None, cp_size=1, cp_rank=0):
         return apply_fused_qkv_rotary_pos_emb(qkv, q_freqs, k_freqs, qkv_split_arg_list,
-                                              tensor_format, start_positions, interleaved, cp_size,
-                                              cp_rank)
+                                              tensor_format, start_positions, interleaved, cu_seqlens,
+                                              cp_size, cp_rank)
 
 
 # ---- below: how ----

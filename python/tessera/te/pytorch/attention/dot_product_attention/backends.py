@@ -30,6 +30,7 @@ from ...cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
 from . import _direct, _packages, _unfused
 from ._emulation import FP8EmulationFunc  # noqa: F401 - where TE has it
 from ._sequences import _PrepareQKVForFA  # noqa: F401 - where TE has it
+from .utils import _alibi_cache
 
 __getattr__ = missing(__name__)
 
@@ -104,6 +105,8 @@ class FusedAttention(_Backend):
 
 
 class UnfusedDotProductAttention(_Backend):
+    _alibi_cache = _alibi_cache  # get_alibi's, for who looks where TE has it
+
     def function(self):
         return _unfused.attention
 

@@ -178,8 +178,8 @@ def generate_positional_ids_for_cp(cu_seqlens, divisibility_factor, dtype=torch.
 
 def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded,
                               position_ids_padded, cp_group=None, qvk_format="thd", cp_rank=None):
-    """(input_ids, labels, position_ids) of this rank: its two chunks of each sequence, along the last
-    axis. cp_rank replaces the group's."""
+    """(input_ids, labels, position_ids) of this rank: its two chunks of each sequence, along the axis that
+    is as long as cu_seqlens_padded says, the second or the first. cp_rank replaces the group's."""
     if qvk_format != "thd":
         raise _words.error("qvk_format", qvk_format, 'must be "thd"; of padded batches take chunks '
                            "along the sequence axis with tessera.torch.context_parallel.shard")
@@ -187,12 +187,23 @@ def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded
     rank = torch.distributed.get_rank(cp_group) if cp_rank is None else cp_rank
     if size == 1:
         return input_ids_padded, labels_padded, position_ids_padded
-    index = torch.from_numpy(Shards.te(_host(cu_seqlens_padded), size).index(rank))
-    return tuple(None if x is None else x.index_select(-1, index.to(x.device))
-                 for x in (input_ids_padded, labels_padded, position_ids_padded))
+    stored = _host(cu_seqlens_padded)
+    index = torch.from_numpy(Shards.te(stored, size).index(rank))
+    return tuple(None if x is None else x.index_select(_axis_of(name, x, stored[-1]), index.to(x.device))
+                 for name, x in (("input_ids_padded", input_ids_padded), ("labels_padded", labels_padded),
+                                 ("position_ids_padded", position_ids_padded)))
 
 
 # ---- below: how ----
+
+def _axis_of(name: str, x: torch.Tensor, tokens: int) -> int:
+    """The axis of the sequences, [t, ..] or [1, t, ..]."""
+    for axis in (1, 0):
+        if axis < x.dim() and x.shape[axis] == tokens:
+            return axis
+    raise _words.error(f"{name}.shape", list(x.shape), "the first or the second axis must be "
+                       f"cu_seqlens_padded[-1] = {tokens} long; pad_thd_sequences_for_cp pads so")
+
 
 _read = WeakTensorKeyDictionary()  # lengths -> (version, on the host): read once a batch
 

@@ -240,11 +240,14 @@ class DotProductAttention(Float8Module):
         if q_format == "thd":
             call.max_seqlen_q = inference_params.max_seqlen_q
         call.max_seqlen_kv = inference_params.max_sequence_length
-        params = self._params(call, call.keywords(), f"{q_format}_bshd_bshd" if table is None else
-                              f"paged_kv_{q_format}_bshd_bshd", False)
-        self._select(dataclasses.replace(params, inference_params=inference_params,
-                                         is_training=False, requires_backward=False))
-        backend = self._selected_backend()
+        if torch.compiler.is_compiling():
+            backend = function_of(self._switched_backend())
+        else:
+            params = self._params(call, call.keywords(), f"{q_format}_bshd_bshd" if table is None else
+                                  f"paged_kv_{q_format}_bshd_bshd", False)
+            self._select(dataclasses.replace(params, inference_params=inference_params,
+                                             is_training=False, requires_backward=False))
+            backend = self._selected_backend()
         if backend is function_of(self.unfused_attention) and table is not None:
             call.k, call.v = (pool[table.long()].flatten(1, 2) for pool in (k, v))
             call.page_table_k = None

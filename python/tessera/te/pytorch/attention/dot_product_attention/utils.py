@@ -54,22 +54,31 @@ class FlashAttentionUtils:
     _get_supported_versions = staticmethod(_get_supported_versions)
 
     @classmethod
-    def is_version_supported(cls, version=None) -> bool:
-        """Whether a version of FlashAttention, by default the one that is here, lies between
-        version_required and max_version."""
-        try:
-            version = cls.version if version is None else type(cls.version)(str(version))
-        except ValueError as error:
-            raise ValueError(f"FlashAttentionUtils: version={version!r}: must be a version such as "
-                             f'"{cls.version}"') from error
+    def is_version_supported(cls, version=None, minimum=None) -> bool:
+        """Whether `version` is at least `minimum`; without the latter whether it, by default the one that
+        is here, lies between version_required and max_version."""
+        version = cls.version if version is None else cls._read("version", version)
+        if minimum is not None:
+            return cls._read("minimum", minimum) <= version
         return cls.version_required <= version <= cls.max_version
 
+    @classmethod
+    def _read(cls, name: str, version):
+        try:
+            return type(cls.version)(str(version))
+        except ValueError as error:
+            raise ValueError(f"FlashAttentionUtils: {name}={version!r}: must be a version such as "
+                             f'"{cls.version}"') from error
 
-def combine_and_quantize(qkv_layout, q, k, v, qkv_quantizer, used_in_forward=True, used_in_backward=False):
-    """(q, k, v) as Float8Tensors that share a scale. No copy joins them, so the layout does not matter."""
-    del used_in_forward, used_in_backward
+
+def combine_and_quantize(qkv_layout, q, k, v, qkv_quantizer, used_in_forward=True, used_in_backward=False,
+                         keep_same_data_and_scale_inv_format=False, *, combined_qkv=None, combined_kv=None):
+    """(q, k, v, qkv_layout, scale_inv_format): Float8Tensors that share a scale, in the layout that was
+    given, and None: one scale a tensor has no format. No copy joins them, so neither the layout nor a
+    buffer that holds them already (combined_qkv, combined_kv) matters."""
+    del used_in_forward, used_in_backward, keep_same_data_and_scale_inv_format, combined_qkv, combined_kv
     _layout(qkv_layout)
-    return tuple(qkv_quantizer.quantize_together([x.detach() for x in (q, k, v)]))
+    return *qkv_quantizer.quantize_together([x.detach() for x in (q, k, v)]), qkv_layout, None
 
 
 def combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8, src_nominal_dtype=None, des_nominal_dtype=None):
