@@ -56,6 +56,24 @@ def test_ids_that_make_no_segments(ids, pos, places, said):
                    **call(qkv_layout=QKVLayout.THD_THD_THD))
 
 
+def test_positions_are_counted():
+    ids = jnp.asarray(IDS)
+    given = SequenceDescriptor.from_segment_ids_and_pos(ids, jnp.asarray(POS))
+    counted = SequenceDescriptor.from_segment_ids_and_pos(ids, is_thd=True, is_segment_ids_reordered=False)
+    inside = np.asarray(IDS) > 0
+    for ours, theirs in zip(counted.segment_pos, given.segment_pos):
+        assert np.array_equal(np.asarray(ours)[inside], np.asarray(theirs)[inside])
+    q, k, v = qkv(*ids.shape)
+    run = lambda d: fused_attn((q, k, v), None, d, None, max_segments_per_seq=4,  # noqa: E731
+                               **call(qkv_layout=QKVLayout.THD_THD_THD,
+                                      attn_mask_type=AttnMaskType.PADDING_CAUSAL_MASK))
+    assert np.array_equal(run(given), run(counted))
+    dense = SequenceDescriptor.from_segment_ids_and_pos(ids, is_thd=False)
+    assert np.array_equal(dense.segment_pos[0][0], np.arange(ids.shape[1]))
+    with pytest.raises(ValueError, match="segment_pos=None.*not reordered"):
+        SequenceDescriptor.from_segment_ids_and_pos(ids, is_thd=True, is_segment_ids_reordered=True)
+
+
 def test_descriptors_that_lack_something():
     with pytest.raises(ValueError, match="segment_pos=None: must be given"):
         SequenceDescriptor.from_segment_ids_and_pos(jnp.asarray(IDS))

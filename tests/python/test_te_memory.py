@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 import tessera  # noqa: E402
 import tessera.te.pytorch as te  # noqa: E402
+from tessera.te.common.recipe import DelayedScaling  # noqa: E402
 from tessera.te.pytorch import cpu_offload, graph  # noqa: E402
 from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
 
@@ -175,6 +176,31 @@ def test_checkpoint_computes_the_same_again(reentrant):
 
 # ---- graphs ----
 
+class _Replayed(torch.autograd.Function):
+    """A graph's gradients: those of its inputs, in memory that each pass overwrites."""
+    static = None
+
+    @staticmethod
+    def forward(ctx, module, *tensors):
+        ctx.module, ctx.tensors = module, tensors
+        return module(*tensors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        samples = (*(x.detach().requires_grad_(x.requires_grad) for x in
+                     ctx.tensors[:len(ctx.module.places)]), *ctx.module.parameters)
+        with torch.enable_grad():
+            out = ctx.module(*samples)
+        found = iter(torch.autograd.grad(out, [x for x in samples if x.requires_grad], gradient))
+        found = [next(found) if x.requires_grad else None for x in samples]
+        if _Replayed.static is None:
+            _Replayed.static = found
+        for kept, new in zip(_Replayed.static, found):
+            if kept is not None:
+                kept.copy_(new)
+        return None, *(None if x is None else x.detach() for x in _Replayed.static)
+
+
 @pytest.fixture
 def replayed(monkeypatch):
     """In the place of PyTorch's capture: runs of what it was given, on tensors as it captures them."""
@@ -182,17 +208,20 @@ def replayed(monkeypatch):
         calls.append((num_warmup_iters, allow_unused_input, pool))
         graphed = []
         for module, sample in zip(modules, sample_args):
-            assert isinstance(module, torch.nn.Module) and all(isinstance(x, torch.Tensor) for x in sample)
+            assert callable(module) and all(isinstance(x, torch.Tensor) for x in sample)
 
             def replay(*tensors, module=module, sample=sample):
                 assert [x.shape for x in tensors] == [x.shape for x in sample]
                 runs.append(module)
-                return type(module).forward(module, *tensors)
+                return _Replayed.apply(module, *tensors) if torch.is_grad_enabled() else module(*tensors)
             graphed.append(replay)
         return tuple(graphed)
     calls, runs = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    for name in ("synchronize", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     return calls, runs
 
 
@@ -203,10 +232,10 @@ def test_graphed_modules(blocks, replayed):
     both = graph.make_graphed_callables(
         tuple(blocks[:2]), ((x,), (x,)), num_warmup_iters=1, allow_unused_input=True,
         sample_kwargs=({"mask": "no_mask"}, {"mask": "no_mask"}), pool=(0, 1))
-    assert both == tuple(blocks[:2]) and calls == [(1, True, (0, 1))] and not runs
+    assert both == tuple(blocks[:2]) and calls == [(0, True, (0, 1))] and not runs
     for block, o in zip(both, expected):
         assert torch.equal(block(x, mask="no_mask"), o)
-    assert [set(map(id, module.parameters())) for module in runs] == \
+    assert [set(map(id, module.parameters)) for module in runs] == \
         [set(map(id, block.parameters())) for block in both]  # PyTorch asks for their gradients
     with pytest.raises(ValueError, match="argument 'causal': was 'no_mask'"):
         both[0](x, mask="causal")
@@ -215,6 +244,62 @@ def test_graphed_modules(blocks, replayed):
     assert len(runs) == 2
     both[0].eval()  # was captured in training
     assert both[0](x, mask="causal").shape == x.shape and len(runs) == 2
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_gradients_are_accumulated(replayed, clones):
+    """A second backward pass adds to the first's, though a graph writes where it wrote."""
+    _Replayed.static = None
+    block, x, y = Block(), torch.randn(B, S, H * D), torch.randn(B, S, H * D)
+    expected = [sum(grads) for grads in zip(*(torch.autograd.grad(block(z).square().sum(), block.parameters())
+                                              for z in (x, y)))]
+    te.make_graphed_callables(block, (x,), clone_param_grads_on_return=clones)
+    for z in (x, y):
+        block(z).square().sum().backward()
+    got = [p.grad for p in block.parameters()]
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, expected)) == clones
+
+
+def test_hooks_of_the_warm_up(replayed):
+    seen = []
+    block, x = Block(), torch.randn(B, S, H * D)
+    plain = block.forward
+    block.forward = lambda *args: (seen.append("run"), plain(*args))[1]
+    te.make_graphed_callables(block, (x,), num_warmup_iters=2, pre_warmup_hook=lambda: seen.append("before"),
+                              post_warmup_hook=lambda: seen.append("after"), capture_time_hooks=[None])
+    assert seen == ["before", "run", "run", "after"]
+
+
+def test_evaluation_has_no_backward_graph(replayed):
+    """Parameters are no inputs of the graph then, and need no gradient of what a cache detached."""
+    block, x = Block().eval(), torch.randn(B, S, H * D)
+    expected = block(x)
+    te.make_graphed_callables(block, (x,))
+    assert torch.equal(block(x), expected) and not block(x).requires_grad and replayed[1][0].parameters == ()
+    block = Block().eval()
+    te.make_graphed_callables(block, (x.clone().requires_grad_(),))
+    assert block(x.requires_grad_()).requires_grad
+
+
+def test_reset_gives_the_graph_up(replayed):
+    block, x = Block(), torch.randn(B, S, H * D)
+    plain, expected = block.forward, block(x)
+    te.make_graphed_callables(block, (x,))
+    block(x)
+    assert len(replayed[1]) == 1 and block.forward != plain
+    block.reset()
+    assert torch.equal(block(x), expected) and len(replayed[1]) == 1 and block.forward == plain
+    add = te.make_graphed_callables(lambda x: x + 1, (torch.zeros(3),))
+    add.reset()
+    assert torch.equal(add(torch.ones(3)), torch.full((3,), 2.0)) and len(replayed[1]) == 1
+
+
+def test_regions_without_fp8_attention_are_graphed(replayed):
+    """Layers multiply in 16 bits: such a region changes nothing."""
+    block, x = Block(), torch.randn(B, S, H * D)
+    expected = block(x)
+    te.make_graphed_callables(block, (x,), enabled=True, recipe=DelayedScaling())
+    assert torch.equal(block(x), expected) and len(replayed[1]) == 1
 
 
 def test_a_graphed_function(replayed):
@@ -228,7 +313,9 @@ def test_graphs_that_cannot_be(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(tessera.Refused, match="no CUDA device.*call the modules as they are"):
         te.make_graphed_callables(block, (x,))
-    for given in ({"fp8_enabled": (False, True)}, {"enabled": True}, {"_order": [1, -1]},
+    for given in ({"fp8_enabled": (False, True), "fp8_recipe": DelayedScaling(fp8_dpa=True)},
+                  {"enabled": True, "recipe": DelayedScaling(fp8_mha=True)}, {"_order": [1, -1]},
+                  {"capture_time_hooks": [{"forward_pre_hooks": {0: print}}]},
                   {"retain_graph_in_backward": True}):
         with pytest.raises(NotImplementedError, match=next(iter(given))):
             te.make_graphed_callables(block, (x,), **given)

@@ -72,6 +72,15 @@ class Tokens(NamedTuple):
                    jnp.sum(jnp.where(inside, lengths, 0), 1))
 
 
+def _counted(ids, is_thd: bool) -> jax.Array:
+    """Positions of ids [b, s] in their segments, or in the row."""
+    token = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    if not is_thd:
+        return token
+    begins = jnp.concatenate((jnp.ones_like(ids[..., :1], bool), ids[..., 1:] != ids[..., :-1]), -1)
+    return token - jax.lax.cummax(jnp.where(begins, token, 0), axis=ids.ndim - 1)
+
+
 @jax.tree_util.register_pytree_node_class
 class SequenceDescriptor:
     """Where sequences lie in q and in k and v; a pytree of four pairs (q, kv).
@@ -110,12 +119,17 @@ class SequenceDescriptor:
                    seq_offsets=_pair("seq_offsets", seq_offsets))
 
     @classmethod
-    def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> SequenceDescriptor:
+    def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None, *, is_thd: bool | None = None,
+                                 is_segment_ids_reordered: bool = False) -> SequenceDescriptor:
         """Ids [b, s] from 1 on, ascending in a row, 0 for padding; positions in the segment [b,
-        s]."""
-        if segment_pos is None:
+        s]. With is_thd, which later versions of TE ask for, positions may be left out: they count from
+        the begin of each segment (THD) or of the row, where ids are not reordered."""
+        if segment_pos is None and (is_thd is None or is_segment_ids_reordered):
             raise error("segment_pos", None, "must be given, [batch, max_seqlen]: the position of "
-                        "each token in its segment", "SequenceDescriptor")
+                        "each token in its segment; is_thd=True or False would count it, of ids that are "
+                        "not reordered", "SequenceDescriptor")
+        if segment_pos is None:
+            segment_pos = tuple(_counted(ids, is_thd) for ids in _pair("segment_ids", segment_ids))
         return cls(segment_ids=_pair("segment_ids", segment_ids),
                    segment_pos=_pair("segment_pos", segment_pos))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules whose forward and backward pass are CUDA graphs, under TE's name. The capture is PyTorch's,
-torch.cuda.make_graphed_callables; beside it there are keyword arguments, and arguments that are no
-tensors, which stay as they were when the graph was captured."""
+torch.cuda.make_graphed_callables; beside it there are keyword arguments, arguments that are no tensors,
+which stay as they were when the graph was captured, and gradients of parameters of their own memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 from ..._lib import Refused
 from .._names import missing
+from .attention.dot_product_attention._fp8_state import recipes_of
+from .quantization import get_default_recipe
 
 __all__ = ["make_graphed_callables"]
 __getattr__ = missing(__name__)
@@ -24,27 +26,38 @@ def make_graphed_callables(modules, sample_args, num_warmup_iters: int = 3, allo
                            cache_quantized_params: bool | None = None, _order: list[int] | None = None,
                            _num_layers_per_chunk: list[int] | None = None, pool=None,
                            retain_graph_in_backward: bool = False,
-                           _reuse_graph_input_output_buffers: bool = False):
+                           _reuse_graph_input_output_buffers: bool = False,
+                           clone_param_grads_on_return: bool = True, pre_warmup_hook=None,
+                           post_warmup_hook=None, capture_time_hooks=None):
     """`modules`, a callable or a tuple of them, as callables that replay CUDA graphs.
 
     sample_args is the tuple of positional arguments of a module, or a tuple of one for each of several;
     sample_kwargs likewise the dictionary of its keyword arguments. Tensors of later calls have their
     shapes, dtypes and requires_grad, other arguments their values. A torch.nn.Module is changed in place,
-    and runs without a graph in the mode, training or evaluation, in which it was not captured. Several
-    modules are captured in the order in which they will run. pool is a memory pool of
-    torch.cuda.graph_pool_handle(). Refused: no CUDA device; FP8; orders of pipelines.
+    and runs without a graph in the mode, training or evaluation, in which it was not captured, or after its
+    reset(), which gives the graph's memory back. Several modules are captured in the order in which they will
+    run. One in evaluation, of inputs without gradients, has no backward graph, and gives none.
+
+    clone_param_grads_on_return gives each backward pass's gradients of parameters memory of their own; without
+    it they are the graph's, and the next pass overwrites them. The warm-up hooks are called without arguments
+    before and after the runs that warm up. enabled is an FP8 region, by `recipe`. pool is a memory pool of
+    torch.cuda.graph_pool_handle(). Refused: no CUDA device; FP8 attention; orders of pipelines;
+    capture_time_hooks.
 
     >>> layer = make_graphed_callables(layer, (x,), sample_kwargs={"attn_mask_type": "causal"})
     """
-    for name, value in (("fp8_enabled", fp8_enabled), ("enabled", enabled), ("fp8_calibrating", fp8_calibrating),
-                        ("calibrating", calibrating), ("_order", _order),
+    recipe = fp8_recipe if recipe is None else recipe
+    for name, value in (("fp8_enabled", fp8_enabled if _is_of_attention(recipe) else False),
+                        ("enabled", enabled if _is_of_attention(recipe) else False),
+                        ("fp8_calibrating", fp8_calibrating), ("calibrating", calibrating), ("_order", _order),
                         ("_num_layers_per_chunk", _num_layers_per_chunk),
+                        ("capture_time_hooks", any(capture_time_hooks or ())),
                         ("retain_graph_in_backward", retain_graph_in_backward),
                         ("_reuse_graph_input_output_buffers", _reuse_graph_input_output_buffers)):
         if any(value) if isinstance(value, (tuple, list)) else value:
             raise NotImplementedError(
                 f"make_graphed_callables: {name}={value!r}: tessera.te captures whole forward and backward "
-                f"passes in order, without FP8; leave {name} at its default")
+                f"passes in order, without FP8 attention; leave {name} at its default")
     if not torch.cuda.is_available():
         raise Refused("make_graphed_callables: there is no CUDA device, and only CUDA has graphs to capture; call "
                       "the modules as they are, the results are the same")
@@ -56,35 +69,81 @@ def make_graphed_callables(modules, sample_args, num_warmup_iters: int = 3, allo
         if len(given) != len(modules):
             raise ValueError(f"make_graphed_callables: {name} of {len(given)} callables: must be one for each of "
                              f"{len(modules)}")
-    positional = tuple(map(_OfTensors, modules, args, kwargs))
-    graphed = torch.cuda.make_graphed_callables(
-        positional, tuple(each.tensors(*one, **more) for each, one, more in zip(positional, args, kwargs)),
-        num_warmup_iters, allow_unused_input, pool)
+    positional = tuple(_OfTensors(module, one, more, clone_param_grads_on_return)
+                       for module, one, more in zip(modules, args, kwargs))
+    samples = tuple(each.samples(*one, **more) for each, one, more in zip(positional, args, kwargs))
+    _warm_up(positional, samples, num_warmup_iters, allow_unused_input, pre_warmup_hook, post_warmup_hook)
+    graphed = torch.cuda.make_graphed_callables(positional, samples, 0, allow_unused_input, pool)
     results = tuple(map(_installed, modules, positional, graphed))
     return results if several else results[0]
 
 
-class _OfTensors(torch.nn.Module):
-    """A callable as a module of positional tensors, which is what PyTorch captures. As a module it has
-    the callable's parameters, which then are inputs of the graph that gradients are accumulated in."""
+def _is_of_attention(recipe) -> bool:
+    """Whether an FP8 region changes anything here: layers multiply in 16 bits."""
+    return bool(recipes_of(get_default_recipe() if recipe is None else recipe))
 
-    def __init__(self, function, args, kwargs):
-        super().__init__()
+
+def _warm_up(functions, samples, runs: int, allow_unused_input: bool, before, after):
+    """Forward and backward passes on a stream of their own, so that no lazy work is left for a capture."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        if before is not None:
+            before()
+        for function, tensors in zip(functions, samples):
+            for _ in range(runs):
+                outputs = [o for o in pytree.tree_leaves(function(*tensors)) if o.requires_grad]
+                if outputs:
+                    torch.autograd.grad(outputs, [x for x in tensors if x.requires_grad],
+                                        [torch.empty_like(o) for o in outputs], allow_unused=allow_unused_input)
+        if after is not None:
+            after()
+    torch.cuda.synchronize()
+
+
+class _Cloned(torch.autograd.Function):
+    """A parameter, whose gradient is copied out of the graph's memory."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone()
+
+
+class _OfTensors:
+    """A callable as one of positional tensors, which is what PyTorch captures: the tensors of its arguments
+    and then, where there are gradients, its parameters, which it reads by itself."""
+
+    def __init__(self, function, args, kwargs, clones: bool = True):
+        is_module = isinstance(function, torch.nn.Module)
         # The function is what runs when the module's own forward has become the graph.
-        self.function = function.forward if isinstance(function, torch.nn.Module) else function
-        if isinstance(function, torch.nn.Module):
-            self.module = function
-            self.training = function.training
+        self.function = function.forward if is_module else function
         leaves, self.spec = _flat(args, kwargs)
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.has_gradients = not is_module or function.training or \
+            any(leaves[place].requires_grad for place in self.places)
+        self.parameters = tuple(function.parameters()) if is_module and self.has_gradients else ()
+        self.clones = clones
 
-    def forward(self, *tensors):
+    def __call__(self, *tensors):
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.function(*args, **kwargs)
+        with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
+            return self.function(*args, **kwargs)
+
+    def samples(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
+        """What is captured."""
+        return (*self.tensors(*args, **kwargs), *self.parameters)
+
+    def inputs(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
+        """What is replayed."""
+        given = tuple(map(_Cloned.apply, self.parameters)) if self.clones else self.parameters
+        return (*self.tensors(*args, **kwargs), *given)
 
     def tensors(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
         """The tensors of a call, which otherwise is the one that was captured; ValueError if it is not."""
@@ -104,15 +163,23 @@ def _flat(args, kwargs):
 
 
 def _installed(function, positional: _OfTensors, graphed):
-    """What the user calls in the place of `function`."""
-    if not isinstance(function, torch.nn.Module):
-        return functools.wraps(function)(lambda *args, **kwargs: graphed(*positional.tensors(*args, **kwargs)))
-    plain, captured = function.forward, function.training
+    """What the user calls in the place of `function`. Its reset() gives the graph up."""
+    is_module = isinstance(function, torch.nn.Module)
+    plain, captured = (function.forward, function.training) if is_module else (function, None)
+    held = [graphed]
 
     @functools.wraps(plain)
     def forward(*args, **kwargs):
-        if function.training != captured:
+        if not held or is_module and function.training != captured:
             return plain(*args, **kwargs)
-        return graphed(*positional.tensors(*args, **kwargs))
-    function.forward = forward
+        return held[0](*positional.inputs(*args, **kwargs))
+    if not is_module:
+        forward.reset = held.clear
+        return forward
+
+    def reset():
+        held.clear()
+        if function.forward is forward:
+            function.forward = plain
+    function.forward, function.reset = forward, reset
     return function
