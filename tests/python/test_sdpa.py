@@ -298,6 +298,37 @@ def test_what_nested_tensors_cannot_say_is_named():
         tt.scaled_dot_product_attention(q, q, q, KEEP)
 
 
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+def test_strided_nested_tensors(given):
+    parts = [normal(n, 2, 8, seed=n) for n in (3, 5)]
+    results = []
+    for function in (tt.scaled_dot_product_attention, None):
+        leaves = [part.clone().requires_grad_() for part in parts]
+        nested = torch.nested.as_nested_tensor(leaves).transpose(1, 2)
+        assert nested.is_nested and nested.layout is torch.strided
+        outs = function(nested, nested, nested, **given).unbind() if function else \
+            [THEIRS(*(x.transpose(0, 1)[None],) * 3, **given)[0] for x in leaves]
+        results.append((*outs, *torch.autograd.grad(sum(o.square().sum() for o in outs), leaves)))
+    for ours, theirs in zip(*results):
+        close(ours, theirs)
+
+
+# ---- TorchScript ----
+
+def scripted(q: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_scripts_under_a_patch(fallback):
+    """TorchScript knows the operator, which is PyTorch's."""
+    q = normal(*Q)
+    with tt.patch_sdpa(fallback=fallback):
+        script = torch.jit.script(scripted)
+    close(script(q), scripted(q))
+    assert "aten::scaled_dot_product_attention" in str(script.graph)
+
+
 # ---- patch_sdpa ----
 
 def test_patch_reaches_modules_and_comes_off():

@@ -87,6 +87,82 @@ def test_aot_inductor(tmp_path):
     close(torch._inductor.aoti_load_package(path)(*example()), Model()(*example()))
 
 
+class Traced(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.projection, self.function = torch.nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.function(self.projection(x))
+
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+TRACED = {
+    "attention": lambda x: tt.attention(x, x, x, causal=True),
+    "lse": lambda x: tt.attention(x, x, x, return_lse=True)[1],
+    "bias": lambda x: tt.attention(x, x, x, bias=torch.ones(1, 1, 1, 1)),
+    "lengths": lambda x: tt.attention(x, x, x, seqlens_k=CU[1:2]),
+    "sdpa": lambda x: tt.scaled_dot_product_attention(x, x, x, torch.ones(2, 2).bool()),
+    "merge": lambda x: tt.merge([tt.attention(x, x, x, return_lse=True)] * 2)[0],
+}
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("name", TRACED)
+def test_traces_are_saved_and_run_at_other_lengths(name, gradient, tmp_path):
+    x, module = normal(1, 5, 2, 8), Traced(TRACED[name])
+    tt._functions._kept.clear()  # a first call describes more than a second, and traces the same
+    tt._functions._known.clear()
+    with torch.set_grad_enabled(gradient):
+        torch.jit.trace(module, x).save(tmp_path / "module.pt")
+    loaded, longer = torch.jit.load(tmp_path / "module.pt"), normal(1, 9, 2, 8)
+    for given in (x, longer):
+        out, expected = loaded(given), module(given)
+        close(out, expected)
+        same = zip(*(torch.autograd.grad(o.square().sum(), m.parameters())
+                     for o, m in ((out, loaded), (expected, module))))
+        for ours, theirs in same:
+            close(ours, theirs)
+
+
+def test_onnx_by_torchscript(monkeypatch):
+    """Attention has no operator there and says so; the drop-in is PyTorch's, which has."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    x = normal(1, 5, 2, 8)
+    graph = torch.jit.trace(Traced(TRACED["sdpa"]), x).inlined_graph
+    assert "aten::scaled_dot_product_attention" in str(graph)
+    with pytest.raises(tt.Refused, match="torch.export.export"):
+        torch.jit.trace(Traced(TRACED["attention"]), x)
+
+
+def test_raw_backward_functions_take_an_expanded_scalar():
+    """As sum().backward() hands it to autograd."""
+    from tessera.flash_attn.flash_attn_interface import _flash_attn_backward
+    from tessera.xformers.fmha import memory_efficient_attention_backward
+    q = normal(1, 5, 2, 8, grad=True)
+    o, lse = tt.attention(q, q, q, return_lse=True)
+    expected, = torch.autograd.grad(o.sum(), q)
+    do, q, o, lse = torch.ones(()).expand(o.shape), *(x.detach() for x in (q, o, lse))
+    into = [torch.empty_like(q) for _ in range(3)]
+    _flash_attn_backward(do, q, q, q, o, lse, *into, 0.0, 8**-0.5, False, -1, -1, 0.0, None, False)
+    g = tt.attention_backward(do, q, q, q, o, lse, dlse=torch.zeros(()).expand(lse.shape))
+    for dq, dk, dv in (into, (g.dq, g.dk, g.dv), memory_efficient_attention_backward(do, o, lse, q, q, q)):
+        close(dq + dk + dv, expected)
+
+
+def test_merge_in_one_graph():
+    def both(x):
+        part = tt.attention(x, x, x, return_lse=True)
+        o, lse = tt.merge([part, part], layout="bshd", out_dtype="float32")
+        return o.square().sum() + lse.sum()
+
+    x = normal(1, 5, 2, 8, grad=True)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    close(*(torch.autograd.grad(f(x), x)[0] for f in (compiled, both)))
+    with pytest.raises(ValueError, match="parts=.*at least one pair"):
+        tt.merge([])
+
+
 def test_second_derivatives_and_forward_mode_name_what_to_use():
     q = normal(1, 2, 5, 8, grad=True)
     gradient, = torch.autograd.grad(tt.scaled_dot_product_attention(q, q, q).square().sum(), q,

@@ -20,7 +20,7 @@ from transformers import (AttentionInterface, AttentionMaskInterface, Cache, Gen
 
 from .._lib import Refused
 from ..torch import attention
-from . import _continuous, _models, _parallel
+from . import _continuous, _masks, _models, _parallel
 from ._continuous import continuous_batching as continuous_batching
 from ._masks import CausalMask, Mask, attention_mask
 from ._parallel import context_parallel as context_parallel
@@ -72,10 +72,11 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             sink=None if s_aux is None else s_aux.float())), None
     packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
     keywords = {}
-    is_ours = isinstance(attention_mask, Mask)
-    if isinstance(attention_mask, CausalMask):  # as in eager, the mask decides, whatever the module says
+    kind = None if attention_mask is None else _masks.kind_of(attention_mask)
+    is_ours = kind is not None
+    if is_ours and issubclass(kind, CausalMask):  # as in eager, the mask decides, whatever the module says
         attention_mask, is_causal, sliding_window = None, True, None
-    elif is_ours:
+    elif isinstance(attention_mask, Mask):
         attention_mask = attention_mask.plain()
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -63,6 +63,20 @@ class CausalMask(Mask):
     """The whole lower triangle of [b, 1, s, s], which has that shape and one byte."""
 
 
+def made(plain: torch.Tensor, kind: type[Mask]) -> torch.Tensor:
+    """`plain` as a mask. Where torch.export runs Python itself (strict=False) a tensor is a subclass already,
+    and is marked; what is made of it is then not looked at."""
+    if type(plain) is torch.Tensor or isinstance(plain, Mask) or not torch.compiler.is_exporting():
+        return plain.as_subclass(kind)
+    plain._tessera_kind = kind
+    return plain
+
+
+def kind_of(mask) -> type[Mask] | None:
+    """The class of a mask that was made here, None of anything else."""
+    return type(mask) if isinstance(mask, Mask) else getattr(mask, "_tessera_kind", None)
+
+
 # What generate and layers do to a mask on its way to the attention function.
 _HANDED_ON = {"__getitem__", "to", "cuda", "cpu", "contiguous", "clone", "detach", "expand", "__deepcopy__"}
 _BASE = torch.Tensor._base.__get__  # torch.compile asks for what a mask is a view of
@@ -90,7 +104,7 @@ def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
     if mask_function is masking_utils.causal_mask_function and simple and \
             others.get("allow_is_causal_skip", True):
         whole = torch.empty(1, dtype=torch.int8, device=others.get("device", "cpu"))
-        return whole.expand(batch_size, 1, q_length, kv_length).as_subclass(CausalMask)
+        return made(whole.expand(batch_size, 1, q_length, kv_length), CausalMask)
     if mask_function is masking_utils.bidirectional_mask_function and attention_mask is None and \
             others.get("allow_is_bidirectional_skip", False):
         return None
@@ -102,10 +116,10 @@ def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
             first, last = _padding(attention_mask)
             start, end = torch.maximum(start, first), torch.minimum(end, last)
     except _NotAnInterval:
-        return _dense(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
-                      attention_mask, **others).as_subclass(Mask)
+        return made(_dense(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
+                           attention_mask, **others), Mask)
     ranges = torch.stack(torch.broadcast_tensors(start, end), -1) - kv_offset
-    return ranges.clamp(0, kv_length).to(torch.int32)[:, None].as_subclass(Mask)
+    return made(ranges.clamp(0, kv_length).to(torch.int32)[:, None], Mask)
 
 
 def _of(mask: Mask, model_type: str) -> Mask:

@@ -7,6 +7,7 @@ more by _args, which knows what to say and how the caller spelled it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -137,18 +138,23 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywor
 
     >>> o, lse = tessera.torch.merge([(o1, lse1), (o2, lse2)])
     """
-    a = _args.Arguments(_tensors, "merge")
-    a.layout_q = a.choice("layout", layout, tuple(_lib.FORMATS))
+    form, dtype = _merged_as(layout, out_dtype)
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise a.error("parts", parts, "must be a list of at least one pair (o, lse)")
+        raise _args.Arguments(_tensors, "merge").error("parts", parts, "must be a list of at least one pair (o, lse)")
     for i, part in enumerate(parts):
         if not isinstance(part, (list, tuple)) or len(part) != 2:
-            raise a.error(f"parts[{i}]", part, "must be a pair (o, lse)")
+            raise _args.Arguments(_tensors, "merge").error(f"parts[{i}]", part, "must be a pair (o, lse)")
         for x, name in zip(part, ("o", "lse")):
             if not isinstance(x, torch.Tensor):
-                raise a.not_an_array(f"parts[{i}].{name}", x)
-    dtype = None if out_dtype is None else getattr(torch, a.dtype("out_dtype", out_dtype))
-    return _ops.merge([o for o, _ in parts], [lse for _, lse in parts], _lib.FORMATS[layout], dtype)
+                raise _args.Arguments(_tensors, "merge").not_an_array(f"parts[{i}].{name}", x)
+    return _ops.merge([o for o, _ in parts], [lse for _, lse in parts], form, dtype)
+
+
+@torch.compiler.assume_constant_result  # looks at words alone, by what torch.compile cannot trace
+def _merged_as(layout, out_dtype) -> tuple[int, torch.dtype | None]:
+    a = _args.Arguments(_tensors, "merge")
+    a.layout_q = a.choice("layout", layout, tuple(_lib.FORMATS))
+    return _lib.FORMATS[layout], None if out_dtype is None else getattr(torch, a.dtype("out_dtype", out_dtype))
 
 
 def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
@@ -298,13 +304,28 @@ def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tu
         pass
     except TypeError:  # something unhashable, which is illegal
         key = None
-    describe()
+    with _untraced():
+        describe()
     sizes, text = _describe.written(names, options, flags, outputs, "do" in names)
     if key is not None:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
         _kept[key] = text
     return sizes, text
+
+
+@contextlib.contextmanager
+def _untraced():
+    """Without torch.jit.trace, for which extents are tensors and every look at one is an operator."""
+    state = torch._C._get_tracing_state()
+    if state is None:
+        yield
+        return
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 _UNFIXED = ("max_seqlen_q", "max_seqlen_k", "out", "lse")  # of options, what no text has
@@ -365,7 +386,8 @@ def _diagnose(operation: str, given: dict, error: Exception, backward: bool = Fa
     if isinstance(error, _lib.Refused):
         return error
     try:
-        _describe.Described.of_keywords(operation, given, backward).check()
+        with _untraced():
+            _describe.Described.of_keywords(operation, given, backward).check()
     except (ValueError, RuntimeError, MemoryError) as better:
         return better
     if "can't allocate memory" in str(error):

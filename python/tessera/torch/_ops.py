@@ -159,7 +159,7 @@ def plain(q, k, v, sizes, text):
     """attention, past the dispatcher's autograd key where that is all it would decide, of no tensors
     beside q, k and v."""
     tensors = [q, k, v]
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or _is_traced():
         return attention(tensors, sizes, text)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled() or \
             has_duals():
@@ -170,9 +170,20 @@ def plain(q, k, v, sizes, text):
 
 def any_tensors(tensors, sizes, text):
     """plain(), of any tensors."""
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or _is_traced():
         return attention(tensors, sizes, text)
     return _attention_autograd(tensors, sizes, text)
+
+
+def _is_traced() -> bool:
+    """Whether torch.jit.trace looks on, which records operators as such, and Functions as Python."""
+    if torch._C._get_tracing_state() is None:
+        return False
+    if torch.onnx.is_in_onnx_export():
+        raise _lib.Refused("tessera.attention: torch.onnx.export: ONNX has no such operator; use torch.export.export, "
+                           "which keeps it, or tessera.torch.scaled_dot_product_attention, which PyTorch's own "
+                           "stands for in ONNX")
+    return True
 
 
 def gradients(do, dlse, o, lse, tensors, sizes, text, wanted: tuple[int, ...]) -> list:

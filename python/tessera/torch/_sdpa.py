@@ -32,7 +32,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     """softmax(query keyᵀ · scale + attn_mask) value, as torch.nn.functional has it.
 
     query [..., hq, sq, e], key [..., hk, sk, e], value [..., hk, sk, ev] -> [..., hq, sq, ev]; two axes
-    at least, others broadcast; or jagged nested tensors [b, h, j, e]. attn_mask broadcasts to
+    at least, others broadcast; or nested tensors [b, h, j, e], of which jagged ones are one call and strided ones
+    a call for each sequence. attn_mask broadcasts to
     [..., hq, sq, sk]: boolean, True = visible, or added to the scores, of query's dtype or float32, with
     a gradient; or a torch.nn.attention.bias.CausalBias. is_causal is query i sees keys up to i.
     enable_gqa lets hq be a multiple of hk. A row that sees nothing is 0. Up to four axes, the result lies
@@ -43,6 +44,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 
     >>> o = tessera.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
+    if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
+        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if isinstance(scale, torch.Tensor) and scale.dim() == 0:
         scale = scale.item()
     keywords = {"layout": "bhsd", "softmax_scale": scale}
@@ -159,6 +162,13 @@ def _of_nested(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
     if attn_mask is not None:
         raise _illegal("attn_mask: nested tensors take none here; tessera.torch.attention takes keep= "
                        "and bias= beside them")
+    tensors = query, key, value
+    if all(x.is_nested and x.layout is torch.strided and x.dim() == 4 for x in tensors):
+        parts = [scaled_dot_product_attention(*(x[None] for x in each), is_causal=keywords.get("causal", False),
+                                              dropout_p=keywords.get("dropout_p", 0.0), enable_gqa=enable_gqa,
+                                              scale=keywords["softmax_scale"])[0]
+                 for each in zip(*(x.unbind() for x in tensors), strict=True)]
+        return torch.nested.as_nested_tensor(parts)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise _illegal(f"query has {query.shape[1]} heads and key {key.shape[1]}: must be equal, "
                        "unless enable_gqa=True")
@@ -187,6 +197,12 @@ def _illegal(text: str) -> IllegalArgument:
     return IllegalArgument(f"{_NAME}: {text}")
 
 
+# TorchScript knows functions of torch.nn.functional by their operators: under a patch it runs PyTorch's own,
+# as TorchScript's exporter to ONNX does, for which tessera's is no operator.
+def _scripts_as_pytorch(function):
+    torch.jit._builtins._register_builtin(function, "aten::scaled_dot_product_attention")
+
+
 class patch_sdpa:
     """Sends torch.nn.functional.scaled_dot_product_attention through tessera, wherever a module that is
     loaded has it by name.
@@ -194,7 +210,8 @@ class patch_sdpa:
     It holds from the call on; as a context manager until the end of the block, or until undo(). With
     fallback=True what tessera refuses goes to PyTorch's own, with one warning for each reason; without,
     it is Refused. Calls that PyTorch makes below Python (the fused encoder layer of eval mode) are not
-    seen. For all threads.
+    seen; nor is what torch.jit.script compiles, or torch.onnx.export by TorchScript: that is PyTorch's own operator.
+    For all threads.
 
     >>> with tessera.torch.patch_sdpa():
     ...     logits = model(images)
@@ -230,3 +247,7 @@ def _with_fallback(query, key, value, *arguments, **keywords):
     except _lib.Refused as refused:
         warnings.warn(f"{refused}; PyTorch computes it", stacklevel=2)
     return _original(query, key, value, *arguments, **keywords)
+
+
+_scripts_as_pytorch(scaled_dot_product_attention)
+_scripts_as_pytorch(_with_fallback)
