@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import _args, _explain, _keywords, _lib, _prepared
 from .._attention import Gradients
 from .._documented import documented
-from . import _describe, _nested, _ops, _tensors
+from . import _describe, _dtensor, _nested, _ops, _tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,8 +53,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
     >>> o = tessera.torch.attention(q, k, v, causal=True)
     >>> o, lse = tessera.torch.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
     """
-    if type(q) is not torch.Tensor and _nested.is_nested(q, k, v):
-        return _nested.attention(attention, q, k, v, keywords)
+    if type(q) is not torch.Tensor:
+        if _nested.is_nested(q, k, v):
+            return _nested.attention(attention, q, k, v, keywords)
+        if _dtensor.are(q, k, v):
+            return _dtensor.attention(attention, q, k, v, keywords)
     if torch.compiler.is_compiling():
         return _compiled(q, k, v, keywords)
     try:
