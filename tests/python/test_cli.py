@@ -3,6 +3,7 @@
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import shutil
 import signal
@@ -64,16 +65,29 @@ def test_explain():
 
 
 def test_explain_of_a_gpu_that_is_not_here():
-    """Rules and kernels of the CUDA backends are in every build; which is not built says so last."""
+    """Rules and kernels of the CUDA backends are in every build, which tells where they are not."""
     built = next(backend for backend in json.loads(run("env", "--json").stdout)["build"]["backends"] if backend["name"] == "cuda_sm90")
     not_built = "this build has no CUDA backend" in built["why_not"]
     done = run("explain", "fwd bf16 b=2 s=8192 h=16 d=128 causal", "fwd bf16 b=1 sq=1 sk=8192 hq=32 hk=8 d=128",
                "fwd bf16 b=1 s=128 h=1 d=36", "--device", "sm90")
     for text in ("kernel: sm90/forward/d128_lean", "yields: sq=1: cuda_sm80 decodes up to 16 queries faster",
-                 "kernel: sm80/stream/d128_rows8", "head_dim_qk=36: must be a multiple of 8"):
+                 "kernel: sm80/stream/d128_rows8", "head_dim_qk=36: must be a multiple of 8",
+                 "on sm90: cuda_sm90 (kernel sm90/forward/d128_lean)" + ", not in this build" * not_built):
         assert text in done.stdout, done.stdout
-    assert done.returncode == int(not_built)
-    assert ("this build has no CUDA backend" in done.stdout) == not_built
+    assert done.returncode == 0
+    assert "this build has no CUDA backend" not in done.stdout and "TESSERA_CUDA" not in done.stdout
+    found = lines_of(run("explain", "fwd bf16 b=2 s=1024 h=16 d=128 causal dropout=0.1", "--device", "sm90"))
+    assert found[0].endswith("on sm90: cuda_sm90 (kernel sm90/forward/d128_dropout)" + ", not in this build" * not_built)
+    assert ("install the wheel" in "".join(found)) == not_built
+
+
+def test_a_refusal_on_the_cpu_is_about_the_cpu():
+    """What GPUs could do is one line of it, and the last."""
+    with pytest.raises(tessera.Refused) as refused:
+        tessera.attention(*[np.zeros((1, 4, 1, 8))] * 3)
+    lines = str(refused.value).splitlines()
+    assert lines[1].startswith("  cpu: ") and lines[2].startswith("  reference: "), lines
+    assert lines[3].startswith("  cuda_sm90, cuda_sm80: ") and lines[4].startswith("repro: ") and len(lines) == 5
 
 
 def test_explain_takes_words():
@@ -218,6 +232,22 @@ def test_bench_json(tmp_path):
         assert "GPU" in result["peers"]["cudnn"]["refused"]
     done = run("bench", "fwd fp32 b=1 s=16 h=1 d=16", "--threads", "1", "--json", "-")  # no mode
     assert json.loads(done.stdout)[0]["ms"] > 0
+
+
+def test_bench_without_ml_dtypes(monkeypatch, capsys):
+    """As in a clean wheel: bf16 and fp8 are timed all the same, as bits; a peer says what it lacks."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    peers_of = ["numpy"] + ["torch"] * (importlib.util.find_spec("torch") is not None)
+    cases = ["fwd bf16 b=1 s=32 h=2 d=32 causal", "fwd bf16 b=1 s=32 h=2 d=32 alibi",
+             "bwd bf16 b=1 s=32 h=2 d=32 bias=post grads=dbias dlse", "fwd bf16 b=1 s=32 h=1 d=32 kv=e4m3"]
+    assert main(["bench", *cases, "--quick", "--against", ",".join(peers_of), "--json", "-"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    for result in results:
+        assert result.get("ms", 0) > 0 and 0 < result["percent_of_peak"] < 200, result
+        assert "pip install ml_dtypes" in result["peers"]["numpy"]["refused"]
+    if "torch" in peers_of:
+        assert results[0]["peers"]["torch"]["ms"] > 0 and results[2]["peers"]["torch"]["ms"] > 0
+        assert "pip install ml_dtypes" in results[1]["peers"]["torch"]["refused"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -193,7 +193,7 @@ def _open(line: str):
     if words[:1] == ["bwd"]:  # opening it would compute its reference; its forward half would not
         words = ["fwd"] + [word for word in words[1:] if not word.startswith(("grads=", "dlse"))]
     try:
-        return conformance.Case(" ".join(words))
+        return conformance.Case(" ".join(words), as_bits=True)
     except (ValueError, MemoryError) as error:
         return error
 

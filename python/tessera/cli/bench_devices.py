@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from .. import _prepared
 from . import case_lines, env
 
 _HALF = ("return_lse", "return_max_logit", "batch_invariant")  # keywords of the forward pass alone
@@ -35,7 +36,7 @@ def in_turn(calls):
 
 
 class Cpu:
-    """NumPy arrays through tessera.attention; peers get the same threads."""
+    """NumPy arrays as tessera.attention takes them, bits included; peers get the same threads."""
     name = "cpu"
     explained_as = "cpu"
     cases_ahead = 0  # whose data is drawn while a case is timed
@@ -46,16 +47,27 @@ class Cpu:
 
     def problem(self, arguments: dict, tokens, backward: bool):
         """(o, do | None, a function of one call) of a case with these arguments."""
-        import tessera
-        results = tessera.attention(**arguments)
+        from .. import _numpy
+        from . import conformance
+        has_bits = any(x.dtype.names for x in arguments.values() if isinstance(x, np.ndarray))
+        arrays = conformance.bits if has_bits else _numpy
+
+        def forward():
+            return _prepared.call(arrays, "attention", _prepared.describe_forward, arguments.copy())
+        results = forward()
         if not backward:
-            return results[0], None, lambda: tessera.attention(**arguments)
+            return results[0], None, forward
         o, lse = results[:2]
-        do = np.random.default_rng(0).standard_normal(o.shape, np.float32).astype(o.dtype)
+        do = np.random.default_rng(0).standard_normal(o.shape, np.float32)
+        do = conformance.rounded(do, o.dtype)
         dlse = np.ones_like(lse) if "dlse" in tokens else None
         rest = {name: value for name, value in arguments.items() if name not in _HALF}
-        return o, do, lambda: tessera.attention_backward(do, o=o, lse=lse, dlse=dlse,
-                                                         grads=gradients(tokens), **rest)
+
+        def backward_pass():
+            given = dict(rest, do=do, o=o, lse=lse, dlse=dlse,
+                         **_prepared.gradient_outputs(arrays, gradients(tokens)))
+            return _prepared.call(arrays, "attention_backward", _prepared.describe_backward, given)
+        return o, do, backward_pass
 
     def copies(self, read: int) -> int:
         return 1

@@ -8,7 +8,7 @@ from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 
 import numpy as np
 
-from .. import _lib
+from .. import _lib, _numpy
 
 _Json = (c_int64, c_void_p, c_char_p, c_int64)
 
@@ -39,9 +39,11 @@ _NAMES = {code: name for name, code in _lib.DTYPES.items()}
 class Case:
     """A case with its tensors; a context manager, whose arrays die with it.
 
-    Raises ValueError for a line or a problem that is illegal."""
+    Raises ValueError for a line or a problem that is illegal. With as_bits, arrays of dtypes that NumPy needs
+    the package ml_dtypes for are bits where it is not installed; else they are a ValueError."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, as_bits: bool = False):
+        self._as_bits = as_bits
         error = _lib.error_of_thread()
         self._handle = _new(_lib.bytes_of(text), ctypes.addressof(error))
         if not self._handle:
@@ -65,7 +67,7 @@ class Case:
     def array(self, index: int) -> np.ndarray:
         """Tensor `index` of the problem, not copied, in the caller's order of axes."""
         tensor = self.problem.tensor[index]
-        dtype = numpy_dtype(tensor.dtype)
+        dtype = numpy_dtype(tensor.dtype, self._as_bits)
         axes = self.spec["axes"][str(index)]
         shape = [tensor.extent[axis] for axis in axes]
         strides = [tensor.stride[axis] * dtype.itemsize for axis in axes]
@@ -124,7 +126,7 @@ class PeakProbe:
     """The fastest multiply-add loop, as one more contender of a timing."""
 
     def __init__(self, dtype: np.dtype, num_threads: int, seconds: float = 0.01):
-        self._arguments = _lib.DTYPES[dtype.name], num_threads, seconds
+        self._arguments = _lib.DTYPES[name_of(dtype)], num_threads, seconds
         self._rates: list[float] = []
 
     def run(self):
@@ -155,16 +157,49 @@ class BandwidthProbe:
         return float(np.median(self._rates))
 
 
-def numpy_dtype(code: int) -> np.dtype:
+def numpy_dtype(code: int, as_bits: bool = False) -> np.dtype:
     name = _NAMES[code]
     if not name.startswith(("bfloat", "float8")):
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError as error:
+        if as_bits:
+            return np.dtype([(name, np.uint16 if name == "bfloat16" else np.uint8)])
         raise ValueError(f"tessera.check: dtype={name}: NumPy needs the package ml_dtypes for it; "
                          "pip install ml_dtypes, or use --through c") from error
     return np.dtype(getattr(ml_dtypes, name))
+
+
+def name_of(dtype: np.dtype) -> str:
+    """The name of a dtype; of bits, that of what they stand for."""
+    return dtype.names[0] if dtype.names else dtype.name
+
+
+def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float32 as another dtype, bits of bfloat16 included: those are cut off, which is enough for timing."""
+    if dtype.names == ("bfloat16",):
+        return (x.view(np.uint32) >> 16).astype(np.uint16).view(dtype)
+    if dtype.names:
+        numpy_dtype(_lib.DTYPES[name_of(dtype)])  # says what is missing
+    return x.astype(dtype)
+
+
+class _Bits:
+    """NumPy's adapter, for which bits have the dtype that they stand for."""
+
+    def __getattr__(self, name):
+        return getattr(_numpy, name)
+
+    def info(self, x):
+        info = _numpy.info(x)
+        return info and info._replace(dtype=name_of(x.dtype))
+
+    def dtype(self, name: str) -> np.dtype:
+        return numpy_dtype(_lib.DTYPES[name], as_bits=True)
+
+
+bits = _Bits()
 
 
 class Placer:

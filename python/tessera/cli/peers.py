@@ -12,7 +12,7 @@ from typing import Callable
 
 import numpy as np
 
-from . import work
+from . import conformance, work
 
 
 # Peers that are files: what stands before their path.
@@ -51,7 +51,16 @@ def prepare(name: str, workload: Workload) -> Callable[[], object]:
         return Library(name[len(FA3):]).peer(workload)
     if name not in PEERS:
         raise Unsupported(f"no peer of this name; there are {', '.join(PEERS)}")
+    if name not in OF_BITS:
+        require_numpy_dtypes(workload, name)
     return PEERS[name](workload)
+
+
+def require_numpy_dtypes(w: Workload, name: str):
+    """Unsupported where NumPy lacks the dtypes: it would compute on their bits."""
+    for x in (w.q, w.k, w.v, w.keywords.get("bias")):
+        if x is not None and x.dtype.names:
+            raise Unsupported(f"{name} needs the package ml_dtypes for {x.dtype.names[0]}: pip install ml_dtypes")
 
 
 # ---- what peers without our keywords are given instead ----
@@ -102,6 +111,7 @@ def dense_bias(w: Workload, sq, sk) -> np.ndarray | None:
     bias = kw.get("bias")
     if kw.get("alibi_slopes") is None:
         return bias
+    require_numpy_dtypes(w, "ALiBi as a dense bias")
     slopes = np.atleast_2d(kw["alibi_slopes"])[:, :, None, None].astype(np.float32)
     shift = sk - sq if kw.get("align") == "bottom_right" else 0
     distance = np.abs(np.arange(sq)[:, None] + shift - np.arange(sk)).astype(np.float32)
@@ -124,9 +134,10 @@ def import_torch(w: Workload):
 def _tensor(torch, x, device="cpu"):
     if device != "cpu":
         return _tensor(torch, x).to(device)
-    if x.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    name = conformance.name_of(x.dtype)
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         bits = torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}"))
-        return bits.view(getattr(torch, x.dtype.name))
+        return bits.view(getattr(torch, name))
     return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
 
@@ -151,6 +162,7 @@ def _torch_sdpa(w: Workload, kernel: str | None = None):
     mask = dense_mask(dataclasses.replace(w, keywords=others), b, hq, sq, sk)
     bias = dense_bias(w, sq, sk)
     if bias is not None and (mask is not None or causal):
+        require_numpy_dtypes(w, "a mask beside a bias")
         if mask is None:
             mask = dense_mask(w, b, hq, sq, sk)
         causal = False
@@ -421,3 +433,4 @@ PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "matmul": _torch_matmul, "nu
          "efficient": _torch_kernel("efficient", "EFFICIENT_ATTENTION"),
          "flash-attn-4": _flash_attn_4, "paddle": _paddle,
          "jax-xla": _jax("xla"), "jax-cudnn": _jax("cudnn")}
+OF_BITS = set(PEERS) - {"numpy", "paddle", "jax-xla", "jax-cudnn"}  # PyTorch takes bits of bf16 and fp8 as they are

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..cli import case_lines
-from ..cli.conformance import Placer
+from ..cli.conformance import Placer, name_of
 from . import attention, attention_backward
 
 
@@ -70,8 +70,8 @@ def placer(device: str) -> Placer:
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
-    """The same memory, ml_dtypes' types included."""
-    dtype = getattr(torch, array.dtype.name)
+    """The same memory, ml_dtypes' types and bits of them included."""
+    dtype = getattr(torch, name_of(array.dtype))
     plain = array.view(f"i{array.dtype.itemsize}") if array.dtype.kind == "V" or \
         array.dtype.name.startswith(("bfloat", "float8")) else array
     strides = [stride // array.itemsize for stride in array.strides]
@@ -83,8 +83,8 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
-    if str(tensor.dtype) != f"torch.{dtype.name}":
-        raise ValueError(f"tessera.check: {tensor.dtype} came back, not {dtype.name}")
+    if str(tensor.dtype) != f"torch.{name_of(dtype)}":
+        raise ValueError(f"tessera.check: {tensor.dtype} came back, not {name_of(dtype)}")
     if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
         integers = torch.int16 if tensor.element_size() == 2 else torch.int8
         return tensor.view(integers).numpy().view(dtype)
