@@ -24,6 +24,7 @@ class NotBuilt final : public Backend {
 
   std::string_view name() const override { return rules_.name(); }
   std::string unavailable() const override { return rules_.unavailable(); }
+  bool is_built() const override { return false; }
   Support supports(const Problem& problem, const Device& device) const override {
     Support support = rules_.supports(problem, device);
     support.require(false, ReasonId::kNotBuilt,

@@ -35,8 +35,12 @@ class Explanation:
 
     @property
     def headline(self) -> str:
-        return f"{self.answer['case']} on {self.answer['device']}: " + \
-            (self.backend or "no backend supports this")
+        chosen = self.backend or "no backend supports this"
+        if self.kernel:
+            chosen += f" (kernel {self.kernel})"
+        if self.backend and not self._backends[self.backend]["built"]:
+            chosen += ", not in this build"
+        return f"{self.answer['case']} on {self.answer['device']}: {chosen}"
 
     def rows(self) -> list[tuple[str, str]]:
         """(backend, what it says) of every backend: a row for each reason, why another is faster, its kernels."""
@@ -46,7 +50,8 @@ class Explanation:
             if name == self.backend:
                 size = "" if self.workspace_bytes is None else \
                     f", with {self.workspace_bytes} bytes of workspace"
-                said = [f"runs{size}"]
+                said = [f"runs{size}" if self._backends[name]["built"] else
+                        "would run; install the wheel that has it (docs/installation.md)"]
             elif not reasons:
                 said = ["could run; another comes first"]
             own = self._backends[name]

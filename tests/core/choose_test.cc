@@ -108,16 +108,22 @@ TEST(Choose, UnknownNamesAreInvalid) {
             std::string::npos);
 }
 
-TEST(Choose, ARefusalListsAllReasonsOfAllBackends) {
+// All reasons of those of the device; of those of another one, which come last, that alone.
+TEST(Choose, ARefusalListsReasonsOfAllBackends) {
   DummyBackend a("a", testing::fp32_on_cpu), b("b", testing::fp32_on_cpu);
-  b.missing = "no driver";
-  const Backend* const list[] = {&a, &b};
+  DummyBackend c("c", [](Support& support, const Problem&, const Device&) {
+    for (const char* name : {"bf16", "causal"}) {
+      support.require(false, ReasonId::kFeature, Remedy::kNone, [&] { return std::string(name); });
+    }
+  });
+  c.missing = "no driver";
+  const Backend* const list[] = {&a, &b, &c};
   const auto refused = choose(list, normalised(forward(TESSERA_BF16)), kHopper);
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.status().message(),
             "no backend supports this problem\n"
-            "  a: tensors are on a GPU;  dtype=bf16\n"
-            "  b: no driver;  tensors are on a GPU;  dtype=bf16\n"
+            "  c: no driver;  bf16;  causal\n"
+            "  a, b: tensors are on a GPU\n"
             "repro: python -m tessera explain \"fwd bf16 b=2 sq=5 sk=7 hq=4 hk=2 dqk=8 dv=16\" "
             "--device sm90");
 }

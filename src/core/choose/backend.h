@@ -61,6 +61,9 @@ class Backend {
   // driver, which a child of fork() cannot share: asked only for tensors that the backend takes.
   virtual std::string unavailable() const { return {}; }
 
+  // False where only its rules and tables are in this build.
+  virtual bool is_built() const { return true; }
+
   // TESSERA_INVALID where an environment variable that the backend reads says what it cannot mean.
   virtual Status check_environment() const { return {}; }
 

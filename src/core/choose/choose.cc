@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/environment.h"
 #include "core/log.h"
@@ -13,12 +14,36 @@ namespace {
 // A refusal has to fit in tessera_error.message with its last line.
 constexpr size_t kListBytes = 1500;
 
+bool is_of_device(const Reason& reason) { return reason.id == ReasonId::kDevice; }
+
+// Why a backend does not run it, on one line; of one for another device, only that.
+std::string line_of(std::span<const Reason> reasons) {
+  const bool is_elsewhere = std::any_of(reasons.begin(), reasons.end(), is_of_device);
+  std::string text;
+  for (const Reason& reason : reasons) {
+    if (is_elsewhere && !is_of_device(reason)) continue;
+    text += (text.empty() ? "" : ";  ") + reason.text;
+  }
+  return text;
+}
+
+// A line for each backend, or for several that say the same; first those of the device.
 std::string refusal(BackendList backends, const Problem& problem, const Device& device) {
-  std::string text = "no backend supports this problem";
+  std::vector<std::pair<std::string, std::string>> here, elsewhere;  // names, what they say
   for (const Backend* backend : backends) {
-    text += "\n  " + std::string(backend->name()) + ": ";
     const std::vector<Reason> reasons = reasons_of(*backend, problem, device);
-    for (size_t i = 0; i < reasons.size(); ++i) text += (i ? ";  " : "") + reasons[i].text;
+    auto& lines = std::any_of(reasons.begin(), reasons.end(), is_of_device) ? elsewhere : here;
+    std::string line = line_of(reasons);
+    const std::string name(backend->name());
+    if (!lines.empty() && lines.back().second == line) {
+      lines.back().first += ", " + name;
+    } else {
+      lines.emplace_back(name, std::move(line));
+    }
+  }
+  std::string text = "no backend supports this problem";
+  for (const auto* lines : {&here, &elsewhere}) {
+    for (const auto& [names, line] : *lines) text += "\n  " + names + ": " + line;
   }
   if (text.size() > kListBytes) text = text.substr(0, kListBytes) + " ...";
   text += "\nrepro: python -m tessera explain \"" + to_case(problem) + "\"";
@@ -106,7 +131,9 @@ std::vector<Reason> reasons_of(const Backend& backend, const Problem& problem, c
     std::string why = backend.unavailable();
     if (!why.empty()) all.push_back({ReasonId::kNotLoaded, Remedy::kDeviceCpu, std::move(why)});
   }
-  all.insert(all.end(), support.reasons().begin(), support.reasons().end());
+  for (const Reason& reason : support.reasons()) {
+    if (!imagined || reason.id != ReasonId::kNotBuilt) all.push_back(reason);
+  }
   return all;
 }
 

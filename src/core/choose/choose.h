@@ -43,7 +43,7 @@ int first_of(std::span<const Answer> answers);
 Result<const Backend*> choose(BackendList backends, const Problem& problem, const Device& device);
 
 // Every reason why this backend would not run the problem: forced by another name, not on this
-// machine (unless the device itself is only imagined), and its own.
+// machine or not in this build (unless the device itself is only imagined), and its own.
 std::vector<Reason> reasons_of(const Backend& backend, const Problem& problem, const Device& device,
                                bool imagined = false);
 

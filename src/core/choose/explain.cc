@@ -153,6 +153,7 @@ void write_backend(JsonWriter& json, const Backend& backend, const Answer& answe
   json.begin_object();
   json.key("name").string(backend.name());
   json.key("available").boolean(backend.unavailable().empty());
+  json.key("built").boolean(backend.is_built());
   json.key("supported").boolean(answer.reasons.empty());
   json.key("yields");
   write_text(json, answer.yields);

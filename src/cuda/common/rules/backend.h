@@ -13,7 +13,7 @@ namespace tessera::cuda {
 
 // Why there is no plan in a build without CUDA.
 inline constexpr const char* kNotBuilt =
-    "this build has no CUDA backend; configure it with TESSERA_CUDA=ON";
+    "this build has no CUDA backend; install the wheel that has (docs/installation.md)";
 
 // supports(), yields() and kernels_for() of a folder; a build with CUDA overrides the rest.
 class Rules : public Backend {
