@@ -8,6 +8,7 @@ value is checked and where in the C structs it goes (_args), what the text of a 
 """
 
 import dataclasses
+import difflib
 import functools
 import numbers
 import operator
@@ -502,4 +503,11 @@ def check_names(function: str, given, table):
     """Raises what Python raises of keywords that are not in the table."""
     for name in given:
         if name not in table:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, table)
+
+
+def unexpected(function: str, name: str, known) -> TypeError:
+    """What Python raises of a keyword that a function does not have, with the nearest that it has."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

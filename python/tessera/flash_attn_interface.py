@@ -39,7 +39,7 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
                               return_attn_probs=False):
     """flash_attn_func of qkv [b, s, 3, h, d], or [b, s, hq + 2 hk, d] with num_heads_q=hq."""
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
+        q, k, v = to.unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "b, s, 3, h, d")
     elif num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2:
         raise ValueError("tessera.flash_attn_qkvpacked_func: num_heads_q="
                          f"{num_heads_q}: must be given with qkv [b, s, hq + 2 hk, d]")

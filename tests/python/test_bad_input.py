@@ -342,13 +342,69 @@ def test_mutation(base, field, changes):
         np.testing.assert_array_equal(x, before[name])
 
 
-@pytest.mark.parametrize("name, beside", [("q", ""), ("k", " beside q in fp32")])
+@pytest.mark.parametrize("name, beside", [("q", ""), ("cu_seqlens_q", ""), ("k", " beside q in fp32")])
 def test_a_dtype_is_measured_by_that_of_q(name, beside):
     call = BASES["packed"]
     with pytest.raises(ValueError) as raised:
-        tessera.attention(**(call | {name: call[name].astype(I32)}))
-    assert f"{name}.dtype=int32: must be " in str(raised.value)
+        tessera.attention(**(call | {name: call[name].astype(bool)}))
+    assert f"{name}.dtype=bool: must be " in str(raised.value)
     assert ("beside" in str(raised.value)) == bool(beside) and beside in str(raised.value)
+
+
+@pytest.mark.parametrize("changes, cure", [
+    ({"keep": np.ones((2, 16), bool)}, "pass seqlens_k, the lengths, or the mask as [b, 1, 1, sk]"),
+    ({"drop": np.ones((2, 16), bool)}, "pass seqlens_k"),
+    ({"key_ranges": np.zeros((2, 1, 16, 2), np.int64)}, "must be int32; convert it"),
+    ({"q": np.zeros((2, 4, 10, 8), F32), "k": np.zeros((2, 4, 20, 8), F32), "v": np.zeros((2, 4, 20, 8), F32)},
+     'or layout="bhsd"'),
+    ({"q": np.zeros((2, 8, 10, 8), F32), "k": np.zeros((2, 4, 10, 8), F32), "v": np.zeros((2, 4, 10, 8), F32),
+      "causal": True}, 'or layout="bhsd"'),
+])
+def test_what_newcomers_pass_is_told_what_works(changes, cure):
+    x = np.zeros((2, 16, 4, 8), F32)
+    with pytest.raises(ValueError) as raised:
+        tessera.attention(**{"q": x, "k": x, "v": x} | changes)
+    assert cure in str(raised.value)
+    if "keep" in changes:  # nor is a mask of another shape taken for padding
+        with pytest.raises(ValueError) as raised:
+            tessera.attention(x, x, x, keep=np.ones((3, 7), bool))
+        assert "seqlens" not in str(raised.value)
+
+
+def test_misspelt_words_are_told_the_nearest():
+    x = np.zeros((2, 16, 4, 8), F32)
+    for call in (tessera.attention, tessera.explain, lambda *a, **b: tessera.attention_backward(*a, x, x, x, **b)):
+        with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'causel'; did you mean 'causal'\?"):
+            call(x, x, x, causel=True)
+    with pytest.raises(TypeError, match="argument 'colour'$"):
+        tessera.attention(x, x, x, colour=1)
+    for wrong, right in (("causl", "causal"), ("soft_cap=20", "softcap"), ("layuot=bhsd", "layout"), ("aling=top_left", "align")):
+        with pytest.raises(ValueError, match=rf"no such key; did you mean {right}\? one of "):
+            tessera.explain(f"fwd bf16 b=2 s=64 h=1 d=64 {wrong}")
+    with pytest.raises(ValueError, match="no such key; one of "):
+        tessera.explain("fwd bf16 b=2 s=64 h=1 d=64 zebra")
+
+
+def test_packed_tensors_of_flash_attn_say_their_axes():
+    torch = pytest.importorskip("torch")
+    from tessera import flash_attn, flash_attn_interface
+    cu = torch.tensor([0, 16, 32], dtype=torch.int32)
+    q, wrong, packed = torch.zeros(2, 16, 4, 8), torch.zeros(2, 16, 4, 3, 8), torch.zeros(32, 4, 3, 8)
+    for text, call in {
+        "qkv.shape=[2, 16, 4, 3, 8]: must be [b, s, 3, h, d]": lambda: flash_attn.flash_attn_qkvpacked_func(wrong, 0.1),
+        "kv.shape=[2, 16, 4, 3, 8]: must be [b, sk, 2, hk, d]": lambda: flash_attn.flash_attn_kvpacked_func(q, wrong),
+        "qkv.shape=[32, 4, 3, 8]: must be [t, 3, h, d]":
+            lambda: flash_attn.flash_attn_varlen_qkvpacked_func(packed, cu, 16),
+        "kv.shape=[32, 4, 3, 8]: must be [tk, 2, hk, d]":
+            lambda: flash_attn.flash_attn_varlen_kvpacked_func(q[0], packed, cu, cu, 16, 16),
+        "qkv=ndarray: must be a PyTorch tensor of shape [b, s, 3, h, d]":
+            lambda: flash_attn.flash_attn_qkvpacked_func(np.zeros((2, 16, 3, 4, 8), F32)),
+        "qkv.shape=[2, 16, 4, 3, 8]: must be [b, s, 3, h, d]; ":
+            lambda: flash_attn_interface.flash_attn_qkvpacked_func(wrong),
+    }.items():
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert text in str(raised.value)
 
 
 def test_there_are_hundreds():

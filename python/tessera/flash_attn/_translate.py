@@ -10,6 +10,18 @@ from .._lib import Refused
 from ..torch import attention
 
 
+def unpacked(operation: str, name: str, x, axes: str):
+    """The tensors that lie beside each other in one, along that of its axes which is a number."""
+    names = axes.split(", ")
+    axis = next(i for i, text in enumerate(names) if text.isdecimal())
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"tessera.{operation}: {name}={type(x).__name__}: must be a PyTorch tensor of shape [{axes}]")
+    if x.dim() != len(names) or x.shape[axis] != int(names[axis]):
+        raise ValueError(f"tessera.{operation}: {name}.shape={list(x.shape)}: must be [{axes}]; "
+                         f"{name}.movedim(FROM, {axis}) moves an axis there")
+    return x.unbind(axis)
+
+
 def band(causal: bool, window_size) -> dict:
     """The visible band."""
     left, right = (max(int(side), -1) for side in window_size)
@@ -80,5 +92,5 @@ def cumulative(lengths_):
     return torch.nn.functional.pad(lengths_.cumsum(0), (1, 0)).to(torch.int32)
 
 
-__all__ = ["attention", "band", "score", "lengths", "packed", "dropout", "deterministic", "chunk_ranges",
+__all__ = ["attention", "unpacked", "band", "score", "lengths", "packed", "dropout", "deterministic", "chunk_ranges",
            "sequence_of", "cumulative", "Refused"]

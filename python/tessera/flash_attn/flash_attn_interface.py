@@ -27,7 +27,8 @@ def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=Fal
                               window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                               deterministic=False, return_attn_probs=False):
     """flash_attn_func of qkv [b, s, 3, h, d]."""
-    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap,
+    q, k, v = to.unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "b, s, 3, h, d")
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
                            alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -35,7 +36,8 @@ def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=Fa
                              window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                              deterministic=False, return_attn_probs=False):
     """flash_attn_func of q and kv [b, sk, 2, hk, d]."""
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap,
+    k, v = to.unpacked("flash_attn_kvpacked_func", "kv", kv, "b, sk, 2, hk, d")
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
                            alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -61,7 +63,8 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
                                      alibi_slopes=None, deterministic=False,
                                      return_attn_probs=False):
     """flash_attn_varlen_func of qkv [t, 3, h, d]."""
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+    q, k, v = to.unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "t, 3, h, d")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
                                   dropout_p, softmax_scale, causal, window_size, softcap,
                                   alibi_slopes, deterministic, return_attn_probs)
 
@@ -71,7 +74,8 @@ def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqle
                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                                     deterministic=False, return_attn_probs=False):
     """flash_attn_varlen_func of q and kv [tk, 2, hk, d]."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    k, v = to.unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "tk, 2, hk, d")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                                   max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
                                   softcap, alibi_slopes, deterministic, return_attn_probs)
 

@@ -112,7 +112,7 @@ def _of_own(keywords: dict) -> dict:
 def _check(keywords: dict):
     for name, value in keywords.items():
         if name not in _keywords.FORWARD:
-            raise TypeError(f"tessera.attention_shared_prefix() got an unexpected keyword argument {name!r}")
+            raise _keywords.unexpected("tessera.attention_shared_prefix", name, _keywords.FORWARD)
         if name not in _BOTH | _OWN and not _is_default(value):
             raise _lib.Refused(f"tessera.attention_shared_prefix: {name}={type(value).__name__}: has a meaning "
                                "over all keys at once; call tessera.torch.attention on joint keys, or pages")

@@ -25,6 +25,37 @@ struct Token {
 };
 std::span<const Token> tokens();
 
+// Letters to add, drop, replace or swap with the next, to make one word of another.
+size_t edits(View from, View to) {
+  std::vector<std::vector<size_t>> d(from.size() + 1, std::vector<size_t>(to.size() + 1));
+  for (size_t i = 0; i <= from.size(); ++i) {
+    for (size_t j = 0; j <= to.size(); ++j) {
+      if (i == 0 || j == 0) {
+        d[i][j] = i + j;
+        continue;
+      }
+      const bool same = from[i - 1] == to[j - 1];
+      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (same ? 0 : 1)});
+      if (i > 1 && j > 1 && from[i - 1] == to[j - 2] && from[i - 2] == to[j - 1]) {
+        d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+      }
+    }
+  }
+  return d[from.size()][to.size()];
+}
+
+// The key that a word was meant to be; "" where none is near.
+View nearest(View word, std::span<const Token> all) {
+  View found;
+  if (word.size() > 32) return found;
+  size_t least = word.size() / 3 + 1;
+  for (const Token& token : all) {
+    const size_t distance = edits(word, token.key);
+    if (distance < least) least = distance, found = token.key;
+  }
+  return found;
+}
+
 }  // namespace
 
 Result<Case> parse_case(View text) {
@@ -66,7 +97,10 @@ Result<Case> parse_case(View text) {
     if (token == all.end()) {
       std::string known;
       for (const Token& t : all) known += (known.empty() ? "" : " ") + std::string(t.key);
-      return invalid("%s: no such key; one of %s", quoted(word).c_str(), known.c_str());
+      const View near = nearest(key, all);
+      return invalid("%s: no such key; %s%s%sone of %s", quoted(word).c_str(),
+                     near.empty() ? "" : "did you mean ", std::string(near).c_str(),
+                     near.empty() ? "" : "? ", known.c_str());
     }
     // s, h, d and lens give two fields at once, keep and drop are one mask.
     bool fresh = once(key);

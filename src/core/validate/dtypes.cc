@@ -120,7 +120,10 @@ Status validate_dtype(const Problem& p, int index) {
     if ((allowed & bit(dtype)) == 0) continue;
     names += (names.empty() ? "" : " or ") + std::string(dtype_name(dtype));
   }
-  if (index != TESSERA_Q)
+  Problem other = p;  // whether it depends on q's
+  other.tensor[TESSERA_Q].dtype =
+      p.tensor[TESSERA_Q].dtype == TESSERA_FP32 ? TESSERA_BF16 : TESSERA_FP32;
+  if (index != TESSERA_Q && allowed_dtypes(other, index) != allowed)
     names += " beside q in " + std::string(dtype_name(p.tensor[TESSERA_Q].dtype));
   return invalid("%s.dtype=%s: must be %s; convert it", name_of(p, index),
                  dtype_name(p.tensor[index].dtype).data(), names.c_str());

@@ -121,4 +121,11 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
   }
 }
 
+const char* layout_hint(const Problem& p) {
+  const Tensor &q = p.tensor[TESSERA_Q], &k = p.tensor[TESSERA_K];
+  const bool fits = p.format_q == TESSERA_BSHD && p.format_kv == TESSERA_BSHD && !is_paged(p) &&
+                    k.extent[1] > 0 && q.extent[1] % k.extent[1] == 0;
+  return fits ? "; or layout=\"bhsd\", if the second axis is that of heads" : "";
+}
+
 }  // namespace tessera

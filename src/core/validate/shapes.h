@@ -21,4 +21,7 @@ inline constexpr int64_t kUnknown = -2;  // thd without max_seqlen: only a broad
 // s: sizes_of(p), of a problem that validate_sizes() accepted.
 Shape expected_shape(const Problem& p, const Sizes& s, int index);
 
+// "; or pass layout=..." where q and k, given as [b, s, h, d], would go together as [b, h, s, d].
+const char* layout_hint(const Problem& p);
+
 }  // namespace tessera

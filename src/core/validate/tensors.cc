@@ -49,9 +49,16 @@ Status check_shape(const Problem& p, const Sizes& s, int index) {
         "max_seqlen_k; give them, or broadcast that axis",
         name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str());
   }
-  return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s", name_of(p, index),
-                 shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
-                 shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str());
+  // A mask [b, s] of padding, as others take it: axes are counted from the last.
+  const bool like_padding = index == TESSERA_MASK && t.extent[0] == 1 && t.extent[1] == 1 &&
+                            t.extent[2] == s.batch && (t.extent[3] == s.sk || t.extent[3] == s.sq);
+  return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s%s",
+                 name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
+                 shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str(),
+                 like_padding
+                     ? "; for a [b, s] mask of padding pass seqlens_k, the lengths, or the "
+                       "mask as [b, 1, 1, sk]"
+                     : "");
 }
 
 // ---- strides ----
@@ -194,8 +201,8 @@ Status validate_tensors(const Problem& p) {
   if (s.hq % s.hk != 0) {
     return invalid("k.shape=%s: the heads of q (%" PRId64
                    ") must be a multiple of the heads of k "
-                   "and v (%" PRId64 "); repeat or drop heads",
-                   shape_text(p, TESSERA_K).c_str(), s.hq, s.hk);
+                   "and v (%" PRId64 "); repeat or drop heads%s",
+                   shape_text(p, TESSERA_K).c_str(), s.hq, s.hk, layout_hint(p));
   }
   for (int i = 0; i < TESSERA_NUM_TENSORS; ++i) {
     if (given(p, i)) TESSERA_RETURN_IF_ERROR(check_strides(p, i));

@@ -9,6 +9,7 @@
 #include "core/problem/fields.h"
 #include "core/problem/problem.h"
 #include "core/validate/partners.h"
+#include "core/validate/shapes.h"
 
 namespace tessera {
 namespace {
@@ -168,12 +169,12 @@ Status check_band(const Problem& p) {
     return invalid(
         "align=None: must be given, because %s has a diagonal and the lengths of q and k are not "
         "known to be equal%s (q.shape=%s, k.shape=%s); pass align=\"top_left\" or "
-        "align=\"bottom_right\"",
+        "align=\"bottom_right\"%s",
         has(p, TESSERA_CAUSAL) ? "causal=True"
         : has_band(p)          ? "the window"
                                : "alibi_slopes",
         given(p, TESSERA_Q_START) || given(p, TESSERA_K_START) ? ", nor where they begin" : "",
-        shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str());
+        shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str(), layout_hint(p));
   }
   return {};
 }

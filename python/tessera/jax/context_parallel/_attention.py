@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _lib
+from ... import _keywords, _lib
 from ...context_parallel import Shards
 from .. import _arrays, _functions
 from ._rows import OPERATION, Rows, error, inverse, rows_of, taken, whole
@@ -248,7 +248,7 @@ def _checked(keywords: dict) -> dict:
             if name in _functions.FORWARD:
                 raise _lib.Refused(f"{OPERATION}: {name}=...: does not go with shards on a mesh yet; "
                                    f"{', '.join(_PASSED + _OWN)} do")
-            raise TypeError(f"{OPERATION}() got an unexpected keyword argument {name!r}")
+            raise _keywords.unexpected(OPERATION, name, _PASSED + _OWN)
     return given
 
 
