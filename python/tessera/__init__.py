@@ -3,7 +3,7 @@
 
     o      = tessera.attention(q, k, v, causal=True)
     o, lse = tessera.attention(q, k, v, causal=True, return_lse=True)
-    g      = tessera.attention_backward(do, q, k, v, o, lse, causal=True)      # g.dq g.dk g.dv
+    dq, dk, dv = tessera.attention_backward(do, q, k, v, o, lse, causal=True)
     print(tessera.explain(q, k, v, causal=True))                               # which backend, why
 
 Arrays are NumPy's (bf16 and fp8 through ml_dtypes). docs/semantics.md is the contract; the command

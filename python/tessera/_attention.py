@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -15,18 +16,34 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+_Array = TypeVar("_Array")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gradients:
-    """What attention_backward returns; a gradient that was not asked for is None."""
-    dq: np.ndarray | None = None
-    dk: np.ndarray | None = None
-    dv: np.ndarray | None = None
-    dbias: np.ndarray | None = None
-    dsink: np.ndarray | None = None
-    dalibi_slopes: np.ndarray | None = None
-    amax_dq: np.ndarray | None = None
-    amax_dk: np.ndarray | None = None
-    amax_dv: np.ndarray | None = None
+class Gradients(Generic[_Array]):
+    """What attention_backward returns; a gradient that was not asked for is None. Those that were unpack in this
+    order, whatever the order of grads: dq, dk, dv = attention_backward(...)."""
+    dq: _Array = None  # type: ignore[assignment]  # for those who asked it is none of None
+    dk: _Array = None  # type: ignore[assignment]
+    dv: _Array = None  # type: ignore[assignment]
+    dbias: _Array | None = None
+    dsink: _Array | None = None
+    dalibi_slopes: _Array | None = None
+    amax_dq: _Array | None = None
+    amax_dk: _Array | None = None
+    amax_dv: _Array | None = None
+
+    def __iter__(self) -> Iterator[_Array]:
+        return (x for name in self.__slots__ if (x := getattr(self, name)) is not None)
+
+
+@overload
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
+              **keywords: Unpack[_keywords.Single]) -> np.ndarray: ...
+
+@overload
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
+              **keywords: Unpack[_keywords.Forward]) -> tuple[np.ndarray, ...]: ...
 
 
 @documented(_keywords.FORWARD, np.ndarray)
@@ -51,7 +68,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
 def attention_backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray,
                        lse: np.ndarray, dlse: np.ndarray | None = None,
                        grads: tuple[str, ...] | dict[str, np.ndarray] = ("dq", "dk", "dv"),
-                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients[np.ndarray]:
     """Gradients of attention, from its o and lse and the gradients do of o and dlse of lse.
 
     q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
@@ -59,8 +76,9 @@ def attention_backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarr
     to write into (with accumulate: to add to), of their inputs' shapes and dtypes; dq, dk, dv may be
     float32 beside 16-bit inputs. Every other keyword must be as it was in the forward call.
 
-    >>> g = tessera.attention_backward(do, q, k, v, o, lse, causal=True)
-    >>> g.dq, g.dk, g.dv
+    >>> dq, dk, dv = tessera.attention_backward(do, q, k, v, o, lse, causal=True)
+    >>> g = tessera.attention_backward(do, q, k, v, o, lse, bias=bias, grads=("dq", "dbias"))
+    >>> g.dq, g.dbias
     """
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
     keywords.update(q=q, k=k, v=v, do=do, o=o, lse=lse, dlse=dlse,

@@ -7,6 +7,7 @@ import inspect
 import textwrap
 import types
 import typing
+from collections.abc import Callable
 
 from . import _keywords
 
@@ -19,11 +20,15 @@ result.
 """
 
 
-def documented(table: dict[str, _keywords.Keyword], array: type, **defaults):
+_Function = typing.TypeVar("_Function", bound=Callable[..., object])
+
+
+def documented(table: dict[str, _keywords.Keyword], array: type,
+               **defaults: tuple[object, str]) -> Callable[[_Function], _Function]:
     """Gives a function with ``**keywords`` the signature that the table describes, and the table in
     words. `array` is what the front end calls an array; `defaults` are those that it has of its own,
-    each with a sentence about it."""
-    def decorate(function):
+    each with a sentence about it. Static type checkers see the function as it is written."""
+    def decorate(function: _Function) -> _Function:
         del function.__annotations__["keywords"]  # of static type checkers alone
         hints = typing.get_type_hints(function)
         parameters = [parameter.replace(annotation=hints[name]) for name, parameter in

@@ -425,12 +425,25 @@ class Keywords(TypedDict, total=False):
         doc="Rows and keys that share a scale, both >= 0.")]
 
 
-class Forward(Keywords, total=False):
-    """What attention takes."""
+class Single(Keywords, total=False):
+    """What attention takes where it returns o alone."""
 
     out_dtype: Annotated[object, _dtype(
         "out_dtype", doc="dtype of o; None is q's, and bfloat16 beside fp8 q. float32 goes beside 16 bits, and "
                          "any but float64 beside fp8.")]
+    out: Annotated[Array | None, Output(
+        axes="b, sq, hq, dv",
+        doc="Array to write o into and to return, of q's dtype (or out_dtype) and any strides; its "
+            "elements must not meet those of another argument.")]
+    lse: Annotated[Array | None, Output(
+        axes="b, hq, sq",
+        doc="With accumulate, the lse of what out holds: float32, packed [hq, t], contiguous; it becomes "
+            "that of both. Illegal without.")]
+
+
+class Forward(Single, total=False):
+    """What attention takes."""
+
     return_lse: Annotated[bool, _switch(
         "return_lse",
         doc="Returns lse too, float32 [b, hq, sq], packed [hq, t]: the natural logarithm of each row's "
@@ -441,14 +454,6 @@ class Forward(Keywords, total=False):
             "fp8 q only.")]
     return_max_logit: Annotated[bool, _switch(
         "return_max_logit", doc="Returns the largest visible score of each head too, float32 [hq].")]
-    out: Annotated[Array | None, Output(
-        axes="b, sq, hq, dv",
-        doc="Array to write o into and to return, of q's dtype (or out_dtype) and any strides; its "
-            "elements must not meet those of another argument.")]
-    lse: Annotated[Array | None, Output(
-        axes="b, hq, sq",
-        doc="With accumulate, the lse of what out holds: float32, packed [hq, t], contiguous; it becomes "
-            "that of both. Illegal without.")]
 
 
 class Backward(Keywords, total=False):

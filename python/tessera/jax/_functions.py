@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import jax
 import numpy as np
@@ -45,6 +45,15 @@ _READ = {
 jax.tree_util.register_dataclass(Gradients, [field.name for field in dataclasses.fields(Gradients)], [])
 
 
+@overload
+def attention(q: jax.Array, k: jax.Array, v: jax.Array,
+              **keywords: Unpack[_keywords.Single]) -> jax.Array: ...
+
+@overload
+def attention(q: jax.Array, k: jax.Array, v: jax.Array,
+              **keywords: Unpack[_keywords.Forward]) -> tuple[jax.Array, ...]: ...
+
+
 @documented(FORWARD, jax.Array, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keywords.Forward]
               ) -> jax.Array | tuple[jax.Array, ...]:
@@ -70,7 +79,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keyw
 def attention_backward(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, o: jax.Array,
                        lse: jax.Array, dlse: jax.Array | None = None,
                        grads: tuple[str, ...] = ("dq", "dk", "dv"),
-                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients[jax.Array]:
     """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
     and lse themselves, parts of a union (partial=True) above all.
 

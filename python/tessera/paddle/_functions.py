@@ -5,7 +5,7 @@ wanted."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import paddle
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 _DETERMINISTIC = (None, "None follows FLAGS_cudnn_deterministic.")
 _RNG_STATE = (None, "None draws one from Paddle's generator.")
+
+
+@overload
+def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
+              **keywords: Unpack[_keywords.Single]) -> paddle.Tensor: ...
+
+@overload
+def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
+              **keywords: Unpack[_keywords.Forward]) -> tuple[paddle.Tensor, ...]: ...
 
 
 @paddle.jit.not_to_static
@@ -55,7 +64,7 @@ def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
 def attention_backward(do: paddle.Tensor, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
                        o: paddle.Tensor, lse: paddle.Tensor, dlse: paddle.Tensor | None = None,
                        grads: tuple[str, ...] | dict[str, paddle.Tensor] = ("dq", "dk", "dv"),
-                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients[paddle.Tensor]:
     """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
     and lse themselves, parts of a union (partial=True) above all. No autograd.
 

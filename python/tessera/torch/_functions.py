@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +35,15 @@ _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an op
 # Keys hold the types of values too: 1, 1.0 and True are three.
 _kept: dict[tuple, str] = {}     # options, and the names of tensors -> the text of the call
 _known: dict[tuple, tuple] = {}  # q's dtype, keywords without tensors -> (the text of the call, _picked)
+
+
+@overload
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+              **keywords: Unpack[_keywords.Single]) -> torch.Tensor: ...
+
+@overload
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+              **keywords: Unpack[_keywords.Forward]) -> tuple[torch.Tensor, ...]: ...
 
 
 @documented(_keywords.FORWARD, torch.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
@@ -102,7 +111,7 @@ def prepared(**keywords):
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                        o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None = None,
                        grads: tuple[str, ...] | dict[str, torch.Tensor] = ("dq", "dk", "dv"),
-                       **keywords: Unpack[_keywords.Backward]) -> Gradients:
+                       **keywords: Unpack[_keywords.Backward]) -> Gradients[torch.Tensor]:
     """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
     and lse themselves, parts of a union (partial=True) above all. No autograd.
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What static type checkers say to those who call tessera: nothing of good code, and each mistake of bad code.
+
+Frameworks are stubs of a few lines, so that a run takes seconds and needs none of them."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "python"
+STUB = """from typing import Any, Callable, TypeVar
+_F = TypeVar("_F", bound=Callable[..., Any])
+class {array}:
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def sum(self) -> "{array}": ...
+def __getattr__(name: str) -> Any: ...
+"""
+# front end -> (module, the module of its arrays, the name of an array there)
+FRONT_ENDS = {"numpy": ("tessera", "numpy", "ndarray"), "torch": ("tessera.torch", "torch", "Tensor"),
+              "jax": ("tessera.jax", "jax", "Array"), "paddle": ("tessera.paddle", "paddle", "Tensor")}
+GOOD = """import {module}
+import {library}
+
+def run(q: {library}.{array}, mask: {library}.{array}) -> {library}.{array}:
+    o = {module}.attention(q, q, q, causal=True, window=(8, 0), align="top_left", keep=mask)
+    o, lse = {module}.attention(q, q, q, layout=("bshd", "sbhd"), softcap=20.0, return_lse=True)
+    dq, dk, dv = {module}.attention_backward(o, q, q, q, o, lse, causal=True)
+    g = {module}.attention_backward(o, q, q, q, o, lse, grads=("dq", "dbias"), bias=mask)
+    if g.dbias is not None:
+        g.dbias.sum()
+    why = {module}.explain(q, q, q, causal=True)
+    text: str | None = why.backend
+    return dq.sum() if text else g.dq.sum()
+
+def shape(q: {library}.{array}) -> tuple[int, ...]:
+    return {module}.attention(q, q, q, backend="cpu").shape
+"""
+BAD = """import {module}
+import {library}
+
+def run(q: {library}.{array}) -> None:
+    {module}.attention(q, q, q, causel=True)  # WRONG
+    {module}.attention("a", q, q)  # WRONG
+    {module}.attention(q, q)  # WRONG
+    {module}.attention(q, q, q, causal="yes")  # WRONG
+    {module}.attention(q, q, q, layout="bhds")  # WRONG
+    {module}.attention(q, q, q, window=3)  # WRONG
+    {module}.attention(q, q, q).lse  # WRONG
+    {module}.attention_backward(q, q, q, q, q)  # WRONG
+    {module}.attention_backward(q, q, q, q, q, q, return_lse=True)  # WRONG
+    {module}.attention_backward(q, q, q, q, q, q).dw  # WRONG
+    {module}.explain(q, q, q, causel=True)  # WRONG
+    {module}.explain(q, q, q).backends  # WRONG
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder with a good and a bad file of each front end, and stubs of the frameworks in stubs/."""
+    folder = tmp_path_factory.mktemp("types")
+    for name, (module, library, array) in FRONT_ENDS.items():
+        stub = folder / "stubs" / library
+        stub.mkdir(parents=True)
+        (stub / "__init__.pyi").write_text(STUB.format(array=array))
+        for kind, text in (("good", GOOD), ("bad", BAD)):
+            (folder / f"{kind}_{name}.py").write_text(text.format(module=module, library=library, array=array))
+    return folder
+
+
+def wrong_lines(folder):
+    """(file, line) of every mistake."""
+    return {(path.name, number) for path in folder.glob("*.py")
+            for number, line in enumerate(path.read_text().splitlines(), 1) if "# WRONG" in line}
+
+
+def test_mypy(sources):
+    pytest.importorskip("mypy")
+    (sources / "mypy.ini").write_text(f"[mypy]\nmypy_path = {PACKAGE}:{sources}/stubs\nstrict = True\nfollow_imports = silent\n")
+    done = subprocess.run([sys.executable, "-m", "mypy", "--no-color-output", *[path.name for path in sorted(sources.glob("*.py"))]],
+                          cwd=sources, capture_output=True, text=True, timeout=300, check=False)
+    found = {(name, int(line)) for name, line in re.findall(r"^(\w+\.py):(\d+): error:", done.stdout, re.M)}
+    assert found == wrong_lines(sources), done.stdout + done.stderr
+
+
+def test_pyright(sources):
+    if shutil.which("pyright", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("pyright is not installed")
+    (sources / "pyrightconfig.json").write_text(json.dumps(
+        {"extraPaths": [str(PACKAGE)], "stubPath": "stubs", "include": ["*.py"], "typeCheckingMode": "standard"}))
+    done = subprocess.run([sys.executable, "-m", "pyright", "--outputjson"], cwd=sources, capture_output=True, text=True,
+                          timeout=300, check=False)
+    said = json.loads(done.stdout)["generalDiagnostics"]
+    found = {(Path(entry["file"]).name, entry["range"]["start"]["line"] + 1) for entry in said
+             if entry["severity"] == "error"}
+    assert found == wrong_lines(sources), said
