@@ -32,7 +32,7 @@ use_in_c() {
     flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig:$libraries/pkgconfig pkg-config --cflags --libs tessera)
   fi
   cc -std=c11 -Wall -Wextra -Werror -pedantic "$root"/examples/c/attention.c -o "$work/attention" $flags
-  LD_LIBRARY_PATH=$libraries "$work/attention"
+  if command -v pkg-config >/dev/null; then "$work/attention"; else LD_LIBRARY_PATH=$libraries "$work/attention"; fi
   check "examples/c through pkg-config"
   cmake -S "$root"/examples/c -B "$work/cmake" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
   cmake --build "$work/cmake" >/dev/null

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import threading
-import warnings
 from ctypes import (CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32,
                     c_uint64, c_void_p)
 from pathlib import Path
@@ -229,24 +228,6 @@ def backends() -> list[str]:
     return names
 
 
-_TOPICS = ("dispatch", "plan", "checks", "memory",  # the library's, and those of front ends
-           "cp", "sharding", "hf", "paddle", "all")
-_VARIABLES = {  # what may be in them, in words, and as a test
-    "TESSERA_LOG": (f"names of {', '.join(_TOPICS)}, with commas between them",
-                    lambda text: all(name in _TOPICS for name in text.split(","))),
-    "TESSERA_NUM_THREADS": ("an integer, 1 to 65536", lambda text: text.isdecimal() and 1 <= int(text) <= 1 << 16),
-    "TESSERA_CPU_ISA": ("avx512bf16, avx512, avx2 or portable",
-                        lambda text: text in ("avx512bf16", "avx512", "avx2", "portable"))}
-
-
-def check_environment():
-    """Warns of variables that the library reads as if they were not set. TESSERA_BACKEND is an error of each call."""
-    for name, (rule, is_legal) in _VARIABLES.items():
-        text = os.environ.get(name, "")
-        if text and not is_legal(text):
-            warnings.warn(f"tessera: {name}={text}: has no effect; must be {rule}", stacklevel=3)
-
-
 def _connect_log():
     """TESSERA_LOG names topics: hand them to Python's logging, and show them if nobody listens."""
     logger = logging.getLogger("tessera")
@@ -269,5 +250,4 @@ def _connect_log():
     return forward  # kept alive by the module
 
 
-check_environment()
 _log_callback = _connect_log() if os.environ.get("TESSERA_LOG") else None

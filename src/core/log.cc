@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/log.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <mutex>
+#include <string>
 #include <string_view>
 
 #include "core/environment.h"
@@ -12,7 +14,10 @@
 namespace tessera {
 namespace {
 
-constexpr const char* kTopics[] = {"dispatch", "plan", "checks", "memory"};
+constexpr std::string_view kTopics[] = {
+    "dispatch", "plan",     "checks", "memory",  // as enum Topic
+    "cp",       "sharding", "hf",     "paddle", "all"};
+constexpr size_t kOwnTopics = 4;  // the others are logged by front ends; "all" is everything
 
 struct Sink {
   std::mutex mutex;
@@ -27,17 +32,32 @@ Sink& sink() {
 
 std::atomic<uint32_t> enabled_topics{0};  // a bit per topic; 0 while nothing listens
 
+// Calls `with` with each of the names between commas.
+template <typename With>
+void for_each_name(std::string_view names, With with) {
+  for (size_t at = 0; !names.empty() && at <= names.size();) {
+    const std::string_view name = names.substr(at, names.find(',', at) - at);
+    with(name);
+    at += name.size() + 1;
+  }
+}
+
 uint32_t topics_of(std::string_view names) {
   uint32_t topics = 0;
-  while (!names.empty()) {
-    const size_t comma = names.find(',');
-    const std::string_view name = names.substr(0, comma);
-    for (uint32_t i = 0; i < std::size(kTopics); ++i) {
+  for_each_name(names, [&](std::string_view name) {
+    for (uint32_t i = 0; i < kOwnTopics; ++i) {
       if (name == kTopics[i] || name == "all") topics |= 1u << i;
     }
-    names.remove_prefix(comma == names.npos ? names.size() : comma + 1);
-  }
+  });
   return topics;
+}
+
+bool has_unknown(std::string_view names) {
+  bool unknown = false;
+  for_each_name(names, [&](std::string_view name) {
+    unknown |= std::find(std::begin(kTopics), std::end(kTopics), name) == std::end(kTopics);
+  });
+  return unknown;
 }
 
 }  // namespace
@@ -47,6 +67,17 @@ void set_log(tessera_log_callback callback, void* user) {
   sink().callback = callback;
   sink().user = user;
   enabled_topics.store(callback ? topics_of(environment().log) : 0, std::memory_order_relaxed);
+}
+
+Status check_log() {
+  static const bool unknown = has_unknown(environment().log);
+  if (!unknown) return {};
+  std::string known;
+  for (const std::string_view topic : kTopics) {
+    known += (known.empty() ? "" : ", ") + std::string(topic);
+  }
+  return invalid("TESSERA_LOG=\"%s\": must be names of %s, with commas between them",
+                 printable(environment().log).c_str(), known.c_str());
 }
 
 bool log_enabled(Topic topic) {
@@ -68,7 +99,7 @@ void log(Topic topic, const char* format, ...) {
     user = sink().user;
   }
   // Outside the lock, so that a callback may itself call set_log.
-  if (callback) callback(user, kTopics[static_cast<int>(topic)], message);
+  if (callback) callback(user, kTopics[static_cast<size_t>(topic)].data(), message);
 }
 
 }  // namespace tessera

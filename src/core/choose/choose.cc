@@ -58,6 +58,7 @@ std::string_view forced_backend(const Problem& problem) {
 }
 
 Result<Problem> with_forced_backend(BackendList backends, const Problem& problem) {
+  TESSERA_RETURN_IF_ERROR(check_log());
   for (const Backend* backend : backends) TESSERA_RETURN_IF_ERROR(backend->check_environment());
   std::string_view name = forced_backend(problem);
   const bool by_environment = name.empty();
