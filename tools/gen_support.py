@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the support table of docs/support.md from what explain answers: `./dev python tools/gen_support.py`.
 
-One row a feature, one column a backend; the rules of all of them are in every build. `--check` fails if the
+One row a feature, one column for the GPUs whose first choice a backend is; the rules of all of them are in every build. `--check` fails if the
 table is out of date, and writes nothing.
 """
 
@@ -54,20 +54,25 @@ def case_of(pass_: str, tokens: str) -> str:
     return " ".join([pass_, dtype, *sizes, *words])
 
 
-def runs(backend: str, case: str) -> bool:
-    """Whether the backend's own rules say so, be it in this build and on this machine or not."""
-    entries = tessera.explain(case, device=BACKENDS[backend]).answer["backends"]
-    reasons = next(entry["reasons"] for entry in entries if entry["name"] == backend)
-    return all(reason["id"] in ("not_built", "not_loaded") for reason in reasons)
+def runs(backend: str, case: str) -> str | None:
+    """Who runs it on the backend's device, by rules and not by this build or machine: the backend itself wherever it
+    can, else another, or nobody."""
+    why = tessera.explain(case, device=BACKENDS[backend])
+    return why.backend if why.reasons[backend] else backend
 
 
 def cell(backend: str, tokens: str) -> str:
-    """Which passes run: "fwd, bwd", "fwd", or a dash."""
-    return ", ".join(pass_ for pass_ in ("fwd", "bwd") if runs(backend, case_of(pass_, tokens))) or "–"
+    """Which passes run, and who runs those that the backend does not: "fwd, bwd by `cuda_sm80`"; a dash for nobody."""
+    passes: dict[str | None, list[str]] = {}
+    for pass_ in ("fwd", "bwd"):
+        passes.setdefault(runs(backend, case_of(pass_, tokens)), []).append(pass_)
+    passes.pop(None, None)
+    return "; ".join(", ".join(names) + ("" if by == backend else f" by `{by}`") for by, names in passes.items()) or "–"
 
 
 def table() -> str:
-    lines = [f"| | {' | '.join(f'`{name}`' for name in BACKENDS)} |", "|---" * (len(BACKENDS) + 1) + "|"]
+    heads = [f"`{name}`: {where}" for name, where in zip(BACKENDS, ("CPUs", "GPUs from 8.0 on", "H100, H200, GH200"))]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(BACKENDS) + 1) + "|"]
     lines += [f"| {feature} | {' | '.join(cell(name, tokens) for name in BACKENDS)} |"
               for feature, tokens in FEATURES.items()]
     return "\n".join(lines)

@@ -423,18 +423,6 @@ def test_backends_and_version():
     assert issubclass(tessera.Refused, RuntimeError)
 
 
-def test_gradients_unpack():
-    """Those that were asked for, in the order of the members, whatever that of grads is."""
-    q, k, v = qkv()
-    o, lse = tessera.attention(q, k, v, return_lse=True)
-    g = tessera.attention_backward(o, q, k, v, o, lse)
-    dq, dk, dv = g
-    assert dq is g.dq and dk is g.dk and dv is g.dv
-    g = tessera.attention_backward(o, q, k, v, o, lse, grads=("dbias", "dk"), bias=np.zeros((1, 1, 5, 7), np.float32))
-    dk, dbias = g
-    assert dk is g.dk and dbias is g.dbias and g.dq is None
-
-
 # ---- explain ----
 
 def test_explain_tensors():

@@ -122,6 +122,30 @@ def test_tables_in_comments_stay_tables():
     assert "ReflowComments: false" in (ROOT / ".clang-format").read_text().splitlines()
 
 
+VARIABLE = re.compile(r'["\'`](TESSERA_[A-Z_]+)["\'`]')
+READS = re.compile(r"(?:variable|getenv|environ\.get|environ\[|environ:|in os\.environ|switch)|^[A-Z_]+ = ")
+
+
+def test_every_variable_is_on_its_page():
+    """What the sources read of the environment, and no more, is a row of docs/environment.md."""
+    rows = re.findall(r"^\| `(TESSERA_\w+)` \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    sources = [path for folder in ("src", "python", "tests/python") for path in (ROOT / folder).rglob("*")
+               if path.suffix in (".py", ".cc", ".h") and path != Path(__file__)]
+    read = {name for path in sources for line in path.read_text().splitlines() if READS.search(line)
+            for name in VARIABLE.findall(line)}
+    assert read == set(rows) and len(rows) == len(set(rows))
+
+
+def test_a_table_of_errors_says_what_is_said():
+    """Each text of docs/faq.md's table is in the sources; … is what a message fills in."""
+    texts = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
+    said = "".join(path.read_text() for folder in ("src", "python/tessera") for path in (ROOT / folder).rglob("*")
+                   if path.suffix in (".py", ".cc", ".h"))
+    said = re.sub(r'"\s*f?"', "", said)  # texts go on on the next line
+    missing = [part for text in texts for part in text.split("…") if part not in said]
+    assert len(texts) > 10 and not missing, missing
+
+
 def python_blocks():
     for document in DOCUMENTS:
         for number, code in enumerate(BLOCK.findall(document.read_text())):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What static type checkers say to those who call tessera: nothing of good code, and each mistake of bad code.
+"""What static type checkers say to those who call tessera: nothing of good code, and each mistake of bad code;
+and the types of results.
 
 Frameworks are stubs of a few lines, so that a run takes seconds and needs none of them."""
 
@@ -10,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import tessera
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
 STUB = """from typing import Any, Callable, TypeVar
@@ -99,3 +103,15 @@ def test_pyright(sources):
     found = {(Path(entry["file"]).name, entry["range"]["start"]["line"] + 1) for entry in said
              if entry["severity"] == "error"}
     assert found == wrong_lines(sources), said
+
+
+def test_gradients_unpack():
+    """Those that were asked for, in the order of the members, whatever that of grads is."""
+    q = k = v = np.zeros((2, 5, 4, 8), np.float32)
+    o, lse = tessera.attention(q, k, v, return_lse=True)
+    g = tessera.attention_backward(o, q, k, v, o, lse)
+    dq, dk, dv = g
+    assert dq is g.dq and dk is g.dk and dv is g.dv
+    g = tessera.attention_backward(o, q, k, v, o, lse, grads=("dbias", "dk"), bias=np.zeros((1, 1, 5, 5), np.float32))
+    dk, dbias = g
+    assert dk is g.dk and dbias is g.dbias and g.dq is None
