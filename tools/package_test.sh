@@ -75,6 +75,8 @@ test_numpy_alone() {
   grep -q '^binding.torch  *PyTorch is not installed' env.txt || fail "env says nothing of a missing PyTorch"
   python -m tessera check --cases smoke
   check "NumPy alone: env, and the smoke cases"
+  python -m tessera bench "fwd bf16 b=1 s=128 h=2 d=64 causal" --quick || fail "bench of bf16 without ml_dtypes"
+  check "NumPy alone: bench of bf16"
   python - "$root/README.md" <<'PYTHON'
 import re, sys
 blocks = re.findall(r"^```python\n(.*?)^```", open(sys.argv[1]).read(), re.M | re.S)
@@ -85,8 +87,8 @@ for block in blocks:
 PYTHON
   check "NumPy alone: the examples of README.md"
   # The rules and tables of every GPU are in every wheel; without its kernels, or a driver, a backend says so.
-  python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal" --device sm90 >explain.txt || true
-  grep -q 'kernel: sm90/forward/d128_lean' explain.txt || fail "explain has no kernel of sm90"
+  python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal" --device sm90 >explain.txt || fail "explain --device sm90: $(cat explain.txt)"
+  grep -q 'on sm90: cuda_sm90 (kernel sm90/forward/d128_lean' explain.txt || fail "explain has no kernel of sm90"
   python -m tessera env | grep -E '^build.backends.cuda_sm(80|90).why_not +\S' || fail "env does not say why CUDA is not available"
   check "explain and env answer for GPUs that are not here"
 }
