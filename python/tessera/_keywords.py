@@ -504,15 +504,15 @@ DIFFERENTIABLE = ("q", "k", "v", *sorted(
     key=_lib.INDEX.get))
 
 
-def check_names(function: str, given, table):
-    """Raises what Python raises of keywords that are not in the table."""
+def check_names(function: str, given, table, hint: bool = True):
+    """Raises what Python raises of keywords that are not in the table; hint: with the nearest that is."""
     for name in given:
         if name not in table:
-            raise unexpected(function, name, table)
+            raise unexpected(function, name, table if hint else ())
 
 
 def unexpected(function: str, name: str, known) -> TypeError:
     """What Python raises of a keyword that a function does not have, with the nearest that it has."""
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1) if known else ()
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

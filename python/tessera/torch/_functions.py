@@ -122,7 +122,7 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
 
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
-    _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
+    _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD, hint=not torch.compiler.is_compiling())
     _complete("attention_backward", q, keywords)
     chosen = _prepared.gradient_outputs(_tensors, grads)
     do = _describe.readable(do)
@@ -259,7 +259,8 @@ def _compiled(q, k, v, keywords: dict):
 
 def _sorted(q, k, v, keywords: dict):
     """_describe.sort after autocast."""
-    _keywords.check_names("attention", keywords, _keywords.FORWARD)
+    # A search for the nearest would break a graph that is traced.
+    _keywords.check_names("attention", keywords, _keywords.FORWARD, hint=not torch.compiler.is_compiling())
     names, tensors, options, flags = _describe.sort(q, k, v, keywords)
     if torch._C._is_any_autocast_enabled():
         _autocast(names, tensors)
