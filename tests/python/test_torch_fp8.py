@@ -139,11 +139,12 @@ def test_compiles_maps_and_is_explained(device):
     for returns in (False, True):  # of amax, one call for each example
         got = torch.func.vmap(lambda *x: tt.attention(*x[:3], causal=True, q_scale=x[3], return_amax=returns))(
             q[:, None], k[:, None], v[:, None], scale[:, None])
-        assert torch.equal((got[0] if returns else got)[:, 0], o)
-    assert got[1].max() == amax
+        mine = (got[0] if returns else got)[:, 0]
+        torch.testing.assert_close(mine, o, rtol=0.05, atol=0.05)  # P is rounded to E4M3 where amax is not asked for
+    assert torch.equal(mine, o) and got[1].max() == amax
     with pytest.raises(tt.Refused, match="has no autograd"):
         tt.attention(q, k, v, sink=torch.zeros(2, device=device, requires_grad=True))
-    assert tt.explain(q, k, v, q_scale=scale, causal=True).backend in ("cpu", "cuda_sm80")
+    assert tt.explain(q, k, v, q_scale=scale, causal=True).backend in ("cpu", "cuda_sm80", "cuda_sm90")
     assert tt.explain(q, k, v, q_scale=scale, causal=True, backward=True).backend in ("cpu", "cuda_sm80")
 
 

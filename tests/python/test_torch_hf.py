@@ -97,6 +97,8 @@ def test_decoders_agree_with_eager(name, padding, used):
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_models_are_exported(name, padding, strict):
     """strict=False runs Python over fake tensors, of which no subclass can be made."""
+    if strict and padding and name == "qwen2" and torch.__version__ < "2.12":
+        pytest.skip("Dynamo of PyTorch 2.11 sees no closure of the function that transformers makes; strict=False does")
     model = build(MODELS[name]())[1].eval()
     given = {"input_ids": tokens(2, 9), "use_cache": False}
     if padding:
