@@ -192,7 +192,7 @@ def _sorted(q, k, v, keywords) -> tuple:
     """Tensors, sizes and the text of a call."""
     _functions._complete("attention", q, keywords)
     names, tensors, options, flags = _functions._sorted(q, k, v, keywords)
-    outputs = _functions._outputs(keywords)
+    outputs = _functions._outputs(None, keywords)  # with lse: parts are merged by it
     if torch.compiler.is_compiling():
         return tensors, *_describe.written(names, options, flags, outputs)
     return tensors, *_functions._call(names, options, flags, outputs, (), q, lambda: Described(

@@ -160,5 +160,5 @@ def _check_rest(given: dict, spec: Spec, rank: int):
     call = _describe.Described.of_keywords(OPERATION, {**rest, "layout": "thd", "cu_seqlens_q": cu[0],
                                                        "cu_seqlens_k": cu[1], "align": "top_left"})
     if q.device.type == "cpu" and q.shape[0] and k.shape[0]:
-        call.validate()
-    call.prepare()
+        call.validate(call.tensors)
+    call.prepare(_tensors.device(q), torch.get_num_threads())
