@@ -59,15 +59,15 @@ bwd e4m3 b=2 s=64 h=3 d=32 layout=bs3hd lens=random:4 segments=3 dlse do=e4m3 po
 # two kernels. Blocks of 128 keys, so that several stand between those that the band cuts.
 LEAN = """\
 b=2 s=33 h=2 d=16 qscale=row poison
-b=1 s=128 h=2 d=64 poison
+b=1 s=128 h=2 d=64 amax poison
 b=2 s=257 hq=4 hk=2 d=128 causal qscale=head poison
 b=1 sq=130 sk=700 hq=4 hk=1 d=128 causal align=bottom_right qscale=row max_logit poison
 b=1 sq=300 sk=520 hq=2 hk=1 d=64 window=200,10 align=bottom_right sink=learnable qscale=row poison
 b=2 s=390 h=2 dqk=192 dv=128 causal sink=off_by_one qscale=one kvscale=one poison
-b=1 s=300 h=3 dqk=160 dv=112 layout=sbhd window=64,0 align=top_left qscale=row max_logit poison
+b=1 s=300 h=3 dqk=160 dv=112 layout=sbhd window=64,0 align=top_left qscale=row max_logit amax poison
 b=3 sq=200 sk=260 hq=4 hk=2 d=128 lens_q=random:3 lens_k=random:5 causal align=top_left poison
 b=4 s=290 hq=4 hk=2 d=64 layout=thd lens=random:3 gaps=5 causal qscale=row sink=learnable max_logit poison
-b=4 s=290 hq=4 hk=2 d=128 layout=thd lens=290,0,1,129 window=100,0 int64 poison
+b=4 s=290 hq=4 hk=2 d=128 layout=thd lens=290,0,1,129 window=100,0 int64 amax poison
 b=3 sq=40 sk=350 hq=4 hk=2 dqk=96 dv=80 layout=thd_bshd_bshd lens_q=0,40,17 lens_k=350,0,129 qscale=row poison
 b=2 s=200 h=2 d=48 layout=bhsd o=fp16 poison
 b=1 sq=5 sk=1100 hq=8 hk=2 d=128 o=fp16 poison

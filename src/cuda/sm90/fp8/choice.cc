@@ -87,7 +87,7 @@ void require_fp8(Support& support, const Problem& p) {
     refuse_tensor(support, p, index, p.tensor[index].extent[2] <= 1,
                   "must be one scale a head; cuda_sm80 takes blocks of keys");
   }
-  for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_O_SCALE, TESSERA_AMAX_O}) {
+  for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_O_SCALE}) {
     refuse_tensor(support, p, index, !given(p, index), kPlain);
   }
 }

@@ -256,6 +256,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     rows.factor[0] *= v_scale / kTop, rows.factor[1] *= v_scale / kTop;
     __syncwarp();
     if (lane == 0) work_barriers.release(done);
+    if (a.amax_o) raise_amax(rows.factor, O, a.amax_o);
     output.store(rows, lane, O);
   }
 }

@@ -4,6 +4,7 @@
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/merge.h"
 #include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/fp8/params.h"
 #include "cuda/sm90/fp8/transpose.h"
@@ -89,6 +90,11 @@ class Fp8Plan final : public Plan {
     a.q_scale = view(TESSERA_Q_SCALE);
     a.k_scale = view(TESSERA_K_SCALE);
     a.v_scale = view(TESSERA_V_SCALE);
+    if (given(problem, TESSERA_AMAX_O)) {
+      auto* const amax = static_cast<float*>(buffers.data[TESSERA_AMAX_O]);
+      a.amax_o = reinterpret_cast<uint32_t*>(amax);
+      TESSERA_RETURN_IF_ERROR(launch_fill(amax, 1, 1, 0, stream));
+    }
     const int64_t blocks = problem.tensor[TESSERA_Q_SCALE].extent[2];
     a.q_scale_block = blocks > 1 ? problem.q_scale_block : 0;
     a.last_q_block = static_cast<int>(std::max<int64_t>(blocks, 1) - 1);

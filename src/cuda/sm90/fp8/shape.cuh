@@ -116,6 +116,20 @@ struct Fp8Forward {
                                                      const Shared shared);
 
  private:
+  // The largest |o| of the rows of a warp that have some; the bits of a positive float grow with it,
+  // and those of NaN are above all.
+  static __device__ __forceinline__ void raise_amax(const float (&factor)[2],
+                                                    const float (&O)[kTile.dv / 2],
+                                                    uint32_t* amax) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int e = 0; e < kTile.dv / 2; ++e) {
+      const float row = factor[e / 2 % 2];
+      if (row != 0) largest = max(largest, __float_as_uint(O[e] * row) & 0x7fffffff);
+    }
+    largest = __reduce_max_sync(kAllLanes, largest);
+    if (threadIdx.x % kWarp == 0) atomicMax(amax, largest);
+  }
   // See Forward::is_computed().
   static __device__ __forceinline__ bool is_computed(float x) {
     constexpr int kMinusOne = 0xbf800000;
