@@ -209,7 +209,7 @@ class Layer(torch.nn.Module):
         self.qkv, self.out, self.inner = torch.nn.Linear(32, 64), torch.nn.Linear(32, 32), Inner()
 
     def forward(self, x, positions):
-        heads = self.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2)
+        heads = self.qkv(x).view(*x.shape[:2], 8, 8).transpose(1, 2)
         q, k, v = heads.split((4, 2, 2), 1)
         angle = positions[:, None] / 100.0 ** torch.arange(4)
         q, k = (torch.cat([y[..., :4] * angle.cos() - y[..., 4:] * angle.sin(),
