@@ -84,6 +84,7 @@ def test_it_is_listed_and_not_active():
     ({}, {}),
     ({}, dict(is_causal=True)),
     ({}, dict(scale=0.5)),
+    ({}, dict(scale=-0.3, is_causal=True)),
     (dict(h=6, hk=2), dict(enable_gqa=True, is_causal=True)),
     (dict(sq=5, sk=11), {}),
     pytest.param({}, dict(attn_mask=torch.arange(81).reshape(9, 9) % 3 > 0), id="mask"),
@@ -280,6 +281,16 @@ def test_compiled_by_inductor(calls, order):
         calls.clear()
         close(with_gradients(torch.compile(function, fullgraph=True), inputs), eager)
     assert len(calls) == 2
+
+
+def test_a_graph_that_was_compiled_before(calls):
+    inputs = qkv()
+    compiled = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), fullgraph=True)
+    theirs = compiled(*inputs)
+    assert not calls
+    with activated():
+        close([compiled(*inputs)], [theirs])
+    assert calls == ["attention"]
 
 
 # ---- undone, refused, changed ----

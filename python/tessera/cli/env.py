@@ -51,7 +51,7 @@ def main(args) -> int:
 
 def collect() -> dict:
     import tessera
-    from tessera import _bindings, _lib
+    from tessera import _bindings, _lib, doors
     packages = {}
     for name in _PACKAGES:
         try:
@@ -68,6 +68,7 @@ def collect() -> dict:
         "cpus": {"of the machine": os.cpu_count(), "of this process": len(os.sched_getaffinity(0))},
         "gpus": gpus(),
         "binding": _bindings.states(),
+        "doors": doors.states(),
         "packages": packages,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }

@@ -1,2 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tessera inside programs that people already run: docs/integrations.md."""
+"""tessera inside programs that people already run: docs/integrations.md. A door is one module, imported when its host
+asks for it; this one imports no host and tells what there is of each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import NamedTuple
+
+
+class Door(NamedTuple):
+    host: str    # the distribution
+    tested: str  # its version in tests/versions.txt
+    module: str  # of tessera
+    use: str     # the line that opens it
+
+
+DOORS = {
+    "torch registry": Door("torch", "2.15.0", "tessera.doors.flash_impl",
+                           'import tessera.torch; torch.nn.attention.activate_flash_attention_impl("tessera")'),
+    "transformers": Door("transformers", "5.24.0", "tessera.hf",
+                         'import tessera.hf; from_pretrained(name, attn_implementation="tessera")'),
+    "hub kernel": Door("kernels", "0.17.2", "tessera.doors.hub_kernel",
+                       'python -m tessera.doors.hub_kernel PLACE; LOCAL_KERNELS=org/repo=PLACE; '
+                       'from_pretrained(name, attn_implementation="org/repo")'),
+}
+
+
+def states() -> dict[str, str]:
+    """What `python -m tessera env` says of each door."""
+    return {name: state(door) for name, door in DOORS.items()}
+
+
+def state(door: Door) -> str:
+    try:
+        found = importlib.metadata.version(door.host)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{door.host} is not installed"
+    if found.partition("+")[0] == door.tested:
+        return f"{door.host} {found}, tested"
+    return f"{door.host} {found}, not tested; {door.tested} was"

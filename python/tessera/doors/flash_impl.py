@@ -22,8 +22,9 @@ import torch
 from .._lib import Refused
 from ..flash_attn import _translate as to
 from ..torch import _describe, _functions, _ops, _sdpa
+from . import DOORS
 
-TESTED = "2.15.0"  # of PyTorch
+TESTED = DOORS["torch registry"].tested
 _KEYS = ("CPU", "CUDA")
 
 
@@ -100,6 +101,8 @@ def _backward(do, q, k, v, o, lse, dropout_p, state, keywords: dict, grads=("dq"
 
 def _dense_forward(q, k, v, dropout_p, is_causal, scale, mask=None):
     """_forward of scaled_dot_product_attention's operators."""
+    if scale is not None and scale < 0:
+        return _dense_forward(-q, k, v, dropout_p, is_causal, -scale, mask)
     if mask is None and not dropout_p:
         try:
             o, lse = _ops.attention([q, k, v], _NO_SIZES, _text(is_causal, scale, _deterministic()))
@@ -111,6 +114,9 @@ def _dense_forward(q, k, v, dropout_p, is_causal, scale, mask=None):
 
 def _dense_backward(do, q, k, v, o, lse, dropout_p, state, is_causal, scale, mask=None, into=None):
     """_backward of scaled_dot_product_attention's operators, `into` (dq, dk, dv) or new tensors."""
+    if scale is not None and scale < 0:
+        dq, dk, dv = _dense_backward(do, -q, k, v, o, lse, dropout_p, state, is_causal, -scale, mask, into)
+        return dq.neg_(), dk, dv
     if mask is None and not dropout_p:
         text = _ops.backward_text(_text(is_causal, scale, _deterministic()), (0, 1, 2), False)
         try:

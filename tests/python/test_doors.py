@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of doors: what `python -m tessera env` says of each, and that it is true."""
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tessera import doors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_tested_versions_are_those_of_the_tests():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "versions.txt").read_text(), re.M))
+    assert {door.host: door.tested for door in doors.DOORS.values()}.items() <= pins.items()
+
+
+def test_every_door_is_a_module_and_in_the_table_of_docs():
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    for name, door in doors.DOORS.items():
+        path = ROOT / "python" / door.module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), name
+        assert f"| {name} |" in page and door.tested in page, name
+
+
+def test_env_lists_them():
+    done = subprocess.run([sys.executable, "-m", "tessera", "env", "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["doors"] == doors.states()
+
+
+@pytest.mark.parametrize("found, says", [
+    ("1.2.3", "host 1.2.3, tested"), ("1.2.3+cu126", "host 1.2.3+cu126, tested"),
+    ("1.3.0", "host 1.3.0, not tested; 1.2.3 was"), (None, "host is not installed")])
+def test_states(monkeypatch, found, says):
+    def version(name):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doors.state(doors.Door("host", "1.2.3", "", "")) == says
