@@ -23,6 +23,8 @@ DOORS = {
     "hub kernel": Door("kernels", "0.17.2", "tessera.doors.hub_kernel",
                        'python -m tessera.doors.hub_kernel PLACE; LOCAL_KERNELS=org/repo=PLACE; '
                        'from_pretrained(name, attn_implementation="org/repo")'),
+    "TRL": Door("trl", "1.16.0", "tessera.hf", 'import tessera.hf; SFTConfig(packing=True) or padding_free=True, of a '
+                'model with attn_implementation="tessera"'),
 }
 
 
