@@ -53,7 +53,8 @@ class Cpu:
         arrays = conformance.bits if has_bits else _numpy
 
         def forward():
-            return _prepared.call(arrays, "attention", _prepared.describe_forward, arguments.copy())
+            given = arguments.copy()
+            return _prepared.prepared(arrays, "attention", given).run(given)
         results = forward()
         if not backward:
             return results[0], None, forward
@@ -66,7 +67,7 @@ class Cpu:
         def backward_pass():
             given = dict(rest, do=do, o=o, lse=lse, dlse=dlse,
                          **_prepared.gradient_outputs(arrays, gradients(tokens)))
-            return _prepared.call(arrays, "attention_backward", _prepared.describe_backward, given)
+            return _prepared.prepared(arrays, "attention_backward", given, True).run(given)
         return o, do, backward_pass
 
     def copies(self, read: int) -> int:
