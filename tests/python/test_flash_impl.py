@@ -4,6 +4,7 @@
 PyTorch itself runs here, unpatched; what it computed before is what ours is compared with. TESSERA_TEST_DEVICE=cuda
 runs all of it on a GPU, in bf16 where PyTorch's fused attention takes no float32.
 """
+import inspect
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ if not hasattr(registry, "register_flash_attention_impl"):
 
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.varlen import varlen_attn  # noqa: E402
 
 import tessera  # noqa: E402
 import tessera.torch as tt  # noqa: E402
@@ -168,6 +170,7 @@ def test_fp8():
 # ---- varlen_attn ----
 
 LENGTHS = [5, 0, 9, 3]
+GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # not in 2.11
 
 
 def packed(h=4, hk=4, d=16):
@@ -191,13 +194,13 @@ def by_sequence(q, k, v, window):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (2, 1)], ids=str)
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, None], ids=["flash", "any"])
 def test_varlen_attn(calls, window, backend):
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    from torch.nn.attention.varlen import AuxRequest
     inputs, cu = packed(h=4, hk=2)
     theirs = with_gradients(lambda *x: by_sequence(*x, window), inputs)
     rows = []
 
     def function(q, k, v):
-        o, lse = varlen_attn(q, k, v, cu, cu, max(LENGTHS), max(LENGTHS), window_size=window, enable_gqa=True,
+        o, lse = varlen_attn(q, k, v, cu, cu, max(LENGTHS), max(LENGTHS), window_size=window, **GQA,
                              return_aux=AuxRequest(lse=True))
         rows.append(lse)
         return o
@@ -220,7 +223,6 @@ def test_varlen_attn_out():
 
 def test_varlen_attn_of_pages_and_one_split():
     """num_splits=1: a sequence has the bits that it has alone."""
-    from torch.nn.attention.varlen import varlen_attn
     page, used = 16, [20, 7]
     pool_k, pool_v = (normal(4, page, 2, 16, seed=seed, grad=False) for seed in (1, 2))
     table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
@@ -228,7 +230,7 @@ def test_varlen_attn_of_pages_and_one_split():
 
     def attend(q, table, used):
         cu = torch.arange(len(used) + 1, dtype=torch.int32)
-        return varlen_attn(q, pool_k, pool_v, cu, None, 1, 2 * page, window_size=(-1, 0), enable_gqa=True,
+        return varlen_attn(q, pool_k, pool_v, cu, None, 1, 2 * page, window_size=(-1, 0), **GQA,
                            seqused_k=torch.tensor(used, dtype=torch.int32), block_table=table, num_splits=1)
 
     with activated():
@@ -241,7 +243,6 @@ def test_varlen_attn_of_pages_and_one_split():
 
 
 def test_compiled_varlen_attn():
-    from torch.nn.attention.varlen import varlen_attn
     inputs, cu = packed()
 
     def function(q, k, v):

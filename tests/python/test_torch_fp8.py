@@ -122,7 +122,8 @@ def test_compiles_maps_and_is_explained(device):
     scale = uniform(device, 3, 2)
     o, amax = tt.attention(q, k, v, causal=True, q_scale=scale, return_amax=True)
     wide = tt.attention(q.float() * scale[:, None, :, None], k.float(), v.float(), causal=True)
-    torch.testing.assert_close(o, wide.bfloat16())
+    near = {} if device == "cpu" else dict(rtol=0.05, atol=0.06)  # GPUs may round P to E4M3
+    torch.testing.assert_close(o, wide.bfloat16(), **near)
 
     def function(q, k, v, scale):
         o, lse, amax = tt.attention(q, k, v, causal=True, q_scale=scale, return_lse=True, return_amax=True)
@@ -139,9 +140,8 @@ def test_compiles_maps_and_is_explained(device):
     for returns in (False, True):  # of amax, one call for each example
         got = torch.func.vmap(lambda *x: tt.attention(*x[:3], causal=True, q_scale=x[3], return_amax=returns))(
             q[:, None], k[:, None], v[:, None], scale[:, None])
-        mine = (got[0] if returns else got)[:, 0]
-        torch.testing.assert_close(mine, o, rtol=0.05, atol=0.05)  # P is rounded to E4M3 where amax is not asked for
-    assert torch.equal(mine, o) and got[1].max() == amax
+        assert torch.equal((got[0] if returns else got)[:, 0], o)
+    assert got[1].max() == amax
     with pytest.raises(tt.Refused, match="has no autograd"):
         tt.attention(q, k, v, sink=torch.zeros(2, device=device, requires_grad=True))
     assert tt.explain(q, k, v, q_scale=scale, causal=True).backend in ("cpu", "cuda_sm80", "cuda_sm90")
