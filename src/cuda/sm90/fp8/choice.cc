@@ -6,7 +6,8 @@
 
 #include "core/problem/dtype.h"
 #include "cuda/common/features.h"
-#include "cuda/sm90/fp8/params.h"
+#include "cuda/common/params.h"
+#include "cuda/sm90/fp8/keys.h"
 
 namespace tessera::cuda::sm90 {
 namespace {

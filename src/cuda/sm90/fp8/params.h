@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/sm90/forward/params.h"
+#include "cuda/sm90/fp8/keys.h"
 
 namespace tessera::cuda::sm90 {
 
@@ -22,15 +23,5 @@ struct TransposeParams {
   int64_t stride_head, stride_batch;
   int keys;  // the extent, a multiple of 16
 };
-
-// Where the keys of a sequence stand in V^T: those of a packed side from a multiple of a block on,
-// so that no block of one sequence has keys of another.
-constexpr int kBlockOfKeys = 128;
-TESSERA_HOST_DEVICE int transposed_start(bool packed, int first, int n) {
-  return packed ? first / kBlockOfKeys * kBlockOfKeys + n * kBlockOfKeys : 0;
-}
-TESSERA_HOST_DEVICE int64_t transposed_keys(bool packed, int64_t extent, int64_t batch) {
-  return packed ? (extent / kBlockOfKeys + batch) * kBlockOfKeys : (extent + 15) / 16 * 16;
-}
 
 }  // namespace tessera::cuda::sm90
