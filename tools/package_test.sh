@@ -144,7 +144,9 @@ test_sdist() {
   PYTHONPATH=tools "$root/build/venv/bin/python" -c \
     "import sys, build_backend; build_backend.build_sdist(sys.argv[1])" "$place" >/dev/null
   # As `pip install --no-binary tessera-attention` does, in a folder of pip's own.
-  (cd "$place" && "$root/build/venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
+  # TMPDIR: where it unpacks is under the root of a compiler's cache.
+  mkdir "$place/tmp"
+  (cd "$place" && TMPDIR=$place/tmp "$root/build/venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
     --no-binary tessera-attention -w "$place" "$place"/*.tar.gz)
   cmp "$place"/*.whl "$1" || fail "the sdist makes another wheel than the checkout"
   check "the sdist makes the same wheel, bit by bit"
