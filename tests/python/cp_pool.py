@@ -21,6 +21,16 @@ SIZE = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())
 _PATIENCE = 10  # seconds for the others, once a rank has failed
 
 
+def processes():
+    """Where processes come from: on the CPU they are forks of one that has imported PyTorch and has no threads, as an
+    import takes longer than most tests; CUDA does not outlive a fork."""
+    if DEVICE != "cpu":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tessera.torch", "tessera.cli.conformance", "torch.distributed.tensor", "pytest"])
+    return context
+
+
 class Pool:
     """run(function, size, inner, *arguments): function(rank, group, *arguments) on the first `size`
     processes, of a group, or (inner, outer) where inner > 1. Functions are of a module; tensors among
@@ -33,7 +43,7 @@ class Pool:
         self._start()
 
     def _start(self):
-        context = mp.get_context("spawn")
+        context = processes()
         self._starts += 1
         self._results = context.Queue()
         self._jobs = [context.Queue() for _ in range(SIZE)]

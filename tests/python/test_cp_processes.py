@@ -300,7 +300,7 @@ def _dies(rank, folder):
 
 
 def test_a_killed_rank_raises_by_the_groups_time_out(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
+    context = cp_pool.processes()
     processes = [context.Process(target=_dies, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in processes:
         process.start()

@@ -66,7 +66,7 @@ def one_of_two(rank: int, folder: str):
 @pytest.mark.skipif(not torch.distributed.is_available() or
                     not torch.distributed.is_gloo_available(), reason="PyTorch without gloo")
 def test_two_processes_reach_the_loss_of_one(tmp_path):
-    torch.multiprocessing.spawn(one_of_two, args=(str(tmp_path),), nprocs=2)
+    torch.multiprocessing.start_processes(one_of_two, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
     alone = Model()
     losses = train(alone, lambda ids: ids)
     assert losses[-1] < losses[0]
