@@ -230,6 +230,7 @@ def each(function, *arguments):
     return jax.tree.map(lambda *parts: jnp.stack(parts), *results)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", PADDED)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_vmap_is_one_call(layout, options, no_loop):

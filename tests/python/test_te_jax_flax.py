@@ -30,6 +30,7 @@ def arrays(b=2, s=12, h=4, d=8, hk=None, dv=None):
 
 # ---- both paths ----
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", te_jax_cases.cases(24, seed=1), ids=str)
 def test_both_paths_are_one_function(case, monkeypatch):
     """Forward and backward, with the same dropout."""

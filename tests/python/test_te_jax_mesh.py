@@ -36,7 +36,7 @@ on_a_mesh = pytest.mark.skipif(jax.device_count() < DEVICES, reason="test_on_fou
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="is what it starts")
 def test_on_four_devices():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS":
-                   f"--xla_force_host_platform_device_count={DEVICES}"}
+                   f"--xla_force_host_platform_device_count={DEVICES} {os.environ.get('XLA_FLAGS', '')}"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:xdist", "-v", __file__],
                           env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
