@@ -52,5 +52,6 @@ def close(name, got, expected, case):
     got, expected = (np.asarray(x, np.float32) for x in (got, expected))
     assert np.isfinite(got).all()
     error = np.abs(got - expected).max(initial=0)
-    limit = TOLERANCE[case.dtype] * np.abs(expected).max(initial=0)
+    # Where each row sees one key at most, dq and dk are 0 but for what rounding left of terms of order 1.
+    limit = TOLERANCE[case.dtype] * np.abs(expected).max(initial=1e-2)
     assert error <= limit, f"{name}: {error} > {limit}"
