@@ -50,9 +50,10 @@ class Places:
         self.extents = batch, self.heads
         self.operands = [self._of(operand.tensors[0], shape, operand.axis if operand.axis >= 0 else None)
                          for operand, shape in zip(call.operands, self.shapes)]
-        self.results = [self.operands[like] if isinstance(like, int) else
-                        self._of(like, result.shape, None)
-                        for like, result in zip(call.likes, results_of(call, structs))]
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]  # shapes alone matter
+        self.result_shapes = [x.shape for x in results_of(call, structs)]
+        self.results = [self.operands[like] if isinstance(like, int) else self._of(like, shape, None)
+                        for like, shape in zip(call.likes, self.result_shapes)]
         self.q = call.places["q"].operand
 
     def _of(self, name: str, shape, hidden) -> tuple[int | None, int | None]:
@@ -234,9 +235,8 @@ def _rule(places: Places):
                 whole.append(f"x{len(whole)}")
                 words.append(whole[-1])
         return " ".join(words)
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in places.shapes]
     left = ", ".join(map(text, places.operands, places.shapes))
-    right = ", ".join(map(text, places.results, (x.shape for x in results_of(places.call, structs))))
+    right = ", ".join(map(text, places.results, places.result_shapes))
     sizes = {"g": places.heads // places.heads_kv} if grouped else {}
     return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **sizes}
 
