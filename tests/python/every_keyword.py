@@ -63,13 +63,13 @@ def ignored(monkeypatch, front, array, known=None) -> list[str]:
 
 
 # A flag and a tensor that the core has and no keyword names.
-KEYWORD = "python/tessera/_keywords.py", "class Forward(Keywords, total=False):", '''
+KEYWORD = "python/tessera/_keywords.py", "class Single(Keywords, total=False):", '''
     v_in_k: Annotated[bool, _flag(_lib.V_IN_K, doc="Values are a part of k.")]
     keep_tail: Annotated[Array | None, Tensor(
         axes="b|1, hq|1, sq, sq", dtype="bool", refused=True, doc="Mask of the last sq keys.")]
 
 
-class Forward(Keywords, total=False):'''
+class Single(Keywords, total=False):'''
 
 CALLS = """
 import importlib
