@@ -9,7 +9,6 @@ ValueError that says ``tessera.<operation>: name=value: rule``.
 An array library joins through an adapter with
     noun                  what an array is called in messages, "NumPy array"
     info(x)               ArrayInfo, or None when x is not an array of this library
-    raw_fp8               True where calls take fp8 q; an adapter without it refuses them
 """
 
 from __future__ import annotations
@@ -289,21 +288,6 @@ def fill(a: Arguments, given: dict):
     if a.adapter.info(get("align")) is not None:
         a.put_own("shift", get("align"), "align")
     _join(a, get)
-    if not getattr(a.adapter, "raw_fp8", False):
-        _refuse_raw(a, given)
-
-
-def _refuse_raw(a: Arguments, given: dict):
-    """Refuses fp8 q, and the keywords of them that leave no other trace, by name."""
-    cure = f"{a.adapter.noun}s do not have it here; use tessera.{a.operation} on NumPy arrays"
-    q = a.adapter.info(given["q"]).dtype
-    if q.startswith("float8"):
-        raise _lib.Refused(f"tessera.{a.operation}: q.dtype={q}: {cure}, or bf16")
-    for name, value in given.items():
-        row = _keywords.ALL.get(name)
-        if row is not None and row.raw and not name.endswith("_dtype") and value is not None and \
-                value is not row.default:
-            raise _lib.Refused(f"tessera.{a.operation}: {name}={_text(value)}: {cure}")
 
 
 def _join(a: Arguments, get):
@@ -325,6 +309,24 @@ def is_on(adapter, given: dict, name: str) -> bool:
     if value is None or type(value) is bool:
         return bool(value)
     return Arguments(adapter, "attention").boolean(name, value)
+
+
+def is_fp8(dtype: str) -> bool:
+    return dtype.startswith("float8")
+
+
+def ask_for_lse(adapter, given: dict) -> bool:
+    """Asks for lse where autograd may save it, and says whether users did not. fp8 q has no autograd, and
+    kernels that need not sum lse are faster."""
+    wanted, q = is_on(adapter, given, "return_lse"), adapter.info(given["q"])
+    given["return_lse"] = wanted or q is None or not is_fp8(q.dtype)
+    return given["return_lse"] and not wanted
+
+
+def no_autograd(dtype: str, package: str, stop: str) -> Exception:
+    """What a front end with autograd raises of an fp8 q, where a gradient is asked for."""
+    return _lib.Refused(f"tessera.attention: q.dtype={dtype}: has no autograd, and a gradient is asked for here; "
+                        f"use {stop} and {package}.attention_backward")
 
 
 def accumulates(a: Arguments, given: dict) -> bool:

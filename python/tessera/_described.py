@@ -204,11 +204,10 @@ def operands_of(sources, given: dict) -> tuple:
     return tuple([given[name] if part is None else given[name][part] for name, part in sources])
 
 
-def returned(results, with_lse: bool):
-    """What users get of o, lse and whatever else they asked for."""
-    if with_lse:
-        return tuple(results)
-    return (results[0], *results[2:]) if len(results) > 2 else results[0]
+def returned(results, hides_lse: bool):
+    """What users get of o, lse where it was computed, and whatever else they asked for."""
+    results = (results[0], *results[2:]) if hides_lse else tuple(results)
+    return results if len(results) > 1 else results[0]
 
 
 def prepare(problem: _lib.Problem, device: _lib.Device, num_threads: int, operation: str, spelling) -> int:

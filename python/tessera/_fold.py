@@ -10,7 +10,7 @@ vmap's new axis is folded into the batch or into the heads of every tensor, whic
 
 Heads of one example stay together, so that they keep their key-value heads. What is neither is
 computed example by example: dropout, whose mask counts sequences and heads; packed sequences with
-lengths of each example's own; pools of pages of each example's own, or gradients of them.
+lengths of each example's own; pools of pages of each example's own, or gradients of them; amax.
 """
 
 from __future__ import annotations
@@ -66,13 +66,15 @@ class Axes:
 
 
 def folds_heads(ranks: dict[str, int], batched: set[str], flags: int, axes: Axes, wanted=(),
-                max_logit=False) -> bool | None:
+                others=()) -> bool | None:
     """Whether the new axis joins the heads (else the batch), or None: neither means the same. `ranks`
     has all tensors, with the rank of one example's; `batched` those that each example has its own of;
-    `wanted` names gradients."""
+    `wanted` names gradients, `others` what else comes back."""
+    if any(name.startswith("amax") for name in others):
+        return None  # of all examples together
     if flags & _lib.DROPOUT or axes.paged and {"dk", "dv"} & set(wanted):
         return None
-    of_heads = "thd" in axes.layouts or max_logit or \
+    of_heads = "thd" in axes.layouts or "max_logit" in others or \
         not _OF_HEADS.isdisjoint(batched | {_GRADIENT_OF.get(name) for name in wanted})
     axis = axes.heads if of_heads else axes.batch
     if of_heads and axes.paged or any(axis(name, ranks[name]) is None for name in batched):

@@ -43,7 +43,7 @@ class Keyword:
     doc: str               # what it means, and when it is illegal
     default: Any = None
     refused: bool = False  # every backend refuses it yet
-    raw: bool = False      # of fp8 q and what follows, which not every front end takes
+    raw: bool = False      # of fp8 q alone
     name: str = ""         # the table's, like the next
     type: Any = None
 

@@ -228,6 +228,35 @@ def test_explicit_axes_and_what_is_on_every_shard():
     compare(given, expected)
 
 
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("hk", [1, 2, 4])
+def test_fp8_with_scales_and_largest_values(mesh, hk):
+    """Scales are split like heads, amax is that of all shards, and gradients that are sums over heads are
+    rounded once."""
+    q, k, v, do = (x.astype(jnp.float8_e4m3fn) for x in (*qkv(hk), normal(7, B, S, H, D)))
+    scale, kv_scale = (jnp.arange(1.0, 1 + B * h).reshape(B, h) / B / h for h in (H, hk))
+
+    def forward(q, k, v, scale, kv_scale):
+        return tj.attention(q, k, v, q_scale=scale, k_scale=kv_scale, v_scale=kv_scale, causal=True,
+                            return_lse=True, return_amax=True)
+
+    def backward(do, q, k, v, o, lse, scale, kv_scale):
+        return tj.attention_backward(do, q, k, v, o, lse, q_scale=scale, k_scale=kv_scale, v_scale=kv_scale,
+                                     do_scale=scale, causal=True, grad_dtype="float8_e5m2", return_amax=True)
+    o, lse, amax = forward(q, k, v, scale, kv_scale)
+    kv = BOTH if hk > 1 else P("data")
+    q, k, v, do, scale, kv_scale, placed_o, placed_lse = (put(x, spec, mesh) for x, spec in (
+        (q, BOTH), (k, kv), (v, kv), (do, BOTH), (scale, P("data", "model")), (kv_scale, P(*kv[:1], *kv[2:])),
+        (o, BOTH), (lse, P("data", "model"))))
+    compare(jax.jit(forward)(q, k, v, scale, kv_scale), (o, lse, amax), exact=True)
+    arguments = do, q, k, v, placed_o, placed_lse, scale, kv_scale
+    if mesh is EXPLICIT and hk == 1:
+        with pytest.raises(ValueError, match="hk 1 where no gradient of k or v is in fp8"):
+            backward(*arguments)
+        return
+    compare(jax.jit(backward)(*arguments), backward(*map(put, map(np.asarray, arguments))), exact=True)
+
+
 def test_explicit_axes_that_would_need_communication():
     q, k, v = (put(x, P(), EXPLICIT) for x in qkv())
     with pytest.raises(ValueError, match=r"q\.sharding\.spec=.*only the batch and the heads may be split"):

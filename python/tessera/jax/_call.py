@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import _lib
+from .. import _args, _lib
 from .._call import GRADIENT_OF, Call
 from . import _arrays, _binding, _partition, _vmap
 from ._results import prepare, results_of
@@ -163,6 +163,9 @@ def _attention(call: Call, *operands):
 
 def _attention_forward(call: Call, *operands):
     values = [x.value for x in operands]
+    q = values[call.places["q"].operand].dtype.name
+    if _args.is_fp8(q) and any(x.perturbed for x in operands):
+        raise _args.no_autograd(q, "tessera.jax", "jax.lax.stop_gradient")
     wanted = sum(1 << i for i, x in enumerate(operands) if x.perturbed)
     results = _once(call, *values)
     results[:2] = (checkpoint_name(x, "tessera_attention") for x in results[:2])
@@ -208,7 +211,7 @@ _once.defvjp(_no_second_derivative, _no_second_derivative)
 
 @functools.partial(jax.jit, static_argnums=0)
 def attention_of(call: Call, *operands) -> list[jax.Array]:
-    """[o, lse, max_logit?]"""
+    """[o, lse?, max_logit?, amax_o?]"""
     return _partition.explicit(call, lambda *own: _attention(call, *aligned(own)), operands)
 
 

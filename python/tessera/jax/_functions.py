@@ -61,18 +61,18 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keyw
 
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
     layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk. Each
-    may be a tessera.jax.Slice of an interleaved array. Returns o[, lse][, max_logit]; gradients reach
-    q, k, v, bias, sink and alibi_slopes, through o and lse. docs/semantics.md is the contract.
+    or float16 (float64 in the backend "reference"); k and v may be fp8, and, without gradients, q
+    with them. hq is a multiple of hk. Each may be a tessera.jax.Slice of an interleaved array. Returns
+    o[, lse][, max_logit][, amax_o]; gradients reach q, k, v, bias, sink and alibi_slopes, through o
+    and lse. docs/semantics.md is the contract.
 
     >>> o = tessera.jax.attention(q, k, v, causal=True)
     >>> o, lse = tessera.jax.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
     """
     given = _given("attention", q, k, v, keywords)
-    want_lse = _args.is_on(_arrays, given, "return_lse")
-    given["return_lse"] = True
+    hides_lse = _args.ask_for_lse(_arrays, given)
     described = _described("attention", given)
-    return returned(_call.attention_of(described.call, *_operands(described, given)), want_lse)
+    return returned(_call.attention_of(described.call, *_operands(described, given)), hides_lse)
 
 
 @documented(BACKWARD, jax.Array, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
@@ -99,7 +99,7 @@ def attention_backward(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, 
     described = _described(operation, given)
     results = _call.gradients_of(described.call, *_operands(described, given))
     places = described.call.places_of_results
-    return Gradients(**{name: results[places[name].operand] for name in names})
+    return Gradients(**{name: results[places[name].operand] for name in described.outputs})
 
 
 def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None = None, *,

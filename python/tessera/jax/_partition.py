@@ -24,7 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _fold, _lib
-from .._call import Call
+from .._args import is_fp8
+from .._call import GRADIENTS, Call
 from .._described import shape_of
 from ._results import results_of
 
@@ -93,11 +94,19 @@ class Places:
         if batch > 1 and (self.extents[_BATCH] is None or self.extents[_BATCH] % batch):
             split = split._replace(batch=())
         if heads > 1 and (self.heads % heads or self.heads_kv > 1 and self.heads_kv % heads or
-                          set(split.heads) & set(split.batch)):
+                          set(split.heads) & set(split.batch) or self._rounds_sums()):
             _log.info("%s: hq=%d, hk=%d: heads are whole on every shard, as the mesh axes %s have %d",
                       self.call.operation, self.heads, self.heads_kv, split.heads, heads)
             split = split._replace(heads=())
         return split
+
+    def _rounds_sums(self) -> bool:
+        """Whether gradients that are sums over all heads are rounded to fp8, or their largest value is asked
+        for, which only the whole sum has."""
+        amax = {result.tensors[0] for result in self.call.results}
+        return any(place[_HEADS] is None and (is_fp8(result.dtype) or f"amax_{result.tensors[0]}" in amax)
+                   for result, place in zip(self.call.results, self.results)
+                   if result.tensors[0] in GRADIENTS)
 
     def elsewhere(self, partition_specs) -> list[str]:
         """Operands that are split along an axis that is no factor."""
@@ -124,7 +133,7 @@ def shard(call: Call, places: Places, split: Split, run, operands) -> list[jax.A
     results = run(*operands)
     for i, place in enumerate(places.results):
         lacking = tuple(name for axis, over in zip(place, split) if axis is None for name in over)
-        if lacking and call.likes[i] == "max_logit":  # which has no gradient
+        if lacking and str(call.likes[i]).startswith(("max_logit", "amax")):  # which have no gradient
             results[i] = jax.lax.pmax(jax.lax.stop_gradient(results[i]), lacking)
         elif lacking:
             results[i] = jax.lax.psum(results[i], lacking)
@@ -280,4 +289,5 @@ def _check(places: Places, split: Split, given, mesh):
                 raise error(i, f"must be split as q is, over {split[place.index(axis)]}; reshard it")
     if places.possible(split, mesh.shape) != split:
         raise error(places.q, f"b={places.extents[_BATCH]}, hq={places.heads} and hk="
-                    f"{places.heads_kv} must be multiples of their shards, or hk 1; reshard it")
+                    f"{places.heads_kv} must be multiples of their shards, or hk 1 where no gradient of k or v is in "
+                    "fp8 or has an amax; reshard it")

@@ -51,7 +51,8 @@ def _choose(call: Call, roles, operands, dims, n) -> Fold | None:
     ranks = {name: len(shape) - (call.places[name].axis >= 0) for name, shape in shapes.items()}
     batched = {name for name, (i, _, _) in call.places.items() if dims[i] is not None}
     gradients = list(call.places_of_results) if call.is_backward else ()
-    of_heads = folds_heads(ranks, batched, call.flags, axes, gradients, "max_logit" in call.likes)
+    of_heads = folds_heads(ranks, batched, call.flags, axes, gradients,
+                           [like for like in call.likes if isinstance(like, str)])
     if of_heads is None:
         return None
     return Fold(_Library, n, axes, of_heads, _described.shape_of(

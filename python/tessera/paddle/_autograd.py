@@ -23,8 +23,8 @@ from . import _tensors
 
 def attention(given: dict, wanted: tuple[str, ...]):
     """attention of keywords, differentiable in those that `wanted` names."""
-    want_lse = _args.is_on(_tensors, given, "return_lse")
-    given["return_lse"] = True
+    hides_lse = _args.ask_for_lse(_tensors, given)
+    check_autograd(given["q"].dtype)
     prepared = _prepared.prepared(_tensors, "attention", given)
     operands = prepared.operands(given)
     places = tuple(prepared.call.places[name].operand for name in wanted)
@@ -33,7 +33,14 @@ def attention(given: dict, wanted: tuple[str, ...]):
         _prepared.prepared_call(_tensors, prepared.call.backward(places, False), (*rows, *operands))
         prepared.differentiable.add(places)
     results = Attention.apply(_Applied(prepared, given, operands, places), *(operands[i] for i in places))
-    return returned(results, want_lse)
+    return returned(results, hides_lse)
+
+
+def check_autograd(q_dtype):
+    """Raises what q's dtype has against a gradient."""
+    dtype = _tensors.dtype_name(q_dtype)
+    if _args.is_fp8(dtype):
+        raise _args.no_autograd(dtype, "tessera.paddle", "paddle.no_grad()")
 
 
 @dataclasses.dataclass(frozen=True)

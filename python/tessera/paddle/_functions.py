@@ -38,10 +38,10 @@ def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
 
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
     layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8. hq is a multiple of hk.
-    Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes, through o and
-    lse. amp.auto_cast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is
-    the contract.
+    or float16 (float64 in the backend "reference"); k and v may be fp8, and, without gradients, q
+    with them. hq is a multiple of hk. Returns o[, lse][, max_logit][, amax_o]; gradients reach q, k,
+    v, bias, sink and alibi_slopes, through o and lse. amp.auto_cast casts q, k, v. `out` is for where
+    no gradient is wanted. docs/semantics.md is the contract.
 
     >>> o = tessera.paddle.attention(q, k, v, causal=True)
     >>> o, lse = tessera.paddle.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)

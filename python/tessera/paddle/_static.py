@@ -34,8 +34,7 @@ def attention(given: dict):
     checker = _args.Arguments(_GraphTensors, "attention")
     if given.get("out") is not None:
         raise checker.error("out", given["out"], "is for eager calls; a graph has new outputs")
-    want_lse = _args.is_on(_GraphTensors, given, "return_lse")
-    given["return_lse"] = True
+    hides_lse = _args.ask_for_lse(_GraphTensors, given)
     if "rng_state" in given:
         given["rng_state"] = _prepared.rng_array(_GraphTensors, "attention", given["rng_state"], given["q"])
     _refuse_to_be_saved()
@@ -48,7 +47,7 @@ def attention(given: dict):
     if all(extent >= 0 for tensor in described.arguments.problem.tensor if tensor.dtype
            for extent in tensor.extent):
         described.describe_outputs(given).prepare(_GraphTensors.device(None), 0)
-    return returned(_attention(described.call, operands), want_lse)
+    return returned(_attention(described.call, operands), hides_lse)
 
 
 class _Values:
@@ -74,6 +73,7 @@ def _attention(call: Call, operands) -> list:
                    if isinstance(operands[i], Value) and not operands[i].stop_gradient)
     if not wanted:
         return _run(call, operands)
+    _autograd.check_autograd(operands[call.places["q"].operand].dtype)
     from paddle.jit.dy2static.py_layer import StaticPyLayerContext
     context = StaticPyLayerContext()
     operands = list(operands)

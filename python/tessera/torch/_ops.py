@@ -19,7 +19,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from .. import _bindings, _lib
+from .. import _args, _bindings, _lib
 from .._call import Call
 from . import _describe, _flops, _kernels, _tensors, _vmap
 
@@ -136,9 +136,7 @@ class Attention(_SingleLevelFunction):
     def forward(ctx, *inputs):
         tensors, ctx.sizes, ctx.text = inputs[-1]
         if tensors[0].dtype.itemsize == 1:
-            raise _lib.Refused(f"tessera.attention: q.dtype={str(tensors[0].dtype)[6:]}: has no autograd, and a "
-                               "tensor here asks for a gradient; use torch.no_grad() and "
-                               "tessera.torch.attention_backward")
+            raise _args.no_autograd(str(tensors[0].dtype)[6:], "tessera.torch", "torch.no_grad()")
         with below_autograd():
             outputs = attention(tensors, ctx.sizes, ctx.text)
         ctx.set_materialize_grads(False)

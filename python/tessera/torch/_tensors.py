@@ -10,7 +10,6 @@ from .. import _lib
 from .._args import ORDERS, ArrayInfo
 
 noun = "PyTorch tensor"
-raw_fp8 = True
 
 
 def info(x) -> ArrayInfo | None:

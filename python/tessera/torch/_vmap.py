@@ -42,15 +42,14 @@ def rule(operator):
 
 
 def _choose(call: Call, tensors, dims, n) -> Fold | None:
-    if any(str(like).startswith("amax") for like in call.likes):
-        return None  # of all examples together
     axes = Axes(call.layouts, call.is_paged)
     shapes = {name: shape_of(tensors[place.operand], dims[place.operand])
               for name, place in call.places.items()}
     ranks = {name: len(shape) for name, shape in shapes.items()}
     batched = {name for name, place in call.places.items() if dims[place.operand] is not None}
     gradients = list(call.places_of_results) if call.is_backward else ()
-    of_heads = folds_heads(ranks, batched, call.flags, axes, gradients, "max_logit" in call.likes)
+    of_heads = folds_heads(ranks, batched, call.flags, axes, gradients,
+                           [like for like in call.likes if isinstance(like, str)])
     return None if of_heads is None else Fold(_Library, n, axes, of_heads, shapes["q"])
 
 
