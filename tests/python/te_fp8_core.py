@@ -62,10 +62,10 @@ def largest(*tensors):
 
 class Core:
     """tessera.torch's attention of fp8 tensors, by its fp32 kernels at the values that are stored. What the
-    module asks for is kept in `calls`."""
+    module asks for is kept in `calls`, whether for lse and amax in `asked`."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.asked = [], []
 
     @staticmethod
     def value(x, scale):
@@ -87,10 +87,12 @@ class Core:
         if precision is not None:
             return tessera.torch.attention(q, k, v, **more)
         more = self.wide(more)
-        o, *rest = tessera.torch.attention(self.value(q, q_scale), self.value(k, k_scale),
-                                           self.value(v, v_scale), **more)
-        assert return_amax and more["return_lse"]
-        return self.stored(o, out_dtype, o_scale), *rest, o.abs().max().reshape(1)
+        self.asked.append((more["return_lse"], return_amax))
+        assert o_scale is None  # which the fast kernels do not have
+        results = tessera.torch.attention(self.value(q, q_scale), self.value(k, k_scale), self.value(v, v_scale), **more)
+        o, *rest = results if isinstance(results, tuple) else (results,)
+        rest += [o.abs().max().reshape(1)] * return_amax
+        return (self.stored(o, out_dtype, None), *rest) if rest else self.stored(o, out_dtype, None)
 
     def attention_backward(self, do, q, k, v, o, lse, *, grads, q_scale=None, k_scale=None, v_scale=None,
                            do_scale=None, grad_dtype=None, dq_scale=None, dk_scale=None, dv_scale=None,

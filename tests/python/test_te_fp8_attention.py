@@ -153,14 +153,15 @@ def test_containers_in_containers_out(core):
     assert scale[DO].item() == pytest.approx(57344 / largest(inputs[3]))  # that of the steps before
 
 
-def test_inference_rounds_o_in_the_kernel(core):
+@pytest.mark.parametrize("mha", [False, True])
+def test_inference_asks_for_no_lse(core, mha):
     m, (q, k, v, _) = module(), problem()
     with torch.no_grad():
         expected = m(q, k, v)
-        with autocast(recipe=DelayedScaling(fp8_mha=True)):
+        with autocast(recipe=DelayedScaling(fp8_dpa=True, fp8_mha=mha)):
             out = m(q, k, v)
-    assert core.calls == [("forward", torch.float8_e4m3fn, torch.float8_e4m3fn, None)]
-    assert isinstance(out, te.Float8Tensor) and error(out, expected) < 0.08
+    assert core.calls == [("forward", torch.float8_e4m3fn, torch.bfloat16, None)] and core.asked == [(False, True)]
+    assert isinstance(out, te.Float8Tensor) == mha and error(out, expected) < 0.08
     history = m.fp8_meta["scaling_fwd"].amax_history
     assert history[0, O] > 0 and (m.fp8_meta["scaling_fwd"].scale == 1).all()
 
@@ -184,6 +185,8 @@ def test_current_scaling(core):
     expected = step(module(), None, inputs, enabled=False)
     step(m, Float8CurrentScaling(fp8_dpa=True), inputs)
     assert core.calls == [("forward", torch.bfloat16, None, "fp8")]
+    step(m, Float8CurrentScaling(fp8_dpa=True), inputs, bf16_backward=True)
+    assert core.asked == [(True, False)]  # who remembers nothing asks for no amax
     out, *grads = step(m, Float8CurrentScaling(fp8_mha=True), inputs)
     assert isinstance(out, te.Float8Tensor) and not any(isinstance(x, te.Float8Tensor) for x in grads)
     assert out._scale_inv.item() == pytest.approx(largest(expected[0]) / 448, rel=0.05)

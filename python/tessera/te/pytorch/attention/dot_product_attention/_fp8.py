@@ -5,8 +5,9 @@
                            tessera.torch.attention of fp8 tensors and their scales
     Float8CurrentScaling   fp8_dpa: precision="fp8", finer than a scale a tensor; fp8_mha: a scale a tensor
 
-o and the gradients are 16-bit, but for containers: with fp8_mha o is a Float8Tensor, and where q, k and v
-came as Float8Tensors, so do their gradients. The backward pass takes the 16-bit o for delta either way.
+Kernels write o in 16 bits: with fp8_mha it is rounded after them to a Float8Tensor, and the backward pass
+takes the 16-bit o for delta either way. Gradients are 16-bit, but for containers: where q, k and v came as
+Float8Tensors, so do their gradients.
 P is stored as 256 exp(x - m) by every kernel, so that slot S notes the amax 1 and its scale is not read;
 dP is not stored, so that slot dP stays as it is.
 """
@@ -81,22 +82,20 @@ class _Rounded(torch.autograd.Function):
         inputs = _containers(how.qkv, (q, k, v))
         dtype = inputs[0].dtype
         given = {name: x for name, x in zip(_LEARNT, learnt) if x is not None}
-        # The backward pass needs o in 16 bits, which is then rounded here.
-        stored_o = how.fp8_output and not how.trains and isinstance(how.o, Float8Quantizer)
-        options = {"out_dtype": dtype}
-        if stored_o:
-            scale_inv = 1 / how.o.scale
-            options = {"out_dtype": torch_dtype(how.o.dtype), "o_scale": scale_inv.reshape(())}
         stored, scales = [x.stored for x in inputs], [x._scale_inv.reshape(()) for x in inputs]
-        o, lse, *max_logit, amax = core_attention(
-            *stored, **dict(zip(_SCALES, scales)), **how.keywords, **given, **options, return_lse=True,
-            return_amax=True)
+        # Fast kernels write o in 16 bits, and are faster without lse.
+        notes = how.fp8_output or isinstance(how.o, Float8Quantizer)
+        results = core_attention(*stored, **dict(zip(_SCALES, scales)), **how.keywords, **given, out_dtype=dtype,
+                                 return_lse=how.trains, return_amax=notes)
+        o, *max_logit = results if isinstance(results, tuple) else (results,)
+        lse = max_logit.pop(0) if how.trains else None
+        amax = max_logit.pop() if notes else None
         how.s.amax.fill_(1)
-        if how.fp8_output and not stored_o:
+        result = o
+        if how.fp8_output:
             result, = how.o.quantize_together([o], amax=amax)
-        else:
+        elif notes:
             how.o.note(amax)
-            result = how.o.wrap(o, scale_inv, dtype) if stored_o else o
         if how.trains:
             ctx.how, ctx.dtype = how, dtype
             ctx.contained = [isinstance(x, QuantizedTensor) for x in (q, k, v)]
