@@ -96,8 +96,9 @@ class Described:
         """Describes what the backward pass takes beside the inputs."""
         a = self.arguments
         for name in ROWS:
-            if given.get(name) is NEW:
-                a.want(name)
+            if given.get(name) is NEW:  # in q's fp8 where a scale says that it is in some
+                scaled = given.get(f"{name}_scale") is not None
+                a.want(name, a.adapter.info(given["q"]).dtype if scaled else None)
             elif name != "dlse" or given.get(name) is not None:
                 a.put_own(name, given.get(name))
 

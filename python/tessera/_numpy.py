@@ -13,6 +13,7 @@ from . import _lib
 from ._args import ArrayInfo
 
 noun, num_threads = "NumPy array", None
+array_type = np.ndarray
 _CPU = (_lib.CPU, 0)
 _KEPT_WORKSPACE = 16 << 20  # bytes of workspace that a thread keeps between calls
 _local = threading.local()

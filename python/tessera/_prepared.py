@@ -6,6 +6,7 @@ workspace size and a template of the buffers are kept in a bounded table, and on
 outputs are new. Values are validated by the C core on every call.
 
 To what _args asks of an adapter, these calls add
+    array_type                                   the class of its arrays
     signature(x)                                 what of an argument decides the problem, hashable
     device(x), stream(x)                         tessera_device of an array; its CUDA stream
     pointer(x)                                   the address of an array's first element
@@ -146,7 +147,7 @@ def gradient_outputs(arrays, grads) -> dict:
     chosen = dict.fromkeys(GRADIENTS)
     if isinstance(grads, dict):
         for name, array in grads.items():
-            if name in chosen and arrays.info(array) is None:
+            if name in chosen and not isinstance(array, arrays.array_type):
                 raise ValueError(f"tessera.{operation}: grads[{name!r}]={_args._text(array)}: must "
                                  f"be a {arrays.noun} to write into")
     elif not isinstance(grads, tuple):

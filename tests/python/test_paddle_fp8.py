@@ -108,6 +108,8 @@ def test_bad_input():
 
 def test_is_explained():
     q, k, v = qkv()
-    for keywords in (dict(out_dtype=E4M3, return_amax=True), dict(backward=True, grad_dtype=E5M2, return_amax=True)):
+    scale = uniform(3, B, H)
+    for keywords in (dict(out_dtype=E4M3, return_amax=True), dict(backward=True, grad_dtype=E5M2, return_amax=True),
+                     dict(backward=True, do_scale=scale, o_scale=paddle.ones([1]))):
         explained = tp.explain(q, k, v, q_scale=uniform(3, B, H), device="cpu", **keywords)
         assert explained.backend == "cpu" and "e4m3" in explained.answer["case"]

@@ -148,6 +148,76 @@ def test_compiles_maps_and_is_explained(device):
     assert tt.explain(q, k, v, q_scale=scale, causal=True, backward=True).backend in ("cpu", "cuda_sm80")
 
 
+def every_result(q, k, v, do, rows, blocks, one):
+    """Both passes with scales of rows and blocks, results in fp8 and largest values."""
+    scales = dict(q_scale=rows, k_scale=blocks, v_scale=blocks, scale_block=(1, 128), causal=True, align="top_left")
+    o, lse, peak, amax = tt.attention(q, k, v, **scales, out_dtype=E4M3, o_scale=one, return_lse=True,
+                                      return_max_logit=True, return_amax=True)
+    g = tt.attention_backward(do, q, k, v, o, lse, **scales, do_scale=rows, o_scale=one, grad_dtype=E5M2, dq_scale=one,
+                              dk_scale=one, dv_scale=one, return_amax=True, deterministic=True)
+    return o, lse, peak, amax, g.dq, g.dk, g.dv, g.amax_dq, g.amax_dk, g.amax_dv
+
+
+def every_argument(device):
+    return (*qkv(device), stored(device, B, SQ, H, D, dtype=E5M2, seed=7), uniform(device, B, H, SQ, seed=3),
+            uniform(device, B, H, 3, seed=4), torch.full((1,), 0.25, device=device))
+
+
+def same(ours, theirs):
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine.dtype == yours.dtype and mine.shape == yours.shape and torch.equal(mine.float(), yours.float())
+
+
+@DEVICES
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_result_in_one_graph(device, dynamic):
+    arguments = every_argument(device)
+    torch._dynamo.reset()
+    same(torch.compile(every_result, fullgraph=True, dynamic=dynamic)(*arguments), every_result(*arguments))
+
+
+@DEVICES
+def test_every_result_is_exported_and_mapped(device):
+    arguments = every_argument(device)
+    expected = every_result(*arguments)
+
+    class Module(torch.nn.Module):
+        def forward(self, *arguments):
+            return every_result(*arguments)
+    with torch.no_grad():
+        same(torch.export.export(Module(), arguments).module()(*arguments), expected)
+    *own, one = arguments
+    mapped = torch.func.vmap(every_result, (0,) * 6 + (None,))(*(x[:, None] for x in own), one)
+    for i in range(B):
+        same([x[i] for x in mapped], every_result(*(x[i:i + 1] for x in own), one))
+
+
+@DEVICES
+def test_results_of_the_callers_in_one_graph(device):
+    q, k, v, do, *_, one = every_argument(device)
+
+    def function(q, k, v, do, one):
+        o, lse, amax = tt.attention(q, k, v, out=torch.empty_like(q), out_dtype=E4M3, o_scale=one, return_lse=True,
+                                    return_amax=True)
+        g = tt.attention_backward(do, q, k, v, o, lse, grads={"dq": torch.empty_like(do)}, o_scale=one, grad_dtype=E5M2,
+                                  dq_scale=one, return_amax=True, deterministic=True)
+        return o, lse, amax, g.dq, g.amax_dq
+    torch._dynamo.reset()
+    same(torch.compile(function, fullgraph=True)(q, k, v, do, one), function(q, k, v, do, one))
+
+
+def test_explain_takes_what_attention_takes():
+    q, k, v, _, rows, blocks, one = every_argument("cpu")
+    scales = dict(q_scale=rows, k_scale=blocks, v_scale=blocks, scale_block=(1, 128), o_scale=one, return_amax=True)
+    forward = tt.explain(q, k, v, **scales, out_dtype=E4M3, return_lse=True, return_max_logit=True)
+    assert forward.backend == "cpu" and " qscale=row" in forward.headline and " o=e4m3" in forward.headline
+    scales.update(do_scale=rows, grad_dtype=E5M2, dq_scale=one, dk_scale=one, dv_scale=one)
+    backward = tt.explain(q, k, v, backward=True, **scales)
+    assert backward.backend == "cpu" and " grad=e5m2" in backward.headline and " o=e4m3" in backward.headline
+    with pytest.raises(ValueError, match="o_scale"):
+        tt.explain(q, k, v, **{**scales, "o_scale": torch.ones(3)}, backward=True)
+
+
 @CUDA
 def test_a_graph_reads_scales_when_it_runs():
     q, k, v = qkv("cuda")

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _args, _explain, _keywords, _lib
@@ -190,9 +191,13 @@ def _described(operation: str, given: dict) -> Described:
 def _described_backward(given: dict, dlse, names) -> Described:
     """Describes the backward pass of attention(**given), whose o, lse and do are yet to come."""
     forward = {name: x for name, x in given.items() if name in FORWARD or name in ("q", "k", "v")}
+    if "o_scale" in given:  # says that o is fp8, but not which
+        forward["out_dtype"] = given["q"].dtype.name
     described = _described("explain", {**forward, "return_lse": True})
     o, lse = results_of(described.call, _operands(described, forward))[:2]
-    given.update({"do": o, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse}),
+    wide = jax.ShapeDtypeStruct(o.shape, jnp.bfloat16 if _args.is_fp8(o.dtype.name) else o.dtype)
+    do = jax.ShapeDtypeStruct(o.shape, given["q"].dtype) if "do_scale" in given else wide
+    given.update({"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse}),
                   **dict.fromkeys(names, NEW)})
     return _described("explain", given)
 

@@ -12,6 +12,7 @@ from .. import _lib, _numpy
 from .._args import ArrayInfo
 
 noun, num_threads = "Paddle tensor", None
+array_type = paddle.Tensor
 _CPU = (_lib.CPU, 0)
 # A build without devices has every tensor on the CPU, and asking costs a microsecond a tensor.
 _HAS_DEVICES = paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu() or \

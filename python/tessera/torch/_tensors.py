@@ -9,7 +9,7 @@ import torch
 from .. import _lib
 from .._args import ORDERS, ArrayInfo
 
-noun = "PyTorch tensor"
+noun, array_type = "PyTorch tensor", torch.Tensor
 
 
 def info(x) -> ArrayInfo | None:
