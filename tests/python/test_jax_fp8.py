@@ -157,8 +157,17 @@ def test_scales_and_amax_are_for_fp8():
 def test_is_explained():
     q, k, v, do, scale, o_scale = ARGUMENTS
     scales = dict(q_scale=scale, k_scale=scale, v_scale=scale)
-    assert tj.explain(q, k, v, **scales, out_dtype=E4M3, o_scale=o_scale, return_amax=True, device="cpu").backend == "cpu"
+    forward = tj.explain(q, k, v, **scales, out_dtype=E4M3, o_scale=o_scale, return_amax=True, device="cpu")
+    assert forward.backend == "cpu" and " o=e4m3" in forward.headline
     for more, said in (({}, "bwd e4m3"), (dict(do_scale=scale, o_scale=o_scale), " o=e4m3")):
         backward = tj.explain(q, k, v, **scales, **more, backward=True, grad_dtype=E5M2, dq_scale=o_scale,
                               return_amax=True, device="cpu")
         assert backward.backend == "cpu" and said in backward.headline
+
+
+def test_does_not_travel():
+    from tessera.context_parallel import Shards
+    from tessera.jax.context_parallel import sharded
+    mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    with pytest.raises(tj.Refused, match="q.dtype=float8_e4m3fn: does not travel"):
+        sharded(mesh, "cp", shards=Shards.zigzag([S] * B, size=1))(*qkv())

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _keywords, _lib
+from ... import _args, _keywords, _lib
 from ...context_parallel import Shards
 from .. import _arrays, _functions
 from ._rows import OPERATION, Rows, error, inverse, rows_of, taken, whole
@@ -134,6 +134,8 @@ class _Call:
         self.q, self.k, self.v = (
             self._packed(name, x, rows) for name, x, rows in
             (("q", q, self.rows), ("k", k, self.rows_k), ("v", v, self.rows_k)))
+        if _args.is_fp8(q.dtype.name):
+            raise _lib.Refused(f"{OPERATION}: q.dtype={q.dtype.name}: does not travel; use bfloat16")
         self.hq, self.hk = self.q.shape[1], self.k.shape[1]
         if not self.hk or self.hq % self.hk or self.v.shape[1] != self.hk:
             raise error("q.shape", list(q.shape), f"hq={self.hq} must be a multiple of k's heads, "
