@@ -12,7 +12,7 @@ from typing import Callable
 
 import numpy as np
 
-from . import conformance, work
+from . import work
 
 
 # Peers that are files: what stands before their path.
@@ -134,6 +134,7 @@ def import_torch(w: Workload):
 def _tensor(torch, x, device="cpu"):
     if device != "cpu":
         return _tensor(torch, x).to(device)
+    from . import conformance  # whose library explain does without
     name = conformance.name_of(x.dtype)
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         bits = torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}"))
