@@ -327,9 +327,13 @@ def test_parts_are_merged_in_place(packed):
     step = lse2 if packed else dense(lse2, cu // 2)
     before = lse if packed else dense(lse, cu)
     tex.thd_second_half_lse_correction(total, step, cu, packed)
-    out = torch.zeros_like(o)
-    tex.thd_out_correction(out, o, total, before, cu, False, packed)
-    tex.thd_out_correction(out, o2, total, step, cu, True, packed)
+    out = o.clone()
+    tex.thd_out_correction(out, o2, before, total, step, cu, True, packed)
+    nothing = torch.full_like(before, -torch.inf)
+    tex.thd_out_correction(out, torch.full_like(o, 7), total, total, nothing, cu, False, packed)  # sees no key
+    whole = torch.zeros_like(o)
+    tex.thd_out_correction(whole, out, nothing, total, total, cu, False, packed)  # joins nothing
+    assert torch.equal(whole, out)
     rows = [torch.arange(0, 8), torch.arange(8, 20)]
     for n, own in enumerate(rows):
         half = own[len(own) // 2:]
@@ -338,10 +342,18 @@ def test_parts_are_merged_in_place(packed):
         torch.testing.assert_close(out[half], want[0])
         got = total[:, half] if packed else total[n, :, len(own) // 2:len(own)]
         torch.testing.assert_close(got, want_lse[0])
-    read = tex.thd_read_second_half_lse(total, cu, packed, 6)
-    assert read.shape == ((2, 10) if packed else (2, 2, 6))
+    read = tex.thd_read_second_half_lse(total, cu, packed, 11 if packed else 6)
+    assert read.shape == ((2, 11) if packed else (2, 2, 6))
+    if packed:  # TE's may be longer than what is packed
+        assert read[:, 10:].eq(0).all()
+        longer, exact = total.clone(), total.clone()
+        tex.thd_second_half_lse_correction(longer, read, cu, True)
+        tex.thd_second_half_lse_correction(exact, read[:, :10], cu, True)
+        assert torch.equal(longer, exact)
     grad, step = torch.ones(20, 1, 1), torch.full((20, 1, 1), 2.0)
     tex.thd_grad_correction(grad, step, cu, "add", "copy")
     assert grad.flatten().tolist() == [3.0] * 4 + [2.0] * 4 + [3.0] * 6 + [2.0] * 6
     tex.thd_grad_correction(grad, step[:10], cu, "none", "add")
     assert grad.flatten().tolist() == [3.0] * 4 + [4.0] * 4 + [3.0] * 6 + [4.0] * 6
+    tex.thd_grad_correction(grad, step[:10], cu, "zero", "copy")
+    assert grad.flatten().tolist() == [0.0] * 4 + [2.0] * 4 + [0.0] * 6 + [2.0] * 6

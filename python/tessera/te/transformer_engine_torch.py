@@ -37,9 +37,11 @@ def thd_read_half_tensor(tensor, cu_seqlens, half_idx):
 
 
 def thd_read_second_half_lse(lse, cu_seqlens, lse_packed, second_half_lse_seqlen):
-    """lse of the second chunks: [h, t / 2] packed, else [b, h, second_half_lse_seqlen]."""
+    """lse of the second chunks: [h, second_half_lse_seqlen] packed, else [b, h, second_half_lse_seqlen], zero
+    behind them."""
     if lse_packed:
-        return lse.index_select(1, _halves(cu_seqlens)[1])
+        found = lse.index_select(1, _halves(cu_seqlens)[1])
+        return torch.nn.functional.pad(found, (0, second_half_lse_seqlen - found.shape[1]))
     out = lse.new_zeros(*lse.shape[:2], second_half_lse_seqlen)
     for n, (begin, end) in enumerate(_spans(cu_seqlens)):
         half = (end - begin) // 2
@@ -51,7 +53,7 @@ def thd_second_half_lse_correction(lse, lse_per_step, cu_seqlens, lse_packed):
     """lse of the second chunks becomes that of the union with a step's, in place."""
     if lse_packed:
         rows = _halves(cu_seqlens)[1]
-        lse[:, rows] = torch.logaddexp(lse[:, rows], lse_per_step.to(lse.dtype))
+        lse[:, rows] = torch.logaddexp(lse[:, rows], lse_per_step[:, :len(rows)].to(lse.dtype))
         return
     for n, (begin, end) in enumerate(_spans(cu_seqlens)):
         half = (end - begin) // 2
@@ -59,28 +61,32 @@ def thd_second_half_lse_correction(lse, lse_per_step, cu_seqlens, lse_packed):
         own.copy_(torch.logaddexp(own, lse_per_step[n, :, :half].to(lse.dtype)))
 
 
-def thd_out_correction(out, out_per_step, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed):
-    """Adds a step's share to out [t, h, d], in place: out_per_step exp(lse_per_step - lse)."""
+def thd_out_correction(out, out_per_step, old_lse, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed):
+    """Joins a step with out [t, h, d], in place: out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse).
+    old_lse is what out was summed by, lse that of the union; with only_second_half the first chunks stay."""
     rows = _halves(cu_seqlens)[1] if only_second_half else \
         torch.arange(out.shape[0], device=out.device)
-    lse, step = (x if lse_packed else _packed(x, cu_seqlens, half) for x, half in
-                 ((lse, False), (lse_per_step, only_second_half)))
-    lse = lse.index_select(1, rows)
-    weight = torch.where(step == -torch.inf, 0.0, (step - lse).exp())
-    share = out_per_step.float() * weight.T[..., None]
-    out[rows] = (out[rows].float() + share).to(out.dtype)
+    old, total, step = (x if lse_packed else _packed(x, cu_seqlens, half) for x, half in
+                        ((old_lse, False), (lse, False), (lse_per_step, only_second_half)))
+    total = total.index_select(1, rows)
+    kept, added = (_weight(x, total) for x in (old.index_select(1, rows), step[:, :len(rows)]))
+    out[rows] = (out[rows].float() * kept + out_per_step.float() * added).to(out.dtype)
 
 
 def thd_grad_correction(grad, grad_per_step, cu_seqlens, first_half, second_half):
-    """Adds ("add"), copies ("copy") or leaves ("none") a step's gradient in the first and second chunks
-    of grad [t, h, d] or [2, t, h, d], in place. grad_per_step has the chunks that are used."""
+    """Adds ("add"), copies ("copy") or leaves out ("none") a step's gradient in the first and second chunks
+    of grad [t, h, d] or [2, t, h, d], or clears them ("zero"), in place. grad_per_step has the chunks that are
+    added or copied."""
     words = {"first_half": first_half, "second_half": second_half}
     for name, word in words.items():
-        if word not in ("add", "copy", "none"):
-            raise ValueError(f'thd_grad_correction: {name}={word!r}: must be "add", "copy" or "none"')
+        if word not in ("add", "copy", "none", "zero"):
+            raise ValueError(f'thd_grad_correction: {name}={word!r}: must be "add", "copy", "none" or "zero"')
     axis = grad.dim() - 3
     halves = _halves(cu_seqlens)
-    used = [i for i, word in enumerate((first_half, second_half)) if word != "none"]
+    for word, rows in zip((first_half, second_half), halves):
+        if word == "zero":
+            grad.index_fill_(axis, rows, 0)
+    used = [i for i, word in enumerate((first_half, second_half)) if word in ("add", "copy")]
     for i in used:
         word = (first_half, second_half)[i]
         step = grad_per_step if len(used) == 1 else grad_per_step.index_select(axis, halves[i])
@@ -111,3 +117,8 @@ def _packed(lse, cu_seqlens, half: bool):
     """[b, h, s] -> [h, t], of whole sequences or of halves."""
     return torch.cat([lse[n, :, :(end - begin) // (2 if half else 1)]
                       for n, (begin, end) in enumerate(_spans(cu_seqlens))], 1)
+
+
+def _weight(part, total):
+    """exp(part - total) of lses [h, t] as [t, h, 1]; what saw no key has none."""
+    return torch.where(part == -torch.inf, 0.0, (part - total).exp()).T[..., None]
