@@ -46,6 +46,7 @@ class Problem:
     slopes: tuple = ()           # shape of custom slopes
     softmax: str = "vanilla"
     max_logit: bool = False
+    softcap: float = 0.0
     dropout: float = 0.0
     by_mask: bool = False        # padding by attention_mask, with holes
     gap: int = 0
@@ -147,6 +148,8 @@ class Problem:
                 if self.bias == "pre_scale_bias":
                     scores = scores + bias[n, h]
                 scores = scores / math.sqrt(self.dqk)
+                if self.softcap:
+                    scores = self.softcap * torch.tanh(scores / self.softcap)
                 if self.bias == "post_scale_bias":
                     scores = scores + bias[n, h]
                 if self.bias == "alibi":

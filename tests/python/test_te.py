@@ -35,6 +35,9 @@ FEATURES = {
     "off-by-one": dict(softmax="off-by-one"),
     "learnable": dict(softmax="learnable", window=(3, 0)),
     "max logit": dict(max_logit=True),
+    "softcap": dict(softcap=0.7, groups=2),
+    "softcap and pre bias": dict(softcap=1.5, bias="pre_scale_bias", window=(3, 0), max_logit=True),
+    "softcap and alibi": dict(softcap=0.7, bias="alibi", softmax="learnable", dropout=0.25),
     "dropout": dict(dropout=0.25),
     "dropout and window": dict(dropout=0.25, window=(3, 0), softmax="learnable"),
 }
@@ -61,7 +64,7 @@ def run(p: Problem, **more):
         attention_dropout=p.dropout, qkv_format=p.format, attn_mask_type=p.mask,
         bottom_right_diagonal=p.bottom_right, softmax_type=p.softmax,
         window_size=None if p.window is None else
-        (p.window[0], 0) if "causal" in p.mask else p.window, return_max_logit=p.max_logit)
+        (p.window[0], 0) if "causal" in p.mask else p.window, return_max_logit=p.max_logit, softcap=p.softcap)
     if p.softmax == "learnable":
         module.softmax_offset.data.copy_(p.offset)
     leaves = [p.stored(x, lens).requires_grad_() for x, lens in (

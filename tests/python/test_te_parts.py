@@ -152,8 +152,9 @@ def test_fp64_goes_unfused_with_the_library_s_reason():
 FEATURES = [{}, dict(attn_mask_type="causal"), dict(window_size=(3, 4)),
             dict(attn_mask_type="padding_causal", window_size=(3, 0), attention_dropout=0.1),
             dict(attn_mask_type="arbitrary", softmax_type="learnable"), dict(deterministic=True),
-            dict(core_attention_bias_type="post_scale_bias", core_attention_bias_shape="111s"),
-            dict(core_attention_bias_type="pre_scale_bias", core_attention_bias_shape="bhss"),
+            dict(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=(1, 1, 1, 128)),
+            dict(core_attention_bias_type="pre_scale_bias", core_attention_bias_shape=(2, 16, 128, 128)),
+            dict(core_attention_bias_type="pre_scale_bias", core_attention_bias_shape=(1, 1, 1, 1), softcap=50.0),
             dict(core_attention_bias_type="alibi", alibi_slopes_shape=[1, 16], max_seqlen_kv=99),
             dict(core_attention_bias_type="alibi", softmax_type="off-by-one"),
             dict(attn_mask_type="padding", max_seqlen_kv=64, num_gqa_groups=4, head_dim_v=32),
@@ -165,6 +166,13 @@ FEATURES = [{}, dict(attn_mask_type="causal"), dict(window_size=(3, 4)),
 def test_the_library_understands_every_question(given, layout):
     for line in _selection.case_lines(utils.AttentionParams(qkv_layout=layout, **given)):
         assert tessera.torch.explain(line).backend == "cpu", line
+
+
+@pytest.mark.parametrize("shape, word", [(None, "post/hqk"), ((1, 1, 1, 9), "post/k"), ((2, 3, 7, 9), "post/bhqk"),
+                                         ((2, 1, 7, 1), "post/bq"), ((1, 1, 1, 1), "post/1")])
+def test_a_bias_has_a_shape(shape, word):
+    params = utils.AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=shape)
+    assert all(f"bias={word}" in line.split() for line in _selection.case_lines(params))
 
 
 def test_packed_layouts_are_understood():

@@ -144,6 +144,12 @@ def _quick_gelu(x):
     return x * torch.sigmoid(1.702 * x)
 
 
+def _clamped_swiglu(gate, linear, limit=7.0, alpha=1.702, glu_linear_offset=1.0):
+    """Both halves of fc1's outputs -> what fc2 is given."""
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + glu_linear_offset)
+
+
 def _squared_relu(x):
     return F.relu(x).square()
 
@@ -153,20 +159,26 @@ _ACTIVATIONS = {"gelu": _gelu, "qgelu": _quick_gelu, "relu": F.relu, "srelu": _s
 # The activation of the first half of fc1's outputs, which the second half is multiplied by.
 _GATED = {"geglu": _gelu, "qgeglu": _quick_gelu, "reglu": F.relu, "sreglu": _squared_relu,
           "swiglu": F.silu, "glu": torch.sigmoid}
+_CLAMPED = "clamped_swiglu"  # the one with activation_params
 
 
 class NormMLP(Norm):
     """fc2(activation(fc1(norm(x))))."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float, *, activation: str,
-                 bias: bool, init_method: Init | None, output_layer_init_method: Init | None,
+                 activation_params: dict | None, bias: bool, init_method: Init | None,
+                 output_layer_init_method: Init | None,
                  normalization: str, zero_centered_gamma: bool, **factory):
         super().__init__(hidden_size, eps, normalization, zero_centered_gamma, "layer_norm_", **factory)
-        if activation not in _ACTIVATIONS and activation not in _GATED:
+        if activation not in (*_ACTIVATIONS, *_GATED, _CLAMPED):
             raise ValueError(f"activation={activation!r}: must be one of " +
-                             ", ".join([*_ACTIVATIONS, *_GATED]))
-        self.activation = activation
-        width = ffn_hidden_size * (2 if activation in _GATED else 1)
+                             ", ".join([*_ACTIVATIONS, *_GATED, _CLAMPED]))
+        known = {"limit", "alpha", "glu_linear_offset"} if activation == _CLAMPED else set()
+        if not known.issuperset(activation_params or {}):
+            raise ValueError(f"activation_params={activation_params!r}: must be a dict of limit, alpha and "
+                             f'glu_linear_offset beside activation="{_CLAMPED}", and None beside others')
+        self.activation, self.activation_params = activation, activation_params
+        width = ffn_hidden_size * (1 if activation in _ACTIVATIONS else 2)
         for name, sizes, init in (("fc1", (width, hidden_size), init_method),
                                   ("fc2", (hidden_size, ffn_hidden_size), output_layer_init_method)):
             add_linear(self, sizes[1], {name: sizes[0]}, bias, init, factory)
@@ -175,7 +187,9 @@ class NormMLP(Norm):
         """(output without fc2's bias, that bias, what fc1 was given)."""
         x = self.normalised(x)
         y = F.linear(x, self.fc1_weight, self.fc1_bias)
-        if self.activation in _GATED:
+        if self.activation == _CLAMPED:
+            y = _clamped_swiglu(*y.chunk(2, -1), **self.activation_params or {})
+        elif self.activation in _GATED:
             gate, y = y.chunk(2, -1)
             y = _GATED[self.activation](gate) * y
         else:

@@ -8,6 +8,7 @@
     padding with attention_mask             segment_ids: the hidden have a segment of their own
     arbitrary attention_mask                drop
     bias types, ALiBi                       bias, bias_at, alibi_slopes
+    softcap                                 softcap; 0 is none
     softmax types                           sink
 
 Nothing here looks at a value on the device, and nothing grows with sq * skv.
@@ -53,6 +54,7 @@ class Call:
     softmax_offset: torch.Tensor | None = None
     deterministic: bool | None = False        # None follows PyTorch's
     return_max_logit: bool = False
+    softcap: float = 0.0                      # 0: none
 
     def __post_init__(self):
         self.max_seqlen_q = _words.max_seqlen("max_seqlen_q", self.max_seqlen_q)
@@ -102,6 +104,7 @@ class Call:
         given = {"layout": (self.q_format, self.kv_format), "softmax_scale": self.softmax_scale,
                  "align": "bottom_right" if self.bottom_right else "top_left",
                  "deterministic": self.deterministic, "return_max_logit": self.return_max_logit}
+        self.cap(given)
         self._band(given)
         if self.masked:
             self._padding_by_mask(given)
@@ -127,6 +130,10 @@ class Call:
                        softmax_offset=self.softmax_offset)
         if self.page_table_k is None:
             _words.shapes(self.q, self.k, self.v, self.q_format, self.kv_format)
+
+    def cap(self, given):
+        if self.softcap:
+            given["softcap"] = self.softcap
 
     def _band(self, given):
         given["causal"] = "causal" in self.mask

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 import warnings
@@ -41,6 +42,13 @@ def dropout(value) -> float:
     if not isinstance(value, numbers.Real) or not 0 <= value < 1:
         raise error("attention_dropout", value, "must be in [0, 1)")
     return value
+
+
+def softcap(value) -> float:
+    """0 is none."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not (math.isfinite(value) and value >= 0):
+        raise error("softcap", value, "must be finite and at least 0, and 0 turns it off")
+    return float(value)
 
 
 def quoted(words) -> str:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from .._names import missing
 from . import _words
 from ._linear import Norm, NormMLP, device_of, in_autocast, unsupported
+from .constants import CPLoadBalancingStrategy
 from .attention.multi_head_attention import MultiheadAttention
 
 __all__ = ["DropPath", "TransformerLayer"]
@@ -51,7 +52,10 @@ class TransformerLayer(torch.nn.Module):
                  hidden_dropout: float = 0.1, attention_dropout: float = 0.1, init_method=None,
                  output_layer_init_method=None, layer_number: int | None = None,
                  kv_channels: int | None = None, self_attn_mask_type: str = "causal",
-                 window_size: tuple[int, int] | None = None, enc_dec_attn_mask_type: str = "no_mask",
+                 window_size: tuple[int, int] | None = None,
+                 bottom_right_diagonal: bool | None = None, softcap: float = 0.0,
+                 enc_dec_attn_mask_type: str = "no_mask",
+                 enc_dec_bottom_right_diagonal: bool | None = None,
                  enc_dec_window_size: tuple[int, int] | None = None, tp_group=None, tp_size: int = 1,
                  params_dtype: torch.dtype | None = None, get_rng_state_tracker=None,
                  fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
@@ -60,16 +64,16 @@ class TransformerLayer(torch.nn.Module):
                  output_layernorm: bool = False, parallel_attention_mlp: bool = False,
                  layer_type: str = "encoder", drop_path_rate: float = 0.0,
                  set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
+                 rotary_pos_interleaved: bool = False,
                  zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
                  ub_tp_comm_overlap: bool = False, ub_overlap_ag: bool = True,
                  ub_overlap_rs: bool = True, ub_overlap_rs_dgrad: bool = False,
                  ub_bulk_dgrad: bool = True, ub_bulk_wgrad: bool = True, bias: bool = True,
-                 activation: str = "gelu", normalization: str = "LayerNorm", device="cuda",
+                 activation: str = "gelu", activation_params: dict | None = None,
+                 normalization: str = "LayerNorm", device="cuda",
                  attn_input_format: str = "sbhd", name: str | None = None,
                  qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
-                 qk_norm_before_rope: bool = False, rotary_pos_interleaved: bool = False,
-                 bottom_right_diagonal: bool | None = None,
-                 enc_dec_bottom_right_diagonal: bool | None = None, softmax_type: str = "vanilla",
+                 qk_norm_before_rope: bool = False, softmax_type: str = "vanilla",
                  cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type: str = "p2p"):
         super().__init__()
         unsupported("TransformerLayer", tp_size=tp_size if tp_size > 1 else None,
@@ -107,7 +111,8 @@ class TransformerLayer(torch.nn.Module):
             qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope, softmax_type=softmax_type,
             rotary_pos_interleaved=rotary_pos_interleaved, cp_group=cp_group,
-            cp_global_ranks=cp_global_ranks, cp_stream=cp_stream, cp_comm_type=cp_comm_type, **norm, **init)
+            cp_global_ranks=cp_global_ranks, cp_stream=cp_stream, cp_comm_type=cp_comm_type,
+            softcap=softcap, **norm, **init)
         self.self_attention = MultiheadAttention(
             **attention, input_layernorm=not output_layernorm, attn_mask_type=self_attn_mask_type,
             window_size=window_size, bottom_right_diagonal=bottom_right_diagonal)
@@ -117,7 +122,8 @@ class TransformerLayer(torch.nn.Module):
                 attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         self.layernorm_mlp = NormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon,
-                                     activation=activation, bias=bias, **init, **norm, **factory)
+                                     activation=activation,
+                                     activation_params=activation_params, bias=bias, **init, **norm, **factory)
         self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0 else None
         self.layernorm = Norm(hidden_size, layernorm_epsilon, **norm, **factory) \
             if output_layernorm else None
@@ -126,20 +132,23 @@ class TransformerLayer(torch.nn.Module):
         for attention in self._attentions():
             attention.set_tensor_parallel_group(tp_group)
 
-    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p",
+                                   load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
         """As MultiheadAttention's, of each attention of the layer."""
         for attention in self._attentions():
-            attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+            attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type,
+                                                 load_balancing_strategy)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, self_attn_mask_type=None,
-                window_size=None, encoder_output=None, enc_dec_attn_mask=None,
-                enc_dec_attn_mask_type=None, enc_dec_window_size=None, is_first_microbatch=None,
+                window_size=None, bottom_right_diagonal=None, encoder_output=None,
+                enc_dec_attn_mask=None, enc_dec_attn_mask_type=None, enc_dec_window_size=None,
+                enc_dec_bottom_right_diagonal=None, is_first_microbatch=None,
                 checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
                 core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
                 cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
                 cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
-                fast_zero_fill=True, pad_between_seqs=None, bottom_right_diagonal=None,
-                enc_dec_bottom_right_diagonal=None):
+                fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None,
+                thd_attention_policy_dispatch="auto", softcap=None):
         """hidden_states [s, b, hidden_size] (or as attn_input_format has it) -> the same shape.
         encoder_output, enc_dec_* belong to decoders; the other arguments are MultiheadAttention's. Under
         autocast the residual, and what comes back, have its dtype."""
@@ -147,7 +156,7 @@ class TransformerLayer(torch.nn.Module):
         common = dict(is_first_microbatch=is_first_microbatch,
                       checkpoint_core_attention=checkpoint_core_attention,
                       core_attention_bias_type=core_attention_bias_type,
-                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes)
+                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, softcap=softcap)
         attended = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type,
             window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
@@ -157,7 +166,8 @@ class TransformerLayer(torch.nn.Module):
             cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_q if self.layer_type == "decoder" else max_seqlen_kv,
-            pad_between_seqs=pad_between_seqs, **common)
+            pad_between_seqs=pad_between_seqs, thd_attention_policies=thd_attention_policies,
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch, **common)
         if self.parallel_attention_mlp:
             mlp, mlp_bias, _ = self.layernorm_mlp(hidden_states)
             both = _with_bias(attended[0], attended[1]) + _with_bias(mlp, mlp_bias)

@@ -14,6 +14,7 @@ import torch
 
 from ..._names import missing
 from .. import _words
+from ..constants import CPLoadBalancingStrategy
 from .._linear import Linear, Norm, NormLinear, device_of, unsupported
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.context_parallel import Spread
@@ -47,21 +48,22 @@ class MultiheadAttention(torch.nn.Module):
                  attention_dropout: float = 0.1, layernorm_epsilon: float = 1e-5, init_method=None,
                  output_layer_init_method=None, layer_number: int | None = None,
                  attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
-                 tp_group=None, tp_size: int = 1, num_gqa_groups: int | None = None,
+                 bottom_right_diagonal: bool | None = None, softcap: float = 0.0, tp_group=None,
+                 tp_size: int = 1, num_gqa_groups: int | None = None,
                  fuse_wgrad_accumulation: bool = False, get_rng_state_tracker=None,
                  sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
                  return_bias: bool = False, return_layernorm_output: bool = False,
                  input_layernorm: bool = False, attention_type: str = "self",
                  set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
                  zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
+                 rotary_pos_interleaved: bool = False,
                  ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
                  ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,
                  ub_bulk_wgrad: bool = False, bias: bool = True, normalization: str = "LayerNorm",
                  device="cuda", qkv_format: str = "sbhd", name: str | None = None,
                  qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
                  qk_norm_before_rope: bool = False, seq_length: int | None = None,
-                 micro_batch_size: int | None = None, rotary_pos_interleaved: bool = False,
-                 bottom_right_diagonal: bool | None = None, softmax_type: str = "vanilla", cp_group=None,
+                 micro_batch_size: int | None = None, softmax_type: str = "vanilla", cp_group=None,
                  cp_global_ranks=None, cp_stream=None, cp_comm_type: str = "p2p"):
         super().__init__()
         unsupported("MultiheadAttention", tp_size=tp_size if tp_size > 1 else None,
@@ -91,7 +93,7 @@ class MultiheadAttention(torch.nn.Module):
             num_attention_heads, self.kv_channels, num_gqa_groups=self.groups,
             attention_dropout=attention_dropout, qkv_format=qkv_format,
             attn_mask_type=attn_mask_type, window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
+            bottom_right_diagonal=bottom_right_diagonal, softcap=softcap,
             get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
             attention_type=attention_type, softmax_type=softmax_type)
         self.proj = Linear(num_attention_heads * self.kv_channels, hidden_size, bias,
@@ -106,21 +108,23 @@ class MultiheadAttention(torch.nn.Module):
         if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
             unsupported("MultiheadAttention", tp_group=tp_group)
 
-    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p",
+                                   load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
         """From now on hidden_states are this rank's rows of sequences on the ranks of cp_group, in TE's
         two chunks, and rotary embeddings go by positions of the whole; cp_group=None ends that."""
         spread = Spread.of(cp_group, cp_comm_type)
         self.cp_size, self.cp_rank = (1, 0) if spread is None else (spread.size, spread.rank)
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream,
-                                                       cp_comm_type)
+                                                       cp_comm_type, load_balancing_strategy)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, encoder_output=None,
-                attn_mask_type=None, window_size=None, is_first_microbatch=None,
-                checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
+                attn_mask_type=None, window_size=None, bottom_right_diagonal=None,
+                is_first_microbatch=None, checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
                 core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
                 cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
                 cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
-                fast_zero_fill=True, pad_between_seqs=None, bottom_right_diagonal=None):
+                fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None,
+                thd_attention_policy_dispatch="auto", softcap=None):
         """The output [.., hidden_size]; with return_bias also proj's bias, which then is not added, and
         with return_layernorm_output what the norm of the input gave. encoder_output [sk, b, hidden_size]
         holds keys and values of "cross"; rotary_pos_emb is freqs of RotaryPositionEmbedding, or a pair
@@ -145,7 +149,9 @@ class MultiheadAttention(torch.nn.Module):
             max_seqlen_kv=max_seqlen_kv, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
-            inference_params=inference_params, pad_between_seqs=pad_between_seqs)
+            inference_params=inference_params, pad_between_seqs=pad_between_seqs,
+            thd_attention_policies=thd_attention_policies,
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch, softcap=softcap)
         outputs = [self.proj(context, not self.return_bias)]
         if self.return_bias:
             outputs.append(self.proj.bias)

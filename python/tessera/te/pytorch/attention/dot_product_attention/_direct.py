@@ -39,7 +39,7 @@ def merged(result):
 
 def translated(module, q, k, v, *, qkv_layout="sbh3d", attn_mask_type="causal",
                attention_mask=None, window_size=None, bottom_right_diagonal=None,
-               cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+               softcap=0.0, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
                cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, page_table_k=None,
                page_table_v=None, core_attention_bias_type=None, core_attention_bias=None,
                alibi_slopes=None, softmax_offset=None, attention_dropout=None, cp_group=None,
@@ -62,7 +62,8 @@ def translated(module, q, k, v, *, qkv_layout="sbh3d", attn_mask_type="causal",
         page_table_v=page_table_v, bias_type=_words.bias_type(core_attention_bias_type),
         bias=core_attention_bias, alibi_slopes=alibi_slopes, softmax_scale=module.softmax_scale,
         softmax_type=_words.softmax_type(module.softmax_type), softmax_offset=softmax_offset,
-        deterministic=module.deterministic, return_max_logit=module.return_max_logit)
+        deterministic=module.deterministic, return_max_logit=module.return_max_logit,
+        softcap=_words.softcap(softcap))
     keywords = call.keywords()
     dropout = module.attention_dropout if attention_dropout is None else \
         _words.dropout(attention_dropout)
@@ -74,7 +75,7 @@ def translated(module, q, k, v, *, qkv_layout="sbh3d", attn_mask_type="causal",
 
 
 _SHARED = {"module", "q", "k", "v", "others", "cu_seqlens_q", "cu_seqlens_q_padded",
-           "max_seqlen_q", "alibi_slopes"}
+           "max_seqlen_q", "alibi_slopes", "softcap"}
 # The words that tessera.torch.attention does not have: one of them, and a call is in TE's.
 WORDS = (inspect.signature(translated).parameters.keys() | _LATER.keys() | _SCHEDULE) - _SHARED
 

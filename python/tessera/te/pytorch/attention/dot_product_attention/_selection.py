@@ -56,28 +56,33 @@ class AttentionParams:
     "sm100"; None is the current CUDA device, or the CPU where there is none."""
     qkv_type: type = torch.Tensor
     qkv_dtype: torch.dtype = torch.bfloat16
+    nominal_dtype: torch.dtype | None = None  # of o, where qkv_dtype is float8
     qkv_layout: str = "sbh3d"
     batch_size: int = 1
     num_heads: int = 16
     num_gqa_groups: int = 16
     max_seqlen_q: int = 128
     max_seqlen_kv: int = 128
+    num_tokens_q: int = 0   # of packed tensors
+    num_tokens_kv: int = 0
     head_dim_qk: int = 64
     head_dim_v: int = 64
     attn_mask_type: str = "no_mask"
     window_size: tuple[int, int] | None = None
-    bottom_right_diagonal: bool | None = None
+    bottom_right_diagonal: bool = True
+    softcap: float = 0.0
     alibi_slopes_shape: torch.Size | list | None = None
     core_attention_bias_type: str = "no_bias"
-    core_attention_bias_shape: str | None = "1hss"
+    core_attention_bias_shape: tuple[int, int, int, int] | None = None  # (b, h, sq, skv)
     core_attention_bias_requires_grad: bool = True
     pad_between_seqs: bool = False
     attention_dropout: float = 0.0
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
+    cp_size: int = 1
+    cp_size_a2a: int = 1
     deterministic: bool = False
     is_training: bool = True
-    requires_backward: bool | None = None  # None is is_training
     fp8: bool = False
     fp8_meta: dict | None = None
     inference_params: object = None
@@ -85,11 +90,12 @@ class AttentionParams:
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int = 1
-    has_score_mod: bool = False
-    has_score_mod_bprop: bool = False
-    cp_size: int = 1
+    softmax_scale: float = 1.0
     fp8_output: bool = False
     checkpoint_core_attention: bool = False
+    has_score_mod: bool = False
+    has_score_mod_bprop: bool = False
+    requires_backward: bool | None = None  # None is is_training
     device: torch.device | str | None = None
 
     def __eq__(self, other):
@@ -161,7 +167,9 @@ def select(params: AttentionParams) -> Selection:
 
 def _nominal(params: AttentionParams) -> AttentionParams:
     """FP8 tensors stand for 16-bit values, and are answered for as those."""
-    return dataclasses.replace(params, qkv_dtype=torch.bfloat16) if params.qkv_dtype in _CACHE_DTYPES else params
+    if params.qkv_dtype not in _CACHE_DTYPES:
+        return params
+    return dataclasses.replace(params, qkv_dtype=params.nominal_dtype or torch.bfloat16)
 
 
 def switched_off() -> dict[str, list[str]]:
@@ -305,10 +313,12 @@ def case_lines(params: AttentionParams) -> list[str]:
         slopes = p.alibi_slopes_shape
         words.append("alibi=bh" if slopes is not None and len(slopes) == 2 else "alibi")
     elif p.core_attention_bias_type != "no_bias":
-        shape = (p.core_attention_bias_shape or "1hss").replace("ss", "qk").replace("1s", "k")
-        words.append(f"bias={p.core_attention_bias_type.removesuffix('_scale_bias')}/"
-                     f"{shape.replace('1', '')}")
+        shape = p.core_attention_bias_shape or (1, 2, 2, 2)
+        axes = "".join(axis for n, axis in zip(shape, "bhqk", strict=True) if n != 1)
+        words.append(f"bias={p.core_attention_bias_type.removesuffix('_scale_bias')}/{axes or '1'}")
         grads += ["dbias"] * p.core_attention_bias_requires_grad
+    if p.softcap:
+        words.append(f"softcap={p.softcap:g}")
     if p.softmax_type != "vanilla":
         learnable = p.softmax_type == "learnable"
         words.append("sink=learnable" if learnable else "sink=off_by_one")

@@ -17,7 +17,7 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
               cu_seqlens_q_padded=None, cu_seqlens_k_padded=None, max_seqlen_q=None,
               max_seqlen_k=None, drop=None, key_ranges=None, segment_ids=None, bias=None,
               bias_at="post_scale", alibi_slopes=None, sink=None, dropout_p=0.0, rng_state=None,
-              return_max_logit=False, deterministic=False, emulation=None):
+              return_max_logit=False, deterministic=False, softcap=0.0, emulation=None):
     """o in q's layout, or (o, max_logit). `emulation` (Emulation) rounds tensors on their way."""
     if emulation is not None:
         q, k, v = emulation.inputs(q, k, v)
@@ -35,6 +35,8 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
     if bias is not None and bias_at == "pre_scale":
         scores = scores + bias
     scores = scores * (d ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     if bias is not None and bias_at == "post_scale":
         scores = scores + bias
     if alibi_slopes is not None:

@@ -17,6 +17,7 @@ from .....torch import context_parallel as cp
 from ...._names import missing
 from ... import _words
 from ..._translate import Call
+from ...constants import CPLoadBalancingStrategy
 
 __all__ = ["attn_forward_func_with_cp", "generate_positional_ids_for_cp",
            "get_batch_on_this_cp_rank", "get_cu_seqlens_on_cp_rank", "pad_thd_sequences_for_cp"]
@@ -75,6 +76,7 @@ class Spread:
                  "align": "bottom_right" if call.bottom_right else "top_left",
                  "deterministic": call.deterministic, "return_max_logit": call.return_max_logit,
                  "shards": self._shards("q", call), "shards_k": self._shards("kv", call)}
+        call.cap(given)
         call._band(given)
         call._scores(given)
         if bias is not None and call.bias is None:
@@ -113,28 +115,38 @@ def attn_forward_func_with_cp(
         cu_seqlens_q_padded, cu_seqlens_kv_padded, dropout_p, cp_group, cp_global_ranks, cp_stream,
         cp_comm_type, softmax_scale=None, qkv_format="bshd", attn_mask_type="causal",
         attn_bias_type="no_bias", attn_bias=None, deterministic=False, use_fused_attention=False,
-        window_size=None, fp8=False, fp8_meta=None, quantizers=None, pad_between_seqs=False,
-        use_flash_attn_3=False, softmax_type="vanilla", softmax_offset=None, fp8_output=False,
-        layer_number=1, return_max_logit=False, bottom_right_diagonal=None):
+        window_size=None, softcap=0.0, fp8=False, fp8_meta=None, quantizers=None, pad_between_seqs=False,
+        use_flash_attn_3=False, use_flash_attn_4=False, softmax_type="vanilla", softmax_offset=None,
+        fp8_output=False, layer_number=1, return_max_logit=False,
+        load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP, bottom_right_diagonal=None):
     """Attention of this rank's q, k and v, of a sequence on the ranks of cp_group: out [.., h, dv], and
     max_logit [h] where asked for. Lengths are the whole batch's. Streams, ranks and the choice of a
     kernel say how, not what."""
     del max_seqlen_q, max_seqlen_kv, cp_global_ranks, cp_stream, use_fused_attention, fp8_meta, \
-        quantizers, pad_between_seqs, use_flash_attn_3, layer_number
+        quantizers, pad_between_seqs, use_flash_attn_3, use_flash_attn_4, layer_number
     for name, value in (("fp8", fp8), ("fp8_output", fp8_output)):
         if value:
             raise _words.later(name, str(value), "FP8 attention over several ranks",
                                "pass 16-bit tensors")
+    two_chunks(load_balancing_strategy)
     mask = _words.mask_type(attn_mask_type)
     call = Call(q, k, v, qkv_format, qkv_format, mask, _words.check_set_window_size(mask, window_size),
                 _words.bottom_right(mask, bottom_right_diagonal), None, cu_seqlens_q, cu_seqlens_kv,
                 cu_seqlens_q_padded, cu_seqlens_kv_padded, None, None, None, None,
                 _words.bias_type(attn_bias_type), attn_bias, None, softmax_scale,
-                _words.softmax_type(softmax_type), softmax_offset, deterministic, return_max_logit)
+                _words.softmax_type(softmax_type), softmax_offset, deterministic, return_max_logit,
+                _words.softcap(softcap))
     spread = Spread.of(cp_group, cp_comm_type)
     if spread is None:
         raise _words.error("cp_group", "one rank", "must have at least two; call DotProductAttention")
     return spread.attention(call, dropout_p if is_training else 0.0)
+
+
+def two_chunks(strategy):
+    """Refuses a strategy by which a rank holds anything but two chunks of every sequence."""
+    if strategy != CPLoadBalancingStrategy.DUAL_CHUNK_SWAP:
+        raise _words.later("load_balancing_strategy", str(strategy), "contiguous chunks under TE's names",
+                           "tessera.torch.context_parallel takes any Shards; DUAL_CHUNK_SWAP would work")
 
 
 # ---- data of a rank ----

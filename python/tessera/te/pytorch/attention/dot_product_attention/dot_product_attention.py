@@ -15,18 +15,18 @@ from ...._logging import logger, switch
 from ...._names import missing
 from ... import _words
 from ..._translate import Call
-from ...constants import AttnTypes
+from ...constants import AttnTypes, CPLoadBalancingStrategy
 from ...cpp_extensions._tables import META_O, META_QKV
 from ...quantization import FP8GlobalStateManager
 from ...tensor.quantized_tensor import QuantizedTensor
-from . import _fp8, _packed, _plans, _selection, _unfused
+from . import _fp8, _packed, _plans, _policies, _selection, _unfused
 from . import utils as dpa_utils
 from ._direct import merged
 from ._emulation import Emulation
 from ._fp8_state import Float8Module
 from ._selection import AttentionParams, _attention_backends
 from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention, function_of
-from .context_parallel import Spread
+from .context_parallel import Spread, two_chunks
 
 __all__ = ["DotProductAttention", "_attention_backends"]
 __getattr__ = missing(__name__)
@@ -45,7 +45,7 @@ class DotProductAttention(Float8Module):
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", attn_mask_type="causal", window_size=None,
-                 bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
+                 bottom_right_diagonal=None, softcap=0.0, sequence_parallel=False, tp_size=1,
                  get_rng_state_tracker=None, tp_group=None, layer_number=None,
                  attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None,
                  cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
@@ -58,6 +58,7 @@ class DotProductAttention(Float8Module):
         self.attn_mask_type = _words.mask_type(attn_mask_type)
         self.window_size = _words.check_set_window_size(self.attn_mask_type, window_size)
         self.bottom_right_diagonal = bottom_right_diagonal
+        self.softcap = _words.softcap(softcap)
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         self.sequence_parallel = sequence_parallel
@@ -99,9 +100,11 @@ class DotProductAttention(Float8Module):
         self.logger = logger
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p",
+                                   load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
         """From now on q, k and v are this rank's rows of sequences on the ranks of cp_group, in TE's
         layout, and lengths are the whole batch's. None leaves; a group of one rank is none."""
+        two_chunks(load_balancing_strategy)
         self._spread = Spread.of(cp_group, cp_comm_type)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
@@ -109,13 +112,13 @@ class DotProductAttention(Float8Module):
     def forward(self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None,
                 qkv_format=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
                 cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
-                attn_mask_type=None, window_size=None, bottom_right_diagonal=None,
+                attn_mask_type=None, window_size=None, bottom_right_diagonal=None, softcap=None,
                 checkpoint_core_attention=False, core_attention_bias_type="no_bias",
                 core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
                 inference_params=None, pad_between_seqs=None, fp8_output=False,
                 bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
-                score_mod_tensors=None, score_mod_bprop_tensors=None, *, qkv_layer=None,
-                kv_layer=None, qkv_interleave_dim=-3):
+                score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
+                qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto"):
         """[s, b, h * dv], [b, s, h * dv] or [t, h * dv]; with return_max_logit a pair with [h].
 
         attention_mask and cu_seqlens_* matter to padding masks, the former to "arbitrary" too.
@@ -127,11 +130,23 @@ class DotProductAttention(Float8Module):
         q_format = self.qkv_format if qkv_format is None else _words.qkv_format(qkv_format)
         q, k, v, layout = _packed.separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer,
                                            qkv_interleave_dim, q_format)
+        if thd_attention_policies is not None:
+            policies = _policies.checked(
+                thd_attention_policies, thd_attention_policy_dispatch, attn_mask_type, window_size, q_format,
+                inference_params=inference_params, cp_group=self._spread, attention_mask=attention_mask)
+            return _policies.forward(
+                self, policies, q, k, v,
+                (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                bottom_right_diagonal=bottom_right_diagonal, softcap=softcap, max_seqlen_q=max_seqlen_q,
+                max_seqlen_kv=max_seqlen_kv, checkpoint_core_attention=checkpoint_core_attention,
+                core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
+                alibi_slopes=alibi_slopes, fp8_output=fp8_output, bf16_backward=bf16_backward)
         tensors = (attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
                    cu_seqlens_kv_padded, core_attention_bias, alibi_slopes, self._offset())
         words = (q_format, attn_mask_type, window_size, bottom_right_diagonal,
                  _words.max_seqlen("max_seqlen_q", max_seqlen_q),
-                 _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type)
+                 _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type,
+                 self.softcap if softcap is None else _words.softcap(softcap))
         region = FP8GlobalStateManager.quantization_state
         if region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
                 fp8_output or isinstance(q, QuantizedTensor) or isinstance(k, QuantizedTensor) or \
@@ -276,7 +291,7 @@ class DotProductAttention(Float8Module):
     def _call(self, q, k, v, tensors, words) -> Call:
         """What forward was called with, in canonical words."""
         (q_format, attn_mask_type, window_size, bottom_right, max_seqlen_q, max_seqlen_kv,
-         bias_type) = words
+         bias_type, softcap) = words
         (attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
          bias, alibi_slopes, offset) = tensors
         mask = self.attn_mask_type if attn_mask_type is None else _words.mask_type(attn_mask_type)
@@ -289,7 +304,7 @@ class DotProductAttention(Float8Module):
                     cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
                     max_seqlen_kv, None, None, _words.bias_type(bias_type), bias, alibi_slopes,
                     self.softmax_scale, self.softmax_type, offset, self.deterministic,
-                    self.return_max_logit)
+                    self.return_max_logit, softcap)
 
     def _check_heads(self, call: Call):
         heads = self.num_attention_heads // self.tp_size
@@ -376,11 +391,14 @@ class DotProductAttention(Float8Module):
             max_seqlen_q=keywords.get("max_seqlen_q") or call.extent("s") or call.q.shape[0],
             max_seqlen_kv=keywords.get("max_seqlen_k") or call.extent("s", "kv") or
             call.k.shape[0],
-            head_dim_qk=call.q.shape[-1], head_dim_v=call.v.shape[-1], attn_mask_type=call.mask,
+            num_tokens_q=call.q.shape[0] if call.q_format == "thd" else 0,
+            num_tokens_kv=call.k.shape[0] if call.kv_format == "thd" else 0, softcap=call.softcap,
+            softmax_scale=call.softmax_scale, head_dim_qk=call.q.shape[-1],
+            head_dim_v=call.v.shape[-1], attn_mask_type=call.mask,
             window_size=call.window, bottom_right_diagonal=call.bottom_right,
             alibi_slopes_shape=None if slopes is None else slopes.shape,
             core_attention_bias_type=call.bias_type,
-            core_attention_bias_shape=None if bias is None else _bias_shape(bias),
+            core_attention_bias_shape=None if bias is None else tuple(bias.shape),
             core_attention_bias_requires_grad=bias is not None and bias.requires_grad,
             pad_between_seqs=starts,
             attention_dropout=self.attention_dropout if self.training else 0.0,
@@ -397,11 +415,6 @@ class DotProductAttention(Float8Module):
                         cache["flash_attention_backend"])
         else:
             logger.info("Running with UnfusedDotProductAttention backend")
-
-
-def _bias_shape(bias) -> str:
-    """TE's name of a bias's shape: "1hss", "bhss", "b1ss", "11ss" or "111s"."""
-    return "".join("1" if n == 1 else axis for n, axis in zip(bias.shape, "bhss"))
 
 
 def _nothing_fits(reasons: dict) -> str:
