@@ -2,14 +2,21 @@
 """What TransformerEngine 2.20.2 brought: softcap of the layers, a mask for each sequence, the question to the
 fused backend, and utilities that its tests import."""
 
+import dataclasses
 import inspect
+import re
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import tessera.te.transformer_engine_torch as tex  # noqa: E402
+from tessera.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, MultiheadAttention, TransformerLayer, constants  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention import context_parallel, utils  # noqa: E402
+from tessera.te.pytorch.attention import custom_ops  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
+    _selection, context_parallel, softmax, utils)
+from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from tessera._lib import Refused  # noqa: E402
 from te_oracle import fresh_selection  # noqa: E402, F401
 
@@ -180,3 +187,146 @@ def test_policies_of_layers():
     got = layer(x, thd_attention_policies=[policy(1), policy(0, mask_type="padding_causal")], **words)
     torch.testing.assert_close(got[:2], layer(x, **words)[:2])
     torch.testing.assert_close(got[2:], layer(x, self_attn_mask_type="padding", **words)[2:])
+
+
+# ---- the question to the fused backend ----
+
+SIZES = dict(qkv_layout=fused.QKVLayout["bshd_bshd_bshd"], batch_size=2, num_attn_heads=4, num_gqa_groups=2,
+             head_dim_qk=64, head_dim_v=64, max_seqlen_q=128, max_seqlen_kv=96)
+FP8 = dict.fromkeys(("qkv_dtype", "o_dtype"), tex.DType.kFloat8E4M3) | \
+    dict.fromkeys(("do_dtype", "dqkv_dtype"), tex.DType.kFloat8E5M2)
+
+
+@pytest.mark.parametrize("given, backend, message", [
+    ({}, "F16_arbitrary_seqlen", ""),
+    (dict(attn_mask_type=fused.AttnMaskType["padding_causal"], window_size_left=8, window_size_right=0, dropout=0.1,
+          softmax_type=fused.SoftmaxType["learnable"], deterministic=True), "F16_arbitrary_seqlen", ""),
+    (dict(bias_type=fused.AttnBiasType["post_scale_bias"], bias_batch_size=1, bias_num_heads=4, bias_seqlen_q=1,
+          bias_seqlen_kv=96), "F16_arbitrary_seqlen", ""),
+    (dict(qkv_layout=fused.QKVLayout["paged_kv_thd_bshd_bshd"], page_size_k=16, is_training=False,
+          attn_mask_type=fused.AttnMaskType["padding"]), "F16_arbitrary_seqlen", ""),
+    (FP8, "FP8", ""),
+    (dict(num_attn_heads=0), "No_Backend", "num_attn_heads=0: must be at least 1"),
+    (dict(num_gqa_groups=3), "No_Backend", r"heads of q \(4\) must be a multiple"),
+    (dict(qkv_layout=tex.NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET), "No_Backend", "NOT_SET: must be a layout"),
+    (dict(qkv_dtype=tex.DType.kInt32), "No_Backend", "qkv_dtype=.*must be float16"),
+    (dict(qkv_dtype=tex.DType.kFloat4E2M1), "No_Backend", "qkv_dtype=kFloat4E2M1"),
+    (dict(FP8, scaling_mode=tex.NVTEScalingMode.NVTE_MXFP8_1D_SCALING), "No_Backend", "for every 32 values"),
+    (dict(FP8, scaling_mode=tex.NVTEScalingMode.NVTE_BLOCK_SCALING_2D), "No_Backend", "one scale a tensor")])
+def test_the_fused_backend_answers_with_its_reasons(given, backend, message):
+    answer, text = tex.get_fused_attn_backend(utils.FusedAttentionParams(**{**SIZES, **given}))
+    assert answer == fused.FusedAttnBackend[backend] == tex.NVTE_Fused_Attn_Backend[f"NVTE_{backend}"]
+    assert re.search(message, text) and bool(text) == (backend == "No_Backend")
+
+
+def test_specs_of_fused_calls():
+    kinds = tex.DType
+    spec = utils.get_fused_attn_spec(None, torch.float16, "thd_thd_thd", cs_o_in_f16=True)
+    assert spec == utils.FusedAttnSpec(0, *[kinds.kFloat16] * 4, None, "thd_thd_thd", "thd", "thd", "thd_thd_thd")
+    layout = "paged_kv_bshd_sbhd_sbhd"
+    spec = utils.get_fused_attn_spec(DelayedScaling(), torch.bfloat16, layout, cs_o_in_f16=True)
+    assert (spec.qkv, spec.o, spec.do, spec.dqkv) == (*[kinds.kFloat8E4M3] * 2, *[kinds.kFloat8E5M2] * 2)
+    assert (spec.qkv_layout, spec.o_format, spec.dqkv_layout) == ("bshd_sbhd_sbhd", "bshd", layout)
+    for wide_o, o in ((True, kinds.kFloat16), (False, kinds.kFloat8E4M3)):
+        spec = utils.get_fused_attn_spec(Float8CurrentScaling(), torch.float8_e4m3fn, layout, cs_o_in_f16=wide_o,
+                                         nominal_dtype=torch.float16)
+        assert (spec.qkv, spec.o, spec.dqkv) == (kinds.kFloat8E4M3, o, kinds.kFloat16)
+    spec = utils.get_fused_attn_spec(MXFP8BlockScaling(), torch.bfloat16, "bs3hd", cs_o_in_f16=True)
+    assert (spec.scaling_mode.name, spec.qkv_layout, spec.scale_inv_format) == (
+        "NVTE_MXFP8_1D_SCALING", "bhsd_bhsd_bhsd", "bhsd")
+
+
+def test_parameters_of_a_selection_stand_in_te_s_order():
+    names = [field.name for field in dataclasses.fields(utils.AttentionParams)]
+    assert names[:4] == ["qkv_type", "qkv_dtype", "nominal_dtype", "qkv_layout"]
+    assert names[names.index("window_size"):][:4] == ["window_size", "bottom_right_diagonal", "softcap",
+                                                      "alibi_slopes_shape"]
+    assert utils.AttentionParams().bottom_right_diagonal is utils.FusedAttentionParams().bottom_right_diagonal is True
+    assert all("softcap=30" in line.split() for line in _selection.case_lines(utils.AttentionParams(softcap=30.0)))
+    assert _selection._nominal(utils.AttentionParams(qkv_dtype=torch.float8_e4m3fn,
+                                                     nominal_dtype=torch.float16)).qkv_dtype == torch.float16
+
+
+# ---- utilities ----
+
+def test_utilities_of_packed_tensors():
+    cu, padded = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 8])
+    assert utils.get_thd_padding_mask(10, cu, padded).tolist() == [
+        False, False, True, True, False, False, False, True, True, True]
+    x = torch.arange(12.0).view(3, 4, 1, 1)
+    packed = utils.ConvertBSHDtoTHD.apply(x, cu, 7)
+    assert packed.flatten().tolist() == [0, 1, 8, 9, 10, 0, 0]
+    assert utils.ConvertBSHDtoTHD.apply(x, cu).flatten().tolist() == [0, 1, 8, 9, 10]
+    assert torch.equal(custom_ops.convert_bshd_to_thd(x, cu, 7), packed)
+    back = custom_ops.convert_thd_to_bshd(packed, cu, 3, 4)
+    assert back.flatten().tolist() == [0, 1, 0, 0, *[0] * 4, 8, 9, 10, 0]
+
+
+def test_layouts_that_must_be_looked_at():
+    buffer = torch.zeros(2, 3, 3, 4, 8)
+    q, k, v = buffer.unbind(2)
+    assert utils.qkv_layout_needs_detection(q, k, v) and not utils.qkv_layout_needs_detection(None, buffer)
+    assert not utils.qkv_layout_needs_detection(torch.zeros(3, 2, 4, 8).transpose(0, 1))
+    assert utils.maybe_contiguous(q) is q
+    assert utils.maybe_contiguous(q.mT).is_contiguous()
+    utils.no_op_logger.warning("%s", 1)
+
+
+def test_copies_of_custom_ops():
+    whole = torch.randn(5, 2, 3, 3 * 8)
+    q, k, v = whole.unflatten(-1, (3, 8)).unbind(3)
+    got = custom_ops.fa_prepare_fwd(q)
+    for x, want in zip(got, (q, k, v)):
+        assert torch.equal(x, want.transpose(0, 1))
+    assert torch.equal(custom_ops.fa_prepare_bwd(*got), whole)
+    with pytest.raises(ValueError, match="fa_prepare_fwd: qkvi.stride"):
+        custom_ops.fa_prepare_fwd(q.contiguous())
+    cache = [torch.zeros(6, 4, 1, 8), torch.zeros(6, 4, 1, 8)]
+    table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    new, cached = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([0, 5, 6], dtype=torch.int32)
+    k, v = torch.randn(4, 1, 8), torch.randn(4, 1, 8)
+    custom_ops.copy_to_kv_cache(k, v, *cache, table, new, cached, custom_ops.QKV_FORMAT_VALUE["thd"], 2, 3, 8, 2, False)
+    for pool, x in zip(cache, (k, v)):
+        assert torch.equal(pool[3, 2:], x[:2]) and torch.equal(pool[1, 0], x[2]) and torch.equal(pool[0, 0], x[3])
+        assert int(pool.ne(0).any(-1).sum()) == 4
+    with pytest.raises(Refused, match="is_non_paged=True.*InferenceParams"):
+        custom_ops.copy_to_kv_cache(k, v, *cache, table, new, cached, 2, 2, 3, 8, 2, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 2, 4, 32), (1, 3, 5, 7), (2, 2, 32, 32)])
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right", "padding", "arbitrary"])
+def test_softmax_of_given_scores(mask_type, shape, dtype):
+    module = softmax.FusedScaleMaskSoftmax(lambda scores, hidden: scores.masked_fill(hidden, -10000.0))
+    scores = torch.randn(shape, dtype=dtype).requires_grad_()
+    hidden = torch.rand(shape[0], 1, *shape[2:]) < 0.4
+    hidden[..., 0] = False
+    sq, sk = shape[2:]
+    given = hidden if mask_type in ("padding", "arbitrary") else None
+    causal = torch.arange(sk) > torch.arange(sq)[:, None] + (sk - sq if "right" in mask_type else 0)
+    wide = scores.detach().double().requires_grad_()
+    off = causal if "causal" in mask_type else hidden if given is not None else torch.tensor(False)
+    got, want = module(scores, given, mask_type, 0.5), (0.5 * wide).masked_fill(off, -torch.inf).softmax(-1)
+    dp = torch.randn(shape, dtype=dtype)
+    got.backward(dp)
+    want.backward(dp.double())
+    assert got.dtype == dtype
+    tolerance = dict(rtol=2e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(got.double(), want, **tolerance)
+    torch.testing.assert_close(scores.grad.double(), wide.grad, **tolerance)
+    torch.testing.assert_close(softmax.scaled_softmax_backward(dp, got.detach(), 0.5).double(), wide.grad, **tolerance)
+
+
+def test_functions_of_softmax():
+    x = torch.randn(2, 3, 4, 4)
+    want = (0.5 * x).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    torch.testing.assert_close(softmax.scaled_upper_triang_masked_softmax_forward(x.flatten(0, 1), 0.5),
+                               want.flatten(0, 1))
+    longer = softmax.scaled_aligned_causal_masked_softmax_forward(x[:, :, :, :2], 0.5)  # 4 rows, 2 columns
+    assert longer[:, :, :2].eq(0).all() and torch.equal(longer[:, :, 2, 0], torch.ones(2, 3))
+    nothing = softmax.scaled_masked_softmax_forward(x, torch.ones(1, 1, 4, 4, dtype=torch.bool), 1.0)
+    assert nothing.eq(0).all()
+    module = softmax.FusedScaleMaskSoftmax(None, softmax_in_fp32=False)
+    with pytest.raises(ValueError, match="scale=0.5: needs softmax_in_fp32=True"):
+        module(x, None, "no_mask", 0.5)
+    assert module.get_batch_per_block(128) == 8 and module.get_batch_per_block(1024) == 4

@@ -27,15 +27,30 @@ class DType(enum.IntEnum):
     """TE's tags of dtypes. Callers of PyTorch's fused_attn_fwd pass one as fake_dtype, where the
     dtype of q speaks for itself."""
     kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 = 0, 2, 4, 5, 6, 7, 8
+    kFloat4E2M1 = 10
+
+    @classmethod
+    def cast(cls, dtype) -> DType:
+        """From a member or a number."""
+        return cls(int(dtype))
 
 
-def numbers(name: str, words, given=None, suffix: str = "") -> type[enum.IntEnum]:
-    """An enumeration NVTE_* of those of the words that are given; `suffix` ends the names that lack it."""
+class ScalingMode(enum.IntEnum):
+    """TE's NVTEScalingMode. Attention has the first, which is that of 16-bit tensors too."""
+    NVTE_DELAYED_TENSOR_SCALING, NVTE_MXFP8_1D_SCALING, NVTE_BLOCK_SCALING_1D = 0, 1, 2
+    NVTE_BLOCK_SCALING_2D, NVTE_NVFP4_1D_SCALING, NVTE_INVALID_SCALING = 3, 4, 100
+
+
+def numbers(name: str, words, given=None, suffix: str = "", unset=False) -> type[enum.IntEnum]:
+    """An enumeration NVTE_* of those of the words that are given; `suffix` ends the names that lack it, and
+    `unset` adds the number behind the words, that of none."""
     members = {}
     for number, word in enumerate(words):
         if given is None or word in given:
             spelled = word.replace("-", "_").upper()
             members["NVTE_" + spelled.removesuffix(suffix) + suffix] = number
+    if unset:
+        members[f"{name}_NOT_SET"] = len(words)
     return enum.IntEnum(name, members, module=sys._getframe(1).f_globals["__name__"])  # for pickle
 
 

@@ -9,15 +9,28 @@ cu_seqlens are of its own tensors, padding included.
 
 from __future__ import annotations
 
+import enum
+
 import torch
 
 from ..context_parallel import Shards
 from ._names import missing
+from ._words import DType, ScalingMode as NVTEScalingMode
+from .pytorch.attention.dot_product_attention._fused import get_fused_attn_backend
 from .pytorch.attention.dot_product_attention.context_parallel import _host
+from .pytorch.cpp_extensions._tables import (FusedAttnBackend, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
+                                             NVTE_QKV_Layout, NVTE_Softmax_Type)
+from .pytorch.utils import get_cudnn_version
 
-__all__ = ["thd_get_partitioned_indices", "thd_grad_correction", "thd_out_correction",
+__all__ = ["DType", "NVTEScalingMode", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type",
+           "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type", "get_cudnn_version",
+           "get_fused_attn_backend",
+           "thd_get_partitioned_indices", "thd_grad_correction", "thd_out_correction",
            "thd_read_half_tensor", "thd_read_second_half_lse", "thd_second_half_lse_correction"]
 __getattr__ = missing(__name__)
+
+NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", {
+    f"NVTE_{name}": int(FusedAttnBackend[name]) for name in ("No_Backend", "F16_arbitrary_seqlen", "FP8")})
 
 
 def thd_get_partitioned_indices(cu_seqlens, total_tokens, world_size, rank):

@@ -23,15 +23,17 @@ class FusedAttnBackend(enum.IntEnum):
         return cls[value] if isinstance(value, str) else cls(int(value))
 
 
-def _table(name: str, words, suffix: str = "") -> dict[str, enum.IntEnum]:
-    return dict(zip(words, _words.numbers(name, words, suffix=suffix)))
+NVTE_QKV_Layout = _words.numbers("NVTE_QKV_Layout", _words.LAYOUTS, unset=True)
+NVTE_QKV_Format = _words.numbers("NVTE_QKV_Format", _words.FORMATS, unset=True)
+NVTE_Bias_Type = _words.numbers("NVTE_Bias_Type", _words.BIASES)
+NVTE_Mask_Type = _words.numbers("NVTE_Mask_Type", _words.MASKS, suffix="_MASK")
+NVTE_Softmax_Type = _words.numbers("NVTE_Softmax_Type", _words.SOFTMAXES, suffix="_SOFTMAX")
 
-
-QKVLayout = _table("NVTE_QKV_Layout", _words.LAYOUTS)
-QKVFormat = _table("NVTE_QKV_Format", _words.FORMATS)
-AttnBiasType = _table("NVTE_Bias_Type", _words.BIASES)
-AttnMaskType = _table("NVTE_Mask_Type", _words.MASKS, "_MASK")
-SoftmaxType = _table("NVTE_Softmax_Type", _words.SOFTMAXES, "_SOFTMAX")
+QKVLayout = dict(zip(_words.LAYOUTS, NVTE_QKV_Layout))
+QKVFormat = dict(zip((*_words.FORMATS, None), NVTE_QKV_Format))
+AttnBiasType = dict(zip(_words.BIASES, NVTE_Bias_Type))
+AttnMaskType = dict(zip(_words.MASKS, NVTE_Mask_Type))
+SoftmaxType = dict(zip(_words.SOFTMAXES, NVTE_Softmax_Type))
 
 # Where an FP8 tensor's scale stands among those of TE's GEMMs.
 META_QKV, META_O, META_S = 2, 3, 8

@@ -31,6 +31,18 @@ def get_qkv_layout(q, k, v, qkv_format: str = "sbhd", inference_params=None):
     return layout, q, k, v, q_format, kv_format
 
 
+def qkv_layout_needs_detection(*qkv) -> bool:
+    """Whether one of the tensors may be a part of a buffer that holds others: it is not dense, and not all of
+    its storage."""
+    return any(x is not None and not x.is_contiguous() and
+               x.untyped_storage().size() != x.numel() * x.element_size() for x in qkv)
+
+
+def maybe_contiguous(tensor):
+    """A dense copy of what is not dense along its last axis."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _layout(q, k, v, q_format, kv_format) -> str:
     tokens = q_format[:-2]
     if q_format == kv_format and not (k.is_contiguous() and v.is_contiguous()):

@@ -97,3 +97,17 @@ def _distance(sq, skv, device):
 
 def _default_device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.no_grad()
+def get_thd_padding_mask(num_tokens, cu_seqlens, cu_seqlens_padded):
+    """bool [num_tokens], True for the tokens of a packed tensor between sequences and behind them."""
+    rows = torch.arange(num_tokens, device=cu_seqlens_padded.device)
+    owner = torch.searchsorted(cu_seqlens_padded[1:-1].contiguous(), rows, right=True)
+    return rows >= (cu_seqlens_padded[:-1] + cu_seqlens.diff())[owner]
+
+
+def causal_hidden(mask_type: str, sq: int, sk: int, device):
+    """bool [sq, sk], along the diagonal that the mask's name says."""
+    shift = sk - sq if "bottom_right" in mask_type else 0
+    return torch.ones(sq, sk, dtype=torch.bool, device=device).triu(shift + 1)

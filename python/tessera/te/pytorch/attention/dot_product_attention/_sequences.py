@@ -75,12 +75,20 @@ class ConvertTHDtoBSHD:
 
 
 class ConvertBSHDtoTHD:
-    """[b, s, h, d] -> [t, h, d]: padding left out."""
+    """[b, s, h, d] -> [num_tokens, h, d]: padding left out, zero behind the sequences. Without num_tokens, which
+    TE 2.20 needs, those of the sequences are counted, for which a GPU is waited for."""
 
     @staticmethod
-    def apply(bshd_tensor, cu_seqlens):
-        positions = torch.arange(bshd_tensor.shape[1], device=cu_seqlens.device)
-        return bshd_tensor[positions < cu_seqlens.diff()[:, None]]
+    def apply(bshd_tensor, cu_seqlens, num_tokens=None):
+        b, s = bshd_tensor.shape[:2]
+        if num_tokens is None:
+            num_tokens = int(cu_seqlens[-1])
+        rows = torch.arange(num_tokens, device=cu_seqlens.device)
+        owner = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
+        index = owner * s + (rows - cu_seqlens[owner]).clamp(0, max(s - 1, 0))
+        inside = rows < cu_seqlens[-1]
+        tokens = bshd_tensor.reshape(b * s, *bshd_tensor.shape[2:])[index.clamp(max=max(b * s - 1, 0))]
+        return tokens.masked_fill(~inside[:, None, None], 0)
 
 
 class _PrepareQKVForFA:

@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
-from ...._logging import AttentionLogging
+from ...._logging import AttentionLogging, logger
 from ...._names import missing
 from ..._words import check_set_window_size
 from ..._words import qkv_layout as _layout
+from ...cpp_extensions._tables import META_DO, META_DP, META_DQKV, META_O, META_QKV, META_S
+from ...tensor.float8_tensor import Float8Quantizer
 from ...tensor.quantized_tensor import QuantizedTensor
-from ._layouts import get_qkv_format, get_qkv_layout
-from ._masks import get_alibi, get_full_mask, get_padding_mask
+from ._fused import FusedAttentionParams, FusedAttnSpec, get_fused_attn_spec
+from ._layouts import get_qkv_format, get_qkv_layout, maybe_contiguous, qkv_layout_needs_detection
+from ._masks import get_alibi, get_full_mask, get_padding_mask, get_thd_padding_mask
 from ._selection import AttentionParams, flash_version, get_attention_backend
 from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
                          _cu_seqlens_cache, get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens,
                          get_indices)
 
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
-           "FlashAttentionUtils", "PackTensors", "UnpackTensor", "check_set_window_size",
+           "FlashAttentionUtils", "FusedAttentionParams", "FusedAttnSpec", "PackTensors", "UnpackTensor", "check_set_window_size",
            "combine_and_dequantize", "combine_and_quantize", "get_alibi", "get_attention_backend",
-           "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens", "get_full_mask",
-           "get_indices", "get_padding_mask", "get_qkv_format", "get_qkv_layout"]
+           "get_attention_quantizers", "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens",
+           "get_full_mask", "get_fused_attn_spec", "get_indices", "get_padding_mask", "get_qkv_format",
+           "get_qkv_layout", "get_thd_padding_mask", "maybe_contiguous", "no_op_logger", "print_quantizers",
+           "qkv_layout_needs_detection"]
 __getattr__ = missing(__name__)
 
 _alibi_cache = {
@@ -87,3 +92,36 @@ def combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8, src_nominal_dtype=No
     dtype = des_nominal_dtype or src_nominal_dtype
     return tuple(x.dequantize(dtype=dtype) if isinstance(x, QuantizedTensor) else x.to(dtype or x.dtype)
                  for x in (q_fp8, k_fp8, v_fp8))
+
+
+_ROLES = (("scaling_fwd", META_QKV), ("scaling_fwd", META_O), ("scaling_fwd", META_S), ("scaling_bwd", META_DQKV),
+          ("scaling_bwd", META_DO), ("scaling_bwd", META_DP))
+
+
+def get_attention_quantizers(fp8, quantizers):
+    """(QKV, O, S, dQKV, dO, dP) of a module's quantizers, six Nones outside FP8."""
+    return tuple(quantizers[state][slot] for state, slot in _ROLES) if fp8 else [None] * 6
+
+
+def print_quantizers(label, layer_number, QKV_quantizer, O_quantizer, S_quantizer, dQKV_quantizer, dO_quantizer,
+                     dP_quantizer):
+    """Logs kinds, and where they live from step to step scales and amaxes, of the pass that `label` names."""
+    shown = {"QKV": QKV_quantizer, "S": S_quantizer, "O": O_quantizer} if "forward" in label else \
+        {"dO": dO_quantizer, "dP": dP_quantizer, "dQKV": dQKV_quantizer}
+    for name, x in shown.items():
+        text = type(x).__name__
+        if isinstance(x, Float8Quantizer):
+            text += f", scale {x.scale.item():.4e}, amax {x.amax.item():.4e}"
+        logger.debug("%s of layer %s: %s_quantizer: %s", label, layer_number, name, text)
+
+
+class _NoOpLogger:
+    """Says nothing, where torch.compile traces."""
+
+    def debug(self, *args, **kwargs):
+        pass
+
+    info = warning = error = debug
+
+
+no_op_logger = _NoOpLogger()
