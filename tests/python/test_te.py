@@ -440,7 +440,7 @@ def test_constructor_misuse(given, message):
 
 def test_what_comes_later_is_refused_by_name():
     with pytest.raises(tessera.torch.Refused, match="score_mod"):
-        DotProductAttention(4, 8)(**inputs(score_mod=max))
+        DotProductAttention(4, 8, attn_mask_type="no_mask")(**inputs(score_mod=lambda graph, x, _: graph.exp(x)))
 
 
 def test_roles_of_fp8_are_refused():

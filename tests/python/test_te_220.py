@@ -330,3 +330,81 @@ def test_functions_of_softmax():
     with pytest.raises(ValueError, match="scale=0.5: needs softmax_in_fp32=True"):
         module(x, None, "no_mask", 0.5)
     assert module.get_batch_per_block(128) == 8 and module.get_batch_per_block(1024) == 4
+
+
+# ---- pieces of rings ----
+
+def test_chunks_in_the_order_of_ranks():
+    cu, x = torch.tensor([0, 8, 20], dtype=torch.int32), torch.arange(20)
+    ranks = [context_parallel.get_thd_partitioned_indices(cu, 20, 2, rank) for rank in range(2)]
+    assert ranks[1].tolist() == [2, 3, 4, 5, 11, 12, 13, 14, 15, 16] and ranks[0].dtype == torch.int32
+    order = context_parallel.thd_sequence_order_to_cp_rank_order(x, cu, 2)
+    assert torch.equal(order, torch.cat(ranks).long())
+    assert torch.equal(context_parallel.thd_cp_rank_order_to_sequence_order(order[None], cu, 2, seq_dim=1)[0], x)
+    assert torch.equal(tex.thd_cp_rank_order_to_sequence_order(
+        tex.thd_sequence_order_to_cp_rank_order(x, cu, 2, 20), cu, 2, 20), x)
+    before, after = (getattr(context_parallel, f"get_seq_chunk_ids_for_reordering_{when}_attn")(3, "cpu")
+                     for when in ("before", "after"))
+    assert before.tolist() == [0, 2, 4, 5, 3, 1] and after.tolist() == [0, 5, 1, 4, 2, 3]
+    rows = torch.arange(3 * 2 * 4 * 5).view(3, 2, 4, 5)  # [cp, b, s, d]
+    whole = context_parallel.reorder_seq_chunks_for_a2a_before_attn(rows, before, 1, 3)
+    assert torch.equal(whole[:, 5], rows[0, :, 2:]) and torch.equal(whole[:, 1], rows[1, :, :2])
+    back = context_parallel.reorder_seq_chunks_for_a2a_after_attn(whole, after, 1, 3)
+    assert torch.equal(back.movedim(1, 2).flatten(2, 3), rows)
+    one = [context_parallel.get_thd_partitioned_indices(
+        cu, 20, 2, rank, load_balancing_strategy=constants.CPLoadBalancingStrategy.NO_LOAD_BALANCE) for rank in (0, 1)]
+    assert torch.cat(one).tolist() == list(range(20))
+    assert context_parallel.get_bsh_dims("sbhd") == (1, 0, 2) and context_parallel.get_bsh_dims("thd") == (0, 0, 1)
+
+
+def test_parts_of_dense_formats_are_merged():
+    import tessera.torch as tt
+    q, k, v = torch.randn(2, 6, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    (o1, lse1), (o2, lse2) = (tt.attention(q, k[:, part], v[:, part], return_lse=True) for part in
+                              (slice(0, 4), slice(4, 9)))
+    want, want_lse = tt.attention(q, k, v, return_lse=True)
+    out, lse = o1.clone(), lse1.clone()
+    context_parallel.flash_attn_fwd_softmax_lse_correction(lse, lse2)
+    context_parallel.flash_attn_fwd_incremental_out_correction(out, o2, lse1, lse, lse2, 1)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    out, lse = o1.clone().unflatten(1, (2, 3)), lse1.clone().unflatten(-1, (2, 3))
+    context_parallel.flash_attn_fwd_second_half_softmax_lse_correction(lse, lse2[..., 3:])
+    context_parallel.flash_attn_fwd_incremental_second_half_out_correction(out, o2[:, 3:], lse1, lse.flatten(-2),
+                                                                           lse2[..., 3:], 1)
+    torch.testing.assert_close(out.flatten(1, 2)[:, 3:], want[:, 3:])
+    assert torch.equal(out.flatten(1, 2)[:, :3], o1[:, :3])
+
+
+def test_metadata_of_one_chunk_a_rank():
+    cu, padded = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 4, 12], dtype=torch.int32)
+    context_parallel.validate_no_load_balance_thd_metadata(cu, padded, 12, 2)
+    (q,), (q_padded,), (kv,) = context_parallel.get_no_load_balance_thd_causal_metadata(cu, padded, 12, 2, 0)
+    assert (q.tolist(), q_padded.tolist(), kv.tolist()) == ([0, 3, 5], [0, 4, 6], [0, 3, 5])
+    (q,), (q_padded,), (kv,) = context_parallel.get_no_load_balance_thd_causal_metadata(cu, padded, 12, 2, 1)
+    assert (q.tolist(), q_padded.tolist(), kv.tolist()) == ([0, 0, 4], [0, 0, 6], [0, 3, 9])
+    with pytest.raises(ValueError, match="multiple of cp_size=5"):
+        context_parallel.validate_no_load_balance_thd_metadata(cu, padded, 12, 5)
+    sizes = dict(max_seqlen_q=64, max_seqlen_kv=128, num_tokens_q=0, num_tokens_kv=0, num_heads=8, num_gqa_groups=4,
+                 window_size=(-1, 0), bottom_right_diagonal=False)
+    ring = context_parallel.cp_per_step_configs("p2p", 4, 1, attn_mask_type="padding_causal", **sizes)
+    assert [(x["attn_mask_type"], x["max_seqlen_q"], x["max_seqlen_kv"], x["window_size_right"]) for x in ring] == [
+        ("padding_causal", 16, 32, 0), ("padding", 16, 16, -1), ("padding", 8, 32, -1)]
+    gathered = context_parallel.cp_per_step_configs("all_gather", 4, 1, attn_mask_type="causal", **sizes)
+    assert [(x["attn_mask_type"], x["max_seqlen_q"], x["max_seqlen_kv"]) for x in gathered] == [
+        ("causal_bottom_right", 8, 16), ("causal_bottom_right", 8, 128)]
+    heads, = context_parallel.cp_per_step_configs("a2a", 4, 1, attn_mask_type="no_mask", **sizes)
+    assert (heads["num_attn_heads"], heads["num_gqa_groups"]) == (2, 1)
+
+
+def test_functions_of_the_extension():
+    x = torch.randn(5, 2, 3, 8)
+    first, none = tex.multi_tensor_transpose_to_bhsd([x, None], "sbhd")
+    assert torch.equal(first, x.permute(1, 2, 0, 3)) and first.is_contiguous() and none is None
+    out = torch.empty(5, 3, 2, 8)
+    assert tex.multi_tensor_transpose_to_bhsd([x], "bshd", [out])[0] is out and torch.equal(out, x.transpose(1, 2))
+    padded, same = tex.multi_tensor_pad_last_dim([torch.ones(2, 5), torch.ones(2, 8)], 8)
+    assert padded.tolist() == [[1.0] * 5 + [0.0] * 3] * 2 and same.shape == (2, 8)
+    target, cu, stored = torch.zeros(8), torch.tensor([0, 2, 5]), torch.tensor([0, 4, 8])
+    tex.thd_copy_valid_tokens_from_per_split_to_rank_local(target, torch.ones(8), stored, cu)
+    assert target.tolist() == [1, 1, 0, 0, 1, 1, 1, 0]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_selection")
 
 
 @pytest.mark.parametrize("given, reason", [
-    (dict(has_score_mod=True), "score_mod"), (dict(has_score_mod_bprop=True), "score_mod"),
+    (dict(has_score_mod=True, has_score_mod_bprop=True), None), (dict(has_score_mod_bprop=True), "without score_mod"),
     (dict(fp8_output=True), "FP8"), (dict(cp_size=2, context_parallel=True), None),
     (dict(cp_size=1, checkpoint_core_attention=True), None)], ids=str)
 def test_what_a_selection_is_told(given, reason):
@@ -43,8 +43,8 @@ def test_versions_of_flash_attention():
     assert utils._get_supported_versions("2.1.1", "2.8") == ">= 2.1.1, <= 2.8"
     assert flash._get_supported_versions("1", "2") == ">= 1, <= 2"
     assert flash.is_version_supported("2.8.3", "2.1.1") and not flash.is_version_supported("2.1.0", "2.1.1")
-    assert flash.is_version_supported("2.7", minimum="2.7.0")
-    with pytest.raises(ValueError, match="minimum='two'"):
+    assert flash.is_version_supported("2.7", minimum_version="2.7.0")
+    with pytest.raises(ValueError, match="minimum_version='two'"):
         flash.is_version_supported("2", "two")
     with pytest.raises(ValueError, match="version='two'"):
         flash.is_version_supported("two")

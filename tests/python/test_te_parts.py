@@ -492,8 +492,8 @@ def test_names_that_are_not_here_say_why(module):
         found.LayerNormLinear
     with pytest.raises(AttributeError, match="is in tessera.te.pytorch.quantization|yet; pass 16-bit"):
         found.DelayedScalingRecipeState
-    with pytest.raises(ImportError, match="yet; a bias, ALiBi or an arbitrary mask may do"):
-        exec(f"from tessera.te.pytorch{module} import flex_attention")
+    with pytest.raises(ImportError, match="yet; call DotProductAttention.*score_mod="):
+        exec(f"from tessera.te.pytorch{module} import FusedAttentionWithScoreModFunc")
     with pytest.raises(ImportError, match="attention only; import what is not attention from"):
         exec(f"from tessera.te.pytorch{module} import Linear")
     assert not hasattr(found, "Linear") and getattr(found, "Linear", None) is None
@@ -505,6 +505,8 @@ def test_names_that_are_not_here_say_why(module):
     ("attention.dot_product_attention.utils import mxfp8_quantize_fast_path", "16-bit"),
     ("attention.dot_product_attention import context_parallel as m; m.AttnFuncWithCPAndQKVOA2A",
      "attn_forward_func_with_cp"),
+    ("attention.linear_attention import GatedDeltaNetAttention", "softmax attention only"),
+    ("attention.fused_mla_q_uproj import FusedMLAQUpProjRopeQuant", "in 16 bits"),
     (" import fp8_model_init", "16-bit")])
 def test_what_comes_later_says_what_to_use(line, instead):
     separator = "" if line.startswith(" ") else "."

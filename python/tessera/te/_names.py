@@ -7,7 +7,9 @@ import sys
 
 _SPREAD = "call attn_forward_func_with_cp, or tessera.torch.context_parallel.attention"
 _FP8 = "pass 16-bit tensors"
-_SCORES = "a bias, ALiBi or an arbitrary mask may do"
+_SCORES = "call DotProductAttention(..)(.., score_mod=)"
+_LINEAR = "it has softmax attention only, so take linear attention from transformer_engine"
+_MLA = "it is for MXFP8; a projection and apply_rotary_pos_emb would work in 16 bits"
 
 # Where TE's names of FP8 are, for who looks elsewhere in tessera.te.pytorch.
 _FOUND = {
@@ -24,8 +26,10 @@ LATER = {
     **dict.fromkeys(("AttnFuncWithCPAndKVP2P", "AttnFuncWithCPAndKVAllGather",
                      "AttnFuncWithCPAndQKVOA2A"), _SPREAD),
     **dict.fromkeys(("fp8_model_init", "quantized_model_init", "mxfp8_quantize_fast_path",
-                     "MXFP8Quantizer", *_FOUND), _FP8),
-    **dict.fromkeys(("FusedAttentionWithScoreModFunc", "flex_attention"), _SCORES),
+                     "mxfp8_quantize_only", "mxfp8_transpose_swizzle", "MXFP8Quantizer", *_FOUND), _FP8),
+    "FusedAttentionWithScoreModFunc": _SCORES,
+    **dict.fromkeys(("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"), _LINEAR),
+    **dict.fromkeys(("FusedMLAQUpProjRopeQuant", "FusedMLAQUpProjFunction"), _MLA),
 }
 
 

@@ -16,15 +16,29 @@ import torch
 from ..context_parallel import Shards
 from ._names import missing
 from ._words import DType, ScalingMode as NVTEScalingMode
+from .pytorch.attention.custom_ops import (convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache,
+                                           fa_prepare_bwd, fa_prepare_fwd)
+from .pytorch.attention.dot_product_attention import _cp_parts
 from .pytorch.attention.dot_product_attention._fused import get_fused_attn_backend
 from .pytorch.attention.dot_product_attention.context_parallel import _host
+from .pytorch.attention.dot_product_attention.softmax import (
+    scaled_aligned_causal_masked_softmax_backward, scaled_aligned_causal_masked_softmax_forward,
+    scaled_masked_softmax_backward, scaled_masked_softmax_forward, scaled_softmax_backward, scaled_softmax_forward,
+    scaled_upper_triang_masked_softmax_backward, scaled_upper_triang_masked_softmax_forward)
+from .pytorch.attention.dot_product_attention._masks import get_thd_padding_mask
 from .pytorch.cpp_extensions._tables import (FusedAttnBackend, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
                                              NVTE_QKV_Layout, NVTE_Softmax_Type)
 from .pytorch.utils import get_cudnn_version
 
 __all__ = ["DType", "NVTEScalingMode", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type",
-           "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type", "get_cudnn_version",
-           "get_fused_attn_backend",
+           "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type", "convert_bshd_to_thd", "convert_thd_to_bshd",
+           "copy_to_kv_cache", "fa_prepare_bwd", "fa_prepare_fwd", "get_cudnn_version", "get_fused_attn_backend",
+           "multi_tensor_pad_last_dim", "multi_tensor_transpose_to_bhsd",
+           "scaled_aligned_causal_masked_softmax_backward", "scaled_aligned_causal_masked_softmax_forward",
+           "scaled_masked_softmax_backward", "scaled_masked_softmax_forward", "scaled_softmax_backward",
+           "scaled_softmax_forward", "scaled_upper_triang_masked_softmax_backward",
+           "scaled_upper_triang_masked_softmax_forward", "thd_copy_valid_tokens_from_per_split_to_rank_local",
+           "thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order",
            "thd_get_partitioned_indices", "thd_grad_correction", "thd_out_correction",
            "thd_read_half_tensor", "thd_read_second_half_lse", "thd_second_half_lse_correction"]
 __getattr__ = missing(__name__)
@@ -106,6 +120,43 @@ def thd_grad_correction(grad, grad_per_step, cu_seqlens, first_half, second_half
         if word == "add":
             step = (grad.index_select(axis, halves[i]).float() + step.float()).to(grad.dtype)
         grad.index_copy_(axis, halves[i], step.to(grad.dtype))
+
+
+def thd_sequence_order_to_cp_rank_order(inp, cu_seqlens, cp_size, total_tokens):
+    """As context_parallel's; total_tokens is inp's first extent."""
+    del total_tokens
+    return _cp_parts.thd_sequence_order_to_cp_rank_order(inp, cu_seqlens, cp_size)
+
+
+def thd_cp_rank_order_to_sequence_order(inp, cu_seqlens, cp_size, total_tokens):
+    """thd_sequence_order_to_cp_rank_order undone."""
+    del total_tokens
+    return _cp_parts.thd_cp_rank_order_to_sequence_order(inp, cu_seqlens, cp_size)
+
+
+def thd_copy_valid_tokens_from_per_split_to_rank_local(out, inp, cu_seqlens_padded, cu_seqlens):
+    """Copies the tokens of sequences, not those between them, from inp to the same places of out."""
+    between = get_thd_padding_mask(inp.shape[0], cu_seqlens, cu_seqlens_padded)
+    out.copy_(torch.where(between.view(-1, *[1] * (inp.dim() - 1)), out, inp))
+
+
+def multi_tensor_transpose_to_bhsd(inputs, original_format, outputs=()):
+    """Dense copies [b, h, s, d] of tensors [s, b, h, d] or [b, s, h, d], in `outputs` where given; None stays."""
+    order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+    if original_format not in order:
+        raise ValueError(f"multi_tensor_transpose_to_bhsd: original_format={original_format!r}: must be \"sbhd\" or "
+                         '"bshd"')
+    found = []
+    for x, out in zip(inputs, outputs or [None] * len(inputs), strict=True):
+        view = None if x is None else x.permute(order[original_format])
+        found.append(None if x is None else view.contiguous() if out is None else out.copy_(view))
+    return found
+
+
+def multi_tensor_pad_last_dim(inputs, alignment):
+    """Tensors [rows, n] with n filled up with zeros to a multiple of `alignment`; those that are so come back."""
+    return [x if x.shape[-1] % alignment == 0 else
+            torch.nn.functional.pad(x, (0, -x.shape[-1] % alignment)) for x in inputs]
 
 
 # ---- below: how ----

@@ -196,11 +196,9 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
     if capability < (8, 0):
         reasons[_FLASH].append("compute capability < sm80")
         reasons[_FUSED].append("compute capability < sm80")
-    later = "which tessera.te does not have yet"
     for flag, reason in (
             (params.fp8_output and not params.fp8, "fp8_output=True outside an FP8 region"),
-            (params.has_score_mod or params.has_score_mod_bprop,
-             f"score_mod, {later}; a bias, ALiBi or an arbitrary mask may do")):
+            (params.has_score_mod_bprop and not params.has_score_mod, "score_mod_bprop without score_mod")):
         if flag:
             for name in NAMES:
                 reasons[name].append(reason)

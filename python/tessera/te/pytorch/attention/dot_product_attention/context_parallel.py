@@ -18,6 +18,14 @@ from ...._names import missing
 from ... import _words
 from ..._translate import Call
 from ...constants import CPLoadBalancingStrategy
+from ._cp_parts import (cp_per_step_configs, flash_attn_fwd_incremental_out_correction,  # noqa: F401 - TE has them here
+                        flash_attn_fwd_incremental_second_half_out_correction,
+                        flash_attn_fwd_second_half_softmax_lse_correction, flash_attn_fwd_softmax_lse_correction,
+                        get_bsh_dims, get_no_load_balance_thd_causal_metadata,
+                        get_seq_chunk_ids_for_reordering_after_attn, get_seq_chunk_ids_for_reordering_before_attn,
+                        get_thd_partitioned_indices, reorder_seq_chunks_for_a2a_after_attn,
+                        reorder_seq_chunks_for_a2a_before_attn, thd_cp_rank_order_to_sequence_order,
+                        thd_sequence_order_to_cp_rank_order, validate_no_load_balance_thd_metadata)
 
 __all__ = ["attn_forward_func_with_cp", "generate_positional_ids_for_cp",
            "get_batch_on_this_cp_rank", "get_cu_seqlens_on_cp_rank", "pad_thd_sequences_for_cp"]
@@ -189,7 +197,8 @@ def generate_positional_ids_for_cp(cu_seqlens, divisibility_factor, dtype=torch.
 
 
 def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded,
-                              position_ids_padded, cp_group=None, qvk_format="thd", cp_rank=None):
+                              position_ids_padded, cp_group=None, qvk_format="thd", cp_rank=None,
+                              load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
     """(input_ids, labels, position_ids) of this rank: its two chunks of each sequence, along the axis that
     is as long as cu_seqlens_padded says, the second or the first. cp_rank replaces the group's."""
     if qvk_format != "thd":
@@ -200,7 +209,7 @@ def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded
     if size == 1:
         return input_ids_padded, labels_padded, position_ids_padded
     stored = _host(cu_seqlens_padded)
-    index = torch.from_numpy(Shards.te(stored, size).index(rank))
+    index = get_thd_partitioned_indices(cu_seqlens_padded, stored[-1], size, rank, "cpu", load_balancing_strategy)
     return tuple(None if x is None else x.index_select(_axis_of(name, x, stored[-1]), index.to(x.device))
                  for name, x in (("input_ids_padded", input_ids_padded), ("labels_padded", labels_padded),
                                  ("position_ids_padded", position_ids_padded)))

@@ -19,7 +19,7 @@ from ...constants import AttnTypes, CPLoadBalancingStrategy
 from ...cpp_extensions._tables import META_O, META_QKV
 from ...quantization import FP8GlobalStateManager
 from ...tensor.quantized_tensor import QuantizedTensor
-from . import _fp8, _packed, _plans, _policies, _selection, _unfused
+from . import _fp8, _packed, _plans, _policies, _score_mod, _selection, _unfused
 from . import utils as dpa_utils
 from ._direct import merged
 from ._emulation import Emulation
@@ -125,8 +125,6 @@ class DotProductAttention(Float8Module):
         fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own. In an FP8
         region fp8_output asks for a Float8Tensor, bf16_backward for 16-bit products of the backward pass.
         """
-        if score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors:
-            _refuse(score_mod or score_mod_bprop or score_mod_tensors or score_mod_bprop_tensors)
         q_format = self.qkv_format if qkv_format is None else _words.qkv_format(qkv_format)
         q, k, v, layout = _packed.separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer,
                                            qkv_interleave_dim, q_format)
@@ -147,6 +145,10 @@ class DotProductAttention(Float8Module):
                  _words.max_seqlen("max_seqlen_q", max_seqlen_q),
                  _words.max_seqlen("max_seqlen_kv", max_seqlen_kv), core_attention_bias_type,
                  self.softcap if softcap is None else _words.softcap(softcap))
+        if not score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None:
+            mods = score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
+            self._check_modified(mods, inference_params, fp8_output)
+            return self._modified(self._call(q, k, v, tensors, words), mods, checkpoint_core_attention)
         region = FP8GlobalStateManager.quantization_state
         if region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
                 fp8_output or isinstance(q, QuantizedTensor) or isinstance(k, QuantizedTensor) or \
@@ -178,6 +180,40 @@ class DotProductAttention(Float8Module):
             self._calibrate(q, k, v, result)
         return merged(result) if self.return_max_logit else result.flatten(-2)
 
+    def _check_modified(self, mods, inference_params, fp8_output):
+        for name, needs, x, other in (("score_mod_tensors", "score_mod", mods[1], mods[0]),
+                                      ("score_mod_bprop", "score_mod", mods[2], mods[0]),
+                                      ("score_mod_bprop_tensors", "score_mod_bprop", mods[3], mods[2])):
+            if x is not None and other is None:
+                raise _words.error(name, type(x).__name__, f"belongs to {needs}")
+        region = FP8GlobalStateManager.quantization_state.fp8_enabled
+        for name, value in (("inference_params", inference_params), ("cp_group", self._spread),
+                            ("fp8_output", fp8_output or None), ("an FP8 region", region or None),
+                            ("return_max_logit", self.return_max_logit or None)):
+            if value is not None:
+                raise _words.later("score_mod", "a callback", f"it beside {name}", "leave one of them out")
+
+    def _modified(self, call: Call, mods, checkpointing: bool):
+        """forward with score_mod, which is all there is between scores and softmax."""
+        for name, value, default in (
+                ("attn_mask_type", call.mask, "no_mask"), ("window_size", call.window, (-1, -1)),
+                ("core_attention_bias_type", call.bias_type, "no_bias"), ("softcap", call.softcap, 0.0),
+                ("softmax_type", call.softmax_type, "vanilla")):
+            if value != default:
+                raise _words.error(name, value, f"must be {default!r} beside score_mod, which can say the same")
+        if call.packed:
+            raise _words.error("qkv_format", call.q_format, 'must be "bshd" or "sbhd" beside score_mod')
+        given = call.keywords()
+        self._check_heads(call)
+        score_mod, tensors, backward, backward_tensors = mods
+        given |= _score_mod.keywords(score_mod, tensors, backward, backward_tensors, call.q, call.k, call.q_format,
+                                     call.softmax_scale)
+        if self.attention_dropout and self.training:
+            given |= self._dropout(call.q.device)
+        backend, qkv = function_of(self._switched_backend()), (call.q, call.k, call.v)
+        result = checkpoint(backend, *qkv, use_reentrant=False, **given) if checkpointing else backend(*qkv, **given)
+        return result.flatten(-2)
+
     def _on_ranks(self, call: Call, checkpointing: bool):
         self._check_heads(call)
         if self._switched_backend() is self.unfused_attention:
@@ -191,6 +227,9 @@ class DotProductAttention(Float8Module):
         qkv = call.q, call.k, call.v
         result = checkpoint(attend, *qkv, use_reentrant=False) if checkpointing else attend(*qkv)
         return merged(result) if self.return_max_logit else result.flatten(-2)
+
+    def set_meta_tensor(self, fwd: bool, recipe):
+        """TE's hook round the states of a recipe, which are made here when a region begins."""
 
     def get_quantizer_roles(self, **_):
         raise _of_roles("get_quantizer_roles")
@@ -421,11 +460,6 @@ def _nothing_fits(reasons: dict) -> str:
     lines = [f"  {name}: {text}" for name, texts in reasons.items() for text in texts]
     return "\n".join(["No dot product attention backend is available for the provided inputs.",
                       *lines])
-
-
-def _refuse(score_mod):
-    raise _words.later("score_mod", type(score_mod).__name__, "score_mod",
-                       "a bias, ALiBi or an arbitrary mask may do")
 
 
 def _of_roles(method: str) -> Exception:

@@ -58,13 +58,19 @@ class FlashAttentionUtils:
     fa3_version = fa4_version = type(version)("0")
     _get_supported_versions = staticmethod(_get_supported_versions)
 
+    @staticmethod
+    def set_flash_attention_version():
+        """There is one, of which all here is said already."""
+
+    set_flash_attention_3_params = set_flash_attention_4_params = set_flash_attention_version
+
     @classmethod
-    def is_version_supported(cls, version=None, minimum=None) -> bool:
-        """Whether `version` is at least `minimum`; without the latter whether it, by default the one that
+    def is_version_supported(cls, version=None, minimum_version=None) -> bool:
+        """Whether `version` is at least `minimum_version`; without the latter whether it, by default the one that
         is here, lies between version_required and max_version."""
         version = cls.version if version is None else cls._read("version", version)
-        if minimum is not None:
-            return cls._read("minimum", minimum) <= version
+        if minimum_version is not None:
+            return cls._read("minimum_version", minimum_version) <= version
         return cls.version_required <= version <= cls.max_version
 
     @classmethod
