@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.te.jax: fused_attn, functions without gradients, sizes, what is illegal or refused."""
 
+import re
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -313,7 +314,7 @@ def test_functions_without_gradients(layout):
 
 
 def helper(**changes):
-    given = dict(is_training=True, q_dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16,
+    given = dict(is_training=True, batch_size=2, q_dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16,
                  qkv_layout=QKVLayout.BSHD_BSHD_BSHD, attn_bias_type=NO_BIAS,
                  attn_mask_type=AttnMaskType.CAUSAL_MASK, softmax_type=VANILLA,
                  dropout_probability=0.0, q_num_heads=8, kv_num_heads=4, q_max_seqlen=64,
@@ -328,15 +329,16 @@ def helper(**changes):
     dict(q_dtype="float32", kv_dtype="float32", head_dim_qk=40, head_dim_v=24)])
 def test_kernel_is_available(changes):
     asked = helper(**changes)
-    assert asked.get_fused_attn_backend().name == "NVTE_F16_arbitrary_seqlen"
+    backend, message = asked.get_fused_attn_backend()
+    assert (backend.name, message) == ("NVTE_F16_arbitrary_seqlen", "")
     assert is_fused_attn_kernel_available(*(getattr(asked, name) for name in (
-        "is_training", "q_dtype", "kv_dtype", "qkv_layout", "attn_bias_type", "attn_mask_type",
+        "is_training", "batch_size", "q_dtype", "kv_dtype", "qkv_layout", "attn_bias_type", "attn_mask_type",
         "softmax_type", "dropout_probability", "q_num_heads", "kv_num_heads", "q_max_seqlen",
         "kv_max_seqlen", "head_dim_qk", "head_dim_v", "window_size")))
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(q_num_heads=6), "hq"), (dict(kv_dtype=jnp.float16), "kv_dtype=.*must be q_dtype"),
+    (dict(q_num_heads=6), "heads of q"), (dict(kv_dtype=jnp.float16), "kv_dtype=.*must be q_dtype"),
     (dict(qkv_layout=QKVLayout.T3HD, attn_bias_type=AttnBiasType.POST_SCALE_BIAS,
           attn_mask_type=AttnMaskType.PADDING_MASK), "T3HD takes no bias"),
     (dict(q_dtype=jnp.float64, kv_dtype=jnp.float64), "fp64")])
@@ -347,6 +349,8 @@ def test_kernel_is_not_available(changes, said, monkeypatch, caplog):
     with caplog.at_level("DEBUG", logger="DotProductAttention"), \
             jax.enable_x64("float64" in str(changes)):
         assert not asked.is_fused_attn_kernel_available()
+        backend, message = asked.get_fused_attn_backend()
+    assert backend == te_jax.NVTE_Fused_Attn_Backend.NVTE_No_Backend and re.search(said, message)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("Running fused attention backend selection with config=")
     assert any(line.startswith("Disabling FusedAttention due to ") for line in lines)
@@ -370,10 +374,23 @@ def test_what_the_machine_is():
     assert te_jax.get_device_compute_capability(0) >= 80
     assert te_jax.get_cudnn_version() == 0 or te_jax.get_cudnn_version() > 80000
     assert te_jax.FusedAttnForwardFFI == tex.FusedAttnFwdPrimitive.name == "tessera_attention"
-    backend = te_jax.get_fused_attn_backend(
-        False, te_jax.DType.kFloat16, te_jax.DType.kFloat16, 9, 0, 2, 0, 0.0, 8, 8, 64, 64, 64, 64,
-        -1, -1)
-    assert backend == te_jax.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    sizes = dict(qkv_dtype=te_jax.DType.kFloat16, attn_mask_type=te_jax.NVTE_Mask_Type.NVTE_CAUSAL_MASK,
+                 batch_size=2, num_attn_heads=8, num_gqa_groups=8, head_dim_qk=64, head_dim_v=64, max_seqlen_q=64,
+                 max_seqlen_kv=64)
+    layout = te_jax.NVTE_QKV_Layout
+    answer = te_jax.get_fused_attn_backend(tex.FusedAttnParams(qkv_layout=layout.NVTE_BSHD_BSHD_BSHD, **sizes))
+    assert answer == (te_jax.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, "")
+    for changes, said in ((dict(qkv_layout=layout.NVTE_BSHD_BSHD_BSHD, num_gqa_groups=3), "multiple"), ({}, "NOT_SET")):
+        backend, message = te_jax.get_fused_attn_backend(tex.FusedAttnParams(**{**sizes, **changes}))
+        assert backend == te_jax.NVTE_Fused_Attn_Backend.NVTE_No_Backend and said in message
+
+
+def test_helpers_of_sequences():
+    assert tex.attention.generate_cu_seqlen(jnp.array([3, -1, 2])).tolist() == [0, 3, 3, 5]
+    adjust = tex.attention.adjust_cp_striped_window_size
+    assert adjust(0, 0, 8, (15, 0)) == (1, 0) and adjust(0, 1, 8, (15, 0)) == (1, 0) and adjust(7, 0, 8, (22, 0)) == (1, 0)
+    with pytest.raises(TypeError):
+        tex.FusedAttnHelper(True, 2)
 
 
 def test_parsed_shapes():

@@ -37,17 +37,23 @@ __all__ = ["AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "CPStrategy", "QKV
 __getattr__ = missing(__name__)
 
 
-def is_fused_attn_kernel_available(is_training, q_dtype, kv_dtype, qkv_layout, attn_bias_type,
+def is_fused_attn_kernel_available(is_training, batch_size, q_dtype, kv_dtype, qkv_layout, attn_bias_type,
                                    attn_mask_type, softmax_type, dropout_probability, q_num_heads,
                                    kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk,
-                                   head_dim_v, window_size=None, return_max_logit=False, **more):
-    """Whether libtessera has a backend on JAX's device; NVTE_DEBUG says why not. `more` are the
-    later fields of FusedAttnHelper, by name."""
+                                   head_dim_v, window_size=None, return_max_logit=False,
+                                   bottom_right_diagonal=None, bias_batch=None, bias_heads=None,
+                                   bias_seqlen_q=None, bias_seqlen_kv=None, max_segments_per_seq=1):
+    """Whether libtessera has a backend on JAX's device; NVTE_DEBUG says why not. The diagonal is where
+    attn_mask_type says."""
     return tex.FusedAttnHelper(
-        is_training, q_dtype, kv_dtype, qkv_layout, attn_bias_type, attn_mask_type, softmax_type,
-        dropout_probability, q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk,
-        head_dim_v, _words.window(window_size), return_max_logit, **more
-    ).is_fused_attn_kernel_available()
+        is_training=is_training, batch_size=batch_size, q_dtype=q_dtype, kv_dtype=kv_dtype, qkv_layout=qkv_layout,
+        attn_bias_type=attn_bias_type, attn_mask_type=attn_mask_type, softmax_type=softmax_type,
+        dropout_probability=dropout_probability, q_num_heads=q_num_heads, kv_num_heads=kv_num_heads,
+        q_max_seqlen=q_max_seqlen, kv_max_seqlen=kv_max_seqlen, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
+        window_size=_words.window(window_size), return_max_logit=return_max_logit,
+        bottom_right_diagonal=attn_mask_type.is_bottom_right() if bottom_right_diagonal is None else
+        bottom_right_diagonal, bias_batch=bias_batch, bias_heads=bias_heads, bias_seqlen_q=bias_seqlen_q,
+        bias_seqlen_kv=bias_seqlen_kv, max_segments_per_seq=max_segments_per_seq).is_fused_attn_kernel_available()
 
 
 def fused_attn(qkv, bias, sequence_descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout,

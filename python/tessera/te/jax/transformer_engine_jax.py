@@ -26,9 +26,9 @@ FusedAttnForwardFFI = FusedAttnBackwardFFI = _binding.ATTENTION
 NVTE_Bias_Type = numbers("NVTE_Bias_Type", BIASES)
 NVTE_Mask_Type = numbers("NVTE_Mask_Type", MASKS, suffix="_MASK")
 NVTE_Softmax_Type = numbers("NVTE_Softmax_Type", SOFTMAXES, suffix="_SOFTMAX")
-NVTE_QKV_Format = numbers("NVTE_QKV_Format", FORMATS, FORMATS[:3])
+NVTE_QKV_Format = numbers("NVTE_QKV_Format", FORMATS, FORMATS[:3], unset=True)
 NVTE_QKV_Layout = numbers("NVTE_QKV_Layout", LAYOUTS, (
-    "bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"))
+    "bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"), unset=True)
 NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", [
     ("NVTE_No_Backend", -1), ("NVTE_F16_arbitrary_seqlen", 1), ("NVTE_FP8", 2)])
 
@@ -55,18 +55,21 @@ def get_cudnn_version() -> int:
     return 0
 
 
-def get_fused_attn_backend(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type,
-                           softmax_type, dropout_probability, q_attn_heads, kv_attn_heads,
-                           q_max_seqlen, kv_max_seqlen, qk_head_dim, v_head_dim, window_size_left,
-                           window_size_right, return_max_logit=False, deterministic=None
-                           ) -> NVTE_Fused_Attn_Backend:
-    """NVTE_F16_arbitrary_seqlen where libtessera has a backend on JAX's device. Dtypes are TE's
-    tags or JAX's; None for `deterministic` is what NVTE_ALLOW_NONDETERMINISTIC_ALGO says."""
-    helper = _helper(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type, softmax_type,
-                     dropout_probability, q_attn_heads, kv_attn_heads, q_max_seqlen, kv_max_seqlen,
-                     qk_head_dim, v_head_dim, (window_size_left, window_size_right),
-                     return_max_logit=return_max_logit)
-    return helper.get_fused_attn_backend(deterministic)
+def get_fused_attn_backend(params) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """(NVTE_F16_arbitrary_seqlen, "") for a cpp_extensions.FusedAttnParams that libtessera has a backend for on JAX's
+    device, else (NVTE_No_Backend, why not). A batch of THD counts segments, as TE's does."""
+    p = params
+    if p.qkv_layout == NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "qkv_layout=NVTE_QKV_Layout_NOT_SET: must be a layout"
+    bias = {name: getattr(p, given) or None for name, given in (
+        ("bias_batch", "bias_batch_size"), ("bias_heads", "bias_num_heads"), ("bias_seqlen_q", "bias_seqlen_q"),
+        ("bias_seqlen_kv", "bias_seqlen_kv"))}
+    helper = _helper(
+        p.is_training, p.qkv_dtype, p.qkv_dtype, p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type,
+        p.dropout, p.num_attn_heads, p.num_gqa_groups, p.max_seqlen_q, p.max_seqlen_kv, p.head_dim_qk, p.head_dim_v,
+        (p.window_size_left, p.window_size_right), return_max_logit=p.return_max_logit, batch_size=p.batch_size,
+        bottom_right_diagonal=p.bottom_right_diagonal, attn_scale=p.attn_scale, **bias)
+    return helper.get_fused_attn_backend(p.deterministic)
 
 
 def get_fused_attn_fwd_workspace_sizes(input_batch, bias_batch, q_max_seqlen, kv_max_seqlen,
@@ -103,11 +106,14 @@ def get_fused_attn_bwd_workspace_sizes(input_batch, bias_batch, q_max_seqlen, kv
 _DTYPES = {DType.kFloat32: "float32", DType.kFloat16: "float16", DType.kBFloat16: "bfloat16"}
 
 
-def _helper(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type, softmax_type,
-            *sizes, **more):
+_SIZES = ("dropout_probability", "q_num_heads", "kv_num_heads", "q_max_seqlen", "kv_max_seqlen", "head_dim_qk",
+          "head_dim_v", "window_size")
+
+
+def _helper(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type, softmax_type, *sizes, **more):
     from . import attention, cpp_extensions  # which lean on the numbers above
-    q_dtype, kv_dtype = (_DTYPES[x] if isinstance(x, DType) else x for x in (q_dtype, kv_dtype))
+    q_dtype, kv_dtype = (_DTYPES.get(x, x) if isinstance(x, int) else x for x in (q_dtype, kv_dtype))
     return cpp_extensions.FusedAttnHelper(
-        is_training, q_dtype, kv_dtype, attention.QKVLayout(qkv_layout),
-        attention.AttnBiasType(bias_type), attention.AttnMaskType(mask_type),
-        attention.AttnSoftmaxType(softmax_type), *sizes, **more)
+        is_training=is_training, q_dtype=q_dtype, kv_dtype=kv_dtype, qkv_layout=attention.QKVLayout(qkv_layout),
+        attn_bias_type=attention.AttnBiasType(bias_type), attn_mask_type=attention.AttnMaskType(mask_type),
+        softmax_type=attention.AttnSoftmaxType(softmax_type), **dict(zip(_SIZES, sizes, strict=True)), **more)

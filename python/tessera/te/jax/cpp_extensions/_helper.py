@@ -15,16 +15,59 @@ from .. import _words
 from .._enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVFormat, QKVLayout
 from .._translate import Config
 from .._words import error
-from ..transformer_engine_jax import NVTE_Fused_Attn_Backend
+from ..transformer_engine_jax import (DType, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type,
+                                      NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type)
 
 _NAME = "FusedAttnHelper"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
+class FusedAttnParams:
+    """A call by its sizes and TE's numbers, of which transformer_engine_jax.get_fused_attn_backend reads what
+    a layout of JAX has."""
+    is_training: bool = True
+    deterministic: bool = False
+    cuda_graph: bool = False
+    return_max_logit: bool = False
+    attn_mask_type: NVTE_Mask_Type = NVTE_Mask_Type.NVTE_NO_MASK
+    bias_type: NVTE_Bias_Type = NVTE_Bias_Type.NVTE_NO_BIAS
+    window_size_left: int = -1
+    window_size_right: int = -1
+    bottom_right_diagonal: bool = True
+    softmax_type: NVTE_Softmax_Type = NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+    scaling_mode: int = 0
+    dropout: float = 0.0
+    attn_scale: float = 1.0
+    qkv_dtype: DType = DType.kBFloat16
+    o_dtype: DType = DType.kBFloat16
+    do_dtype: DType = DType.kBFloat16
+    dqkv_dtype: DType = DType.kBFloat16
+    qkv_layout: NVTE_QKV_Layout = NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
+    o_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    do_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    dqkv_layout: NVTE_QKV_Layout = NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
+    qkv_scale_inv_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    do_scale_inv_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
+    batch_size: int = 0
+    num_attn_heads: int = 0
+    num_gqa_groups: int = 0
+    head_dim_qk: int = 0
+    head_dim_v: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_kv: int = 0
+    num_tokens_q: int = 0
+    num_tokens_kv: int = 0
+    bias_batch_size: int = 0
+    bias_num_heads: int = 0
+    bias_seqlen_q: int = 0
+    bias_seqlen_kv: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedAttnHelper:
-    """A call by its sizes. Fields from batch_size on are those of later versions of TE, and are
-    given by name."""
+    """A call by its sizes."""
     is_training: bool
+    batch_size: int
     q_dtype: jnp.dtype
     kv_dtype: jnp.dtype
     qkv_layout: QKVLayout
@@ -40,9 +83,7 @@ class FusedAttnHelper:
     head_dim_v: int
     window_size: tuple[int, int]
     return_max_logit: bool = False
-    _: dataclasses.KW_ONLY
-    batch_size: int = 1
-    bottom_right_diagonal: bool | None = None  # as the mask type says
+    bottom_right_diagonal: bool = True  # of masks whose type does not say it, which no kernel here needs to know
     attn_scale: float = 1.0
     bias_batch: int | None = None
     bias_heads: int | None = None
@@ -51,11 +92,11 @@ class FusedAttnHelper:
     max_segments_per_seq: int = 1
 
     def is_fused_attn_kernel_available(self) -> bool:
-        return self.get_fused_attn_backend() != NVTE_Fused_Attn_Backend.NVTE_No_Backend
+        return self.get_fused_attn_backend()[0] != NVTE_Fused_Attn_Backend.NVTE_No_Backend
 
-    def get_fused_attn_backend(self, deterministic: bool | None = None) -> NVTE_Fused_Attn_Backend:
-        """NVTE_F16_arbitrary_seqlen where libtessera has a backend on JAX's device for each pass
-        that will run, and logs why not."""
+    def get_fused_attn_backend(self, deterministic: bool | None = None) -> tuple[NVTE_Fused_Attn_Backend, str]:
+        """(NVTE_F16_arbitrary_seqlen, "") where libtessera has a backend on JAX's device for each pass
+        that will run, else (NVTE_No_Backend, every reason, one a line), which are logged too."""
         AttentionLogging.setup_logging()
         logger.debug("Running fused attention backend selection with config=%s", self)
         reasons = self.why_not(deterministic)
@@ -63,10 +104,10 @@ class FusedAttnHelper:
             logger.debug("Disabling FusedAttention due to %s", reason)
         if reasons:
             logger.info("No fused attention backend available; falling back to unfused attention.")
-            return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+            return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "\n".join(reasons)
         backend = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
         logger.info("Selected fused attention backend: %s", backend.name)
-        return backend
+        return backend, ""
 
     def why_not(self, deterministic: bool | None = None) -> list[str]:
         """Why libtessera cannot; empty if it can."""

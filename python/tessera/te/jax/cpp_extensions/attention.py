@@ -22,10 +22,11 @@ from .._sequences import SequenceDescriptor
 from .._translate import Config as _FusedAttnConfig
 from .._words import missing
 from ..transformer_engine_jax import FusedAttnBackwardFFI, FusedAttnForwardFFI
-from ._helper import FusedAttnHelper
+from ._helper import FusedAttnHelper, FusedAttnParams
 
-__all__ = ["FusedAttnBwdPrimitive", "FusedAttnFwdPrimitive", "FusedAttnHelper", "fused_attn_bwd",
-           "fused_attn_fwd", "reorder_causal_dual_chunk_swap", "reorder_causal_striped"]
+__all__ = ["FusedAttnBwdPrimitive", "FusedAttnFwdPrimitive", "FusedAttnHelper", "FusedAttnParams",
+           "adjust_cp_striped_window_size", "fused_attn_bwd", "fused_attn_fwd", "generate_cu_seqlen",
+           "reorder_causal_dual_chunk_swap", "reorder_causal_striped"]
 __getattr__ = missing(__name__)
 
 
@@ -47,6 +48,18 @@ def config_of(attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_
         _context_parallel.refuse(config.cp_strategy, axis, "fused_attn", "call fused_attn, and "
                                  "differentiate it")
     return config
+
+
+def generate_cu_seqlen(actual_seqlen):
+    """[b + 1] from 0 up; a negative length counts as 0."""
+    return jnp.cumulative_sum(jnp.maximum(actual_seqlen, 0), include_initial=True)
+
+
+def adjust_cp_striped_window_size(q_pos0, kv_pos0, cp_size, window_size):
+    """(left, right) in steps of cp_size, of a window in tokens, between queries at q_pos0, q_pos0 + cp_size, ... and
+    keys at kv_pos0, kv_pos0 + cp_size, ... Where the diagonal itself is hidden, left counts from behind it."""
+    left, right = ((reach // cp_size) for reach in (window_size[0] - q_pos0 + kv_pos0, window_size[1] + q_pos0 - kv_pos0))
+    return max(left, 0) - (kv_pos0 > q_pos0), max(right, 0)
 
 
 def fused_attn_fwd(qkv, bias, softmax_offset, sequence_descriptor, seed, attn_bias_type,

@@ -226,9 +226,10 @@ class DotProductAttention(nn.Module):
         dtype = qkv[0].dtype
         sizes = () if bias is None else bias.shape
         return tex.FusedAttnHelper(
-            not deterministic, dtype, dtype, call["qkv_layout"], call["attn_bias_type"],
-            call["attn_mask_type"], call["softmax_type"], self.attention_dropout, q.shape[2],
-            k.shape[2], q.shape[1], k.shape[1], q.shape[3], v.shape[3],
-            _words.window(self.window_size), self.return_max_logit, batch_size=q.shape[0],
+            is_training=not deterministic, batch_size=q.shape[0], q_dtype=dtype, kv_dtype=dtype,
+            **{name: call[name] for name in ("qkv_layout", "attn_bias_type", "attn_mask_type", "softmax_type")},
+            dropout_probability=self.attention_dropout, q_num_heads=q.shape[2], kv_num_heads=k.shape[2],
+            q_max_seqlen=q.shape[1], kv_max_seqlen=k.shape[1], head_dim_qk=q.shape[3], head_dim_v=v.shape[3],
+            window_size=_words.window(self.window_size), return_max_logit=self.return_max_logit,
             max_segments_per_seq=self.max_segments_per_seq,
             **dict(zip(("bias_batch", "bias_heads", "bias_seqlen_q", "bias_seqlen_kv"), sizes)))
