@@ -2,6 +2,7 @@
 """TE's words for masks, biases, layouts and kinds of attention, and its tags of dtypes."""
 
 import enum
+from types import SimpleNamespace
 
 import torch
 
@@ -26,6 +27,14 @@ class CPLoadBalancingStrategy(enum.Enum):
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
     NO_LOAD_BALANCE = "no_load_balance"
 
+
+# Slots of an FP8 module's scales, of which attention has those named META_* in cpp_extensions.fused_attn.
+FP8FwdTensorIdx = SimpleNamespace(GEMM1_INPUT=0, GEMM1_WEIGHT=1, GEMM1_OUTPUT=2, GEMM2_INPUT=3, GEMM2_WEIGHT=4,
+                                  GEMM2_OUTPUT=5, GEMM3_OUTPUT=8)
+FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2, GRAD_INPUT2=3, GRAD_OUTPUT3=4,
+                                  GRAD_INPUT3=5)
+LayerTypes = ("encoder", "decoder")
+MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE = 32, 16
 
 dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
 

@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
 from .._words import error, missing
 from ..sharding import get_sharding_map_logic_axis_to_mesh_axis
 from ._dot_product import (DotProductAttention, _FusedDotProductAttention,
@@ -14,6 +20,13 @@ __all__ = ["DotProductAttention", "LoRAScope", "MultiHeadAttention", "RelativePo
            "_FusedDotProductAttention", "_UnfusedDotProductAttention",
            "extend_logical_axis_rules", "rotary_pos_emb"]
 __getattr__ = missing(__name__)
+
+# TE's names of types.
+PRNGKey, DType, Array = Any, jnp.dtype, jnp.ndarray
+Shape = tuple[int, ...]
+PrecisionLike = None | str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision]
+Initializer = Callable[[PRNGKey, Shape, DType], Array]
+LogicalRules = Sequence[tuple[str, str | None]]
 
 
 def extend_logical_axis_rules(rules) -> tuple:

@@ -197,8 +197,8 @@ def generate_positional_ids_for_cp(cu_seqlens, divisibility_factor, dtype=torch.
 
 
 def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded,
-                              position_ids_padded, cp_group=None, qvk_format="thd", cp_rank=None,
-                              load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
+                              position_ids_padded, cp_group=None, qvk_format="thd",
+                              load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP, cp_rank=None):
     """(input_ids, labels, position_ids) of this rank: its two chunks of each sequence, along the axis that
     is as long as cu_seqlens_padded says, the second or the first. cp_rank replaces the group's."""
     if qvk_format != "thd":

@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Public names and signatures of TransformerEngine's attention beside tessera.te's.
+
+    python tools/te_names.py              fetch the sources from PyPI, print what is missing here
+    python tools/te_names.py --record     also write docs/data/te_names.json and the table of docs/te.md
+    python tools/te_names.py --recorded   print what is missing of the recorded ones, offline
+
+TransformerEngine is read, never imported: it wants a GPU. Its Python lies in the wheel transformer_engine, the names
+of its extension in the source distribution transformer_engine_torch. tests/python/test_te_names.py holds the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+import peer_names
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "docs" / "data" / "te_names.json"
+PAGE = ROOT / "docs" / "te.md"
+BEGIN, END = "<!-- te_names: begin -->\n", "<!-- te_names: end -->\n"
+VERSION = "2.20.2"
+_DOT = "pytorch.attention.dot_product_attention"
+# Below transformer_engine there and tessera.te here.
+MODULES = (
+    "pytorch.attention", _DOT, f"{_DOT}.dot_product_attention", f"{_DOT}.backends", f"{_DOT}.context_parallel",
+    f"{_DOT}.flex_attention", f"{_DOT}.softmax", f"{_DOT}.utils", "pytorch.attention.custom_ops",
+    "pytorch.attention.fused_mla_q_uproj", "pytorch.attention.inference", "pytorch.attention.linear_attention",
+    "pytorch.attention.multi_head_attention", "pytorch.attention.rope", "pytorch.constants",
+    "pytorch.cpp_extensions.fused_attn", "pytorch.cpu_offload", "pytorch.graph", "pytorch.transformer",
+    "common.recipe", "jax.attention", "jax.cpp_extensions.attention", "jax.flax.transformer", "jax.sharding")
+EXTENSION = "transformer_engine_torch"
+# Of the extension what is about attention.
+_ATTENTION = re.compile(r"^(thd_|fa_prepare|fused_attn|get_fused_attn|copy_to_kv|convert_|fused_(qkv_)?rope|"
+                        r"scaled_\w*softmax|multi_tensor_(transpose_to_bhsd|pad_last_dim)|get_cudnn_version)")
+
+
+# ---- theirs ----
+
+def members_of(source: str) -> dict[str, str | None]:
+    """names_of a module, and of its classes the parameters of what they are made and called with: "C" has those of
+    __init__, or a dataclass's fields, "C.method" those of a public method; None for what is no function."""
+    names = peer_names.names_of(source)
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or node.name not in names:
+            continue
+        made = " ".join(ast.unparse(each) for each in node.decorator_list)
+        if "dataclass" in made:
+            names[node.name] = "*, " * ("kw_only=True" in made) + ", ".join(
+                f"{field.target.id}" + (f"={ast.unparse(field.value)}" if field.value else "")
+                for field in node.body if isinstance(field, ast.AnnAssign))
+        for each in node.body:
+            if not isinstance(each, ast.FunctionDef) or each.name.startswith("_") and each.name != "__init__":
+                continue
+            decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
+            if any("property" in text or "setter" in text for text in decorators):
+                names[f"{node.name}.{each.name}"] = None
+                continue
+            if "staticmethod" not in decorators:
+                del each.args.args[0]
+            key = node.name if each.name == "__init__" else f"{node.name}.{each.name}"
+            names[key] = peer_names.parameters_of(each.args)
+    return names
+
+
+def fetch(folder: Path, version: str = VERSION) -> dict:
+    """{"version": ..., module: names} from PyPI; CalledProcessError where there is no way to it."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1", "--timeout", "15",
+           "--dest", str(folder)]
+    subprocess.run([*pip, f"transformer_engine=={version}"], check=True, capture_output=True, timeout=120)
+    subprocess.run([*pip, "--no-build-isolation", "--no-binary", ":all:", f"{EXTENSION}=={version}"], check=True,
+                   capture_output=True, timeout=120)
+    found = {"version": version}
+    with zipfile.ZipFile(next(folder.glob("transformer_engine-*.whl"))) as wheel:
+        files = set(wheel.namelist())
+        for module in MODULES:
+            path = "transformer_engine/" + module.replace(".", "/")
+            file = f"{path}.py" if f"{path}.py" in files else f"{path}/__init__.py"
+            found[module] = members_of(wheel.read(file).decode())
+    with tarfile.open(next(folder.glob(f"{EXTENSION}-*.tar.gz"))) as sources:
+        text = sources.extractfile(f"{EXTENSION}-{version}/csrc/extensions/pybind.cpp").read().decode()
+    functions = re.findall(r'm\.def\(\s*"(\w+)"', text)
+    found[EXTENSION] = {name: None for name in sorted(functions) if _ATTENTION.match(name)}
+    return found
+
+
+# ---- ours, and the difference ----
+
+def ours(module: str):
+    """Our module, or None."""
+    try:
+        return importlib.import_module(f"tessera.te.{module}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("tessera.te"):
+            raise
+        return None
+
+
+def found(module: str, name: str):
+    """Our object of that name; None where there is none."""
+    here = ours(module)
+    for part in name.split("."):
+        here = getattr(here, part, None)
+    return here
+
+
+def missing(module: str, names) -> list[str]:
+    """Names that are not here; methods of classes that are not here are not named."""
+    absent = [name for name in names if not _has(module, name)]
+    return [name for name in absent if "." not in name or _has(module, name.split(".")[0])]
+
+
+def _has(module: str, name: str) -> bool:
+    here = ours(module)
+    for part in name.split("."):
+        if here is None or not hasattr(here, part):
+            return False
+        here = getattr(here, part)
+    return True
+
+
+def different(module: str, names) -> list[str]:
+    """"name: what" of signatures that would bind a call otherwise than theirs: a parameter of theirs that ours has
+    not, has in another place, or with another default of a constant."""
+    lines = []
+    for name, theirs in names.items():
+        mine = _parameters(module, name) if theirs is not None else None
+        if mine is None:
+            continue
+        free = any(p.kind is p.VAR_KEYWORD for p in mine.values()), any(p.kind is p.VAR_POSITIONAL for p in mine.values())
+        args = ast.parse(f"def f({theirs}): pass").body[0].args
+        positional = [each.arg for each in [*args.posonlyargs, *args.args]]
+        order = [p.name for p in mine.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        what = []
+        lacking = [each for each in [*positional, *[k.arg for k in args.kwonlyargs]] if each not in mine and not free[0]]
+        if lacking:
+            what.append(f"without {', '.join(lacking)}")
+        kept = [each for each in positional if each not in lacking]
+        moved = [each for i, each in enumerate(kept) if not free[1] and (i >= len(order) or order[i] != each)
+                 and each in mine]
+        if moved:
+            what.append(f"another place of {moved[0]}")
+        what += _defaults(args, positional, mine)
+        lines += [f"{name}: {'; '.join(what)}"] if what else []
+    return lines
+
+
+def _defaults(args: ast.arguments, positional, mine) -> list[str]:
+    given = dict(zip(positional[len(positional) - len(args.defaults):], args.defaults))
+    given.update({k.arg: d for k, d in zip(args.kwonlyargs, args.kw_defaults) if d is not None})
+    lines = []
+    for name, node in given.items():
+        if name not in mine or not isinstance(node, ast.Constant):
+            continue
+        default = mine[name].default
+        if default is inspect.Parameter.empty or default != node.value or \
+                (default is None) != (node.value is None):
+            shown = "none" if default is inspect.Parameter.empty else repr(default)
+            lines.append(f"{name}={shown} for {node.value!r}")
+    return lines
+
+
+def _parameters(module: str, name: str):
+    mine = found(module, name)
+    if not callable(mine):
+        return None
+    try:
+        parameters = dict(inspect.signature(mine).parameters)
+    except (TypeError, ValueError):
+        return None
+    first = next(iter(parameters), None)
+    if "." in name and first in ("self", "cls"):
+        del parameters[first]
+    return parameters
+
+
+def table(record: dict) -> str:
+    """The table of docs/te.md."""
+    lines = [f"Of TransformerEngine {record['version']}:", "", "| module | names here | not here | called otherwise |",
+             "|---|---|---|---|"]
+    for module in (*MODULES, EXTENSION):
+        names = record[module]
+        public = [name for name in names if "." not in name]
+        absent = missing(module, names)
+        if ours(module) is None:
+            text = "the module: " + ", ".join(f"`{name}`" for name in public)
+        else:
+            text = ", ".join(f"`{name}`" for name in absent) or "none"
+        here = len(public) - sum(name in public for name in absent)
+        otherwise = "; ".join(line.replace("|", "/") for line in different(module, names)) or "none"
+        lines.append(f"| `{module}` | {here} of {len(public)} | {text} | {otherwise} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, record: dict) -> str:
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + table(record) + END + after
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write docs/data/te_names.json and the table")
+    parser.add_argument("--recorded", action="store_true", help="compare what was recorded, offline")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "python"))
+    if options.recorded:
+        record = json.loads(RECORD.read_text())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            record = fetch(Path(folder))
+    if options.record:
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        PAGE.write_text(with_table(PAGE.read_text(), record))
+    for module in (*MODULES, EXTENSION):
+        print(f"{module}: {len(record[module])} names" + (", no module here" if ours(module) is None else ""))
+        for line in [f"missing {name}" for name in missing(module, record[module])] + \
+                [f"differs {line}" for line in different(module, record[module])]:
+            print(f"    {line}")
+
+
+if __name__ == "__main__":
+    main()
