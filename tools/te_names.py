@@ -139,12 +139,14 @@ def different(module: str, names) -> list[str]:
         mine = _parameters(module, name) if theirs is not None else None
         if mine is None:
             continue
-        free = any(p.kind is p.VAR_KEYWORD for p in mine.values()), any(p.kind is p.VAR_POSITIONAL for p in mine.values())
+        free = [any(p.kind is kind for p in mine.values()) for kind in (inspect.Parameter.VAR_KEYWORD,
+                                                                        inspect.Parameter.VAR_POSITIONAL)]
         args = ast.parse(f"def f({theirs}): pass").body[0].args
         positional = [each.arg for each in [*args.posonlyargs, *args.args]]
         order = [p.name for p in mine.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         what = []
-        lacking = [each for each in [*positional, *[k.arg for k in args.kwonlyargs]] if each not in mine and not free[0]]
+        theirs_all = [*positional, *[k.arg for k in args.kwonlyargs]]
+        lacking = [each for each in theirs_all if each not in mine and not free[0]]
         if lacking:
             what.append(f"without {', '.join(lacking)}")
         kept = [each for each in positional if each not in lacking]

@@ -110,7 +110,8 @@ POLICIES = {
     "masks": [([0, 3], "padding_causal", None, None), ([1, 2], "padding", None, None)],
     "windows": [([0, 1], "padding_causal", (2, 0), None), ([2], "padding_causal", (1, 0), None),
                 ([3], "padding", (1, 2), False)],
-    "corners": [([1], "padding_causal_bottom_right", (-1, 0), True), ([0, 2, 3], "padding", (2, 1), True), ([], "padding", None, None)],
+    "corners": [([1], "padding_causal_bottom_right", (-1, 0), True), ([0, 2, 3], "padding", (2, 1), True),
+                ([], "padding", None, None)],
 }
 
 

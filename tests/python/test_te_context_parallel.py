@@ -128,10 +128,10 @@ def test_biases(pool, kind, shape):
 def by_function(rank, group):
     torch.manual_seed(0)
     x = [torch.randn(2, 32, h, DIM) for h in (HEADS, GROUPS, GROUPS)]
-    want = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")(*x)
+    want = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd", softcap=0.5)(*x)
     out = te_cp.attn_forward_func_with_cp(
         True, *(chunks(y, 1, rank, 2) for y in x), None, None, 32, 32, None, None, 0.0, group, [0, 1],
-        None, "all_gather", attn_mask_type="causal")
+        None, "all_gather", attn_mask_type="causal", softcap=0.5)
     torch.testing.assert_close(out.flatten(-2), chunks(want, 1, rank, 2))
 
 

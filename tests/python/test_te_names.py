@@ -51,7 +51,8 @@ class C(Base):
 def f(q, window_size=(-1, -1)): pass
 '''
     assert te_names.members_of(source) == {
-        "C": "x, *, y=None", "C.apply": "x", "C.forward": "q, softcap=0.0", "C.size": None, "K": "*, a", "P": "a, b=(1, 2)",
+        "C": "x, *, y=None", "C.apply": "x", "C.forward": "q, softcap=0.0", "C.size": None,
+        "K": "*, a", "P": "a, b=(1, 2)",
         "f": "q, window_size=(-1, -1)"}
 
 

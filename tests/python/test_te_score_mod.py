@@ -74,7 +74,8 @@ def per_head(graph, score, tensors):
 
 def alibi(graph, score, tensors):
     row, column = places(graph, score)
-    return graph.sub(a=softcap(graph, score, tensors), b=graph.mul(tensors["slopes"], graph.abs(graph.sub(row, column))))
+    distance = graph.abs(graph.sub(row, column))
+    return graph.sub(a=softcap(graph, score, tensors), b=graph.mul(tensors["slopes"], distance))
 
 
 def biases(graph, score, tensors):
@@ -91,7 +92,8 @@ def given(graph, score, tensors):
 
 TENSORS = {
     "fill": number(-1e9), "cap": number(0.7), "slopes": torch.rand(1, H, 1, 1), "bias": torch.randn(1, H, S, SK),
-    "columns": torch.randn(B, 1, 1, SK), "queries": torch.randint(3, (B, 1, S, 1)), "keys": torch.arange(SK).view(1, 1, 1, SK) % 3,
+    "columns": torch.randn(B, 1, 1, SK), "queries": torch.randint(3, (B, 1, S, 1)),
+    "keys": torch.arange(SK).view(1, 1, 1, SK) % 3,
     "drop": torch.rand(B, 1, S, SK) < 0.3}
 I, J = torch.arange(S)[:, None].double(), torch.arange(SK).double()
 T = {name: x.double() if x.is_floating_point() else x for name, x in TENSORS.items()}
@@ -175,7 +177,8 @@ def test_backward_callbacks_that_agree_are_taken():
     assert torch.equal(got, module(x, x, x, score_mod=softcap, score_mod_tensors=TENSORS))
     module(x, x, x, score_mod=causal, score_mod_tensors=TENSORS, score_mod_bprop=causal_backward)
     module(x, x, x, score_mod=relative, score_mod_bprop=lambda graph, dp, _: dp)
-    for mod, backward in ((capped.forward, lambda graph, dp, _: dp), (lambda graph, x, _: graph.mul(x, 2.0), lambda graph, dp, _: dp),
+    for mod, backward in ((capped.forward, lambda graph, dp, _: dp),
+                          (lambda graph, x, _: graph.mul(x, 2.0), lambda graph, dp, _: dp),
                           (strictly_before, causal_backward)):
         with pytest.raises(Refused, match="score_mod_bprop: builds another gradient"):
             module(x, x, x, score_mod=mod, score_mod_tensors=TENSORS, score_mod_bprop=backward)
@@ -187,7 +190,8 @@ def test_backward_callbacks_that_agree_are_taken():
     (lambda graph, x, t: graph.mul(x, t["bias"]), "mul: of the score and a tensor"),
     (lambda graph, x, t: graph.mul(graph.add(x, t["bias"]), 2.0), "mul: of the score, when something was added"),
     (lambda graph, x, _: graph.tanh(graph.tanh(x)), "tanh: of the score, where the scaled score"),
-    (lambda graph, x, t: hidden(graph, x, graph.logical_not(graph.cmp_eq(t["queries"], t["keys"]))), "logical_not: of more"),
+    (lambda graph, x, t: hidden(graph, x, graph.logical_not(graph.cmp_eq(t["queries"], t["keys"]))),
+     "logical_not: of more"),
     (lambda graph, x, t: graph.binary_select(x, number(0.0), t["drop"]), "binary_select: of the score and a number"),
     (lambda graph, x, t: graph.sub(t["bias"], x), "sub: of the score from something")])
 def test_other_graphs_are_refused_by_their_node(mod, message):

@@ -58,7 +58,8 @@ def generate_cu_seqlen(actual_seqlen):
 def adjust_cp_striped_window_size(q_pos0, kv_pos0, cp_size, window_size):
     """(left, right) in steps of cp_size, of a window in tokens, between queries at q_pos0, q_pos0 + cp_size, ... and
     keys at kv_pos0, kv_pos0 + cp_size, ... Where the diagonal itself is hidden, left counts from behind it."""
-    left, right = ((reach // cp_size) for reach in (window_size[0] - q_pos0 + kv_pos0, window_size[1] + q_pos0 - kv_pos0))
+    ahead = kv_pos0 - q_pos0
+    left, right = (window_size[0] + ahead) // cp_size, (window_size[1] - ahead) // cp_size
     return max(left, 0) - (kv_pos0 > q_pos0), max(right, 0)
 
 

@@ -15,11 +15,12 @@ from ._layouts import get_qkv_format, get_qkv_layout, maybe_contiguous, qkv_layo
 from ._masks import get_alibi, get_full_mask, get_padding_mask, get_thd_padding_mask
 from ._selection import AttentionParams, flash_version, get_attention_backend
 from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
-                         _cu_seqlens_cache, get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens,
-                         get_indices)
+                         _cu_seqlens_cache, get_cu_seqlens, get_cu_seqlens_and_indices,
+                         get_full_cu_seqlens, get_indices)
 
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
-           "FlashAttentionUtils", "FusedAttentionParams", "FusedAttnSpec", "PackTensors", "UnpackTensor", "check_set_window_size",
+           "FlashAttentionUtils", "FusedAttentionParams", "FusedAttnSpec", "PackTensors",
+           "UnpackTensor", "check_set_window_size",
            "combine_and_dequantize", "combine_and_quantize", "get_alibi", "get_attention_backend",
            "get_attention_quantizers", "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens",
            "get_full_mask", "get_fused_attn_spec", "get_indices", "get_padding_mask", "get_qkv_format",
