@@ -76,7 +76,7 @@ void require_fp8(Support& support, const Problem& p) {
     return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
            ": must be at most 192 and 128 in fp8";
   });
-  support.require(transposed_keys(is_thd_k(p), s.sk, s.batch) <= kMostKeys, ReasonId::kSize,
+  support.require(!(kMostKeys < transposed_keys(is_thd_k(p), s.sk, s.batch)), ReasonId::kSize,
                   Remedy::kNone, [&] {
                     return "batch=" + std::to_string(s.batch) +
                            ": must be at most 2^22 where keys are packed";

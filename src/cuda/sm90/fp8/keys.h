@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/count.h"
 #include "core/mask/philox.h"  // TESSERA_HOST_DEVICE
 
 namespace tessera::cuda::sm90 {
@@ -14,8 +15,10 @@ constexpr int kBlockOfKeys = 128;
 TESSERA_HOST_DEVICE int transposed_start(bool packed, int first, int n) {
   return packed ? first / kBlockOfKeys * kBlockOfKeys + n * kBlockOfKeys : 0;
 }
-TESSERA_HOST_DEVICE int64_t transposed_keys(bool packed, int64_t extent, int64_t batch) {
-  return packed ? (extent / kBlockOfKeys + batch) * kBlockOfKeys : (extent + 15) / 16 * 16;
+inline Count transposed_keys(bool packed, int64_t extent, int64_t batch) {
+  constexpr int64_t kUnit = 16;  // of a load
+  if (!packed) return Count{extent}.up_to(kUnit);
+  return (Count{extent / kBlockOfKeys} + batch) * kBlockOfKeys;
 }
 
 }  // namespace tessera::cuda::sm90

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kDims* kWords / kPart)
   }
 }
 
-int64_t keys_of(const Problem& problem) {
+Count keys_of(const Problem& problem) {
   const Sizes s = sizes_of(problem);
   return transposed_keys(is_thd_k(problem), s.sk, s.batch);
 }
@@ -82,7 +82,7 @@ int64_t keys_of(const Problem& problem) {
 int64_t transposed_bytes(const Problem& problem) {
   const Sizes s = sizes_of(problem);
   const int64_t batch = is_thd_k(problem) ? 1 : s.batch;
-  return (Count{keys_of(problem)} * s.dv * s.hk * batch).value();
+  return (keys_of(problem) * s.dv * s.hk * batch).value();
 }
 
 Status launch_transpose(const Problem& problem, const Params& params, void* to,
@@ -90,7 +90,7 @@ Status launch_transpose(const Problem& problem, const Params& params, void* to,
   TransposeParams a{};
   a.problem = params;
   a.to = static_cast<uint8_t*>(to);
-  a.keys = static_cast<int>(keys_of(problem));
+  a.keys = static_cast<int>(keys_of(problem).value());
   a.stride_head = int64_t{a.keys} * params.dv;
   a.stride_batch = a.stride_head * params.hk;
   const int slots = num_tile_slots(params.thd_k, params.sk, params.batch, kBlockOfKeys);
