@@ -42,7 +42,7 @@ MODULES = (
     "pytorch.cpp_extensions.fused_attn", "pytorch.cpu_offload", "pytorch.graph", "pytorch.transformer",
     "common.recipe", "jax.attention", "jax.cpp_extensions.attention", "jax.flax.transformer", "jax.sharding")
 EXTENSION = "transformer_engine_torch"
-# Of the extension what is about attention.
+# What the extension has about attention.
 _ATTENTION = re.compile(r"^(thd_|fa_prepare|fused_attn|get_fused_attn|copy_to_kv|convert_|fused_(qkv_)?rope|"
                         r"scaled_\w*softmax|multi_tensor_(transpose_to_bhsd|pad_last_dim)|get_cudnn_version)")
 

@@ -27,7 +27,7 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 
 bool shapes_scores(const Problem& p) { return (features_of(p) & kEverything) != kLean; }
 
-// Of 16 bytes, in which TMA and the kernels read and write.
+// How many elements make the 16 bytes in which TMA and the kernels read and write.
 int64_t elements_of_unit(int dtype) { return is_fp8(dtype) ? 16 : 8; }
 
 void require_dtypes(Support& support, const Problem& p) {

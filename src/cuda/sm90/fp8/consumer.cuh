@@ -28,8 +28,8 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
   // T = P V of a block, O = A O + T: the tensor cores' sums are short (machine/wgmma_fp8.cuh).
   float S[kTileN / 2], T[kAccumulators], O[kTile.dv / 2];
   uint32_t P[kTileN / 8];
-  // Of the thread's two rows. c: from scores to exponents of 2, and reference, in Weights' unit.
-  // l: the thread's own part of the sum. A: what O is behind, since its references moved.
+  // A thread has two rows. c takes scores to exponents of 2; it and the reference are in Weights'
+  // unit. l is the thread's own part of the sum, A what O is behind since its reference moved.
   float c[2], reference[2], l[2] = {}, A[2];
   Ring<kWorkStages> work_ring;
   Ring<kTile.q_stages> q_ring;
