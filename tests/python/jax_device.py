@@ -10,8 +10,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 CPU = jax.devices("cpu")[0]  # on a machine with a GPU too: JAX_PLATFORMS=cuda,cpu
 ON_CPU = jax.default_backend() == "cpu"
 DEVICE = "cpu" if ON_CPU else "cuda"
-# Limits are parts of the largest value: the CPU's own distance from fp64 is 0.8e-6 for fp32; a GPU rounds probabilities to 16 bits, and
-# its lse of 16-bit inputs lies 1.4e-5 away.
+# Limits are parts of the largest value: the CPU's own distance from fp64 is 0.8e-6 for fp32; a GPU rounds probabilities
+# to 16 bits, and its lse of 16-bit inputs lies 1.4e-5 away.
 _NEAR = {"float32": 2e-5, "float16": 2.0 ** -9, "bfloat16": 2.0 ** -6}
 
 
