@@ -58,7 +58,7 @@ void require_sizes(Support& support, const Problem& p) {
                       return text(name, dim, "must be a multiple of ") + std::to_string(elements);
                     });
   }
-  const bool wide = is_wide(s) && !is_backward(p);
+  const bool wide = is_wide(s) && !is_backward(p) && !is_of_fp8(p);  // require_fp8() has a rule
   const bool fits = wide ? find_wide_kernel(dtype, s.dqk, s.dv) != nullptr
                          : find_forward_kernel({kLean}, dtype, s.dqk, s.dv) != nullptr;
   support.require(fits || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
@@ -66,11 +66,10 @@ void require_sizes(Support& support, const Problem& p) {
                 wide ? "must be at most 576, and head_dim_v at most 512"
                      : "and head_dim_v must be at most 256");
   });
-  support.require(
-      !wide || !shapes_scores(p) || is_fp8(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
-        return text("head_dim_qk", s.dqk,
-                    "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
-      });
+  support.require(!wide || !shapes_scores(p), ReasonId::kHeadDim, Remedy::kNone, [&] {
+    return text("head_dim_qk", s.dqk,
+                "and head_dim_v must be at most 256 with a mask, bias, softcap or dropout");
+  });
   for (const auto& [name, extent] : {std::pair{"batch", s.batch}, {"sq", s.sq}, {"sk", s.sk}}) {
     support.require(
         extent > 0 && extent <= kMostExtent, ReasonId::kSize, Remedy::kNone,

@@ -72,7 +72,8 @@ void require_fp8(Support& support, const Problem& p) {
   require_dtype(support, p, TESSERA_O, is_16bit(p.tensor[TESSERA_O].dtype),
                 "must be bf16 or fp16 beside fp8 q");
   const Sizes s = sizes_of(p);
-  support.require(s.dqk <= 192 && s.dv <= 128, ReasonId::kHeadDim, Remedy::kNone, [&] {
+  const bool fits = find_fp8_kernel(TESSERA_BF16, false, s.dqk, s.dv) != nullptr;
+  support.require(fits, ReasonId::kHeadDim, Remedy::kNone, [&] {
     return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
            ": must be at most 192 and 128 in fp8";
   });

@@ -29,17 +29,7 @@ MapShape in_pairs(MapShape bytes) {
 
 Status map_of_bytes(const Problem& problem, const Buffers& buffers, int index, int box_rows,
                     CUtensorMap* map) {
-  const Tensor& t = problem.tensor[index];
-  const MapShape shape{.type = {},
-                       .head_dim = t.extent[3],
-                       .heads = t.extent[2],
-                       .rows = t.extent[1],
-                       .batch = t.extent[0],
-                       .stride_head = t.stride[2],
-                       .stride_row = t.stride[1],
-                       .stride_batch = t.stride[0],
-                       .box_rows = box_rows,
-                       .reach = 0};
+  const MapShape shape = shape_of(problem.tensor[index], box_rows, 0);
   return make_tensor_map(in_pairs(shape), buffers.data[index], map);
 }
 

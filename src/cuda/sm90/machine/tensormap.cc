@@ -56,19 +56,22 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   return {};
 }
 
+MapShape shape_of(const Tensor& t, int box_rows, int reach) {
+  return {.type = type_of_map(t.dtype),
+          .head_dim = t.extent[3],
+          .heads = t.extent[2],
+          .rows = t.extent[1],
+          .batch = t.extent[0],
+          .stride_head = t.stride[2],
+          .stride_row = t.stride[1],
+          .stride_batch = t.stride[0],
+          .box_rows = box_rows,
+          .reach = reach};
+}
+
 Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, int reach,
               CUtensorMap* map) {
-  const Tensor& t = problem.tensor[index];
-  const MapShape shape{.type = type_of_map(t.dtype),
-                       .head_dim = t.extent[3],
-                       .heads = t.extent[2],
-                       .rows = t.extent[1],
-                       .batch = t.extent[0],
-                       .stride_head = t.stride[2],
-                       .stride_row = t.stride[1],
-                       .stride_batch = t.stride[0],
-                       .box_rows = box_rows,
-                       .reach = reach};
+  const MapShape shape = shape_of(problem.tensor[index], box_rows, reach);
   return make_tensor_map(shape, buffers.data[index], map);
 }
 

@@ -39,6 +39,9 @@ CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type
 // base must be aligned to 16 bytes and in_address_space(), and no extent may be 0.
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map);
 
+// The shape of q, k, v, o or a gradient [batch, rows, heads, head_dim].
+MapShape shape_of(const Tensor& tensor, int box_rows, int reach);
+
 // The same for a 16-bit tensor of a problem.
 Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, int reach,
               CUtensorMap* map);
