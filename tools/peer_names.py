@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,31 +133,44 @@ def table(record: dict) -> str:
 
 
 def with_table(page: str, record: dict) -> str:
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table(record) + END + after
+    return replaced(page, BEGIN, END, table(record))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write docs/data/peer_names.json and the table")
+def replaced(page: str, begin: str, end: str, text: str) -> str:
+    """A page with other text between two marks."""
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return before + begin + text + end + after
+
+
+def command(names, about: str, reports: Callable[[dict], Iterable[tuple[str, list[str], list[str]]]]):
+    """The command line of a module `names` like this one, which `about` describes. reports(record) has, for each
+    module, a headline, the names that are missing and those that bind otherwise."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true",
+                        help=f"write {names.RECORD.relative_to(ROOT)} and the table of {names.PAGE.relative_to(ROOT)}")
     parser.add_argument("--recorded", action="store_true", help="compare what was recorded, offline")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "python"))
     if options.recorded:
-        record = json.loads(RECORD.read_text())
+        record = json.loads(names.RECORD.read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            record = fetch(Path(folder))
+            record = names.fetch(Path(folder))
     if options.record:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        PAGE.write_text(with_table(PAGE.read_text(), record))
-    for module, found in record.items():
-        print(f"{module} {found['version']}: {len(found['names'])} names")
-        for line in [f"missing {name}" for name in missing(module, found["names"])] + \
-                [f"differs {line}" for line in different(module, found["names"])]:
+        names.RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        names.PAGE.write_text(names.with_table(names.PAGE.read_text(), record))
+    for headline, absent, otherwise in reports(record):
+        print(headline)
+        for line in [f"missing {name}" for name in absent] + [f"differs {line}" for line in otherwise]:
             print(f"    {line}")
 
 
+def reports(record: dict):
+    for module, found in record.items():
+        names = found["names"]
+        yield f"{module} {found['version']}: {len(names)} names", missing(module, names), different(module, names)
+
+
 if __name__ == "__main__":
-    main()
+    command(sys.modules[__name__], __doc__, reports)

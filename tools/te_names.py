@@ -12,16 +12,13 @@ of its extension in the source distribution transformer_engine_torch. tests/pyth
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
-import json
 import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -207,31 +204,15 @@ def table(record: dict) -> str:
 
 
 def with_table(page: str, record: dict) -> str:
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table(record) + END + after
+    return peer_names.replaced(page, BEGIN, END, table(record))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write docs/data/te_names.json and the table")
-    parser.add_argument("--recorded", action="store_true", help="compare what was recorded, offline")
-    options = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "python"))
-    if options.recorded:
-        record = json.loads(RECORD.read_text())
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            record = fetch(Path(folder))
-    if options.record:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        PAGE.write_text(with_table(PAGE.read_text(), record))
+def reports(record: dict):
     for module in (*MODULES, EXTENSION):
-        print(f"{module}: {len(record[module])} names" + (", no module here" if ours(module) is None else ""))
-        for line in [f"missing {name}" for name in missing(module, record[module])] + \
-                [f"differs {line}" for line in different(module, record[module])]:
-            print(f"    {line}")
+        names = record[module]
+        yield f"{module}: {len(names)} names" + (", no module here" if ours(module) is None else ""), \
+            missing(module, names), different(module, names)
 
 
 if __name__ == "__main__":
-    main()
+    peer_names.command(sys.modules[__name__], __doc__, reports)
