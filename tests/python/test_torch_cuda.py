@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.torch on a CUDA device: graphs, streams, no host synchronisation, what PyTorch computes."""
 import argparse
+import os
 import subprocess
 import sys
 
@@ -332,6 +333,29 @@ def test_append_and_rotate_are_the_cpus(page, dtype, d):
         low, high = ((x.double() + sign * error).to(ours.dtype).double() for sign in (-1, 1))
         wrong = (ours.double() < low) | (ours.double() > high)
         assert not wrong.any(), (("q", "k_cache", "v_cache", "rotate")[i], ours[wrong], x[wrong])
+
+
+_DROPPING = """
+import torch
+from tessera.torch import append_kv
+k = torch.ones(2, 3, 1, 8, device="cuda")
+cache, pool = torch.zeros(2, 8, 1, 8, device="cuda"), torch.zeros(4, 4, 1, 8, device="cuda")
+starts = torch.tensor([1, 6], device="cuda")
+append_kv(k, None, cache, None, starts)
+append_kv(k, None, pool, None, starts - 1, page_table=torch.tensor([[0, 9], [1, 4]], dtype=torch.int32, device="cuda"))
+append_kv(k, None, cache, None, starts - 1)
+torch.cuda.synchronize()
+assert cache.count_nonzero() == 8 * (4 + 3) and pool.count_nonzero() == 8 * 3
+"""
+
+
+def test_the_log_names_tokens_that_an_append_drops():
+    run = subprocess.run([sys.executable, "-c", _DROPPING], env=dict(os.environ, TESSERA_LOG="checks"),
+                         capture_output=True, text=True, check=True)
+    lines = [line[line.index("append_kv: "):] for line in run.stderr.splitlines() if "append_kv: " in line]
+    assert [line.split(":")[1].strip() for line in lines] == ["seqlens_k[1]=6", "page_table[1, 1]=4"]
+    assert lines[0].endswith("(on the device: token 2 of sequence 1 is dropped)")
+    assert lines[1].endswith("(on the device: tokens 0 to 2 of sequence 1 are dropped)")
 
 
 def test_a_graph_appends_where_lengths_are_then():

@@ -5,6 +5,7 @@
 #include <cinttypes>
 #include <cmath>
 
+#include "core/cache/lost.h"
 #include "core/cache/operand.h"
 #include "core/count.h"
 #include "core/problem/import.h"
@@ -218,20 +219,6 @@ Status check_overlap(const AppendArgs& args) {
 
 // ---- values ----
 
-Status check_cu_seqlens(const AppendArgs& args) {
-  if (!given(args, TESSERA_APPEND_CU_SEQLENS)) return {};
-  const Operand cu = operand(args, TESSERA_APPEND_CU_SEQLENS);
-  const int64_t t = args.tensor[TESSERA_APPEND_K].extent[1];
-  for (int64_t n = 0; n < distinct(*cu.tensor, 0); ++n) {
-    const int64_t value = integer_at(cu, n), least = n == 0 ? 0 : integer_at(cu, n - 1);
-    if (value >= least && value <= (n == 0 ? 0 : t)) continue;
-    return invalid("cu_seqlens[%" PRId64 "]=%" PRId64
-                   ": must begin with 0, not fall, and end at %" PRId64 " or less, the rows of k",
-                   n, value, t);
-  }
-  return {};
-}
-
 Status check_scales(const AppendArgs& args) {
   for (const int index : {TESSERA_APPEND_K_SCALE, TESSERA_APPEND_V_SCALE}) {
     if (!given(args, index)) continue;
@@ -248,50 +235,12 @@ Status check_scales(const AppendArgs& args) {
   return {};
 }
 
-Status check_pages(const AppendArgs& args, const AppendPlaces& places, int64_t n) {
-  const Operand table = operand(args, TESSERA_APPEND_PAGE_TABLE);
-  if (!table.given() || places.count(n) == 0) return {};
-  const int64_t pages = args.tensor[TESSERA_APPEND_K_CACHE].extent[0];
-  const int64_t page_size = args.tensor[TESSERA_APPEND_K_CACHE].extent[1];
-  const int64_t first = places.start(n) / page_size;
-  const bool one = distinct(*table.tensor, 1) <= 1;
-  const int64_t last = one ? first : (places.start(n) + places.count(n) - 1) / page_size;
-  for (int64_t i = first; i <= last; ++i) {
-    const int64_t page = integer_at(table, n, i);
-    if (page >= 0 && page < pages) continue;
-    return invalid("page_table[%" PRId64 ", %" PRId64 "]=%" PRId64
-                   ": must be from 0 to below %" PRId64 ", the pages of k_cache",
-                   n, i, page, pages);
-  }
-  return {};
-}
-
 Status check_values(const AppendArgs& args) {
-  TESSERA_RETURN_IF_ERROR(check_cu_seqlens(args));
   TESSERA_RETURN_IF_ERROR(check_scales(args));
-  const AppendPlaces places(args);
-  const bool turns = given(args, TESSERA_APPEND_COS);
-  for (int64_t n = 0; n < places.distinct_lists(); ++n) {
-    const int64_t start = places.start(n), count = places.count(n);
-    const int64_t rows = args.tensor[TESSERA_APPEND_K].extent[1];
-    if (count < 0 || count > rows) {
-      return invalid("seqlens_q[%" PRId64 "]=%" PRId64 ": must be from 0 to %" PRId64
-                     ", the tokens of k",
-                     n, count, rows);
-    }
-    if (start < 0 || start > places.capacity() - count) {
-      return invalid("seqlens_k[%" PRId64 "]=%" PRId64 ": with %" PRId64
-                     " new tokens must be from 0 to %" PRId64
-                     ", what the cache holds; give it more room",
-                     n, start, count, places.capacity());
-    }
-    TESSERA_RETURN_IF_ERROR(check_pages(args, places, n));
-    const int64_t max_pos = args.tensor[TESSERA_APPEND_COS].extent[0];
-    if (turns && count > 0 && start + count > max_pos) {
-      return invalid("cos.shape=[%" PRId64 ", ...]: sequence %" PRId64 " comes to position %" PRId64
-                     "; pass longer tables",
-                     max_pos, n, start + count - 1);
-    }
+  const AppendLists lists(args);
+  LostTokens lost{};
+  for (int64_t item = 0; item < lists.items; ++item) {
+    if (breaks(lists, item, &lost)) return refuse(lists, lost);
   }
   return {};
 }

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/cache/append.h"
 #include "core/problem/problem.h"
 
 namespace tessera::cuda {
@@ -15,5 +16,9 @@ namespace tessera::cuda {
 // replay, and must not call CUDA. The call goes on: kernels clamp what is out of range. A call
 // costs one relaxed load when the topic is off.
 Status report_checks(const Problem& problem, const Buffers& buffers, cudaStream_t stream);
+
+// Likewise for a call of append: names the first sequence whose tokens have no place, and which of
+// them are dropped.
+Status report_lost(const AppendArgs& args, cudaStream_t stream);
 
 }  // namespace tessera::cuda

@@ -3,6 +3,7 @@
 
 #include "cuda/common/cache/cache.h"
 #include "cuda/common/cache/move.cuh"
+#include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 
 namespace tessera::cuda {
@@ -22,12 +23,11 @@ __global__ void __launch_bounds__(kMostThreads) move_kernel(const __grid_constan
   }
 }
 
-Status launch_move(const char* operation, const MoveLaunch& m, const Buffers& context,
-                   const Device& device) {
+bool is_empty(const MoveLaunch& m) { return m.tokens == 0 || m.heads * m.pieces == 0; }
+
+// On the current device.
+Status launch_move(const char* operation, const MoveLaunch& m, const Buffers& context) {
   const int units = m.heads * m.pieces;
-  if (m.tokens == 0 || units == 0) return {};
-  const DeviceScope scope(device.ordinal);
-  TESSERA_RETURN_IF_ERROR(scope.status());
   const void* kernel = m.width == 8 ? reinterpret_cast<const void*>(&move_kernel<8>)
                                     : reinterpret_cast<const void*>(&move_kernel<1>);
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(m.tokens, 1 << 30));
@@ -43,11 +43,20 @@ Status rotate(const RotateArgs& args, const Buffers& context, const Device& devi
     return Status(TESSERA_REFUSED,
                   "x.dtype=fp64: CUDA turns fp32, bf16 and fp16; rotate on the CPU");
   }
-  return launch_move("rotate", launch_of(args), context, device);
+  const MoveLaunch m = launch_of(args);
+  if (is_empty(m)) return {};
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  return launch_move("rotate", m, context);
 }
 
 Status append(const AppendArgs& args, const Buffers& context, const Device& device) {
-  return launch_move("append_kv", launch_of(args), context, device);
+  const MoveLaunch m = launch_of(args);
+  if (is_empty(m)) return {};
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  TESSERA_RETURN_IF_ERROR(report_lost(args, static_cast<cudaStream_t>(context.stream)));
+  return launch_move("append_kv", m, context);
 }
 
 }  // namespace tessera::cuda
