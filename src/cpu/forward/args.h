@@ -38,6 +38,7 @@ struct ForwardShape {
   bool spread_k, spread_v;    // fp32 rows in one set of L1: copied for tiles of many strips
   bool bf16;                  // bf16 products
   bool decodes;               // some sequence may be short
+  bool uniform;               // rows are computed in one way, however few there are
 };
 
 struct ForwardArgs {

@@ -3,7 +3,9 @@
 //
 // A sequence of more than kSplitTokens queries is cut into tiles of queries; one of fewer (decode)
 // is packed over the heads of a group and cut along its keys, in chunks of a fixed size that are
-// merged in order. Which of the two depends on the sequence alone, and so do a row's bits.
+// merged in order. Which of the two depends on the sequence alone, and so do a row's bits. In the
+// batch-invariant form a row's bits do not depend on the call's other queries either, so that a
+// prompt may be cut anywhere: all rows take strips of full width, and no keys are cut.
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -85,7 +87,8 @@ Layout lay_out(const Problem& problem, int num_threads) {
                .spread_k = shares_sets(problem.tensor[TESSERA_K]),
                .spread_v = shares_sets(problem.tensor[TESSERA_V]),
                .bf16 = bf16,
-               .decodes = false};
+               .decodes = false,
+               .uniform = has(problem, TESSERA_BATCH_INVARIANT)};
 
   // Bounds over all lengths that the extents admit.
   const auto pieces = [batch](bool thd, int64_t extent, int64_t size) {
@@ -189,7 +192,9 @@ class TaskList {
     const int64_t rows = sequence.band.len_q * call_.group;
     const Interval keys = sequence.band.keys(0, sequence.band.len_q);
     const int64_t first = keys.lo / layout_.chunk;
-    const int64_t chunks = keys.empty() ? 0 : ceil_div(keys.hi, layout_.chunk) - first;
+    const int64_t chunks = keys.empty()            ? 0
+                           : layout_.shape.uniform ? 1
+                                                   : ceil_div(keys.hi, layout_.chunk) - first;
     const int64_t tiles = ceil_div(rows, layout_.tile_m);
     const int64_t base = next_partial_;
     if (chunks > 1) next_partial_ += call_.hk * tiles * chunks;

@@ -317,6 +317,7 @@ TESSERA_INLINE int64_t packed_rows(const Call& call, const ForwardTask& task) {
 enum class Way { kStrips, kDots, kGroup };
 template <typename S>
 TESSERA_INLINE Way way_of(const ForwardArgs& args, const ForwardTask& task) {
+  if (args.shape.uniform) return Way::kStrips;
   if (packed_rows(args.call, task) <= kDotRows) return Way::kDots;
   return kDecodesGroups<S> && args.shape.bf16 ? Way::kGroup : Way::kStrips;
 }
@@ -532,7 +533,7 @@ void forward_task(const ForwardArgs& args, int64_t index, char* memory) {
   const ForwardTask& task = args.tasks[index];
   if (task.kind == ForwardTask::kFill) return run_fill(args.call, task);
   using Narrow = typename S::Narrow;
-  if (Narrow::kNarrow && packed_rows(args.call, task) <= Narrow::kLanes) {
+  if (Narrow::kNarrow && !args.shape.uniform && packed_rows(args.call, task) <= Narrow::kLanes) {
     return run_task<Narrow>(args, task, memory);
   }
   run_task<S>(args, task, memory);
