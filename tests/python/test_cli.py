@@ -226,7 +226,7 @@ def test_bench_json(tmp_path):
     for result in results:
         assert set(result) == {"case", "pass", "backend", "kernel", "device", "threads", "ms", "min_ms",
                                "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
-                               "copies", "byte_rule_ms", "peers", "machine", "date", "command"}
+                               "copies", "byte_rule_ms", "within_byte_rule", "peers", "machine", "date", "command"}
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
         assert set(result["peers"]["numpy"]) == {"ms", "min_ms", "tflops", "times"}
         assert "GPU" in result["peers"]["cudnn"]["refused"]
@@ -281,7 +281,8 @@ def test_bench_takes_tensors_by_turns_where_memory_is_the_limit():
         def copies(self, read):
             return 3
 
-        def byte_rule(self, read, bytes_per_s):
+        def byte_rule(self, read, bytes_per_s, share):
+            assert share == 0.95
             return 5e-6 + read / bytes_per_s
 
     args = argparse.Namespace(backend=None, threads=None, mode="quick")
@@ -290,6 +291,7 @@ def test_bench_takes_tensors_by_turns_where_memory_is_the_limit():
         entry = bench.measure(case, opened, ["numpy"], Device(None), args)
         assert entry["copies"] == copies, entry
         assert (entry["byte_rule_ms"] or 0) > 0.005 if copies > 1 else entry["byte_rule_ms"] is None
+        assert entry["within_byte_rule"] == (entry["ms"] <= entry["byte_rule_ms"] if copies > 1 else None)
         assert entry["peers"]["numpy"]["ms"] > 0
     taken = []
     call = bench_devices.in_turn([lambda n=n: taken.append(n) for n in range(3)])
@@ -309,7 +311,7 @@ def test_bench_plot(tmp_path):
     assert entry["percent_of_bandwidth"] > 0
     assert "threads" in entry["machine"] and entry["date"].startswith("20")
     assert entry["command"].startswith("python -m tessera bench 'fwd fp32 b=1 s=16 h=1 d=16'")
-    for kind in ("roofline", "ratio", "scaling"):
+    for kind in ("roofline", "ratio", "scaling", "bytes"):
         drawn = tmp_path / f"{kind}.png"
         lines_of(run("bench", "--from", saved, "--plot", drawn, "--plot-as", kind))
         assert drawn.read_bytes()[:4] == b"\x89PNG", kind

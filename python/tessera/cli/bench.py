@@ -7,6 +7,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import itertools
 import json
 import shlex
 import signal
@@ -14,8 +15,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench_devices, case_lines, peers, plot, terminal, timing, work
+from . import bench_devices, case_lines, decode_grid, peers, plot, terminal, timing, work
 
+_BYTE_SHARE = {1: 0.9}  # of reading's speed, by bytes of a key's element: fp8 is converted besides
+_OTHER_BYTE_SHARE = 0.95
 _FEW_OPERATIONS = 32  # for each byte: below, memory may be the limit
 _SUITES = Path(__file__).resolve().parents[1] / "bench_suites"
 
@@ -26,17 +29,22 @@ examples:
   python -m tessera bench --suite scaling --threads 1 --json one.json
   python -m tessera bench --from one.json,two.json --plot scaling.png --plot-as scaling
   python -m tessera bench --suite hopper --device cuda --against cudnn,flex
+  python -m tessera bench --grid goals --device cuda --against flashinfer,cudnn,flash --quick \\
+      --json decode.json --plot decode.png --plot-as bytes
 Times are medians per call; "x torch" is how many times as long torch takes, by the median over
 neighbouring samples. % of peak is of the fastest multiply-add loop of this machine (of the
 dtype's native width), % DRAM of reading memory (where a case does little with each byte, as decode
 does), both measured between the samples.
 On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
 Where memory may be the limit, calls there take copies of the tensors by turns, so that no cache
-holds them, and "rule ms" is 5 us + bytes / (0.95 x what a sum over 1 GiB reads in the same run).
+holds them, and "rule ms" is 5 us + bytes / (0.95 x what a sum over 1 GiB reads in the same run; of
+an fp8 cache 0.9 x), which "rule" says is kept or not; k of an MLA cache holds v, and counts once.
 peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
 products and softmax: oneDNN's in bf16), numpy (unfused), paddle (its scaled_dot_product_attention,
 on the CPU in fp32); on a GPU
-also cudnn, flash-attn-2 and efficient (PyTorch's own), flash-attn-4 (where it is installed);
+also cudnn, flash-attn-2 and efficient (PyTorch's own), and where they are installed flash-attn-4 and, for
+decode, flashinfer (its paged and MLA wrappers; plain caches as pages of 64) and flash
+(flash_attn_with_kvcache of FlashAttention-3, else 2);
 build:PATH, where PATH is the libtessera.so of another build: what a change gains, by turns;
 fa3:PATH, where PATH is FlashAttention-3 as a library of PyTorch operators."""
 
@@ -48,6 +56,8 @@ def add_parser(commands):
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", help="a case line")
     parser.add_argument("--suite", choices=suites, help="a list of cases that comes with tessera")
+    parser.add_argument("--grid", choices=decode_grid.GRIDS,
+                        help="a grid of decode problems, drawn on the GPU: goals, the 288 of the project's goals")
     parser.add_argument("--cases", metavar="FILE", help="a list of cases of yours")
     parser.add_argument("--against", default="", metavar="NAME,...", help="peers to time as well")
     parser.add_argument("--backend", help="force a backend by name")
@@ -65,9 +75,9 @@ def add_parser(commands):
     parser.add_argument("--from", dest="saved", metavar="FILE,...",
                         help="take results of earlier --json files instead of measuring")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
-    parser.add_argument("--plot-as", choices=["bars", "roofline", "ratio", "scaling"], default="bars",
+    parser.add_argument("--plot-as", choices=["bars", "roofline", "ratio", "scaling", "bytes"], default="bars",
                         help="speed of each case; speed over operations per byte; time of peers over "
-                             "tessera's; speed over length, by threads")
+                             "tessera's; speed over length, by threads; time over bytes, beside reading them")
     parser.set_defaults(main=main)
 
 
@@ -78,10 +88,14 @@ def main(args) -> int:
         cases += case_lines.read(_SUITES / f"{args.suite}.cases")
     if args.cases:
         cases += case_lines.read(args.cases)
+    grid = decode_grid.GRIDS[args.grid]() if args.grid else []
+    if grid and cases:
+        raise case_lines.UsageError("bench: --grid is a list of its own, so give no cases and no --suite")
+    cases = cases or grid
     if args.saved and cases:
         raise case_lines.UsageError("bench: --from takes the results of a file, so give no cases")
     if not cases and not args.saved:
-        raise case_lines.UsageError("bench: give a case, --suite or --cases; see bench --help")
+        raise case_lines.UsageError("bench: give a case, --suite, --grid or --cases; see bench --help")
     against = [name for name in args.against.split(",") if name]
     for name in against:
         if name not in peers.PEERS and not name.startswith((peers.BUILD, peers.FA3)):
@@ -107,7 +121,8 @@ def main(args) -> int:
         show_row = _silent if args.json == "-" else _printer(cases, against, progress.print)
         try:
             with _stopped_by_signals():
-                for case, opened in _opened(cases, device.cases_ahead):
+                open_case = decode_grid.Drawn if grid else _open
+                for case, opened in _opened(cases, 0 if grid else device.cases_ahead, open_case):
                     results.append({**measure(case, opened, against, device, args), **origin})
                     show_row(results[-1])
                     progress.step(case)
@@ -171,15 +186,15 @@ def _save(results, against, args) -> int:
     return 1 if all("error" in result for result in results) else 0
 
 
-def _opened(cases, ahead: int):
+def _opened(cases, ahead: int, open_case):
     """(line, its case or the error that it is), the data of the next `ahead` being drawn meanwhile."""
     if not ahead:
-        yield from ((line, _open(line)) for line in cases)
+        yield from ((line, open_case(line)) for line in cases)
         return
     with ThreadPoolExecutor(ahead) as pool:
         waiting = collections.deque()
         for line in cases:
-            waiting.append((line, pool.submit(_open, line)))
+            waiting.append((line, pool.submit(open_case, line)))
             if len(waiting) > ahead:
                 line, future = waiting.popleft()
                 yield line, future.result()
@@ -211,13 +226,18 @@ def measure(case: str, opened, against, device, args) -> dict:
         with opened:
             arguments = opened.arguments()
             copies = 1 if backward else _copies(arguments, device)
-            problems = [device.problem(dict(arguments, backend=args.backend), tokens, backward)
-                        for _ in range(copies)]
-            o, do = problems[0][:2]
-            ours = bench_devices.in_turn([call for _, _, call in problems])
+            drawn = None
+            if isinstance(opened, decode_grid.Drawn):
+                sets, outputs, calls = zip(*(device.drawn(opened, args.backend) for _ in range(copies)))
+                drawn, o, do = itertools.cycle(sets), outputs[0], None
+            else:
+                outputs, dos, calls = zip(*(device.problem(dict(arguments, backend=args.backend), tokens, backward)
+                                            for _ in range(copies)))
+                o, do = outputs[0], dos[0]
+            ours = bench_devices.in_turn(calls)
             q, k, v = (arguments.pop(name) for name in "qkv")
             workload = peers.Workload(q, k, v, do, arguments, args.threads, device.name, args.backend,
-                                      bench_devices.gradients(tokens), "dlse" in tokens)
+                                      bench_devices.gradients(tokens), "dlse" in tokens, drawn)
             result.update(backend=args.backend or why.backend, kernel=_kernel(why, args.backend), copies=copies)
             return _timed(result, workload, o, ours, against, device, args)
     except (ValueError, tessera.Refused, MemoryError) as error:
@@ -229,7 +249,7 @@ def _copies(arguments, device) -> int:
     is still in a cache when its turn comes."""
     q, k, v, keywords = (arguments["q"], arguments["k"], arguments["v"],
                          {name: value for name, value in arguments.items() if name not in "qkv"})
-    read = work.bytes_touched([q, k, v])
+    read = work.bytes_touched(work.read_once(q, k, v))
     flops = work.flops(work.visible_scores(q, k, v, keywords), q.shape[-1], v.shape[-1], False)
     return device.copies(read) if 0 < flops < _FEW_OPERATIONS * read else 1
 
@@ -254,9 +274,10 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
     probe = device.peak(q.dtype)
     scores = work.visible_scores(q, k, v, keywords)
     flops = work.flops(scores, q.shape[-1], v.shape[-1], workload.backward)
-    touched = [q, k, v, keywords.get("bias")] + ([q, k, v] if workload.backward else [])
+    touched = work.read_once(q, k, v) + [keywords.get("bias")] + ([q, k, v] if workload.backward else [])
     bytes_touched = work.bytes_touched(touched) + (1 + workload.backward) * o.nbytes
-    memory = device.bandwidth() if flops < _FEW_OPERATIONS * bytes_touched else None
+    reads = workload.drawn is not None or flops < _FEW_OPERATIONS * bytes_touched
+    memory = device.bandwidth() if reads else None
     probes = {"(peak)": probe.run, **({"(memory)": memory.run} if memory else {})}
     samples = timing.alternate({**contenders, **probes}, timing.MODES[args.mode])
 
@@ -271,11 +292,13 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
     mine = numbers("tessera")
     del mine["times"]
     rate = bytes_touched / (mine["ms"] / 1e3)
-    rule = device.byte_rule(bytes_touched, memory.bytes_per_s) if memory else None
+    share = _BYTE_SHARE.get(k.dtype.itemsize, _OTHER_BYTE_SHARE)
+    rule = device.byte_rule(bytes_touched, memory.bytes_per_s, share) if memory else None
     return {**result, "device": device.name, "threads": args.threads, **mine,
             "percent_of_peak": 100 * mine["tflops"] / probe.tflops, "bytes_per_s": rate,
             "percent_of_bandwidth": 100 * rate / memory.bytes_per_s if memory else None,
             "byte_rule_ms": rule and rule * 1e3,
+            "within_byte_rule": rule and mine["ms"] <= rule * 1e3,
             "peers": {name: {"refused": refused[name]} if name in refused else numbers(name)
                       for name in against}}
 
@@ -290,7 +313,7 @@ def _silent(_):
 
 def _printer(cases, against, *print_line):
     """A function that prints the row of a result, with whatever it or its peers refused below."""
-    columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s", ">% DRAM", ">rule ms"]
+    columns = ["<case", ">ms", ">min", ">TFLOP/s", ">% peak", ">GB/s", ">% DRAM", ">rule ms", ">rule"]
     columns += [f">{name} ms" for name in against] + [f">x {name}" for name in against]
     rows = terminal.Rows(columns, max(map(len, cases)), *print_line)
 
@@ -304,7 +327,8 @@ def _printer(cases, against, *print_line):
         row = [result["case"], f"{result['ms']:.3f}", f"{result['min_ms']:.3f}",
                f"{result['tflops']:.3f}", f"{result['percent_of_peak']:.1f}",
                f"{result['bytes_per_s'] / 1e9:.1f}", f"{dram:.1f}" if dram else "-",
-               f"{result['byte_rule_ms']:.3f}" if result.get("byte_rule_ms") else "-"]
+               f"{result['byte_rule_ms']:.3f}" if result.get("byte_rule_ms") else "-",
+               {True: "pass", False: "fail"}.get(result.get("within_byte_rule"), "-")]
         peers_of = [result["peers"].get(name, {}) for name in against]
         row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers_of]
         row += [f"{peer['times']:.2f}" if "ms" in peer else "-" for peer in peers_of]

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from .. import _prepared
-from . import case_lines, env
+from . import case_lines, env, work
 
 _HALF = ("return_lse", "return_max_logit", "batch_invariant")  # keywords of the forward pass alone
 
@@ -73,7 +73,10 @@ class Cpu:
     def copies(self, read: int) -> int:
         return 1
 
-    def byte_rule(self, read: int, bytes_per_s: float) -> None:
+    def drawn(self, case, backend: str | None):
+        raise case_lines.UsageError("--grid: its tensors are drawn on a GPU; give --device cuda")
+
+    def byte_rule(self, read: int, bytes_per_s: float, share: float) -> None:
         """Nothing: what a call costs beside reading depends on the machine."""
 
     def contender(self, call):
@@ -121,7 +124,10 @@ class Cuda:
         from ..torch import attention
         from ..torch.conformance import placer, to_numpy
         dtype, place = arguments["q"].dtype, placer("cuda")
+        v_in_k = work.lies_in(arguments["v"], arguments["k"])
         arguments = {name: place(value) for name, value in arguments.items()}
+        if v_in_k:
+            arguments["v"] = arguments["k"][..., :arguments["v"].shape[-1]]
         if not backward:
             def forward():
                 with self._torch.no_grad():
@@ -140,13 +146,26 @@ class Cuda:
         return results[0], numpy_do, lambda: self._torch.autograd.grad(outputs, roots, grads,
                                                                        retain_graph=True)
 
+    def drawn(self, case, backend: str | None):
+        """(tensors, o, a function of one call) of a line of a grid."""
+        from ..torch import attention
+        try:
+            tensors = case.tensors(self._torch, "cuda")
+        except self._torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+        def forward():
+            with self._torch.no_grad():
+                return attention(**tensors, backend=backend)
+        return tensors, forward(), forward
+
     def copies(self, read: int) -> int:
         """Sets of tensors of so many bytes that calls should take by turns."""
         return min(-(-self._COLD_BYTES // max(read, 1)), self._MAX_COPIES)
 
-    def byte_rule(self, read: int, bytes_per_s: float) -> float:
-        """Seconds that a call bound by memory may take: a launch, and reading near its speed."""
-        return 5e-6 + read / (0.95 * bytes_per_s)
+    def byte_rule(self, read: int, bytes_per_s: float, share: float) -> float:
+        """Seconds that a call bound by memory may take: a launch, and reading at a share of its speed."""
+        return 5e-6 + read / (share * bytes_per_s)
 
     def contender(self, call):
         """A function of .calls calls that returns when they have ended."""

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import warnings
-from typing import Callable
+from typing import Callable, Iterator
 
 import numpy as np
 
@@ -35,6 +35,8 @@ class Workload:
     backend: str | None = None  # asked for by name
     gradients: tuple[str, ...] = ()
     dlse: bool = False  # a gradient of lse comes in, beside do
+    # Sets of tensors that were drawn on the device, in turn, where arrays stand for shapes alone (decode_grid).
+    drawn: Iterator[dict] | None = None
 
     @property
     def backward(self) -> bool:
@@ -43,6 +45,8 @@ class Workload:
 
 def prepare(name: str, workload: Workload) -> Callable[[], object]:
     """name: of PEERS, or build:PATH, another build of libtessera, or fa3:PATH, FlashAttention-3."""
+    if workload.drawn is not None and name not in OF_DRAWN:
+        raise Unsupported(f"{name}: takes data of the host, and a grid has none")
     if name.startswith(BUILD):
         from .other_build import Build
         return Build(name[len(BUILD):]).peer(workload)
@@ -153,6 +157,9 @@ def _gradient_function(torch, forward, inputs, do):
 def _torch_sdpa(w: Workload, kernel: str | None = None):
     """kernel: a member of SDPBackend, which then runs or refuses; None: the one that PyTorch picks."""
     torch = import_torch(w)
+    if w.drawn is not None:
+        from .decode_peers import sdpa
+        return sdpa(w, lambda: _choice(kernel))
     kw = w.keywords
     if kw.get("softcap"):
         raise Unsupported("scaled_dot_product_attention has no softcap")
@@ -421,6 +428,13 @@ def _paddle(w: Workload):
     return peer(w)
 
 
+def _decode(name: str):
+    def peer(w: Workload):
+        from . import decode_peers
+        return getattr(decode_peers, name)(w)
+    return peer
+
+
 def _jax(implementation: str):
     def peer(w: Workload):
         from . import jax_peers
@@ -432,6 +446,8 @@ PEERS = {"torch": _torch_sdpa, "flex": _torch_flex, "matmul": _torch_matmul, "nu
          "cudnn": _torch_kernel("cudnn", "CUDNN_ATTENTION"),
          "flash-attn-2": _torch_kernel("flash-attn-2", "FLASH_ATTENTION"),
          "efficient": _torch_kernel("efficient", "EFFICIENT_ATTENTION"),
+         "flashinfer": _decode("flashinfer"), "flash": _decode("flash"),
          "flash-attn-4": _flash_attn_4, "paddle": _paddle,
          "jax-xla": _jax("xla"), "jax-cudnn": _jax("cudnn")}
+OF_DRAWN = {"torch", "cudnn", "flash-attn-2", "efficient", "flashinfer", "flash"}
 OF_BITS = set(PEERS) - {"numpy", "paddle", "jax-xla", "jax-cudnn"}  # PyTorch takes bits of bf16 and fp8 as they are

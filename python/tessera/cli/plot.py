@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import statistics
 
@@ -162,6 +163,28 @@ def _scaling(plt, results, against):
     return figure
 
 
+def _bytes(plt, results, against):
+    """Time over the bytes that a case reads, of tessera and the peers, above the time of a loop that reads as many."""
+    results = [result for result in results if result.get("percent_of_bandwidth")]
+    if not results:
+        raise case_lines.UsageError("--plot-as bytes: no case is bound by memory; take --suite decode or --grid goals")
+    figure, axes = plt.subplots(figsize=(8, 5.5))
+    read = [result["bytes_per_s"] * result["ms"] / 1e3 for result in results]
+    rate = statistics.median(result["bytes_per_s"] * 100 / result["percent_of_bandwidth"] for result in results)
+    for name, marker in zip(("tessera", *against), itertools.cycle("oxs+^v")):
+        axes.scatter(read, [1e3 * _of_peer(result, name, "ms") for result in results], marker=marker, s=22, label=name)
+    ends = [min(read), max(read)]
+    axes.plot(ends, [1e6 * x / rate for x in ends], color="black", linewidth=1,
+              label=f"a loop that reads: {rate / 1e9:.0f} GB/s")
+    ruled = sorted((x, 1e3 * result["byte_rule_ms"]) for x, result in zip(read, results) if result.get("byte_rule_ms"))
+    if ruled:
+        axes.plot(*zip(*ruled), color="grey", linewidth=0.8, linestyle="--", label="the byte rule")
+    axes.set(xscale="log", yscale="log", xlabel="bytes of q, k, v and o", ylabel="us")
+    axes.legend(fontsize=8)
+    return figure
+
+
 _TITLES = {"bars": "Attention: speed of each case", "roofline": "Attention: speed, and what bounds it",
-           "ratio": "Attention: how many times as long others take", "scaling": "Attention: speed over length"}
-_KINDS = {"bars": _bars, "roofline": _roofline, "ratio": _ratio, "scaling": _scaling}
+           "ratio": "Attention: how many times as long others take", "scaling": "Attention: speed over length",
+           "bytes": "Decode: time, and the bytes that it reads"}
+_KINDS = {"bars": _bars, "roofline": _roofline, "ratio": _ratio, "scaling": _scaling, "bytes": _bytes}

@@ -132,3 +132,13 @@ def flops(scores: int, dqk: int, dv: int, backward: bool) -> int:
 def bytes_touched(arrays) -> int:
     """Each input and output once, at the size of its elements."""
     return sum(x.size * x.itemsize for x in arrays if x is not None)
+
+
+def lies_in(v, k) -> bool:
+    """True if v is the first columns of k, as in an MLA cache: one read serves both."""
+    return v.ctypes.data == k.ctypes.data and v.strides == k.strides and v.dtype == k.dtype and v.size > 0
+
+
+def read_once(q, k, v) -> list:
+    """Of these arrays, those that a forward pass reads."""
+    return [q, k] if lies_in(v, k) else [q, k, v]
