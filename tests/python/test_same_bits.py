@@ -87,7 +87,7 @@ def test_a_prompt_may_be_cut_anywhere_in_the_batch_invariant_form(dtype, heads, 
 
 
 def test_the_form_is_the_plain_prefill():
-    one = Sequence("bf16", (4, 2, 64))
+    one = Sequence("fp32", (4, 2, 64))
     assert equal(one.whole(batch_invariant=True), one.whole())
     # Without it few queries are computed another way, which is what makes the test above one.
     assert not equal(one.in_chunks(1, 16), one.whole())
@@ -95,7 +95,7 @@ def test_the_form_is_the_plain_prefill():
 
 def test_many_keys_and_few_queries():
     """So many keys that they are cut and merged, but not in this form."""
-    one = Sequence("bf16", (8, 2, 64), length=5000)
+    one = Sequence("fp32", (8, 2, 64), length=5000)
     k, v, table = one.pages(16)
 
     def last(n, **keywords):
