@@ -17,24 +17,30 @@ struct Level {
   bool (*runs_here)();
 };
 
-#if defined(__x86_64__) && !defined(TESSERA_PORTABLE)
+#ifdef __x86_64__
 // The builtin asks CPUID and, for wide registers, whether the system saves them (XGETBV).
-bool has_avx2() {
+[[maybe_unused]] bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
 }
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_avx512bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
 #endif
 
-// Best first.
+// Those of TESSERA_CPU_LEVELS, a build's option. Best first.
 constexpr Level kLevels[] = {
-#if defined(__x86_64__) && !defined(TESSERA_PORTABLE)
+#ifdef TESSERA_CPU_AVX512BF16
     {&kAvx512Bf16Kernels, has_avx512bf16},
+#endif
+#ifdef TESSERA_CPU_AVX512
     {&kAvx512Kernels, has_avx512},
+#endif
+#ifdef TESSERA_CPU_AVX2
     {&kAvx2Kernels, has_avx2},
 #endif
     {&kPortableKernels, [] { return true; }},
