@@ -83,7 +83,7 @@ for stage in $stages; do
       run 240 python3 -m tessera check --cases smoke --cases ci --through torch --device cuda
       if ! python3 -m pytest --version >/dev/null 2>&1; then echo "pytest: unavailable"; continue; fi
       say "graphs, streams, autograd of tessera.torch"
-      run 240 python3 -m pytest -q -p no:cacheprovider tests/python/test_torch_{cuda,fp8}.py ;;
+      run 240 python3 -m pytest -q -p no:cacheprovider tests/python/on_torch/test_torch_{cuda,fp8}.py ;;
     properties)
       say "exact properties, streams, graphs, large problems"
       run 300 build/cuda/tests/cuda/tessera_cuda_properties ;;
@@ -92,7 +92,7 @@ for stage in $stages; do
       run 240 build/cuda/tests/cuda/tessera_cuda_properties addresses
       if ! python3 -m pytest --version >/dev/null 2>&1; then echo "pytest: unavailable"; continue; fi
       say "the allocators of PyTorch and JAX"
-      run 240 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_allocators.py ;;
+      run 240 python3 -m pytest -q -rs -p no:cacheprovider tests/python/on_torch/test_allocators.py ;;
     jax)
       if ! has pytest hypothesis jax; then echo "jax, pytest, hypothesis: unavailable"; continue; fi
       export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -102,8 +102,8 @@ for stage in $stages; do
       say "cases through tessera.jax"
       run 400 python3 -m tessera check --cases smoke --through jax --device cuda
       say "the tests of JAX; meshes of four (test_jax_sharding, test_jax_context_parallel, test_te_jax_mesh) are the CPU's"
-      run 500 python3 -m pytest -q -rs -p no:cacheprovider tests/python/test_jax.py tests/python/test_jax_{nn,examples}.py \
-        tests/python/test_te_jax.py tests/python/test_te_jax_{cases,flax,words}.py
+      run 500 python3 -m pytest -q -rs -p no:cacheprovider tests/python/on_jax/test_jax.py tests/python/on_jax/test_jax_{nn,examples}.py \
+        tests/python/te/on_jax/test_te_jax.py tests/python/te/on_jax/test_te_jax_{cases,flax,words}.py
       unset JAX_PLATFORMS XLA_PYTHON_CLIENT_PREALLOCATE ;;
     hf)
       if ! has pytest hypothesis torch transformers; then
@@ -111,14 +111,14 @@ for stage in $stages; do
       fi
       say "transformers and examples/serve on cuda"
       TESSERA_TEST_DEVICE=cuda run 500 python3 -m pytest -q -rs -p no:cacheprovider \
-        tests/python/test_torch_hf.py tests/python/test_torch_hf_{models,serving}.py tests/python/test_serve.py ;;
+        tests/python/hf/test_torch_hf.py tests/python/hf/test_torch_hf_{models,serving}.py tests/python/hf/test_serve.py ;;
     ranks)
       if ! has pytest torch || [ "$(python3 -c 'import torch; print(torch.cuda.device_count() > 1)')" != True ]; then
         echo "two GPUs, torch, pytest: unavailable"; continue
       fi
       say "context parallelism over NCCL, a GPU for each rank"
       TESSERA_TEST_DEVICE=cuda run 500 python3 -m pytest -q -rs -p no:cacheprovider \
-        tests/python/test_cp_processes.py tests/python/test_te_context_parallel.py ;;
+        tests/python/cp/test_cp_processes.py tests/python/te/attention/test_te_context_parallel.py ;;
     sanitizer)
       # It says so if it may not attach to the device, and then has no summary of errors.
       if ! timeout -s KILL 60 compute-sanitizer "$cases" --cuda 0 tests/cases/smoke.cases --every 1000 2>&1 |

@@ -14,7 +14,7 @@ for version in "jax==0.10.0" "jax>=0.10"; do
   [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"
   "$venv/bin/pip" install --quiet --disable-pip-version-check --upgrade "$version" flax numpy pytest hypothesis ml_dtypes rich
   "$venv/bin/python" -c 'import jax, jaxlib; print("jax", jax.__version__, "jaxlib", jaxlib.__version__)'
-  PYTHONPATH=python "$venv/bin/python" -m pytest tests/python/test_jax.py -p no:cacheprovider \
+  PYTHONPATH=python "$venv/bin/python" -m pytest tests/python/on_jax/test_jax.py -p no:cacheprovider \
     -k "not check_through and not vmap_is_one_call"
 done
 

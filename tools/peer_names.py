@@ -6,7 +6,7 @@
     python tools/peer_names.py --record     also write docs/data/peer_names.json and the table of docs/migrating.md
     python tools/peer_names.py --recorded   print what is missing of the recorded ones, offline
 
-The peers are read, never imported: their modules want a GPU. tests/python/test_peer_names.py holds the table.
+The peers are read, never imported: their modules want a GPU. tests/python/house/test_peer_names.py holds the table.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "python"))
+sys.path.insert(0, str(ROOT / "tests" / "python" / "hf"))
 PAGE = ROOT / "docs" / "torch.md"
 BEGIN, END = "<!-- models: written by tools/sweep_hf.py -->", "<!-- end of models -->"
 STYLE = {"right": "green", "refused": "cyan", "wrong": "bold red", "not built": "dim"}

@@ -7,7 +7,7 @@
     python tools/te_names.py --recorded   print what is missing of the recorded ones, offline
 
 TransformerEngine is read, never imported: it wants a GPU. Its Python lies in the wheel transformer_engine, the names
-of its extension in the source distribution transformer_engine_torch. tests/python/test_te_names.py holds the table.
+of its extension in the source distribution transformer_engine_torch. tests/python/te/test_te_names.py holds the table.
 """
 
 from __future__ import annotations

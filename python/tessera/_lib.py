@@ -2,7 +2,7 @@
 """The C library, loaded by ctypes: the mirror of include/tessera.h and the translation of its errors.
 
 Nothing here knows NumPy or any other array library. Struct mirrors and tables are checked against
-the header by tests/python/test_mirror.py. Functions take addresses as plain integers, which is what
+the header by tests/python/library/test_mirror.py. Functions take addresses as plain integers, which is what
 makes a call cheap; ctypes releases the GIL while the library runs.
 """
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text of a call, as bindings read it. tests/python/test_call.py has what Python writes.
+// The text of a call, as bindings read it. tests/python/library/test_call.py has what Python writes.
 #include <gtest/gtest.h>
 
 #include "../../python/tessera/call.h"

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Tests by front end. This folder and each test's own are on sys.path: a module that several folders import lies here,
+names of modules are unique, and no folder has a package's name (`torch` would be found where PyTorch is not)."""
+
 import collections
 import os
 

@@ -19,7 +19,7 @@ from tessera import _keywords  # noqa: E402
 from tessera.paddle import _tensors  # noqa: E402
 from tessera.paddle.conformance import to_paddle  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def tensors(*shapes, seed=2, dtype="float32"):

@@ -44,7 +44,7 @@ def test_every_architecture(request):
     import subprocess
     import sys
     from pathlib import Path
-    tool = Path(__file__).resolve().parents[2] / "tools" / "sweep_hf.py"
+    tool = Path(__file__).resolve().parents[3] / "tools" / "sweep_hf.py"
     subprocess.run([sys.executable, tool, "--check"], check=True)
 
 

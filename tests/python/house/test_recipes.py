@@ -14,7 +14,7 @@ from pathlib import Path
 import every_keyword
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BUILT = ROOT / "build" / "lib"
 
 CMAKE = "tessera_room(dummy backend.cc)\n"

@@ -11,7 +11,7 @@ import pytest
 
 from tessera import doors
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_tested_versions_are_those_of_the_tests():

@@ -16,7 +16,7 @@ import pytest
 
 import tessera
 
-PACKAGE = Path(__file__).resolve().parents[2] / "python"
+PACKAGE = Path(__file__).resolve().parents[3] / "python"
 STUB = """from typing import Any, Callable, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 class {array}:

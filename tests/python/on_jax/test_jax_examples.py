@@ -11,7 +11,7 @@ pytest.importorskip("optax")
 
 import jax_device  # noqa: E402, F401  (products in fp32)
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def load(path: str):

@@ -2,7 +2,7 @@
 """Packed and padded sequences in memory of every allocator of PyTorch and of JAX's own: low addresses, where tensor
 maps with lengths need room below a tensor. Each allocator in a process of its own, which runs this file.
 
-    python tests/python/test_allocators.py torch|jax"""
+    python tests/python/on_torch/test_allocators.py torch|jax"""
 import importlib.util
 import os
 import subprocess

@@ -11,7 +11,7 @@ import pytest
 
 from tessera import _call, _keywords, _lib
 
-HEADER = Path(__file__).resolve().parents[2] / "include" / "tessera.h"
+HEADER = Path(__file__).resolve().parents[3] / "include" / "tessera.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
 STRUCTS = {"tensor": _lib.Tensor, "problem": _lib.Problem, "buffers": _lib.Buffers,
            "device": _lib.Device, "info": _lib.Info, "error": _lib.Error,

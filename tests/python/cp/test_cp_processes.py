@@ -267,7 +267,7 @@ def example(rank, group, words):
     import importlib
     import pathlib
     import sys
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples" / "torch"))
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))
     long_context = importlib.import_module("long_context")
     return long_context.run(long_context.parse(words), group, torch.device(cp_ranks.DEVICE))
 

@@ -8,7 +8,7 @@ import pytest
 
 from tessera.te import _words
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEADER = (ROOT / "include" / "tessera_nvte.h").read_text()
 CALL = (ROOT / "src" / "nvte" / "call.cc").read_text()
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import tessera  # noqa: E402
 import tessera.torch as tt  # noqa: E402
-from test_cache import problem  # noqa: E402
+from caches import problem  # noqa: E402
 
 
 def tables(max_pos, r, **keywords):

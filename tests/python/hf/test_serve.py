@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import tessera.torch as tt  # noqa: E402
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "serve"
 
 
 @pytest.fixture(scope="module", autouse=True)

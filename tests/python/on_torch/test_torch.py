@@ -375,7 +375,7 @@ def test_through_the_cases(capsys):
 
 def test_example_trains_to_the_same_loss(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "torch")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples" / "torch")
     import train_gpt
     results = train_gpt.main([
         "--device=cpu", "--width=32", "--heads=2", "--layers=1", "--context=32", "--steps=12",
@@ -386,7 +386,7 @@ def test_example_trains_to_the_same_loss(tmp_path, monkeypatch):
 
 
 def test_host_cost_is_measured_beside_sdpa(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     import torch_host_cost
     threads = torch.get_num_threads()
     try:

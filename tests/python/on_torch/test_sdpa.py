@@ -372,7 +372,7 @@ def test_patch_with_a_fallback_warns_and_lets_pytorch_compute():
 
 
 def test_a_vision_transformer_trains_the_same(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples" / "torch")
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3] / "examples" / "torch")
     import vit
     curves = vit.main(["--steps", "3"])
     assert curves["tessera"] == pytest.approx(curves["PyTorch"], rel=1e-3)

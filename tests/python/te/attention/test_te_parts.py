@@ -529,7 +529,7 @@ PRINTED = {
 
 @pytest.mark.parametrize("script", PRINTED)
 def test_benchmark(script, monkeypatch, capsys):
-    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "te"
+    folder = Path(__file__).resolve().parents[4] / "benchmarks" / "te"
     arguments, lines = PRINTED[script]
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(sys, "argv", [script, "--device", "cpu", "--reduce", "64", *arguments])

@@ -17,7 +17,7 @@ import tessera
 from tessera import _call, _described, _lib, _numpy
 from tessera._call import Call, fields_of
 
-CASES = Path(__file__).resolve().parents[1] / "cases"
+CASES = Path(__file__).resolve().parents[2] / "cases"
 check = _lib.load("libtessera_check.so")
 
 

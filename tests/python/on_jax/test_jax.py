@@ -20,7 +20,7 @@ from jax_device import CPU, DEVICE, ON_CPU, same  # noqa: E402
 from tessera import _lib  # noqa: E402
 from tessera.jax import _call, _functions, _vmap, nn  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 N, B, S, H, D = 3, 2, 5, 4, 8
 PADDED = {"bshd": (B, S, H, D), "sbhd": (S, B, H, D), "bhsd": (B, H, S, D)}
 
