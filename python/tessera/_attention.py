@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import numpy as np
 
-from . import _keywords, _numpy, _prepared
-from ._documented import documented
+from . import _numpy
+from ._call import _keywords, _prepared
+from ._call._documented import documented
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

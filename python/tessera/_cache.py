@@ -8,7 +8,8 @@ import ctypes
 
 import numpy as np
 
-from . import _args, _keywords, _lib, _numpy, _utilities
+from . import _lib, _numpy, _utilities
+from ._call import _args, _keywords
 
 _POSITIONS = {1: (0, None), 2: (0, 1)}
 _SCALE = {1: (None, 0), 2: (0, 1)}

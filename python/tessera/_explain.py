@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import _args, _keywords, _lib, _numpy, _prepared
-from ._described import NEW, Described
+from . import _lib, _numpy
+from ._call import _args, _keywords, _prepared
+from ._call._described import NEW, Described
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from . import _lib
-from ._args import ArrayInfo
+from ._call._args import ArrayInfo
 
 noun, num_threads = "NumPy array", None
 array_type = np.ndarray

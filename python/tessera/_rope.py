@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _args, _numpy
+from . import _numpy
+from ._call import _args
 
 
 def rope_table(max_pos: int, r: int, *, base: float = 10000.0,

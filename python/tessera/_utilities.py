@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import _args, _keywords, _lib, _numpy, _prepared
+from . import _lib, _numpy
+from ._call import _args, _keywords, _prepared
 
 
 def merge(parts: Sequence[tuple[np.ndarray, np.ndarray]], *, layout: _keywords.Format = "bshd",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import tessera
-from tessera import _described, _keywords, _prepared
+from tessera._call import _described, _keywords, _prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "lib"
@@ -63,7 +63,7 @@ def ignored(monkeypatch, front, array, known=None) -> list[str]:
 
 
 # A flag and a tensor that the core has and no keyword names.
-KEYWORD = "python/tessera/_keywords.py", "class Single(Keywords, total=False):", '''
+KEYWORD = "python/tessera/_call/_keywords.py", "class Single(Keywords, total=False):", '''
     v_in_k: Annotated[bool, _flag(_lib.V_IN_K, doc="Values are a part of k.")]
     keep_tail: Annotated[Array | None, Tensor(
         axes="b|1, hq|1, sq, sq", dtype="bool", refused=True, doc="Mask of the last sq keys.")]

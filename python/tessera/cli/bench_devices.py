@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from .. import _prepared
+from .._call import _prepared
 from . import case_lines, env, work
 
 _HALF = ("return_lse", "return_max_logit", "batch_invariant")  # keywords of the forward pass alone

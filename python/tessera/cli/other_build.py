@@ -26,7 +26,7 @@ class Build:
     def peer(self, w: peers.Workload):
         """A function of one call of the workload."""
         torch = peers.import_torch(w)
-        from .._described import NEW
+        from .._call._described import NEW
         from ..torch._describe import Described
         from ..torch.conformance import placer
         place = placer(w.device)

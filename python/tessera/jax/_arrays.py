@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _args, _lib
-from .._args import ArrayInfo
+from .. import _lib
+from .._call import _args
+from .._call._args import ArrayInfo
 
 noun = "JAX array"
 

@@ -23,8 +23,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import _args, _lib
-from .._call import GRADIENT_OF, Call
+from .. import _lib
+from .._call import GRADIENT_OF, Call, _args
 from . import _arrays, _binding, _partition, _vmap
 from ._results import prepare, results_of
 

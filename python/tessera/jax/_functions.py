@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _args, _explain, _keywords, _lib
+from .. import _explain, _lib
+from .._call import _args, _keywords
 from .._attention import Gradients
 from .._call import GRADIENTS
-from .._described import NEW, Described, operands_of, returned
-from .._documented import documented
+from .._call._described import NEW, Described, operands_of, returned
+from .._call._documented import documented
 from . import _arrays, _binding, _call
 from ._results import prepare, results_of, validate
 

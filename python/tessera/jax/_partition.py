@@ -23,10 +23,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import _fold, _lib
-from .._args import is_fp8
+from .. import _lib
+from .._call import _fold
+from .._call._args import is_fp8
 from .._call import GRADIENTS, Call
-from .._described import shape_of
+from .._call._described import shape_of
 from ._results import results_of
 
 _log = logging.getLogger("tessera.sharding")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import jax
 
-from .. import _described, _lib
-from .._call import Call
+from .. import _lib
+from .._call import Call, _described
 from . import _arrays, _binding
 
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _args, _keywords, _lib, _utilities
+from .. import _lib, _utilities
+from .._call import _args, _keywords
 from . import _arrays, _binding
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import _described
-from .._call import Call
-from .._fold import Axes, Fold, folds_heads, shape_of
+from .._call import Call, _described
+from .._call._fold import Axes, Fold, folds_heads, shape_of
 
 
 class _Library:

@@ -15,9 +15,9 @@ import operator
 import paddle
 from paddle.autograd import PyLayer
 
-from .. import _args, _lib, _prepared, _utilities
-from .._call import Call
-from .._described import NEW, returned
+from .. import _lib, _utilities
+from .._call import Call, _args, _prepared
+from .._call._described import NEW, returned
 from . import _tensors
 
 

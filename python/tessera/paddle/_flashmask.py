@@ -16,7 +16,8 @@ import logging
 
 import paddle
 
-from .. import _args, _lib
+from .. import _lib
+from .._call import _args
 from . import _functions, _tensors
 
 _log = logging.getLogger("tessera.paddle")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, overload
 
 import paddle
 
-from .. import _args, _explain, _keywords, _prepared, _utilities
+from .. import _explain, _utilities
+from .._call import _args, _keywords, _prepared
 from .._attention import Gradients
-from .._documented import documented
+from .._call._documented import documented
 from . import _autograd, _static, _tensors
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ import sys
 import paddle
 from paddle.jit import api as jit_api
 
-from .. import _args, _lib, _prepared
-from .._args import ArrayInfo
+from .. import _lib
+from .._call import _args, _prepared
+from .._call._args import ArrayInfo
 from .._call import Call
-from .._described import Described, operands_of, results_of, returned
+from .._call._described import Described, operands_of, results_of, returned
 from . import _autograd, _tensors
 
 Value = paddle.pir.Value

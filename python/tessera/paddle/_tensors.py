@@ -9,7 +9,7 @@ import paddle
 from paddle import _C_ops
 
 from .. import _lib, _numpy
-from .._args import ArrayInfo
+from .._call._args import ArrayInfo
 
 noun, num_threads = "Paddle tensor", None
 array_type = paddle.Tensor

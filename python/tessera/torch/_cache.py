@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import _cache, _keywords, _lib
+from .. import _cache, _lib
+from .._call import _keywords
 from . import _kernels, _ops, _tensors
 
 _ROTATE = ("rotate(Tensor x, Tensor cos, Tensor sin, Tensor? positions, str layout, bool interleaved, "

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import _call, _described, _keywords, _lib
-from .._call import GRADIENTS, Call
+from .. import _call, _lib
+from .._call import GRADIENTS, Call, _described, _keywords
 from . import _tensors
 
 OPTIONS = {name: row for name, row in _keywords.ALL.items()

@@ -14,7 +14,8 @@ import sys
 
 import torch
 
-from .. import _keywords, _lib
+from .. import _lib
+from .._call import _keywords
 
 _NAME = "tessera.attention"
 # What each rank's part of is known: by the names of their axes, right-aligned, an extent of 1 for all.

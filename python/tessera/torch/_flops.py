@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula
 
-from .._args import ORDERS
+from .._call._args import ORDERS
 from .._call import Call
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .. import _args, _explain, _keywords, _lib, _prepared
+from .. import _explain, _lib
+from .._call import _args, _keywords, _prepared
 from .._attention import Gradients
-from .._documented import documented
+from .._call._documented import documented
 from . import _describe, _dtensor, _nested, _ops, _tensors
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import ctypes
 
 import torch
 
-from .. import _args, _lib
-from .._call import Call
+from .. import _lib
+from .._call import Call, _args
 from . import _describe, _tensors
 
 

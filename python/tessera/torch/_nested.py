@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _args
+from .._call import _args
 from . import _tensors
 
 _LAYOUTS = {"bshd": 1, "bhsd": 2}  # -> the ragged axis

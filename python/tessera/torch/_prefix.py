@@ -7,7 +7,8 @@ import dataclasses
 
 import torch
 
-from .. import _keywords, _lib
+from .. import _lib
+from .._call import _keywords
 from .._explain import Explanation
 from ._functions import attention, explain, merge
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from .. import _lib
-from .._args import ORDERS, ArrayInfo
+from .._call._args import ORDERS, ArrayInfo
 
 noun, array_type = "PyTorch tensor", torch.Tensor
 

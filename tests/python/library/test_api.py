@@ -13,7 +13,7 @@ import pytest
 import oracle
 import signatures
 import tessera
-from tessera import _keywords
+from tessera._call import _keywords
 
 RNG = np.random.default_rng(1)
 

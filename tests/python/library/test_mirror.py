@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera import _call, _keywords, _lib
+from tessera import _call, _lib
+from tessera._call import _keywords
 
 HEADER = Path(__file__).resolve().parents[3] / "include" / "tessera.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)

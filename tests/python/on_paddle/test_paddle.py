@@ -15,7 +15,7 @@ paddle = pytest.importorskip("paddle")
 
 import tessera  # noqa: E402
 import tessera.paddle as tp  # noqa: E402
-from tessera import _keywords  # noqa: E402
+from tessera._call import _keywords  # noqa: E402
 from tessera.paddle import _tensors  # noqa: E402
 from tessera.paddle.conformance import to_paddle  # noqa: E402
 

@@ -125,7 +125,7 @@ def test_text_is_what_the_arguments_say():
             if mine.dtype:
                 assert bytes(mine) == bytes(yours), case
         seen |= fields.keys()
-    forward = {field for row in tessera._keywords.FORWARD.values() if getattr(row, "fields", ())
+    forward = {field for row in tessera._call._keywords.FORWARD.values() if getattr(row, "fields", ())
                for field in row.fields} & tessera._call.FIELDS.keys()
     assert forward - seen <= {"format_q", "format_kv", "k_scale_block"}
 
@@ -137,14 +137,14 @@ def test_no_keyword_is_ignored():
               "bias_at": "pre_scale", "dropout_p": 0.5, "backend": "cpu", "sm_margin": 1, "precision": "fp8",
               "smooth": "mean", "scale_block": (1, 1), "out_dtype": "float32", "max_seqlen_q": 1, "max_seqlen_k": 1}
     bias = {"bias": torch.zeros(33, 33)}
-    for name, row in tessera._keywords.FORWARD.items():
-        if isinstance(row, tessera._keywords.Output):
+    for name, row in tessera._call._keywords.FORWARD.items():
+        if isinstance(row, tessera._call._keywords.Output):
             continue  # goes beside the text
 
         def text(keywords):
             names, _, options, flags = tt._describe.sort(q, k, v, keywords)
             outputs = tt._functions._outputs(q, keywords)
             return tt._describe.written(names, options, flags, outputs), tt._functions._picked(outputs, keywords)
-        value = q if isinstance(row, tessera._keywords.Tensor) else values.get(name, not row.default)
+        value = q if isinstance(row, tessera._call._keywords.Tensor) else values.get(name, not row.default)
         base = {} if name == "bias" else bias
         assert text(base) != text({**base, name: value}), name

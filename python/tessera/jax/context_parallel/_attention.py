@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _args, _keywords, _lib
+from ... import _lib
+from ..._call import _args, _keywords
 from ...context_parallel import Shards
 from .. import _arrays, _functions
 from ._rows import OPERATION, Rows, error, inverse, rows_of, taken, whole

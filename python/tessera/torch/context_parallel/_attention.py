@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as _Shard
 
-from ... import _keywords, _lib
-from ..._described import Described
-from ...context_parallel import Plan, Shards
-from ...context_parallel import plan as _plan
+from ... import _lib
+from ..._call import _keywords
+from ..._call._described import Described
+from ...context_parallel import Plan, Shards, plan as _plan
 from .. import _describe, _functions, _tensors
 from ..comm import Topology, by_name
 from . import _check, _op, _rows, _spec

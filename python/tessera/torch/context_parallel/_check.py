@@ -9,7 +9,8 @@ import json
 
 import torch
 
-from ... import _args, _lib
+from ... import _lib
+from ..._call import _args
 from .. import _describe, _tensors
 from ..comm import Topology
 from ._spec import Spec

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..._args import ORDERS
+from ..._call._args import ORDERS
 
 
 class Rows:

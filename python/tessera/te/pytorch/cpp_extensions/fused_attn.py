@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ...._args import ORDERS
+from ...._call._args import ORDERS
 from ....torch import attention, attention_backward
 from .. import _words
 from .._translate import Call

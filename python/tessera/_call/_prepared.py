@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import ctypes
 
-from . import _args, _interrupt, _lib
-from ._call import GRADIENTS, Call
+from .. import _interrupt, _lib
+from . import GRADIENTS, Call, _args
 from ._described import NEW, Described, operands_of
 
 _MAX_PREPARED = 512

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from . import _lib
+from .. import _lib
 
 Array = Any  # of the front end's library
 

@@ -11,8 +11,8 @@ import ctypes
 
 import numpy as np
 
-from . import _args, _keywords, _lib, _numpy
-from ._call import FLAG, FIELDS, GRADIENTS, Call, Operand, fields_of, gradient_of, number_of
+from .. import _lib, _numpy
+from . import FIELDS, FLAG, GRADIENTS, Call, Operand, fields_of, gradient_of, number_of, _args, _keywords
 
 ROWS = ("do", "o", "lse", "dlse")  # what the backward pass takes beside the inputs
 _WIDE = ("dq", "dk", "dv")  # may have another dtype than their inputs, and an amax

@@ -13,7 +13,8 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from . import _keywords, _lib
+from .. import _lib
+from . import _keywords
 
 # The rows of core/problem/fields.def, in their order, which is that of texts.
 FLAG, WORD, INTEGER, NUMBER, TEXT = "flag", "word", "integer", "number", "text"

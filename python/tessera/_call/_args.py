@@ -17,8 +17,8 @@ import numbers
 import operator
 from typing import NamedTuple
 
-from . import _keywords, _lib
-from ._call import GRADIENTS
+from .. import _lib
+from . import GRADIENTS, _keywords
 from ._keywords import ORDERS
 
 ROWS = ((0, 1, 2), (None, 0, 1))  # lse: [b, hq, sq] or [hq, t]

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import _keywords, _lib
+from .. import _lib
+from . import _keywords
 from ._args import ORDERS
 
 DENSE = ("bias", "mask", "keep_tail")
