@@ -23,7 +23,7 @@ for other in 3.12 3.13 3.14; do
     --python-version $other --dest "$work/$other" jaxlib || continue
   wheel=$(ls "$work/$other"/*.whl | tail -1)
   "$python" -m zipfile -e "$wheel" "$work/$other"
-  c++ -std=c++20 -fsyntax-only -Ipython/tessera -isystem "$work/$other/jaxlib/include" tests/jax/abi_test.cc
+  c++ -std=c++20 -fsyntax-only -Ipython/bindings -isystem "$work/$other/jaxlib/include" tests/jax/abi_test.cc
   echo "$(basename "$wheel"): the interface is as declared"
   rm -rf "${work:?}/$other"
 done

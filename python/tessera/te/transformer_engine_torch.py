@@ -25,7 +25,7 @@ from .pytorch.attention.dot_product_attention.softmax import (
     scaled_aligned_causal_masked_softmax_backward, scaled_aligned_causal_masked_softmax_forward,
     scaled_masked_softmax_backward, scaled_masked_softmax_forward, scaled_softmax_backward, scaled_softmax_forward,
     scaled_upper_triang_masked_softmax_backward, scaled_upper_triang_masked_softmax_forward)
-from .pytorch.attention.dot_product_attention._masks import get_thd_padding_mask
+from .pytorch.attention.dot_product_attention._inputs._masks import get_thd_padding_mask
 from .pytorch.cpp_extensions._tables import (FusedAttnBackend, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
                                              NVTE_QKV_Layout, NVTE_Softmax_Type)
 from .pytorch.utils import get_cudnn_version

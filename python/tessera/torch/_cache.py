@@ -7,7 +7,8 @@ import torch
 
 from .. import _cache, _lib
 from .._call import _keywords
-from . import _kernels, _ops, _tensors
+from . import _ops, _tensors
+from ._ops import _kernels
 
 _ROTATE = ("rotate(Tensor x, Tensor cos, Tensor sin, Tensor? positions, str layout, bool interleaved, "
            "bool inverse) -> Tensor")

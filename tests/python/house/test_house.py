@@ -139,7 +139,7 @@ def test_every_variable_is_on_its_page():
 def test_a_table_of_errors_says_what_is_said():
     """Each text of docs/faq.md's table is in the sources; … is what a message fills in."""
     texts = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
-    said = "".join(path.read_text() for folder in ("src", "python/tessera") for path in (ROOT / folder).rglob("*")
+    said = "".join(path.read_text() for folder in ("src", "python") for path in (ROOT / folder).rglob("*")
                    if path.suffix in (".py", ".cc", ".h"))
     said = re.sub(r'"\s*f?"', "", said)  # texts go on on the next line
     missing = [part for text in texts for part in text.split("…") if part not in said]

@@ -92,7 +92,7 @@ def replace(path, old, new):
 
 
 def copy_sources(tree, *more):
-    for folder in ("src", "include", "cmake", "tools", "python/tessera", *more):
+    for folder in ("src", "include", "cmake", "tools", "python", *more):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "CMakeLists.txt", tree)
     return tree

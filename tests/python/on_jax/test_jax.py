@@ -596,7 +596,7 @@ def test_flax_attention_fn():
 def test_interface_is_that_of_the_installed_jaxlib():
     compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
     done = subprocess.run(
-        [compiler, "-std=c++20", "-fsyntax-only", "-I", ROOT / "python" / "tessera", "-isystem",
+        [compiler, "-std=c++20", "-fsyntax-only", "-I", ROOT / "python" / "bindings", "-isystem",
          jax.ffi.include_dir(), ROOT / "tests" / "jax" / "abi_test.cc"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -604,7 +604,7 @@ def test_interface_is_that_of_the_installed_jaxlib():
 def test_interface_check_sees_a_difference(tmp_path):
     compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
     (tmp_path / "jax").mkdir()
-    header = (ROOT / "python/tessera/jax/xla_ffi_abi.h").read_text()
+    header = (ROOT / "python/bindings/jax/xla_ffi_abi.h").read_text()
     (tmp_path / "jax" / "xla_ffi_abi.h").write_text(header.replace("kF16 = 10", "kF16 = 11"))
     done = subprocess.run(
         [compiler, "-std=c++20", "-fsyntax-only", "-I", tmp_path, "-isystem", jax.ffi.include_dir(),

@@ -23,7 +23,7 @@ def test_both_kernels_agree():
     """The compiled binding and the one through ctypes, bit for bit."""
     if not tt._ops.has_binding:
         pytest.skip("libtessera_torch.so was not built")
-    from tessera.torch import _kernels
+    from tessera.torch._ops import _kernels
     q, k, v = qkv(b=3, hk=2, dtype=torch.bfloat16)
     given = dict(bias=torch.randn(4, 33, 33), sink=torch.randn(4), seqlens_k=torch.tensor([33, 0, 7]),
                  alibi_slopes=torch.rand(3, 4), softmax_scale=0.3, causal=True, align="bottom_right",
@@ -52,7 +52,7 @@ def test_both_kernels_lay_results_out_alike(order, dv):
     """In the order of q's axes in memory, and for gradients in that of their inputs; expanded ones too."""
     if not tt._ops.has_binding:
         pytest.skip("libtessera_torch.so was not built")
-    from tessera.torch import _kernels
+    from tessera.torch._ops import _kernels
     shape, back = [(2, 3, 5)[axis] for axis in order], [order.index(axis) for axis in range(3)]
     q, k, v = (torch.randn(*shape, d).permute(*back, 3) for d in (8, 8, dv))
     text = "in=q,k,v format_q=bhsd format_kv=bhsd out=o,lse"

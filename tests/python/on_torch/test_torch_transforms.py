@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch as tt  # noqa: E402
-from tessera.torch import _vmap  # noqa: E402
+from tessera.torch._ops import _vmap  # noqa: E402
 
 N, B, S, H, D = 3, 2, 5, 4, 8
 PADDED = {"bshd": (B, S, H, D), "sbhd": (S, B, H, D), "bhsd": (B, H, S, D)}

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..._lib import Refused
 from .._names import missing
-from .attention.dot_product_attention._fp8_state import recipes_of
+from .attention.dot_product_attention._quantized._fp8_state import recipes_of
 from .quantization import get_default_recipe
 
 __all__ = ["make_graphed_callables"]

@@ -78,7 +78,7 @@ def _device() -> str:
 
 
 def _fp8_support(device: str) -> tuple[bool, str]:
-    from .attention.dot_product_attention._selection import _explained
+    from .attention.dot_product_attention._choice._selection import _explained
     reasons = _explained("fwd e4m3 b=1 s=128 h=1 d=128 qscale=one kvscale=one", device)
     return not reasons, "; ".join(reasons)
 

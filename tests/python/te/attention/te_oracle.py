@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _selection)
+from tessera.te.pytorch.attention.dot_product_attention import _attention_backends  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
          "padding_causal_bottom_right", "arbitrary")

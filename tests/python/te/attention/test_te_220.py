@@ -14,8 +14,8 @@ import tessera.te.transformer_engine_torch as tex  # noqa: E402
 from tessera.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, MultiheadAttention, TransformerLayer, constants  # noqa: E402
 from tessera.te.pytorch.attention import custom_ops  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _selection, context_parallel, softmax, utils)
+from tessera.te.pytorch.attention.dot_product_attention import context_parallel, softmax, utils  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from tessera._lib import Refused  # noqa: E402
 from te_oracle import fresh_selection  # noqa: E402, F401

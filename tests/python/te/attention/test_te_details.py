@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 from tessera.te.common import recipe  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, quantization  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _selection, _unfused, backends, utils)
+from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, _unfused, backends, utils  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem, fresh_selection  # noqa: E402,F401
 

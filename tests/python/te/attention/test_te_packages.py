@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _packages, backends)
+from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, backends  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _packages  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, InferenceParams, constants  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _selection, backends, utils)
+from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, backends, utils  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem  # noqa: E402
 

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention import (  # noqa: E402
-    _attention_backends, _plans, utils)
+from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, utils  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _plans  # noqa: E402
 from te_oracle import fresh_selection  # noqa: E402,F401
 
 

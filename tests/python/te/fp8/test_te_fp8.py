@@ -20,7 +20,8 @@ from tessera.te.common.recipe import (CustomRecipe, DelayedScaling, Float8BlockS
                                       NVFP4BlockScaling)
 from tessera.te.pytorch import quantization  # noqa: E402
 from te_fp8_core import E4M3, E5M2, O, QKV, fresh, module  # noqa: E402, F401
-from tessera.te.pytorch.attention.dot_product_attention import _fp8_state, backends, utils  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention import backends, utils  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._quantized import _fp8_state  # noqa: E402
 from tessera.te.pytorch.quantization import (DelayedScalingRecipeState, FP8GlobalStateManager,  # noqa: E402
                                              autocast)
 

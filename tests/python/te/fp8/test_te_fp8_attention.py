@@ -14,7 +14,8 @@ from te_fp8_core import (DO, DP, DQKV, E4M3, E5M2, O, P, QKV, Core, contained, e
                          largest, module, problem, step)
 from tessera.te.common.recipe import (DelayedScaling, Float8BlockScaling, Float8CurrentScaling,  # noqa: E402
                                       Format, MXFP8BlockScaling, NVFP4BlockScaling)
-from tessera.te.pytorch.attention.dot_product_attention import _fp8, _selection  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._quantized import _fp8  # noqa: E402
 from tessera.te.pytorch.quantization import autocast  # noqa: E402
 
 DS = DelayedScaling(fp8_dpa=True)

@@ -9,7 +9,7 @@ from .... import _lib
 from ....torch import append_kv
 from ..._names import missing
 from ..cpp_extensions._tables import QKVFormat
-from .dot_product_attention._sequences import ConvertBSHDtoTHD, ConvertTHDtoBSHD
+from .dot_product_attention._inputs._sequences import ConvertBSHDtoTHD, ConvertTHDtoBSHD
 
 __all__ = ["convert_bshd_to_thd", "convert_thd_to_bshd", "copy_to_kv_cache", "fa_prepare_bwd", "fa_prepare_fwd"]
 __getattr__ = missing(__name__)

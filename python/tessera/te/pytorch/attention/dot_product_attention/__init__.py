@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from ...._names import missing
-from ._selection import _attention_backends
+from ._choice._selection import _attention_backends
 from .dot_product_attention import DotProductAttention
 from .utils import _alibi_cache
 

@@ -16,7 +16,7 @@ from ...constants import TE_DType, TE_DType_To_Torch
 from ...cpp_extensions._tables import (FusedAttnBackend, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
                                        NVTE_QKV_Layout, NVTE_Softmax_Type)
 from ...quantization import MXFP8, get_fp8_te_dtype
-from . import _selection
+from ._choice import _selection
 
 _FORMAT_UNSET, _LAYOUT_UNSET = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET, NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
 _FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)

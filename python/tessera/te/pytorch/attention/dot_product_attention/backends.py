@@ -27,9 +27,10 @@ from ...._names import missing
 from ... import _words
 from ...cpp_extensions._tables import FusedAttnBackend
 from ...cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
-from . import _direct, _packages, _unfused
-from ._emulation import FP8EmulationFunc  # noqa: F401 - where TE has it
-from ._sequences import _PrepareQKVForFA  # noqa: F401 - where TE has it
+from . import _direct, _unfused
+from ._choice import _packages
+from ._quantized._emulation import FP8EmulationFunc  # noqa: F401 - where TE has it
+from ._inputs._sequences import _PrepareQKVForFA  # noqa: F401 - where TE has it
 from .utils import _alibi_cache
 
 __getattr__ = missing(__name__)

@@ -19,12 +19,15 @@ from ...constants import AttnTypes, CPLoadBalancingStrategy
 from ...cpp_extensions._tables import META_O, META_QKV
 from ...quantization import FP8GlobalStateManager
 from ...tensor.quantized_tensor import QuantizedTensor
-from . import _fp8, _packed, _plans, _policies, _score_mod, _selection, _unfused
+from . import _score_mod, _unfused
+from ._choice import _plans, _policies, _selection
+from ._inputs import _packed
+from ._quantized import _fp8
 from . import utils as dpa_utils
 from ._direct import merged
-from ._emulation import Emulation
-from ._fp8_state import Float8Module
-from ._selection import AttentionParams, _attention_backends
+from ._quantized._emulation import Emulation
+from ._quantized._fp8_state import Float8Module
+from ._choice._selection import AttentionParams, _attention_backends
 from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention, function_of
 from .context_parallel import Spread, two_chunks
 

@@ -12,7 +12,7 @@ import torch
 
 from ...._logging import switch
 from ...._names import missing
-from ._masks import causal_hidden
+from ._inputs._masks import causal_hidden
 
 __all__ = ["FusedScaleMaskSoftmax"]
 __getattr__ = missing(__name__)

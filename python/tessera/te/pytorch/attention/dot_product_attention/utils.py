@@ -11,12 +11,11 @@ from ...cpp_extensions._tables import META_DO, META_DP, META_DQKV, META_O, META_
 from ...tensor.float8_tensor import Float8Quantizer
 from ...tensor.quantized_tensor import QuantizedTensor
 from ._fused import FusedAttentionParams, FusedAttnSpec, get_fused_attn_spec
-from ._layouts import get_qkv_format, get_qkv_layout, maybe_contiguous, qkv_layout_needs_detection
-from ._masks import get_alibi, get_full_mask, get_padding_mask, get_thd_padding_mask
-from ._selection import AttentionParams, flash_version, get_attention_backend
-from ._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
-                         _cu_seqlens_cache, get_cu_seqlens, get_cu_seqlens_and_indices,
-                         get_full_cu_seqlens, get_indices)
+from ._inputs._layouts import get_qkv_format, get_qkv_layout, maybe_contiguous, qkv_layout_needs_detection
+from ._inputs._masks import get_alibi, get_full_mask, get_padding_mask, get_thd_padding_mask
+from ._choice._selection import AttentionParams, flash_version, get_attention_backend
+from ._inputs._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor, _cu_seqlens_cache,
+                                 get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens, get_indices)
 
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",
            "FlashAttentionUtils", "FusedAttentionParams", "FusedAttnSpec", "PackTensors",

@@ -7,10 +7,10 @@ import dataclasses
 
 import torch
 
-from ...cpp_extensions._tables import META_DO, META_DP, META_DQKV, META_O, META_QKV, META_S
-from ...quantization import FP8GlobalStateManager
-from ...tensor.float8_tensor import Float8CurrentScalingQuantizer
-from ...tensor.quantized_tensor import QuantizedTensor
+from ....cpp_extensions._tables import META_DO, META_DP, META_DQKV, META_O, META_QKV, META_S
+from ....quantization import FP8GlobalStateManager
+from ....tensor.float8_tensor import Float8CurrentScalingQuantizer
+from ....tensor.quantized_tensor import QuantizedTensor
 
 _FORWARD = ("S_quantizer", "O_quantizer")
 _BACKWARD = ("dO_quantizer", "dP_quantizer")

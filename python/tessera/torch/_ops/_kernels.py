@@ -8,9 +8,9 @@ import ctypes
 
 import torch
 
-from .. import _lib
-from .._call import Call, _args
-from . import _describe, _tensors
+from ... import _lib
+from ..._call import Call, _args
+from .. import _describe, _tensors
 
 
 def attention(inputs, sizes, text):

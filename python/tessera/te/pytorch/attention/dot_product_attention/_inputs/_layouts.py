@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 
-from ... import _words
+from .... import _words
 
 
 def get_qkv_format(qkv_layout: str = "bshd_bshd_bshd", inference_params=None):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula
 
-from .._call._args import ORDERS
-from .._call import Call
+from ..._call._args import ORDERS
+from ..._call import Call
 
 
 def _pairs_and_sizes(inputs, text):

@@ -19,9 +19,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from .. import _bindings, _lib
-from .._call import Call, _args
-from . import _describe, _flops, _kernels, _tensors, _vmap
+from ... import _bindings, _lib
+from ..._call import Call, _args
+from .. import _describe, _tensors
+from . import _flops, _kernels, _vmap
 
 _library = torch.library.Library("tessera", "DEF")
 for _schema in ("attention(Tensor[] inputs, SymInt[] sizes, str call) -> Tensor[]",

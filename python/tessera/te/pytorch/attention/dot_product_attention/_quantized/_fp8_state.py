@@ -16,14 +16,14 @@ import pickle
 
 import torch
 
-from ..... import _lib
-from ...._logging import switch
-from ....common import recipe as recipes
-from ....common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
-from ... import _words
-from ..._linear import Stateful
-from ...quantization import (MXFP8, DelayedScalingRecipeState, FP8GlobalStateManager, RecipeState,
-                             forward_quantizers, get_fp8_max)
+from ...... import _lib
+from ....._logging import switch
+from .....common import recipe as recipes
+from .....common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from .... import _words
+from ...._linear import Stateful
+from ....quantization import (MXFP8, DelayedScalingRecipeState, FP8GlobalStateManager, RecipeState,
+                              forward_quantizers, get_fp8_max)
 
 _SLOTS = {"scaling_fwd": (9, 3), "scaling_bwd": (6, 2)}  # of one recipe, and of P or dP beside another
 _FORMATS = {"HYBRID": Format.HYBRID, "E4M3": Format.E4M3, "E5M2": Format.E5M2}

@@ -11,10 +11,10 @@ import os
 
 import torch
 
-from .....torch._functions import prepared
-from ...._logging import logger
+from ......torch._functions import prepared
+from ....._logging import logger
 from . import _selection
-from . import utils as dpa_utils
+from .. import utils as dpa_utils
 from ._selection import _attention_backends
 
 CHOSEN = ("use_flash_attention", "flash_attention_backend", "use_fused_attention",

@@ -17,13 +17,13 @@ try:
 except ImportError:
     from torch.torch_version import TorchVersion as Version
 
-from ..... import __version__, _explain, _lib, backends
-from ...._logging import AttentionLogging, logger, switch
-from ....common.recipe import DelayedScaling
-from ..._words import formats_of
-from ...cpp_extensions._tables import FusedAttnBackend
-from ...quantization import get_fp8_torch_dtype
-from . import _fp8_state
+from ...... import __version__, _explain, _lib, backends
+from ....._logging import AttentionLogging, logger, switch
+from .....common.recipe import DelayedScaling
+from ...._words import formats_of
+from ....cpp_extensions._tables import FusedAttnBackend
+from ....quantization import get_fp8_torch_dtype
+from .._quantized import _fp8_state
 
 NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
 _FLASH, _FUSED, _UNFUSED = NAMES

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import _words
-from .context_parallel import _host
+from .... import _words
+from ..context_parallel import _host
 
 _NEEDED = {"sequence_ids", "mask_type", "window_size"}
 

@@ -12,9 +12,9 @@ import os
 
 import torch
 
-from ..... import _lib
-from .....torch import attention as own_attention
-from ...._logging import logger, switch
+from ...... import _lib
+from ......torch import attention as own_attention
+from ....._logging import logger, switch
 
 NAMES = ("flash_attn", "flash_attn_interface", "flash_attn.cute")
 TE_ORDER = "TESSERA_TE_ORDER"

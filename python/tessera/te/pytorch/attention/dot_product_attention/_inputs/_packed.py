@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import _words
+from .... import _words
 
 
 def separate(query, key, value, qkv, kv, interleave_dim, qkv_format: str):

@@ -20,13 +20,13 @@ import logging
 import torch
 from torch.autograd.function import once_differentiable
 
-from .....torch import attention as core_attention
-from .....torch import attention_backward as core_backward
-from ...._logging import fused_logger, switch
-from ...cpp_extensions._tables import META_DO, META_DQKV, META_O, META_QKV, META_S
-from ...quantization import FP8GlobalStateManager
-from ...tensor.float8_tensor import Float8Quantizer, Float8Tensor, largest, torch_dtype
-from ...tensor.quantized_tensor import QuantizedTensor
+from ......torch import attention as core_attention
+from ......torch import attention_backward as core_backward
+from ....._logging import fused_logger, switch
+from ....cpp_extensions._tables import META_DO, META_DQKV, META_O, META_QKV, META_S
+from ....quantization import FP8GlobalStateManager
+from ....tensor.float8_tensor import Float8Quantizer, Float8Tensor, largest, torch_dtype
+from ....tensor.quantized_tensor import QuantizedTensor
 
 # What may have a gradient beside q, k and v, and its name in attention_backward.
 _LEARNT = {"bias": "dbias", "sink": "dsink", "alibi_slopes": "dalibi_slopes"}

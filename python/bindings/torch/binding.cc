@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of tessera::attention, attention_backward and attention_into, on the CPU and on CUDA: from
 // tensors, integers and the text of a call (call.h) to a tessera_problem to one call of libtessera.
-// Schemas are in _ops.py.
+// Schemas are in _ops/__init__.py.
 //
 // Written against PyTorch's stable ABI alone, so that one file serves every PyTorch from 2.11 on
 // and any Python. An error crosses that ABI as a RuntimeError; _functions.py says it in full.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from ..._translate import usual_slopes
+from ...._translate import usual_slopes
 
 
 @torch.no_grad()

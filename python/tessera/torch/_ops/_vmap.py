@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from .._call import Call
-from .._call._fold import Axes, Fold, folds_heads, shape_of
+from ..._call import Call
+from ..._call._fold import Axes, Fold, folds_heads, shape_of
 
 
 class _Library:
