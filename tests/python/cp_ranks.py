@@ -14,7 +14,7 @@ import torch
 from tessera.cli import conformance
 from tessera.context_parallel import Shards
 from tessera.torch import comm
-from tessera.torch.conformance import to_numpy, to_torch
+from tessera.cli.through.torch import to_numpy, to_torch
 from tessera.torch import context_parallel as cp
 
 WHOLE = ("dsink", "dalibi_slopes")

@@ -122,7 +122,7 @@ class Cuda:
     def problem(self, arguments: dict, tokens, backward: bool):
         """(o, do | None as a NumPy array, a function of one call) of a case with these arguments."""
         from ..torch import attention
-        from ..torch.conformance import placer, to_numpy
+        from .through.torch import placer, to_numpy
         dtype, place = arguments["q"].dtype, placer("cuda")
         v_in_k = work.lies_in(arguments["v"], arguments["k"])
         arguments = {name: place(value) for name, value in arguments.items()}

@@ -125,8 +125,8 @@ def runner(args):
             return lambda case: through_numpy(case, args.backend)
         return lambda case: through_numpy(case, args.backend) if conformance.numpy_knows(case) else \
             case.run(args.backend, _lib.CPU_DEVICE, args.threads or 0)
-    try:  # a front end brings its own runner beside it
-        module = importlib.import_module(f"tessera.{args.through}.conformance")
+    try:
+        module = importlib.import_module(f"tessera.cli.through.{args.through}")
     except ImportError as error:
         raise case_lines.UsageError(f"--through {args.through}: {error}; is tessera's front end for "
                                     f"{args.through} installed?") from error

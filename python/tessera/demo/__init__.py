@@ -7,7 +7,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-SHORTEST = 1024  # tokens of the scaling run
+from ._limits import SHORTEST
+
 
 _EPILOG = """\
 examples:

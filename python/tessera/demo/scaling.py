@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import SHORTEST
+from ._limits import SHORTEST
 from .model import HEAD_DIM
 
 HEADS = 4  # of HEAD_DIM, as in the model: a third of one of its layers

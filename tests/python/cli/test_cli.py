@@ -342,7 +342,7 @@ def test_bench_against_another_build(tmp_path):
                f"build:{other}", "--json", "-")
     for result in json.loads(done.stdout):
         assert result["peers"][f"build:{other}"].get("times", 0) > 0, result
-    from tessera.cli.other_build import given_to_ours
+    from tessera.cli.peers.other_build import given_to_ours
     for device, keywords, order in (("cuda", {}, False), ("cuda", {"deterministic": True}, True), ("cpu", {}, None)):
         workload = peers.Workload(None, None, None, None, keywords, None, device)
         assert given_to_ours(workload, torch).get("deterministic") is order

@@ -17,7 +17,7 @@ import tessera  # noqa: E402
 import tessera.paddle as tp  # noqa: E402
 from tessera._call import _keywords  # noqa: E402
 from tessera.paddle import _tensors  # noqa: E402
-from tessera.paddle.conformance import to_paddle  # noqa: E402
+from tessera.cli.through.paddle import to_paddle  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 

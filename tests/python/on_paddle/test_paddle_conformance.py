@@ -9,7 +9,7 @@ paddle = pytest.importorskip("paddle")
 
 from tessera.__main__ import main  # noqa: E402
 from tessera.cli import case_lines, check, peers  # noqa: E402
-from tessera.paddle import conformance  # noqa: E402
+from tessera.cli.through import paddle as conformance  # noqa: E402
 
 CASES = {"smoke": 1, "ci": 40}  # one in so many; `python -m tessera check --through paddle` runs all
 

@@ -4,13 +4,14 @@ machines can, sizes of workspaces, and names of custom calls."""
 
 from __future__ import annotations
 
-import enum
 import importlib.metadata
 
 import jax
 
-from ...jax import _binding
-from .._words import BIASES, FORMATS, LAYOUTS, MASKS, SOFTMAXES, DType, numbers
+from .._words import DType
+from . import attention, cpp_extensions
+from ._numbers import (FusedAttnBackwardFFI, FusedAttnForwardFFI, NVTE_Bias_Type, NVTE_Fused_Attn_Backend,
+                       NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type, nvte_get_qkv_format)
 from ._words import missing
 
 __all__ = ["DType", "FusedAttnBackwardFFI", "FusedAttnForwardFFI", "NVTE_Bias_Type",
@@ -19,24 +20,6 @@ __all__ = ["DType", "FusedAttnBackwardFFI", "FusedAttnForwardFFI", "NVTE_Bias_Ty
            "get_fused_attn_backend", "get_fused_attn_bwd_workspace_sizes",
            "get_fused_attn_fwd_workspace_sizes", "nvte_get_qkv_format"]
 __getattr__ = missing(__name__)
-
-# Targets of the custom calls: one handler of libtessera runs both passes.
-FusedAttnForwardFFI = FusedAttnBackwardFFI = _binding.ATTENTION
-
-NVTE_Bias_Type = numbers("NVTE_Bias_Type", BIASES)
-NVTE_Mask_Type = numbers("NVTE_Mask_Type", MASKS, suffix="_MASK")
-NVTE_Softmax_Type = numbers("NVTE_Softmax_Type", SOFTMAXES, suffix="_SOFTMAX")
-NVTE_QKV_Format = numbers("NVTE_QKV_Format", FORMATS, FORMATS[:3], unset=True)
-NVTE_QKV_Layout = numbers("NVTE_QKV_Layout", LAYOUTS, (
-    "bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"), unset=True)
-NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", [
-    ("NVTE_No_Backend", -1), ("NVTE_F16_arbitrary_seqlen", 1), ("NVTE_FP8", 2)])
-
-
-def nvte_get_qkv_format(qkv_layout: NVTE_QKV_Layout) -> NVTE_QKV_Format:
-    packed = NVTE_QKV_Layout(qkv_layout) >= NVTE_QKV_Layout.NVTE_T3HD
-    return NVTE_QKV_Format.NVTE_THD if packed else NVTE_QKV_Format.NVTE_BSHD
-
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:
     """90 for sm90; the CPU chooses as Hopper does, 90."""
@@ -111,7 +94,6 @@ _SIZES = ("dropout_probability", "q_num_heads", "kv_num_heads", "q_max_seqlen", 
 
 
 def _helper(is_training, q_dtype, kv_dtype, qkv_layout, bias_type, mask_type, softmax_type, *sizes, **more):
-    from . import attention, cpp_extensions  # which lean on the numbers above
     q_dtype, kv_dtype = (_DTYPES.get(x, x) if isinstance(x, int) else x for x in (q_dtype, kv_dtype))
     return cpp_extensions.FusedAttnHelper(
         is_training=is_training, q_dtype=q_dtype, kv_dtype=kv_dtype, qkv_layout=attention.QKVLayout(qkv_layout),

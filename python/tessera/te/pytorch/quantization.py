@@ -28,6 +28,7 @@ from .._names import missing
 from .._words import DType
 from ..common.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format,
                              MXFP8BlockScaling, NVFP4BlockScaling, Recipe)
+from ._explained import explained
 from .tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, scale_of
 
 __all__ = ["autocast", "fp8_autocast", "get_default_fp8_recipe", "get_default_recipe", "get_fp8_max",
@@ -78,8 +79,7 @@ def _device() -> str:
 
 
 def _fp8_support(device: str) -> tuple[bool, str]:
-    from .attention.dot_product_attention._choice._selection import _explained
-    reasons = _explained("fwd e4m3 b=1 s=128 h=1 d=128 qscale=one kvscale=one", device)
+    reasons = explained("fwd e4m3 b=1 s=128 h=1 d=128 qscale=one kvscale=one", device)
     return not reasons, "; ".join(reasons)
 
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from tessera.cli import case_lines, check  # noqa: E402
 from tessera.te.pytorch.cpp_extensions.fused_attn import (  # noqa: E402
     QKVLayout, fused_attn_bwd, fused_attn_fwd)
-from tessera.torch.conformance import to_numpy, to_torch  # noqa: E402
+from tessera.cli.through.torch import to_numpy, to_torch  # noqa: E402
 
 # What a case may say that TE has no word for.
 BEYOND = {"softcap", "key_ranges", "segment_ids", "keep", "drop", "page_table", "k_scale",

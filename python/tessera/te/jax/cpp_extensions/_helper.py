@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from .... import jax as tessera_jax
 from ...._explain import Explanation
 from ..._logging import AttentionLogging, logger, switch
+from ..._words import DType
 from .. import _words
 from .._enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVFormat, QKVLayout
+from .._numbers import (NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout,
+                        NVTE_Softmax_Type)
 from .._translate import Config
 from .._words import error
-from ..transformer_engine_jax import (DType, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type,
-                                      NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type)
 
 _NAME = "FusedAttnHelper"
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from .... import jax as tessera_jax
 from .. import _context_parallel, _translate
 from .._enums import AttnBiasType, AttnSoftmaxType, CPStrategy
+from .._numbers import FusedAttnBackwardFFI, FusedAttnForwardFFI
 from .._reorder import reorder_causal_dual_chunk_swap, reorder_causal_striped
 from .._sequences import SequenceDescriptor
 from .._translate import Config as _FusedAttnConfig
 from .._words import missing
-from ..transformer_engine_jax import FusedAttnBackwardFFI, FusedAttnForwardFFI
 from ._helper import FusedAttnHelper, FusedAttnParams
 
 __all__ = ["FusedAttnBwdPrimitive", "FusedAttnFwdPrimitive", "FusedAttnHelper", "FusedAttnParams",

@@ -14,7 +14,8 @@ from ._fused import FusedAttentionParams, FusedAttnSpec, get_fused_attn_spec
 from ._inputs._layouts import get_qkv_format, get_qkv_layout, maybe_contiguous, qkv_layout_needs_detection
 from ._inputs._masks import get_alibi, get_full_mask, get_padding_mask, get_thd_padding_mask
 from ._choice._selection import AttentionParams, flash_version, get_attention_backend
-from ._inputs._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor, _cu_seqlens_cache,
+from ._inputs._sequences import (ConvertBSHDtoTHD, ConvertTHDtoBSHD, PackTensors, UnpackTensor,
+                                 _cu_seqlens_cache,  # noqa: F401 - where TE has it
                                  get_cu_seqlens, get_cu_seqlens_and_indices, get_full_cu_seqlens, get_indices)
 
 __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTHDtoBSHD",

@@ -8,7 +8,6 @@ FlashAttention and FusedAttention are both tessera's kernels, so they fit or fai
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -17,9 +16,10 @@ try:
 except ImportError:
     from torch.torch_version import TorchVersion as Version
 
-from ...... import __version__, _explain, _lib, backends
+from ...... import __version__, _lib, backends
 from ....._logging import AttentionLogging, logger, switch
 from .....common.recipe import DelayedScaling
+from ...._explained import explained as _explained
 from ...._words import formats_of
 from ....cpp_extensions._tables import FusedAttnBackend
 from ....quantization import get_fp8_torch_dtype
@@ -378,25 +378,6 @@ def _kernel_reasons(params) -> list[str]:
         if reasons:
             return list(reasons)
     return []
-
-
-@functools.lru_cache(maxsize=1024)
-def _explained(line: str, device: str) -> tuple[str, ...]:
-    kind, _, number = device.partition(":")
-    if device == "cpu" or kind == "cuda":
-        kind = _lib.CPU if device == "cpu" else _lib.CUDA
-        target = _lib.Device(kind=kind, ordinal=int(number or 0))
-    else:
-        kind, arch = _explain._DEVICES[device]
-        target = _lib.Device(kind=kind, arch=arch)
-    try:
-        answer = _explain._answer(None, line, target)
-    except ValueError as error:
-        return (str(error),)
-    if answer.backend is not None:
-        return ()
-    return tuple(f"{name}: {reason}" for name, texts in answer.reasons.items()
-                 for reason in texts if name != "reference")
 
 
 def _device(params) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from .. import _lib
-from ..cli import case_lines
-from ..cli.conformance import Placer
-from . import attention, attention_backward
+from ... import _lib
+from ...jax import attention, attention_backward
+from .. import case_lines
+from ..conformance import Placer
 
 
 def runner(args):

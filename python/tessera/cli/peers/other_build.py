@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import ctypes
 
-from . import peers
+from .pytorch import import_torch
+from .workload import Unsupported, Workload
 
 
 class Build:
     """A libtessera.so beside the one that the package has loaded."""
 
     def __init__(self, path: str):
-        from .. import _lib
+        from ... import _lib
         try:
             library = ctypes.CDLL(path)
             self.prepare, self.run = (_like(getattr(_lib, name), getattr(library, f"tessera_{name}"))
                                       for name in ("prepare", "run"))
         except (OSError, AttributeError) as error:
-            raise peers.Unsupported(f"build:{path} is no libtessera: {error}") from error
+            raise Unsupported(f"build:{path} is no libtessera: {error}") from error
 
-    def peer(self, w: peers.Workload):
+    def peer(self, w: Workload):
         """A function of one call of the workload."""
-        torch = peers.import_torch(w)
-        from .._call._described import NEW
-        from ..torch._describe import Described
-        from ..torch.conformance import placer
+        torch = import_torch(w)
+        from ..._call._described import NEW
+        from ...torch._describe import Described
+        from ..through.torch import placer
         place = placer(w.device)
         given = {name: place(value) for name, value in given_to_ours(w, torch).items()}
         call, o = self._caller(Described.of_keywords("attention", {**given, "return_lse": True}), w)
@@ -41,12 +42,12 @@ class Build:
         call, _ = self._caller(Described.of_keywords("attention_backward", given | backward, backward=True), w)
         return call
 
-    def _caller(self, call, w: peers.Workload):
+    def _caller(self, call, w: Workload):
         """A function that runs the call, and its outputs by name."""
         import torch
 
-        from .. import _lib
-        from ..torch import _tensors
+        from ... import _lib
+        from ...torch import _tensors
         target, error = _tensors.device(call.tensors[_lib.INDEX["q"]]), _lib.error_of_thread()
         information = _lib.Info(struct_size=ctypes.sizeof(_lib.Info))
         problem, device, said = map(ctypes.addressof, (call.arguments.problem, target, error))
@@ -74,7 +75,7 @@ class Build:
         return run, outputs
 
 
-def given_to_ours(w: peers.Workload, torch) -> dict:
+def given_to_ours(w: Workload, torch) -> dict:
     """What the package's own call is given, the defaults of its front end included."""
     given = {"q": w.q, "k": w.k, "v": w.v, **w.keywords, "backend": w.backend}
     if w.device == "cuda":  # tessera.torch; NumPy's sums have a fixed order

@@ -6,7 +6,8 @@ builds them without Python. What it was not built for, it refuses."""
 
 from __future__ import annotations
 
-from . import peers
+from .pytorch import import_torch, tensor
+from .workload import Unsupported, Workload, first_line, plain
 
 # What fwd takes between v and the scale: new keys and values, lengths, pages, rotary tables, the
 # scales of FP8. Sequences here are full, and have none of them.
@@ -19,11 +20,11 @@ class Library:
     def __init__(self, path: str):
         self.path = path
 
-    def peer(self, w: peers.Workload):
+    def peer(self, w: Workload):
         """A function of one call of the workload."""
-        torch = peers.import_torch(w)
+        torch = import_torch(w)
         if w.device != "cuda":
-            raise peers.Unsupported("fa3 needs a CUDA device")
+            raise Unsupported("fa3 needs a CUDA device")
         try:
             torch.ops.load_library(self.path)
             call = self._call(torch, w)
@@ -31,19 +32,19 @@ class Library:
             torch.cuda.synchronize()
             return call
         except (OSError, RuntimeError, AttributeError) as error:
-            raise peers.Unsupported(f"fa3:{self.path} cannot: {peers.first_line(error)}") from error
+            raise Unsupported(f"fa3:{self.path} cannot: {first_line(error)}") from error
 
     @staticmethod
-    def _call(torch, w: peers.Workload):
+    def _call(torch, w: Workload):
         kw = w.keywords
         for keyword in ("bias", "alibi_slopes", "sink", "keep", "drop", "key_ranges", "segment_ids",
                         "seqlens_q", "seqlens_k", "dropout_p", "page_table"):
             if kw.get(keyword) is not None and kw.get(keyword) != 0:
-                raise peers.Unsupported(f"fa3 has no {keyword}")
-        q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in peers.plain(w, "fa3"))
+                raise Unsupported(f"fa3 has no {keyword}")
+        q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in plain(w, "fa3"))
         if q.shape[1] != k.shape[1] and kw.get("causal") and kw.get("align") != "bottom_right":
-            raise peers.Unsupported("fa3 aligns a causal mask at the bottom right")
-        q, k, v = (peers._tensor(torch, x, w.device).contiguous() for x in (q, k, v))
+            raise Unsupported("fa3 aligns a causal mask at the bottom right")
+        q, k, v = (tensor(torch, x, w.device).contiguous() for x in (q, k, v))
         causal, (left, right) = bool(kw.get("causal")), kw.get("window") or (-1, -1)
         softcap, scale = kw.get("softcap") or 0.0, kw.get("softmax_scale") or q.shape[-1]**-0.5
         ops = torch.ops.flash_attn_3
@@ -55,7 +56,7 @@ class Library:
         if do is None:
             return forward
         o, lse = forward()
-        do = peers._tensor(torch, do, w.device).contiguous()
+        do = tensor(torch, do, w.device).contiguous()
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
 
         def backward():

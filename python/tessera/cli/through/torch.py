@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..cli import case_lines
-from ..cli.conformance import Placer, name_of
-from . import attention, attention_backward
+from ...torch import attention, attention_backward
+from .. import case_lines
+from ..conformance import Placer, name_of
 
 
 def runner(args):

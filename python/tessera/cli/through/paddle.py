@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import paddle
 
-from ..cli import case_lines
-from ..cli.conformance import Placer
-from . import attention, attention_backward, _tensors
+from ...paddle import attention, attention_backward, _tensors
+from .. import case_lines
+from ..conformance import Placer
 
 _INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
@@ -16,7 +16,7 @@ _INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint
 def runner(args):
     """A function that computes a case's outputs into its own arrays."""
     if args.threads is not None:
-        from .. import set_num_threads
+        from ... import set_num_threads
         set_num_threads(args.threads)
     if args.device == "cuda" and not paddle.is_compiled_with_cuda():
         raise case_lines.UsageError("--device cuda: this Paddle is built without CUDA")

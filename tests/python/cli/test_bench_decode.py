@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 import tessera  # noqa: E402
 import tessera.torch  # noqa: E402
 from tessera.cli import bench, bench_devices, case_lines, conformance  # noqa: E402
-from tessera.cli import decode_grid, decode_peers, peers, work  # noqa: E402
+from tessera.cli import decode_grid, peers, work  # noqa: E402
+from tessera.cli.peers import decode  # noqa: E402
 
 
 def attend(q, k, v, scale):
@@ -97,7 +98,7 @@ def installed(monkeypatch):
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.setattr(decode_peers, "_DEVICE", "cpu")
+    monkeypatch.setattr(decode, "_DEVICE", "cpu")
 
 
 def workload(line):
@@ -111,7 +112,7 @@ def workload(line):
 
 def expected(line):
     """tessera's, of the tensors that a peer is given."""
-    given = decode_peers.tensors_of(workload(line))
+    given = decode.tensors_of(workload(line))
     given.pop("return_lse", None)
     return tessera.torch.attention(**given)[:, 0].float()
 
@@ -127,7 +128,7 @@ MLA = ["fwd bf16 b=2 sq=1 sk=128 hq=16 hk=1 dqk=576 dv=512 vink",
                          [("flash", line) for line in DECODES[:3]])
 def test_a_peer_computes_what_tessera_does(name, line):
     if "sk=50" in line and name == "flashinfer":
-        assert decode_peers._pages_of(decode_peers.tensors_of(workload(line)))["page_size"] == 50
+        assert decode._pages_of(decode.tensors_of(workload(line)))["page_size"] == 50
     result = peers.prepare(name, workload(line))()
     torch.testing.assert_close(result.reshape(expected(line).shape).float(), expected(line), rtol=2e-2, atol=2e-2)
 
@@ -147,7 +148,7 @@ def test_a_peer_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(peers.Unsupported, match="flashinfer cannot be imported"):
         peers.prepare("flashinfer", workload(DECODES[0]))
-    monkeypatch.setattr(decode_peers, "_DEVICE", "cuda")
+    monkeypatch.setattr(decode, "_DEVICE", "cuda")
     with pytest.raises(peers.Unsupported, match="needs a GPU"):
         peers.prepare("flash", workload(DECODES[0]))
 

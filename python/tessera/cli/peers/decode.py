@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import importlib
 
-from . import peers, work
+from .. import work
+from .workload import Unsupported, first_line
 
 _DEVICE = "cuda"              # that they need
 _WORKSPACE_BYTES = 512 << 20  # of FlashInfer's partial results
@@ -23,13 +24,13 @@ def flashinfer(w):
     given = _decode(w, "flashinfer")
     q = given["q"]
     if q.shape[1] != 1:
-        raise peers.Unsupported(f"sq={q.shape[1]}: this bench times FlashInfer's decode, of one query a sequence")
+        raise Unsupported(f"sq={q.shape[1]}: this bench times FlashInfer's decode, of one query a sequence")
     pages = _pages_of(given)
     if given["v"].data_ptr() == given["k"].data_ptr():
         return _flashinfer_mla(module, given, pages)
     hq, hk, d = q.shape[2], given["k"].shape[2], q.shape[3]
     if given["v"].shape[3] != d:
-        raise peers.Unsupported(f"flashinfer: dv={given['v'].shape[3]} beside dqk={d}: its decode has one head dim")
+        raise Unsupported(f"flashinfer: dv={given['v'].shape[3]} beside dqk={d}: its decode has one head dim")
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "NHD",
                                                         use_tensor_cores=hq // hk >= _TENSOR_CORES_GROUP)
     left, _ = given.get("window") or (-1, -1)
@@ -46,7 +47,7 @@ def _flashinfer_mla(module, given, pages):
     import torch
     q, dv = given["q"], given["v"].shape[3]
     if given["k"].dtype != q.dtype:
-        raise peers.Unsupported("flashinfer: its MLA takes a cache of q's dtype")
+        raise Unsupported("flashinfer: its MLA takes a cache of q's dtype")
     wrapper = module.mla.BatchMLAPagedAttentionWrapper(_workspace(q.device), backend="auto")
     b, scale = len(q), given.get("softmax_scale")
     wrapper.plan(torch.arange(b + 1, dtype=torch.int32, device=q.device), pages["indptr"], pages["indices"],
@@ -60,11 +61,11 @@ def flash(w):
     """flash_attn_with_kvcache of FlashAttention-3 where it is installed, else of flash-attn 2."""
     try:
         module, table = _module(w, "flash", "flash_attn_interface"), "page_table"
-    except peers.Unsupported:
+    except Unsupported:
         module, table = _module(w, "flash", "flash_attn"), "block_table"
     given = _decode(w, "flash")
     if given["k"].dtype != given["q"].dtype:
-        raise peers.Unsupported("flash: takes a cache of q's dtype")
+        raise Unsupported("flash: takes a cache of q's dtype")
     left, right = given.get("window") or (-1, -1)
     options = dict(softmax_scale=given.get("softmax_scale"), causal=bool(given.get("causal")),
                    window_size=(left, right), softcap=given.get("softcap") or 0.0)
@@ -81,9 +82,9 @@ def sdpa(w, kernel_choice):
     import torch
     given = _decode(w, "scaled_dot_product_attention")
     if given.get("page_table") is not None:
-        raise peers.Unsupported("scaled_dot_product_attention has no page_table")
+        raise Unsupported("scaled_dot_product_attention has no page_table")
     if given["k"].dtype != given["q"].dtype:
-        raise peers.Unsupported("scaled_dot_product_attention takes a cache of q's dtype")
+        raise Unsupported("scaled_dot_product_attention takes a cache of q's dtype")
     q, k, v = (given[name].transpose(1, 2) for name in "qkv")
 
     def run():
@@ -99,7 +100,7 @@ def tensors_of(w) -> dict:
     """q, k, v and the keywords as tensors: the next set of those that are drawn on the device, or copies."""
     if w.drawn is not None:
         return next(w.drawn)
-    from ..torch.conformance import placer
+    from ..through.torch import placer
     place = placer(w.device)
     given = {name: place(value) for name, value in {"q": w.q, "k": w.k, "v": w.v, **w.keywords}.items()}
     if work.lies_in(w.v, w.k):
@@ -111,15 +112,15 @@ def _decode(w, name: str) -> dict:
     """tensors_of, where all queries see all keys of their sequence."""
     kw = w.keywords
     if w.backward:
-        raise peers.Unsupported(f"{name}: is timed in the forward pass here")
+        raise Unsupported(f"{name}: is timed in the forward pass here")
     for keyword in _UNKNOWN:
         if kw.get(keyword) is not None and not (isinstance(kw[keyword], (int, float)) and kw[keyword] == 0):
-            raise peers.Unsupported(f"{name}: {keyword} is not translated by this bench")
+            raise Unsupported(f"{name}: {keyword} is not translated by this bench")
     if kw.get("layout", "bshd") != "bshd":
-        raise peers.Unsupported(f"{name}: layout={kw['layout']!r} is not translated by this bench")
+        raise Unsupported(f"{name}: layout={kw['layout']!r} is not translated by this bench")
     banded = kw.get("causal") or kw.get("window") is not None
     if banded and w.q.shape[1] > 1 and kw.get("align") != "bottom_right":
-        raise peers.Unsupported(f"{name}: aligns a causal mask at the bottom right")
+        raise Unsupported(f"{name}: aligns a causal mask at the bottom right")
     return tensors_of(w)
 
 
@@ -137,7 +138,7 @@ def _pages_of(given) -> dict:
             lengths = given["seqlens_k"].int()
     else:
         if isinstance(table, tuple):
-            raise peers.Unsupported("flashinfer: k and v share a page table there")
+            raise Unsupported("flashinfer: k and v share a page table there")
         size, lengths = k.shape[1], given["seqlens_k"].int()
         pages = min(len(k), len(v))
         k, v = k[:pages], v[:pages]
@@ -158,11 +159,11 @@ def _workspace(device):
 
 def _module(w, name: str, package: str):
     if w.device != _DEVICE:
-        raise peers.Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
+        raise Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
     try:
         return importlib.import_module(package)
     except Exception as error:  # an extension built for another PyTorch fails in its own ways
-        raise peers.Unsupported(f"{name}: {package} cannot be imported: {peers.first_line(error)}") from error
+        raise Unsupported(f"{name}: {package} cannot be imported: {first_line(error)}") from error
 
 
 def _checked(name: str, call):
@@ -170,5 +171,5 @@ def _checked(name: str, call):
     try:
         call()
     except Exception as error:  # of head dims, page sizes and dtypes that a build lacks
-        raise peers.Unsupported(f"{name} cannot: {peers.first_line(error)}") from error
+        raise Unsupported(f"{name} cannot: {first_line(error)}") from error
     return call

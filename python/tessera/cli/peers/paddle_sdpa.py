@@ -8,17 +8,17 @@ import importlib.util
 
 import numpy as np
 
-from . import peers
+from .workload import Unsupported, Workload, dense_bias, dense_mask, is_plain_causal, plain
 
 
-def peer(w: peers.Workload):
+def peer(w: Workload):
     """A function that runs paddle.nn.functional.scaled_dot_product_attention, or its backward pass."""
     if w.device != "cpu":
-        raise peers.Unsupported("paddle is timed on the CPU")
+        raise Unsupported("paddle is timed on the CPU")
     if importlib.util.find_spec("paddle") is None:
-        raise peers.Unsupported("paddle is not installed")
+        raise Unsupported("paddle is not installed")
     if w.q.dtype.name not in ("float32", "float64"):
-        raise peers.Unsupported("paddle has no 16-bit attention on the CPU")
+        raise Unsupported("paddle has no 16-bit attention on the CPU")
     import paddle
     from paddle.nn import functional as F
     paddle.set_device("cpu")
@@ -26,13 +26,13 @@ def peer(w: peers.Workload):
         paddle.base.core.set_num_threads(w.threads)
     kw = w.keywords
     if kw.get("softcap"):
-        raise peers.Unsupported("scaled_dot_product_attention has no softcap")
-    q, k, v, do = peers.plain(w, "scaled_dot_product_attention")  # [b, h, s, d]
+        raise Unsupported("scaled_dot_product_attention has no softcap")
+    q, k, v, do = plain(w, "scaled_dot_product_attention")  # [b, h, s, d]
     (b, hq, sq, _), sk = q.shape, k.shape[2]
-    causal = peers.is_plain_causal(kw, sq, sk) and sq == sk
-    mask = peers.dense_mask(dataclasses.replace(w, keywords=dict(kw, causal=None)) if causal else w,
+    causal = is_plain_causal(kw, sq, sk) and sq == sk
+    mask = dense_mask(dataclasses.replace(w, keywords=dict(kw, causal=None)) if causal else w,
                             b, hq, sq, sk)
-    bias = peers.dense_bias(w, sq, sk)
+    bias = dense_bias(w, sq, sk)
     if bias is not None and mask is not None:
         bias = np.where(mask, bias, np.array(-np.inf, bias.dtype)).astype(q.dtype)
     extra = bias if bias is not None else mask
