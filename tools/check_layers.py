@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders include downwards only. Prints every include that breaks the rule; exit 1 if there is one.
+"""Folders include and import downwards only. Prints every include and import that breaks the rule; exit 1 if there is
+one.
 
 The rule is docs/conventions.md, "Folders". A folder that is not in the table below may see core alone,
-until it states more.
+until it states more. python_layers.py has Python's.
 """
 
 import re
 import sys
 from pathlib import Path
+
+import python_layers
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
@@ -54,7 +57,7 @@ def violations() -> list[str]:
 
 
 def main() -> int:
-    found = violations()
+    found = violations() + python_layers.violations()
     print("\n".join(found) if found else "layers are in order")
     return 1 if found else 0
 

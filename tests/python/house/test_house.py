@@ -41,13 +41,50 @@ def test_layer_check_sees_a_violation(tmp_path, monkeypatch):
     assert len(check_layers.violations()) == 1
 
 
+PACKAGE = {"__init__.py": "", "_lib.py": "", "torch/__init__.py": "from .. import _lib", "torch/_a.py": "", "torch/_b.py": "",
+           "jax/__init__.py": "import tessera._lib", "te/__init__.py": "from ..torch import _a", "te/_b.py": "from . import x"}
+
+
+@pytest.mark.parametrize(("module", "code", "said"), [
+    ("torch/_a.py", "import os", None),
+    ("torch/_a.py", "def f():\n    from ..jax import attention", "torch/_a.py:2 imports tessera.jax: torch may import"),
+    ("torch/_a.py", "from tessera.te import x", "torch/_a.py:1 imports tessera.te: torch may import"),
+    ("_lib.py", "from . import torch", "_lib.py:1 imports tessera.torch: tessera may import"),
+    ("torch/_a.py", "from . import attention", None),
+    ("torch/__init__.py", "from ._a import f", None),
+    ("te/__init__.py", "from ._b import f", "imports go round: tessera.te -> tessera.te._b -> tessera.te"),
+    ("torch/_b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .. import te", None),
+])
+def test_layer_check_sees_imports(tmp_path, module, code, said):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import python_layers
+
+    for name, text in {**PACKAGE, module: code}.items():
+        (tmp_path / "tessera" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tessera" / name).write_text(text)
+    found = python_layers.violations(tmp_path)
+    assert bool(found) == (said is not None) and (said or "") in "".join(found), found
+
+
+def test_import_check_sees_a_late_circle(tmp_path):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import python_layers
+
+    for name, text in {**PACKAGE, "torch/_a.py": "from ._b import x", "torch/_b.py": "def f():\n    from . import _a"}.items():
+        (tmp_path / "tessera" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tessera" / name).write_text(text)
+    assert python_layers.violations(tmp_path) == [
+        "imports go round: tessera.torch._a -> tessera.torch._b -> tessera.torch._a"]
+
+
 def test_size_check_sees_a_crowded_folder():
     sys.path.insert(0, str(ROOT / "tools"))
     import sizes
 
     names = [f"src/core/{i}.cc" for i in range(16)] + [f"src/cpu/{i}.cc" for i in range(15)] + \
-            [f"tests/{i}.cc" for i in range(99)]
-    assert sizes.crowded_folders(names) == [("src/core", 16)]
+            [f"tests/python/{i}.py" for i in range(99)] + [f"docs/lab/{i}.md" for i in range(99)]
+    assert sizes.crowded_folders(names) == [("src/core", 16), ("tests/python", 99)]
+    assert all(len(list((ROOT / folder).glob("*.*"))) > 15 for folder in sizes.CROWDED)
 
 
 @pytest.fixture(scope="module")

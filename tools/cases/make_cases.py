@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes tests/cases/{smoke,ci,nightly}.cases: every line of docs/semantics.md, then random products.
 
-    tools/make_cases.py            rewrite the files
-    tools/make_cases.py --check    fail if a file differs from what this script writes
+    tools/cases/make_cases.py            rewrite the files
+    tools/cases/make_cases.py --check    fail if a file differs from what this script writes
 
 The output is reviewed text: it changes only when this script does (fixed seeds).
 """
@@ -19,7 +19,7 @@ import kernel_cases as kernels
 import low_cases
 from case_lines import PASSES, both, heads, line
 
-CASES = Path(__file__).resolve().parents[1] / "tests" / "cases"
+CASES = Path(__file__).resolve().parents[2] / "tests" / "cases"
 
 DTYPES = ("fp32", "bf16", "fp16")
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
@@ -567,7 +567,7 @@ HEADERS = {
 
 def text_of(name):
     lines = dict.fromkeys({"smoke": smoke, "ci": ci, "nightly": nightly}[name]())  # unique, in order
-    header = f"# {HEADERS[name]} Written by tools/make_cases.py.\n"
+    header = f"# {HEADERS[name]} Written by tools/cases/make_cases.py.\n"
     return header + "".join(f"{text}\n" for text in lines)
 
 
@@ -580,7 +580,7 @@ def main():
         elif not path.exists() or path.read_text() != text:
             stale.append(path.name)
     if stale:
-        sys.exit(f"differs from tools/make_cases.py: {', '.join(stale)}; run it and review the difference")
+        sys.exit(f"differs from tools/cases/make_cases.py: {', '.join(stale)}; run it and review the difference")
 
 
 if __name__ == "__main__":

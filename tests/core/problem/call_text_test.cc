@@ -2,7 +2,7 @@
 // The text of a call, as bindings read it. tests/python/library/test_call.py has what Python writes.
 #include <gtest/gtest.h>
 
-#include "../../python/bindings/call.h"
+#include "../../../python/bindings/call.h"
 
 namespace tessera_front {
 namespace {
