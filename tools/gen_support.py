@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the support table of docs/support.md from what explain answers: `./dev python tools/gen_support.py`.
 
-One row a feature, one column for the GPUs whose first choice a backend is; the rules of all of them are in every build. `--check` fails if the
-table is out of date, and writes nothing.
+One row a feature, one column for the GPUs whose first choice a backend is; the rules of all of them are in every build.
+`--check` fails if the table is out of date, and writes nothing.
 """
 
 import sys

@@ -104,7 +104,7 @@ def violations(root: Path = ROOT / "python") -> list[str]:
         allowed = MAY_IMPORT.get(room(name, known), set()) | {"_call", "", room(name, known)}
         edges = {(target, line) for target, line in imported(name, path, known) if (name, target) not in CALLED_BACK}
         graph[name] = {target for target, _ in edges} - {name}
-        found += [f"{path.relative_to(root)}:{line} imports {PACKAGE}.{target}: {room(name, known) or PACKAGE} may import "
-                  f"only {', '.join(sorted(allowed - {''}))}" for target, line in sorted(edges, key=lambda edge: edge[1])
-                  if room(target, known) not in allowed]
+        rule = f"{room(name, known) or PACKAGE} may import only {', '.join(sorted(allowed - {''}))}"
+        found += [f"{path.relative_to(root)}:{line} imports {PACKAGE}.{target}: {rule}"
+                  for target, line in sorted(edges, key=lambda edge: edge[1]) if room(target, known) not in allowed]
     return found + [f"imports go round: {' -> '.join(f'{PACKAGE}.{name}' for name in way)}" for way in circles(graph)]

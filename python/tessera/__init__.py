@@ -20,5 +20,6 @@ from ._utilities import alibi_slopes, dropout_mask, merge
 __version__ = _version().decode()
 __all__ = [
     "attention", "attention_backward", "explain", "dropout_mask", "merge", "backends",
-    "set_num_threads", "alibi_slopes", "rotate", "rope_table", "append_kv", "Refused", "Gradients", "Explanation", "__version__",
+    "set_num_threads", "alibi_slopes", "rotate", "rope_table", "append_kv", "Refused", "Gradients", "Explanation",
+    "__version__",
 ]

@@ -147,7 +147,8 @@ def append_kv(k: np.ndarray, v: np.ndarray | None, k_cache: np.ndarray, v_cache:
     no two sequences may append to one page. v=None, v_cache=None: one cache for both (MLA).
     The dtype of the caches decides the conversion; fp8 is round(x / scale), saturating, with k_scale and
     v_scale fp32 [hk] or [b, hk]. rope=(cos, sin), as rope_table returns: k and q [b, s, hq, dqk] turn by
-    their position, in pairs as rotate's, interleaved or not. ValueError: anything else, a token past the end of the cache; nothing is written then.
+    their position, in pairs as rotate's, interleaved or not. ValueError: anything else, a token past the end of the
+    cache; nothing is written then.
 
     >>> tessera.append_kv(k, v, k_cache, v_cache, lengths)
     >>> o = tessera.attention(q, k_cache, v_cache, seqlens_k=lengths + 1)

@@ -34,7 +34,7 @@ def merged(arrays, parts, layout, out_dtype=None):
     if not isinstance(parts, (list, tuple)) or not parts:
         raise a.error("parts", parts, "must be a list of at least one pair (o, lse)")
     o_index, lse_index = _lib.INDEX["o"], _lib.INDEX["lse"]
-    n = len(parts)
+    n, first = len(parts), None
     tensors = (_lib.Tensor * n)(), (_lib.Tensor * n)()
     pointers = (ctypes.c_void_p * n)(), (ctypes.c_void_p * n)()
     for i, part in enumerate(parts):
@@ -42,7 +42,7 @@ def merged(arrays, parts, layout, out_dtype=None):
             raise a.error(f"parts[{i}]", part, "must be a pair (o, lse)")
         infos = (a.put("o", f"parts[{i}].o", part[0], a.order_q, axes="b, sq, hq, dv"),
                  a.put("lse", f"parts[{i}].lse", part[1], a.order_rows, axes="b, hq, sq"))
-        first = infos if i == 0 else first
+        first = first or infos
         for side, index in enumerate((o_index, lse_index)):
             tensors[side][i] = a.problem.tensor[index]
             pointers[side][i] = arrays.pointer(part[side])

@@ -133,11 +133,13 @@ def check_expected(explain):
         rooms = rooms_of(said)
         found = next(iter(rooms), None)
         if found != room or room and rooms[room]["kernel"] != kernels:
-            yield f"{case} on sm{arch}: {found} takes it, by {rooms[found]['kernel'] if found else None}; not {room}, {kernels}"
+            kernel = rooms[found]["kernel"] if found else None
+            yield f"{case} on sm{arch}: {found} takes it, by {kernel}; not {room}, {kernels}"
         for entry in said["backends"]:
             text = texts.get(entry["name"])
             if text and text not in own_reasons(entry) + [entry["yields"]]:
-                yield f"{case} on sm{arch}: {entry['name']} does not say {text!r}, but {own_reasons(entry)}, {entry['yields']}"
+                yield (f"{case} on sm{arch}: {entry['name']} does not say {text!r}, but {own_reasons(entry)}, "
+                       f"{entry['yields']}")
 
 
 def check_rooms(explain, answers):
@@ -153,7 +155,8 @@ def check_rooms(explain, answers):
             for room in ("cuda_sm80",) if arch != 90 else rules:
                 refused = is_refused(case, rules[room]) or is_refused(said["case"], rules[room])
                 if (room in rooms) == (refused or wide):
-                    yield f"{case} on sm{arch}: {sorted(rooms)} can run it; the rules of {room}, in refused.cuda*, say otherwise"
+                    yield (f"{case} on sm{arch}: {sorted(rooms)} can run it; the rules of {room}, in refused.cuda*, "
+                           "say otherwise")
 
 
 def check_kernels(names, answers):

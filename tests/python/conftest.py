@@ -26,8 +26,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """@pytest.mark.every(n): each nth of a parametrised test's cases by day, all of them with --every-case or where cases
-    are asked for by name. n and the number of values of an axis have no common factor, or a value is never taken."""
+    """@pytest.mark.every(n): each nth of a parametrised test's cases by day, all of them with --every-case or where
+    cases are asked for by name. n and an axis's number of values have no common factor, or a value is never taken."""
     if config.getoption("--every-case") or any("[" in word for word in config.args):
         return
     seen, left_out = collections.Counter(), []

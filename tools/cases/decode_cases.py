@@ -30,9 +30,11 @@ def stream():
                    layout=next(_LAYOUTS), **next(_BANDS), poison=True)
     for kv, batch_invariant in product((None, "e4m3"), (None, True)):
         # Groups that do not divide a tile, head dims that do not fill one, v of another width.
-        for sq, hq, hk, dims in ((2, 6, 2, {"d": 80}), (3, 14, 2, {"dqk": 192, "dv": 128}), (7, 5, 1, {"dqk": 64, "dv": 96}),
+        for sq, hq, hk, dims in ((2, 6, 2, {"d": 80}), (3, 14, 2, {"dqk": 192, "dv": 128}),
+                                 (7, 5, 1, {"dqk": 64, "dv": 96}),
                                  (1, 96, 1, {"d": 128}), (64, 2, 2, {"d": 64}), (16, 3, 3, {"dqk": 40, "dv": 16})):
-            yield line("fwd", dtype=next(types), **next(_BATCHES), sq=sq, hq=hq, hk=hk, **dims, kv=kv, page=next(_PAGES),
+            yield line("fwd", dtype=next(types), **next(_BATCHES), sq=sq, hq=hq, hk=hk, **dims, kv=kv,
+                       page=next(_PAGES),
                        **next(_BANDS), batch_invariant=batch_invariant, poison=True)
         # Packed queries, of which a sequence may have none; packed keys; lengths of padded queries.
         more = {"kv": kv, "batch_invariant": batch_invariant, "poison": True}

@@ -27,7 +27,7 @@ fwd e4m3 b=1 sq=3 sk=4100 hq=8 hk=2 d=64 causal align=bottom_right kvscale=block
 fwd e4m3 b=3 sq=40 sk=150 hq=4 hk=2 d=64 layout=thd_bshd_bshd lens_q=0,40,17 lens_k=150,0,129 int64 qscale=row kvscale=block poison
 fwd e4m3 b=2 s=48 hq=2 hk=1 dqk=576 dv=512 vink causal qscale=head amax poison
 fwd e5m2 b=2 s=64 h=2 d=64 causal align=top_left q_start=64,0 k_start=0,32 qscale=row poison
-"""
+"""  # noqa: E501
 
 BACKWARD = """\
 bwd e4m3 b=2 s=33 hq=4 hk=2 d=64 causal poison
@@ -53,10 +53,10 @@ bwd e4m3 b=3 sq=40 sk=150 hq=4 hk=2 d=64 layout=thd_bshd_bshd lens_q=0,40,17 len
 bwd e5m2 b=2 s=64 h=2 d=64 causal align=top_left q_start=64,0 k_start=0,32 qscale=row do=e5m2 poison
 bwd e4m3 b=1 s=130 h=2 d=256 causal qscale=one kvscale=one do=e5m2 grad=e5m2 amax poison
 bwd e4m3 b=2 s=64 h=3 d=32 layout=bs3hd lens=random:4 segments=3 dlse do=e4m3 poison
-"""
+"""  # noqa: E501
 
-# What the fp8 kernels of Hopper have: the band, lengths, packed sequences and sinks; each with lse and without, which are
-# two kernels. Blocks of 128 keys, so that several stand between those that the band cuts.
+# What the fp8 kernels of Hopper have: the band, lengths, packed sequences and sinks; each with lse and without, which
+# are two kernels. Blocks of 128 keys, so that several stand between those that the band cuts.
 LEAN = """\
 b=2 s=33 h=2 d=16 qscale=row poison
 b=1 s=128 h=2 d=64 amax poison

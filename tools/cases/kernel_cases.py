@@ -15,12 +15,14 @@ def wide():
                   {"dqk": 64, "dv": 512}, {"dqk": 512, "dv": 456}))
     bands = ({}, {"causal": True}, {"window": "70,30"}, {"window": "40,-1"}, {"causal": True, "window": "150,0"})
     for band, align, dtype in product(bands, ("top_left", "bottom_right"), ("bf16", "fp16")):
-        extras = lambda: {"sink": rng.choice((None, "learnable", "off_by_one")), "max_logit": rng.random() < 0.3 or None,
+        extras = lambda: {"sink": rng.choice((None, "learnable", "off_by_one")),
+                          "max_logit": rng.random() < 0.3 or None,
                           "scale": rng.choice((None, None, "1")), "poison": True, "seed": rng.randrange(1, 10000)}
         yield line("fwd", dtype=dtype, b=2, sq=rng.choice((17, 65, 130)), sk=rng.choice((33, 129, 300)), **heads(rng),
                    **next(dims), layout=rng.choice(("bshd", "sbhd", "bhsd")), **band, align=align, **extras())
         yield line("fwd", dtype=dtype, b=3, sq=rng.choice((40, 129, 200)), sk=rng.choice((65, 257)), **heads(rng),
-                   **next(dims), lens_q=rng.choice((None, "random:2")), lens_k="random:3", **band, align=align, **extras())
+                   **next(dims), lens_q=rng.choice((None, "random:2")), lens_k="random:3", **band, align=align,
+                   **extras())
         yield line("fwd", dtype=dtype, b=5, sq=150, sk=rng.choice((90, 270)), **heads(rng), **next(dims), layout="thd",
                    lens_q="random:4", lens_k="random:5", gaps=rng.choice((None, 3, "random:6")), **band, align=align,
                    **extras())
@@ -61,7 +63,7 @@ def many_tiles():
 
 
 def long_tiles():
-    """More row tiles than a GPU computes at a time, forward, and more blocks of keys in each than a CTA asks for ahead."""
+    """More row tiles than a GPU computes at a time, forward, and more blocks of keys than a CTA asks for ahead."""
     many = {"b": 10, "hq": 30, "hk": 5, "sq": 24, "causal": True, "align": "bottom_right", "poison": True}
     for dtype, d in (("bf16", {"d": 256}), ("fp16", {"dqk": 192, "dv": 128}), ("bf16", {"d": 192}), ("bf16", {"d": 96}),
                      ("fp16", {"d": 128}), ("bf16", {"d": 64})):
@@ -78,7 +80,7 @@ def long_tiles():
 
 
 def sections():
-    """Heads enough for sections, backward: tiles clear the sums of dq of one to come and convert those of one before."""
+    """Heads enough for sections, backward: tiles clear sums of dq of one to come and convert those of one before."""
     for dtype, d, sq in (("bf16", {"d": 128}, 600), ("fp16", {"dqk": 104, "dv": 72}, 610), ("fp16", {"d": 96}, 800),
                          ("bf16", {"d": 64}, 1200)):
         many = {"b": 28, "h": 4, "sq": sq, **d, "poison": True}
@@ -135,7 +137,8 @@ def mixtures():
     features = ({"alibi": True, "dropout": "0.2"}, {"softcap": 20, "alibi": "bh"}, {"softcap": 1, "dropout": "0.5"},
                 {"softcap": 20, "segments": 3}, {"alibi": True, "segments": 5}, {"dropout": "0.1", "segments": 2},
                 {"alibi": True, "ranges": "two:3"}, {"softcap": 8, "keep": "random:0.5"},
-                {"dropout": "0.3", "keep": "blocks:0.5"}, {**bias, "keep": "random:0.5/bqk"}, {**bias, "dropout": "0.2"},
+                {"dropout": "0.3", "keep": "blocks:0.5"}, {**bias, "keep": "random:0.5/bqk"},
+                {**bias, "dropout": "0.2"},
                 {"bias": "pre/bhqk", "softcap": 20}, {**bias, "softcap": 5, "dropout": "0.1"}, {**bias, "segments": 3},
                 {**bias, "alibi": True}, {"bias": "post/qk", "bias_dtype": "fp32", "alibi": True},
                 {"bias": "pre/k", "softcap": 20, "segments": 2},
@@ -172,7 +175,8 @@ def groups():
         for deterministic in (None, True):
             yield line("bwd", dtype=dtype, b=2, sq=600, sk=750, hq=4, hk=1, **d, window="150,20", align="bottom_right",
                        lens_q="random:5", lens_k="random:6", deterministic=deterministic, poison=True)
-            yield line("bwd", dtype=dtype, b=2, s=650, hq=4, hk=2, **d, layout="thd", lens="random:4", gaps=3, causal=True,
+            yield line("bwd", dtype=dtype, b=2, s=650, hq=4, hk=2, **d, layout="thd", lens="random:4", gaps=3,
+                       causal=True,
                        sink="learnable", grads="dsink", dlse=True, deterministic=deterministic, poison=True)
 
 
@@ -230,12 +234,14 @@ def wide_backward(full):
     dims = ({"dqk": 192, "dv": 128}, {"d": 256}, {"d": 224})
     alone = (*dims, {"d": 160}, {"dqk": 136, "dv": 64}, {"dqk": 256, "dv": 128})  # without lengths
     slopes, bias = {"grads": "dalibi_slopes"}, {"grads": "dbias"}
-    features = ({}, {"softcap": 5}, {"softcap": 30, "sink": "learnable", "grads": "dsink", "dlse": True}, {"softcap": "0.5"},
+    features = ({}, {"softcap": 5}, {"softcap": 30, "sink": "learnable", "grads": "dsink", "dlse": True},
+                {"softcap": "0.5"},
                 {"alibi": True, **slopes}, {"alibi": "bh", "sink": "off_by_one"}, {"dropout": "0.1"},
                 {"dropout": "0.6", "softcap": 8}, {"bias": "post/hqk", **bias}, {"bias": "pre/bhqk", **bias},
                 {"bias": "post/k", **bias}, {"bias": "post/hq", "bias_dtype": "fp32", **bias}, {"bias": "post/bqk"},
                 {"bias": "pre/qk", "softcap": 5, **bias}, {"bias": "post/hqk", "softcap": 3, **bias},
-                {"keep": "random:0.5/qk"}, {"drop": "random:0.3/bhqk"}, {"keep": "blocks:0.4/hqk"}, {"ranges": "random:3"},
+                {"keep": "random:0.5/qk"}, {"drop": "random:0.3/bhqk"}, {"keep": "blocks:0.4/hqk"},
+                {"ranges": "random:3"},
                 {"ranges": "two:4", "dropout": "0.3"}, {"segments": 3}, {"segments": 2, "softcap": 10},
                 {"alibi": True, "dropout": "0.3", "keep": "random:0.7/qk", **slopes},
                 {"alibi": "bh", "softcap": 4, "bias": "post/bk", "grads": "dbias,dalibi_slopes"})
@@ -306,9 +312,11 @@ def shaped():
                    sink=rng.choice((None, None, "learnable")), deterministic=next(orders), poison=True, seed=i + 1)
     for i in range(20):
         sq, sk = rng.choice(((136, 136), (304, 304), (200, 328), (328, 200), (64, 256)))
-        yield line("bwd", dtype=("bf16", "fp16")[i % 2], b=(2, 2, 1, 3)[i % 4], sq=sq, sk=sk, **heads(rng), d=rng.choice(dims),
+        yield line("bwd", dtype=("bf16", "fp16")[i % 2], b=(2, 2, 1, 3)[i % 4], sq=sq, sk=sk, **heads(rng),
+                   d=rng.choice(dims),
                    **rng.choice(bands), align=rng.choice(("top_left", "bottom_right")),
-                   bias="post/bhqk" if i % 4 == 3 else "post/hqk", grads="dbias", deterministic=next(orders), poison=True,
+                   bias="post/bhqk" if i % 4 == 3 else "post/hqk", grads="dbias", deterministic=next(orders),
+                   poison=True,
                    seed=i + 1)
 
 
@@ -319,7 +327,8 @@ def many_short():
         yield line("bwd", dtype=dtype, b=256, s=33, h=2, d=d, dlse=True, poison=True)
         yield line("bwd", dtype=dtype, b=64, s=70, hq=16, hk=8, d=d, causal=True, poison=True)
         yield line("bwd", dtype=dtype, b=64, s=150, h=8, d=d, lens="random:4", causal=True, dlse=True, poison=True)
-        yield line("bwd", dtype=dtype, b=256, s=200, h=2, d=d, causal=True, sink="learnable", grads="dsink", poison=True)
+        yield line("bwd", dtype=dtype, b=256, s=200, h=2, d=d, causal=True, sink="learnable", grads="dsink",
+                   poison=True)
         # packed, and few tokens: the longest sequence is known to be short
         yield line("bwd", dtype=dtype, b=7, sq=200, sk=190, hq=60, hk=12, d=d, layout="thd", causal=True,
                    align="bottom_right", lens_q="200,129,65,30,0,1,80", lens_k="190,187,64,50,9,0,12", dlse=True,
@@ -334,8 +343,8 @@ def many_short():
 
 
 def named():
-    """Rows of the tile tables that no other case reaches (tests/cuda/rooms.py): a bias that TMA reads, which needs rows of
-    keys aligned to 16 bytes, and single features at the head dims that have a kernel for each."""
+    """Rows of the tile tables that no other case reaches (tests/cuda/rooms.py): a bias that TMA reads, which needs rows
+    of keys aligned to 16 bytes, and single features at the head dims that have a kernel for each."""
     for dtype, d in product(("bf16", "fp16"), (64, 128)):
         small = {"dtype": dtype, "b": 2, "s": 208, "hq": 4, "hk": 2, "d": d, "causal": True, "poison": True}
         yield line("fwd", **small, bias="post/hqk")

@@ -118,8 +118,8 @@ def pages():
     # Pages that a window has left behind, or that a diagonal has not reached.
     for dtype, page in product(DTYPES, (1, 3, 4, 16)):
         window = {"window": rng.choice(("3,0", "0,0", "7,2")), "align": "bottom_right"}
-        for sq, heads in ((1, {"h": 2}), (5, {"hq": 8, "hk": 1}), (3, {"hq": 4, "hk": 2}), (70, {"h": 2})):
-            yield from both(dtype=dtype, b=3, sq=sq, sk=150, **heads, d=rng.choice((8, 40, 64)), page=page,
+        for sq, both_heads in ((1, {"h": 2}), (5, {"hq": 8, "hk": 1}), (3, {"hq": 4, "hk": 2}), (70, {"h": 2})):
+            yield from both(dtype=dtype, b=3, sq=sq, sk=150, **both_heads, d=rng.choice((8, 40, 64)), page=page,
                             lens_k=f"random:{rng.randrange(99)}", tables=rng.choice((None, 2)), **window, poison=True)
         yield from both(dtype=dtype, b=3, sq=9, sk=90, h=2, d=16, page=page, lens_q="9,0,4", lens_k="90,60,80",
                         window="5,-1", align="bottom_right", sink="learnable", grads="dsink", poison=True)
@@ -215,7 +215,8 @@ def scores():
                    sink="off_by_one", poison=True)
     # Caps far above the scores, which must not lose digits to them; the last meets a bias that saturates it.
     for which, dtype, cap in product(PASSES, DTYPES, ("1e3", "1e5")):
-        yield line(which, dtype=dtype, b=1, s=130, hq=2, hk=1, d=64, softcap=cap, causal=True, dlse=True, max_logit=True,
+        yield line(which, dtype=dtype, b=1, s=130, hq=2, hk=1, d=64, softcap=cap, causal=True, dlse=True,
+                   max_logit=True,
                    poison=True)
         yield line(which, dtype=dtype, b=2, s=65, h=2, d=128, softcap=cap, bias="post/hqk", grads="dbias", poison=True)
     for which, dtype in product(PASSES, DTYPES):
@@ -231,7 +232,8 @@ def scores():
                      {"bias": "post/hqk", "softcap": 4}, {"dropout": 0.2}, {"window": "4,0"}):
             learnable = sink == "learnable"
             yield line(which, dtype=dtype, b=3, s=33, hq=4, hk=2, d=rng.choice((16, 64)), **more, sink=sink,
-                       grads="dsink" if learnable else None, bias_dtype=rng.choice((None, "fp32")) if learnable else None,
+                       grads="dsink" if learnable else None,
+                       bias_dtype=rng.choice((None, "fp32")) if learnable else None,
                        max_logit=True, poison=True)
     for which, dtype, p in product(PASSES, DTYPES, ("0.1", "0.5", "0.99", "0.00001")):
         for more in ({"layout": "bshd"}, {"layout": "thd", "lens": "random:2", "gaps": 1},
@@ -261,11 +263,13 @@ def other_dtypes():
     """fp64 (the reference only), 16-bit queries over fp8 keys, fp8 throughout."""
     for which in PASSES:
         yield line(which, dtype="fp64", b=2, s=33, hq=4, hk=2, d=40, causal=True, poison=True)
-        yield line(which, dtype="fp64", b=3, s=17, h=2, d=16, layout="thd", lens="random:3", softcap=4, sink="learnable",
+        yield line(which, dtype="fp64", b=3, s=17, h=2, d=16, layout="thd", lens="random:3", softcap=4,
+                   sink="learnable",
                    grads="dsink", dlse=True, max_logit=True, poison=True)
     for dtype, kv in product(("bf16", "fp16"), ("e4m3", "e5m2")):
         yield line("fwd", dtype=dtype, b=2, s=65, hq=4, hk=2, d=64, kv=kv, causal=True, poison=True)
-        yield line("fwd", dtype=dtype, b=3, sq=1, sk=129, hq=8, hk=2, d=64, kv=kv, page=16, lens_k="random:3", poison=True)
+        yield line("fwd", dtype=dtype, b=3, sq=1, sk=129, hq=8, hk=2, d=64, kv=kv, page=16, lens_k="random:3",
+                   poison=True)
         yield line("fwd", dtype=dtype, b=3, s=40, hq=8, hk=2, d=128, kv=kv, layout="thd", lens="random:3", poison=True)
         yield line("bwd", dtype=dtype, b=1, s=33, h=2, d=64, kv=kv, poison=True)
     for dtype in ("e4m3", "e5m2"):
@@ -422,8 +426,10 @@ def noise():
             yield two_keys(dtype)
         yield line("bwd", dtype=dtype, b=2, sq=4, sk=64, hq=4, hk=1, dqk=55, dv=72, causal=True, window="0,-1", **alibi,
                    softcap=50, bias="post/bqk", grads=grads, dropout="0.9", poison=True, seed=68430)
-        yield line("bwd", dtype=dtype, b=1, s=35, h=1, d=80, lens_k=5, causal=True, align="bottom_right", scale=3, seed=6121)
-        yield line("bwd", dtype=dtype, b=2, sq=23, sk=2, h=1, d=22, keep="keys:0.3/bk", scale=1, poison=True, seed=56269)
+        yield line("bwd", dtype=dtype, b=1, s=35, h=1, d=80, lens_k=5, causal=True, align="bottom_right", scale=3,
+                   seed=6121)
+        yield line("bwd", dtype=dtype, b=2, sq=23, sk=2, h=1, d=22, keep="keys:0.3/bk", scale=1, poison=True,
+                   seed=56269)
         yield line("bwd", dtype=dtype, b=1, s=257, hq=3, hk=1, d=16, layout="thd", **alibi, softcap=3, dropout="0.1",
                    grads="dalibi_slopes", poison=True, seed=5132)
 
@@ -443,7 +449,8 @@ def products(count, seed, large):
         dqk = rng.choice(dims)
         t |= {"d": dqk} if rng.random() < 0.7 else {"dqk": dqk, "dv": rng.choice(dims)}
         paged = rng.random() < 0.12
-        layout = rng.choice(("bshd", "sbhd", "bhsd", "thd", "thd")) if not paged else rng.choice(("bshd", "thd_bshd_bshd"))
+        layout = rng.choice(("bshd", "sbhd", "bhsd", "thd", "thd")) if not paged else \
+            rng.choice(("bshd", "thd_bshd_bshd"))
         if not paged and rng.random() < 0.15:
             layout = rng.choice(MIXED)
         t["layout"] = layout
@@ -526,7 +533,8 @@ def smoke():
     yield from both(dtype="fp32", b=2, s=33, h=2, d=16, sink="learnable", grads="dsink", dlse=True, poison=True)
     yield from both(dtype="bf16", b=2, s=33, h=2, d=16, sink="off_by_one", window="3,3", max_logit=True, poison=True)
     yield from both(dtype="fp32", b=2, s=33, h=2, d=16, dropout="0.3", seed=11, poison=True)
-    yield from both(dtype="fp16", b=1, sq=33, sk=9, h=2, d=16, causal=True, align="bottom_right", dlse=True, poison=True)
+    yield from both(dtype="fp16", b=1, sq=33, sk=9, h=2, d=16, causal=True, align="bottom_right", dlse=True,
+                    poison=True)
     yield line("bwd", dtype="fp32", b=2, s=33, h=2, d=16, partial=True, poison=True)
     yield from both(dtype="fp32", b=0, s=8, h=2, d=16)
     yield from both(dtype="fp32", b=2, sq=9, sk=0, h=2, d=16)
@@ -540,7 +548,8 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), decode_cases.stream(), other_dtypes(), parts(), shards(), positions(), sums(),
+                    scores(), decode(False), decode_cases.stream(), other_dtypes(), parts(), shards(), positions(),
+                    sums(),
                     added(), unbuilt(),
                     fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
                     kernels.groups(), kernels.documents(False), kernels.segments_again(False),

@@ -28,9 +28,11 @@ def plot(case_text: str, path: Path):
     axes.set(xlim=(0, _PER_LINE), ylim=(lines, 0))
     axes.axis("off")
     sequences = sorted({box[0] for box in boxes if box is not None})
-    axes.legend(handles=[plt.Rectangle((0, 0), 1, 1, facecolor=f"C{n}", alpha=0.75, label=f"sequence {n}") for n in sequences],
+    axes.legend(handles=[plt.Rectangle((0, 0), 1, 1, facecolor=f"C{n}", alpha=0.75, label=f"sequence {n}")
+                         for n in sequences],
                 ncols=len(sequences), loc="upper left", bbox_to_anchor=(0, -0.02), fontsize=8, frameon=False)
-    axes.set_title(f"{case_text}\nmemory of k, from left to right; a box is position.head", fontsize=9, family="monospace", loc="left")
+    axes.set_title(f"{case_text}\nmemory of k, from left to right; a box is position.head", fontsize=9,
+                   family="monospace", loc="left")
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)

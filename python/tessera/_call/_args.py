@@ -27,7 +27,8 @@ _PADDED, _PACKED = 0, 1
 _FORMS = {"q": ("order_q", "b, sq, hq, dqk"), "o": ("order_q", "b, sq, hq, dv"),
           "lse": ("order_rows", "b, hq, sq"), "shift": ((0,), "b"), "max_logit": ((0,), "hq")}
 
-_HOMES = {"numpy": ("tessera", "NumPy array"), "torch": ("tessera.torch", "PyTorch tensor"),  # package -> who takes what
+# package -> who takes its arrays
+_HOMES = {"numpy": ("tessera", "NumPy array"), "torch": ("tessera.torch", "PyTorch tensor"),
           "jax": ("tessera.jax", "JAX array"), "jaxlib": ("tessera.jax", "JAX array"),
           "paddle": ("tessera.paddle", "Paddle tensor")}
 _FLOATS = "float32, bfloat16, float16, float64, float8_e4m3fn or float8_e5m2"
@@ -80,7 +81,8 @@ class Arguments:
     def not_an_array(self, field: str, value) -> ValueError:
         """The error of a value that is no array of this front end; another's array is told where it belongs."""
         home, noun = _HOMES.get(type(value).__module__.partition(".")[0], ("", self.adapter.noun))
-        hint = f"; {home}.{self.operation} takes {noun}s" if noun != self.adapter.noun and hasattr(value, "dtype") else ""
+        is_another = noun != self.adapter.noun and hasattr(value, "dtype")
+        hint = f"; {home}.{self.operation} takes {noun}s" if is_another else ""
         return self.error(field, value, f"must be a {self.adapter.noun}{hint}")
 
     # ---- one tensor ----

@@ -74,8 +74,8 @@ def _check_interface(name: str, operator, function):
 
 
 def _changed(what: str) -> RuntimeError:
-    return RuntimeError(f'tessera.torch: activate_flash_attention_impl("tessera"): torch={torch.__version__}: {what}; it '
-                        f"was tested with PyTorch {TESTED}, and tessera.torch.patch_sdpa() needs no registry")
+    return RuntimeError(f'tessera.torch: activate_flash_attention_impl("tessera"): torch={torch.__version__}: {what}; '
+                        f"it was tested with PyTorch {TESTED}, and tessera.torch.patch_sdpa() needs no registry")
 
 
 # ---- the two passes ----
@@ -160,8 +160,8 @@ def _varlen(cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale, window, sequse
     if cum_seq_q is None:
         return {**keywords, "seqlens_k": seqused_k, "page_table": block_table}
     if cum_seq_k is None and (seqused_k is None or block_table is None):
-        raise Refused("tessera.varlen_attn: cu_seq_k=None: only where block_table says the pages of keys, and seqused_k "
-                      "how many there are; give cu_seq_k")
+        raise Refused("tessera.varlen_attn: cu_seq_k=None: only where block_table says the pages of keys, and "
+                      "seqused_k how many there are; give cu_seq_k")
     return {**keywords, **to.packed(cum_seq_q, cum_seq_k, max_q, max_k, block_table, seqused_k)}
 
 
@@ -184,7 +184,7 @@ def _descaled(query, key, q_descale, k_descale, v_descale) -> dict:
 # ---- flash ----
 
 def _flash_results(q, state):
-    """rng_state, unused and debug_attn_mask, as PyTorch has them: uint64 [2] and [], nothing in them without dropout."""
+    """rng_state, unused and debug_attn_mask in PyTorch's form: uint64 [2] and [], nothing in them without dropout."""
     seed = q.new_empty(2, dtype=torch.uint64) if state is None else state.view(torch.uint64)
     return seed, q.new_empty((), dtype=torch.uint64), q.new_empty(0)
 
@@ -307,8 +307,8 @@ def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, phi
 
 def cpu_sdpa(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     if dropout_p:  # PyTorch sends it to its math path
-        raise Refused(f"tessera.scaled_dot_product_attention: dropout_p={dropout_p}: has no state in PyTorch's operator "
-                      "for a CPU; use tessera.torch.scaled_dot_product_attention")
+        raise Refused(f"tessera.scaled_dot_product_attention: dropout_p={dropout_p}: has no state in PyTorch's "
+                      "operator for a CPU; use tessera.torch.scaled_dot_product_attention")
     o, lse, _ = _dense_forward(query, key, value, 0.0, is_causal, scale, attn_mask)
     return o, lse.transpose(1, 2).contiguous().transpose(1, 2)  # strides that a compiled graph counts on
 

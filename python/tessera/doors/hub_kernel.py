@@ -32,7 +32,8 @@ def pack(place: str | Path, wheel: str | Path | None = None) -> Path:
     package that runs. ValueError: anything else."""
     target = Path(place) / "build" / VARIANT
     if target.exists():
-        raise ValueError(f"tessera.hub_kernel: PLACE={place}: holds build/{VARIANT} already; remove it, or name another")
+        raise ValueError(f"tessera.hub_kernel: PLACE={place}: holds build/{VARIANT} already; remove it, or "
+                         "name another")
     if wheel is None:
         version = __version__
         target.mkdir(parents=True)
@@ -74,8 +75,8 @@ def _unpack(wheel: Path, target: Path) -> str:
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         members = [member for member in archive.namelist() if member.startswith("tessera/")]
         if "tessera/torch/libtessera_torch.so" not in members:
-            raise ValueError(f"tessera.hub_kernel: wheel={wheel}: has no libtessera_torch.so; build it where PyTorch is "
-                             "installed")
+            raise ValueError(f"tessera.hub_kernel: wheel={wheel}: has no libtessera_torch.so; build it where PyTorch "
+                             "is installed")
         archive.extractall(folder, members)
         target.mkdir(parents=True)
         shutil.copytree(Path(folder) / "tessera", target / "tessera", ignore=_LEFT_OUT)

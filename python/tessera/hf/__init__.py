@@ -159,7 +159,8 @@ def _band(causal, sliding_window, sq: int, packed: bool) -> dict:
 
 def _segments(seq_idx, q, k) -> tuple[torch.Tensor, torch.Tensor]:
     """segment_ids of q and k [b, s, h, d] where seq_idx [b|1, s] says whose each token is."""
-    if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, q.shape[0]) or not seq_idx.shape[1] == q.shape[1] == k.shape[1]:
+    if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, q.shape[0]) or \
+            not seq_idx.shape[1] == q.shape[1] == k.shape[1]:
         raise ValueError(f"tessera.hf: seq_idx.shape={list(seq_idx.shape)}: must be [{q.shape[0]}, {q.shape[1]}], a "
                          f"number for each query and for each of {k.shape[1]} keys; with a cache leave it out")
     ids = seq_idx.to(torch.int32).expand(q.shape[0], -1).contiguous()

@@ -22,8 +22,8 @@ def dot_product_attention(
     """Attention of query [b, t, n, h] to key and value [b, s, k, h], without b or, as in flax, with several such axes;
     n is a multiple of k.
 
-    bias and mask (True = visible) broadcast to [b, n, t, s]; scale, a number or a scalar array, is 1/sqrt(h) unless given; a causal
-    mask and local_window_size, (left, right) or one number for both, begin at the top left; lengths are
+    bias and mask (True = visible) broadcast to [b, n, t, s]; scale, a number or a scalar array, is 1/sqrt(h) unless
+    given; a causal mask and local_window_size, (left, right) or one number for both, begin at the top left; lengths are
     int32 [b]. Returns the output, and with return_residual (output, lse [b, t, n] in key's dtype), lse
     without gradient. A row that sees nothing is 0, where jax.nn gives it the mean of all values.
 

@@ -10,7 +10,7 @@ breaks, under autocast, checkpointing and vmap. docs/semantics.md is the contrac
 """
 
 from .._lib import Refused
-from . import _registry  # lists the name
+from . import _registry  # noqa: F401 - lists the name
 from ._cache import append_kv, rotate
 from ._functions import attention, attention_backward, dropout_mask, explain, merge
 from ._prefix import attention_shared_prefix, explain_shared_prefix

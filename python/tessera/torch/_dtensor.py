@@ -84,8 +84,8 @@ def _check_heads(q, k, layout: str, split: list[str]):
     ranks = math.prod([size for size, axis in zip(q.device_mesh.shape, split) if axis == "h"])
     hq, hk = (x.shape[layout.index("h")] for x in (q, k))
     if hq % ranks or hk % ranks and hk != 1:
-        raise _lib.Refused(f"{_NAME}: hq={hq}, hk={hk}: must be multiples of the {ranks} ranks that share them, or hk=1; "
-                           "replicate k and v for each group of query heads, or use fewer ranks")
+        raise _lib.Refused(f"{_NAME}: hq={hq}, hk={hk}: must be multiples of the {ranks} ranks that share them, or "
+                           "hk=1; replicate k and v for each group of query heads, or use fewer ranks")
 
 
 def _places(layout: str, x) -> dict[str, int]:

@@ -55,9 +55,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
     q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
     layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
     or float16 (float64 in the backend "reference"); k and v may be fp8, and, without gradients, q
-    with them. hq is a multiple of hk. Jagged nested tensors [b, j, h, d] (layout="bhsd": [b, h, j, d]) are packed sequences, o is one too.
-    Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes, through o and
-    lse. autocast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is the
+    with them. hq is a multiple of hk. Jagged nested tensors [b, j, h, d] (layout="bhsd": [b, h, j, d]) are packed
+    sequences, o is one too. Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes,
+    through o and lse. autocast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is the
     contract.
 
     >>> o = tessera.torch.attention(q, k, v, causal=True)

@@ -66,7 +66,8 @@ def test_explain():
 
 def test_explain_of_a_gpu_that_is_not_here():
     """Rules and kernels of the CUDA backends are in every build, which tells where they are not."""
-    built = next(backend for backend in json.loads(run("env", "--json").stdout)["build"]["backends"] if backend["name"] == "cuda_sm90")
+    built = next(backend for backend in json.loads(run("env", "--json").stdout)["build"]["backends"]
+                 if backend["name"] == "cuda_sm90")
     not_built = "this build has no CUDA backend" in built["why_not"]
     done = run("explain", "fwd bf16 b=2 s=8192 h=16 d=128 causal", "fwd bf16 b=1 sq=1 sk=8192 hq=32 hk=8 d=128",
                "fwd bf16 b=1 s=128 h=1 d=36", "--device", "sm90")
@@ -77,7 +78,8 @@ def test_explain_of_a_gpu_that_is_not_here():
     assert done.returncode == 0
     assert "this build has no CUDA backend" not in done.stdout and "TESSERA_CUDA" not in done.stdout
     found = lines_of(run("explain", "fwd bf16 b=2 s=1024 h=16 d=128 causal dropout=0.1", "--device", "sm90"))
-    assert found[0].endswith("on sm90: cuda_sm90 (kernel sm90/forward/d128_dropout)" + ", not in this build" * not_built)
+    assert found[0].endswith("on sm90: cuda_sm90 (kernel sm90/forward/d128_dropout)" +
+                             ", not in this build" * not_built)
     assert ("install the wheel" in "".join(found)) == not_built
 
 

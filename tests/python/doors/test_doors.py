@@ -28,7 +28,8 @@ def test_every_door_is_a_module_and_in_the_table_of_docs():
 
 
 def test_env_lists_them():
-    done = subprocess.run([sys.executable, "-m", "tessera", "env", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "tessera", "env", "--json"], capture_output=True, text=True,
+                          check=True)
     assert json.loads(done.stdout)["doors"] == doors.states()
 
 

@@ -58,7 +58,8 @@ def test_rotary(interleaved, offsets, inplace, grad):
     close(given, expected if inplace else before)
     if grad:
         weight = normal(B, S, H, D, seed=5)
-        for a, b in zip(torch.autograd.grad((o * weight).sum(), x), torch.autograd.grad((expected * weight).sum(), before)):
+        for a, b in zip(torch.autograd.grad((o * weight).sum(), x),
+                        torch.autograd.grad((expected * weight).sum(), before)):
             close(a, b)
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
     first = torch.as_tensor(offsets).expand(B)
@@ -158,7 +159,8 @@ def test_keys_in_two_parts():
     dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
     for part in (slice(0, 2), slice(2, S)):
         own = torch.empty_like(q)
-        interface._flash_attn_backward(do, q, k[:, part], v[:, part], o, lse.transpose(1, 2).contiguous(), own, dk[:, part],
+        interface._flash_attn_backward(do, q, k[:, part], v[:, part], o, lse.transpose(1, 2).contiguous(), own,
+                                       dk[:, part],
                                        dv[:, part], *shape, True)
         dq += own
     for a, b in zip((dq, dk, dv), torch.autograd.grad((whole * do).sum(), (q, k, v))):

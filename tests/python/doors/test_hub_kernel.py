@@ -27,7 +27,8 @@ def packed(tmp_path_factory):
 
 def run(program: str, place: Path) -> str:
     """What `program` prints in a process whose only tessera is the one in `place`."""
-    hides = ("import sys; sys.path = [p for p in sys.path if not __import__('os').path.exists(p + '/tessera/_lib.py')]\n")
+    hides = ("import os, sys\n"
+             "sys.path = [p for p in sys.path if not os.path.exists(p + '/tessera/_lib.py')]\n")
     done = subprocess.run([sys.executable, "-c", hides + program], capture_output=True, text=True, env={
         **os.environ, "LOCAL_KERNELS": f"someone/attention={place}", "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
@@ -46,7 +47,8 @@ def test_transformers_generates_the_same_tokens(packed):
         import transformers
         config = transformers.LlamaConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=97,
-            max_position_embeddings=128, num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+            max_position_embeddings=128, num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2)
         models = []
         for name in ("eager", "someone/attention"):
             torch.manual_seed(0)

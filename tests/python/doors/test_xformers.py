@@ -315,7 +315,8 @@ def test_rows_of_packed_groups():
 
 @pytest.mark.parametrize("call, error, message", [
     (lambda x: xops.memory_efficient_attention(x, x, x, op=object()), tessera.Refused, "op="),
-    (lambda x: xops.memory_efficient_attention(x, x.int(), x.int()), tessera.Refused, "key.dtype=torch.int32: .* 4 bits"),
+    (lambda x: xops.memory_efficient_attention(x, x.int(), x.int()), tessera.Refused,
+     "key.dtype=torch.int32: .* 4 bits"),
     (lambda x: xops.memory_efficient_attention(x, x, x, torch.ones(5, 5, dtype=torch.bool)), ValueError,
      "attn_bias.dtype=torch.bool"),
     (lambda x: xops.memory_efficient_attention(x, x, x, "causal"), ValueError, "attn_bias=str"),
@@ -334,7 +335,8 @@ def test_rows_of_packed_groups():
           (lambda: xops.BlockDiagonalMask.from_seqlens([2, 3], [2, 4]).make_causal(), r"key.shape\[1\]=5: must be 6, "),
           (lambda: xops.BlockDiagonalMask.from_seqlens([2, 3], [2, 2]), r"key.shape\[1\]=5: must be 4, "),
           (lambda: xops.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 3, [2, 3]), r"key.shape\[1\]=5: must be 6 or"),
-          (lambda: xops.BlockDiagonalPaddedKeysMask.from_seqlens([2, 2], 2, [2, 1]), r"query.shape\[1\]=5: must be 4, "),
+          (lambda: xops.BlockDiagonalPaddedKeysMask.from_seqlens([2, 2], 2, [2, 1]),
+           r"query.shape\[1\]=5: must be 4, "),
           (lambda: xops.BlockDiagonalGappyKeysMask.from_seqlens([2, 3], [3, 0, 5], [3, 1]), r"must be 6 or more"),
           (lambda: xops.BlockDiagonalGappyKeysMask.from_seqlens([2, 3], [-1, 0, 5], [2, 1]), r"not from -1"),
           (lambda: xops.PagedBlockDiagonalPaddedKeysMask.from_seqlens([2, 2], [1, 1], TABLE[:2, :1] * 0, 1),

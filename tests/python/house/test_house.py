@@ -41,8 +41,9 @@ def test_layer_check_sees_a_violation(tmp_path, monkeypatch):
     assert len(check_layers.violations()) == 1
 
 
-PACKAGE = {"__init__.py": "", "_lib.py": "", "torch/__init__.py": "from .. import _lib", "torch/_a.py": "", "torch/_b.py": "",
-           "jax/__init__.py": "import tessera._lib", "te/__init__.py": "from ..torch import _a", "te/_b.py": "from . import x"}
+PACKAGE = {"__init__.py": "", "_lib.py": "", "torch/__init__.py": "from .. import _lib", "torch/_a.py": "",
+           "torch/_b.py": "", "jax/__init__.py": "import tessera._lib",
+           "te/__init__.py": "from ..torch import _a", "te/_b.py": "from . import x"}
 
 
 @pytest.mark.parametrize(("module", "code", "said"), [
@@ -70,7 +71,8 @@ def test_import_check_sees_a_late_circle(tmp_path):
     sys.path.insert(0, str(ROOT / "tools"))
     import python_layers
 
-    for name, text in {**PACKAGE, "torch/_a.py": "from ._b import x", "torch/_b.py": "def f():\n    from . import _a"}.items():
+    late = {"torch/_a.py": "from ._b import x", "torch/_b.py": "def f():\n    from . import _a"}
+    for name, text in {**PACKAGE, **late}.items():
         (tmp_path / "tessera" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tessera" / name).write_text(text)
     assert python_layers.violations(tmp_path) == [

@@ -40,7 +40,8 @@ def _flash_attn_forward(q): pass
 class C: pass
 D = 1
 '''
-    assert peer_names.names_of(source) == {"f": "x, *, y=(-1, -1), **more", "_flash_attn_forward": "q", "C": None, "D": None}
+    assert peer_names.names_of(source) == {"f": "x, *, y=(-1, -1), **more", "_flash_attn_forward": "q", "C": None,
+                                           "D": None}
     assert peer_names.names_of("from .x import f\n__version__ = '1'\n") == {"__version__": None, "f": None}
     assert peer_names.names_of("from .x import f\ndef g(): pass\n__all__ = ['f']") == {"f": None}
 

@@ -85,8 +85,10 @@ def wrong_lines(folder):
 
 def test_mypy(sources):
     pytest.importorskip("mypy")
-    (sources / "mypy.ini").write_text(f"[mypy]\nmypy_path = {PACKAGE}:{sources}/stubs\nstrict = True\nfollow_imports = silent\n")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--no-color-output", *[path.name for path in sorted(sources.glob("*.py"))]],
+    (sources / "mypy.ini").write_text(f"[mypy]\nmypy_path = {PACKAGE}:{sources}/stubs\nstrict = True\n"
+                                      "follow_imports = silent\n")
+    done = subprocess.run([sys.executable, "-m", "mypy", "--no-color-output",
+                           *[path.name for path in sorted(sources.glob("*.py"))]],
                           cwd=sources, capture_output=True, text=True, timeout=300, check=False)
     found = {(name, int(line)) for name, line in re.findall(r"^(\w+\.py):(\d+): error:", done.stdout, re.M)}
     assert found == wrong_lines(sources), done.stdout + done.stderr
@@ -97,8 +99,8 @@ def test_pyright(sources):
         pytest.skip("pyright is not installed")
     (sources / "pyrightconfig.json").write_text(json.dumps(
         {"extraPaths": [str(PACKAGE)], "stubPath": "stubs", "include": ["*.py"], "typeCheckingMode": "standard"}))
-    done = subprocess.run([sys.executable, "-m", "pyright", "--outputjson"], cwd=sources, capture_output=True, text=True,
-                          timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-m", "pyright", "--outputjson"], cwd=sources, capture_output=True,
+                          text=True, timeout=300, check=False)
     said = json.loads(done.stdout)["generalDiagnostics"]
     found = {(Path(entry["file"]).name, entry["range"]["start"]["line"] + 1) for entry in said
              if entry["severity"] == "error"}

@@ -377,7 +377,8 @@ def test_misspelt_words_are_told_the_nearest():
             call(x, x, x, causel=True)
     with pytest.raises(TypeError, match="argument 'colour'$"):
         tessera.attention(x, x, x, colour=1)
-    for wrong, right in (("causl", "causal"), ("soft_cap=20", "softcap"), ("layuot=bhsd", "layout"), ("aling=top_left", "align")):
+    for wrong, right in (("causl", "causal"), ("soft_cap=20", "softcap"), ("layuot=bhsd", "layout"),
+                         ("aling=top_left", "align")):
         with pytest.raises(ValueError, match=rf"no such key; did you mean {right}\? one of "):
             tessera.explain(f"fwd bf16 b=2 s=64 h=1 d=64 {wrong}")
     with pytest.raises(ValueError, match="no such key; one of "):
@@ -570,7 +571,8 @@ def test_topics_of_the_log_are_legal(topics):
     code = "import numpy, tessera; q = numpy.zeros((1, 1, 1, 1), 'f4'); tessera.attention(q, q, q)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env=dict(os.environ, TESSERA_LOG=topics), check=False)
-    assert done.returncode == 0 and ("tessera.dispatch: cpu runs " in done.stderr) == (topics in ("dispatch,plan", "all"))
+    assert done.returncode == 0 and ("tessera.dispatch: cpu runs " in done.stderr) == \
+        (topics in ("dispatch,plan", "all"))
 
 
 @pytest.mark.parametrize("kind", ["torch", "jax"])
@@ -586,7 +588,8 @@ def test_arrays_of_another_library_are_told_their_module(kind):
             call()
     if kind == "torch":
         tt = pytest.importorskip("tessera.torch")
-        with pytest.raises(ValueError, match=r"q=ndarray: must be a PyTorch tensor; tessera\.attention takes NumPy arrays"):
+        with pytest.raises(ValueError,
+                           match=r"q=ndarray: must be a PyTorch tensor; tessera\.attention takes NumPy arrays"):
             tt.attention(*[np.ones((1, 4, 2, 8))] * 3)
     with pytest.raises(ValueError, match="must be a NumPy array$"):
         tessera.attention([1.0], [1.0], [1.0])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.jax on one device: gradients, transformations, seeds, what is refused and when. That each
 feature is right is for the cases (check --through jax), meshes for test_jax_sharding."""
-import re
 import shutil
 import subprocess
 import types

@@ -478,7 +478,8 @@ def test_what_no_backend_has_yet_is_refused(more):
 @pytest.mark.parametrize("keywords", [dict, lambda: dict(seqlens_k=torch.tensor([33, 7])), lambda: dict(
     out=torch.empty(2, 33, 4, 16)), lambda: dict(softmax_scale=0.25, bias=torch.zeros(33, 33))],
     ids=["plain", "lengths", "out", "bias"])
-@pytest.mark.parametrize("call", [tt.attention, torch.compile(tt.attention, backend="eager")], ids=["eager", "compiled"])
+@pytest.mark.parametrize("call", [tt.attention, torch.compile(tt.attention, backend="eager")],
+                         ids=["eager", "compiled"])
 def test_an_unknown_keyword_is_a_type_error_whatever_was_called_before(call, keywords):
     tensors = qkv(grad=False)
     for _ in range(2):

@@ -43,8 +43,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str | tupl
     q [b, s, hq, dqk], k [b, s, hk, dqk], v [b, s, hk, dv] -> o [b, s, hq, dv] for layout="bshd", and
     "sbhd" and "bhsd" permute: of each sequence this rank's rows, then slack, with s the most that any
     rank holds of a sequence. For layout="thd", [t, h, d], this rank's buffer, then slack, with t the
-    largest buffer. Both are at least 1. Slack may hold anything, and is 0 in o and -inf in lse. shards_k says where keys
-    lie, if not as queries do.
+    largest buffer. Both are at least 1. Slack may hold anything, and is 0 in o and -inf in lse. shards_k says where
+    keys lie, if not as queries do.
 
     Keywords are causal, window, align, softmax_scale, softcap, sink, alibi_slopes, dropout_p,
     rng_state, deterministic, backend, layout, return_lse and return_max_logit, as of
@@ -331,7 +331,8 @@ def _by_keys(call: _Call):
         n = slot.rows.shape[1]
         parts.append(_functions.attention(
             jax.lax.slice_in_dim(q, begin, begin + n), k, v, layout="thd", cu_seqlens_q=mine(slot.cu),
-            **_seen(call, slot, mine), max_seqlen_q=int(np.diff(slot.cu).max(initial=0)), max_seqlen_k=max(call.rows_k.shards.lengths),
+            **_seen(call, slot, mine), max_seqlen_q=int(np.diff(slot.cu).max(initial=0)),
+            max_seqlen_k=max(call.rows_k.shards.lengths),
             return_lse=True, return_max_logit=call.want_max_logit, **call.passed()))
         begin += n
     o, lse = jnp.concatenate([x[0] for x in parts]), jnp.concatenate([x[1].T for x in parts])

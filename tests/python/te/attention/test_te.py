@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
-import torch._dynamo.testing  # noqa: E402
+import torch._dynamo.testing  # noqa: E402,F811
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends  # noqa: E402
 from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402

@@ -89,7 +89,8 @@ class Core:
         more = self.wide(more)
         self.asked.append((more["return_lse"], return_amax))
         assert o_scale is None  # which the fast kernels do not have
-        results = tessera.torch.attention(self.value(q, q_scale), self.value(k, k_scale), self.value(v, v_scale), **more)
+        results = tessera.torch.attention(self.value(q, q_scale), self.value(k, k_scale), self.value(v, v_scale),
+                                          **more)
         o, *rest = results if isinstance(results, tuple) else (results,)
         rest += [o.abs().max().reshape(1)] * return_amax
         return (self.stored(o, out_dtype, None), *rest) if rest else self.stored(o, out_dtype, None)

@@ -392,11 +392,11 @@ class FakeTe:
         return home
 
     def __exit__(self, *_):
-        for name, module in self.before.items():
-            if module is None:
+        for name, before in self.before.items():
+            if before is None:
                 del sys.modules[name]
             else:
-                sys.modules[name] = module
+                sys.modules[name] = before
 
 
 def test_extra_state_is_te_s():

@@ -97,12 +97,13 @@ def apply_fused_qkv_rotary_pos_emb(qkv: torch.Tensor, q_freqs: torch.Tensor, k_f
                                    qkv_split_arg_list: list[int], tensor_format: str = "sbhd",
                                    start_positions: torch.Tensor | None = None,
                                    interleaved: bool = False, cu_seqlens: torch.Tensor | None = None,
-                                   cp_size: int = 1, cp_rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                                   cp_size: int = 1, cp_rank: int = 0
+                                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v) from one tensor of the projections, q and k turned.
 
-    qkv [s, b, g, w], [b, s, g, w], or [t, g, w] with cu_seqlens int32 [b + 1], for g groups of heads; qkv_split_arg_list = [wq, wk, wv], whose sum
-    is w: a group holds wq / wk heads of q, one of k and one of v. Returns q [.., g·wq / wk, wk],
-    k [.., g, wk] and v [.., g, wv]. The rest is apply_rotary_pos_emb's.
+    qkv [s, b, g, w], [b, s, g, w], or [t, g, w] with cu_seqlens int32 [b + 1], for g groups of heads;
+    qkv_split_arg_list = [wq, wk, wv], whose sum is w: a group holds wq / wk heads of q, one of k and one of v. Returns
+    q [.., g·wq / wk, wk], k [.., g, wk] and v [.., g, wv]. The rest is apply_rotary_pos_emb's.
     """
     name = "apply_fused_qkv_rotary_pos_emb"
     axes = len(_word(name, "tensor_format", tensor_format))
