@@ -35,7 +35,7 @@ Status map_of_bytes(const Problem& problem, const Buffers& buffers, int index, i
 
 Status map_of_transposed(const Problem& problem, const void* base, int box_rows, CUtensorMap* map) {
   const Sizes s = sizes_of(problem);
-  const int64_t keys = transposed_keys(is_thd_k(problem), s.sk, s.batch).value();
+  const int64_t keys = transposed_keys(problem).value();
   const MapShape shape{.type = {},
                        .head_dim = keys,
                        .heads = s.hk,

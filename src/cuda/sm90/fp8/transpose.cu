@@ -72,25 +72,14 @@ __global__ void __launch_bounds__(kDims* kWords / kPart)
   }
 }
 
-Count keys_of(const Problem& problem) {
-  const Sizes s = sizes_of(problem);
-  return transposed_keys(is_thd_k(problem), s.sk, s.batch);
-}
-
 }  // namespace
-
-int64_t transposed_bytes(const Problem& problem) {
-  const Sizes s = sizes_of(problem);
-  const int64_t batch = is_thd_k(problem) ? 1 : s.batch;
-  return (keys_of(problem) * s.dv * s.hk * batch).value();
-}
 
 Status launch_transpose(const Problem& problem, const Params& params, void* to,
                         cudaStream_t stream) {
   TransposeParams a{};
   a.problem = params;
   a.to = static_cast<uint8_t*>(to);
-  a.keys = static_cast<int>(keys_of(problem).value());
+  a.keys = static_cast<int>(transposed_keys(problem).value());
   a.stride_head = int64_t{a.keys} * params.dv;
   a.stride_batch = a.stride_head * params.hk;
   const int slots = num_tile_slots(params.thd_k, params.sk, params.batch, kBlockOfKeys);

@@ -12,8 +12,16 @@
 
 namespace tessera::cuda::sm90 {
 
+inline Count transposed_keys(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  return transposed_keys(is_thd_k(problem), s.sk, s.batch);
+}
+
 // Bytes of V^T of a problem.
-int64_t transposed_bytes(const Problem& problem);
+inline int64_t transposed_bytes(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  return (transposed_keys(problem) * s.dv * s.hk * (is_thd_k(problem) ? 1 : s.batch)).value();
+}
 
 // Queues the kernel that writes V^T to `to`.
 Status launch_transpose(const Problem& problem, const Params& params, void* to,

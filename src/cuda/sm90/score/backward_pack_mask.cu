@@ -9,7 +9,7 @@
 namespace tessera::cuda::sm90 {
 namespace {
 
-constexpr int kKeys = 128, kQueries = 64, kKeysOfWarp = 16;
+constexpr int kKeys = kKeysOfPiece, kQueries = kQueriesOfPiece, kKeysOfWarp = 16;
 constexpr int kThreads = kKeys / kKeysOfWarp * 32;
 constexpr int kPitch = kKeys + 8;  // bytes; the four threads of a quad read different banks
 constexpr int kVector = 8;         // keys that a thread reads at once
@@ -99,20 +99,7 @@ __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
 
 int64_t up(int64_t a, int64_t b) { return Count{a}.pieces(b).value(); }
 
-int64_t bytes_of_bits(const Tensor& mask) {
-  const Count pieces = Count{mask.extent[0]} * mask.extent[1] * up(mask.extent[2], kQueries) *
-                       up(mask.extent[3], kKeys);
-  constexpr int kBytesOfPiece = kQueries * kKeys / 8;
-  return (pieces * kBytesOfPiece).value();
-}
-
 }  // namespace
-
-int64_t packed_backward_mask_bytes(const Tensor& mask, const BackwardTile& tile) {
-  const Count states = Count{mask.extent[0]} * mask.extent[1] * up(mask.extent[2], tile.tile_m) *
-                       up(mask.extent[3], kKeys);
-  return (bytes_of_bits(mask) + states.up_to(16)).value();
-}
 
 Status pack_backward_mask(const Tensor& mask, const BackwardTile& tile, void* workspace,
                           BackwardParams& a, cudaStream_t stream) {
@@ -128,7 +115,7 @@ Status pack_backward_mask(const Tensor& mask, const BackwardTile& tile, void* wo
   p.blocks = static_cast<int>(up(p.queries, tile.tile_m));
   p.drop = (a.problem.flags & TESSERA_MASK_DROP) != 0;
   p.bits = static_cast<uint32_t*>(workspace);
-  p.states = static_cast<uint8_t*>(workspace) + bytes_of_bits(mask);
+  p.states = static_cast<uint8_t*>(workspace) + backward_mask_bits_bytes(mask);
   a.mask_bits = p.bits;
   a.mask_states = p.states;
   a.mask_pieces = p.pieces;

@@ -114,18 +114,7 @@ __global__ void __launch_bounds__(kThreads) pack(const PackParams p) {
 
 int64_t up(int64_t a, int64_t b) { return Count{a}.pieces(b).value(); }
 
-int64_t bytes_of_bits(const Tensor& mask, const ForwardTile& tile) {
-  const Count row = Count{mask.extent[3]}.pieces(tile.tile_n) * (tile.tile_n / 8);
-  return (Count{mask.extent[0]} * mask.extent[1] * mask.extent[2] * row).up_to(16).value();
-}
-
 }  // namespace
-
-int64_t packed_mask_bytes(const Tensor& mask, const ForwardTile& tile) {
-  const Count states = Count{mask.extent[0]} * mask.extent[1] * up(mask.extent[2], tile.tile_m()) *
-                       up(mask.extent[3], tile.tile_n);
-  return (bytes_of_bits(mask, tile) + states.up_to(16)).value();
-}
 
 Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, ForwardParams& a,
                  cudaStream_t stream) {
@@ -140,7 +129,7 @@ Status pack_mask(const Tensor& mask, const ForwardTile& tile, void* workspace, F
   p.blocks = static_cast<int>(up(p.keys, p.tile_n));
   p.drop = (a.problem.flags & TESSERA_MASK_DROP) != 0;
   p.bits = workspace;
-  p.states = static_cast<uint8_t*>(workspace) + bytes_of_bits(mask, tile);
+  p.states = static_cast<uint8_t*>(workspace) + mask_bits_bytes(mask, tile);
   a.mask_bits = workspace;
   a.mask_states = p.states;
   a.mask_rows = p.rows;

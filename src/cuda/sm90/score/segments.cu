@@ -90,19 +90,7 @@ __global__ void __launch_bounds__(kWarp) find_spans(const __grid_constant__ Span
   }
 }
 
-int64_t hull_bytes(const Problem& problem, const ForwardTile& tile) {
-  const Sizes s = sizes_of(problem);
-  const Count batch = std::max<int64_t>(s.batch, 1), blocks = s.sk / tile.tile_n + 1;
-  return ((is_thd_k(problem) ? blocks + batch : blocks * batch) * 8).value();
-}
-
 }  // namespace
-
-int64_t segment_bytes(const Problem& problem, const ForwardTile& tile) {
-  const Sizes s = sizes_of(problem);
-  const Count rows = Count{s.sq} * (is_thd_q(problem) ? 1 : std::max<int64_t>(s.batch, 1));
-  return (hull_bytes(problem, tile) + rows * 8).value();
-}
 
 Status find_segments(const Problem& problem, const ForwardTile& tile, bool spans, void* workspace,
                      ForwardParams& a, cudaStream_t stream) {
@@ -116,7 +104,8 @@ Status find_segments(const Problem& problem, const ForwardTile& tile, bool spans
   TESSERA_RETURN_IF_ERROR(launch_kernel("find_segments", reinterpret_cast<const void*>(&find), grid,
                                         kThreads, 0, &args, stream));
   if (!spans || tile.tile_n != kSpanBlock) return {};
-  auto* to = reinterpret_cast<int2*>(static_cast<char*>(workspace) + hull_bytes(problem, tile));
+  auto* to =
+      reinterpret_cast<int2*>(static_cast<char*>(workspace) + segment_hull_bytes(problem, tile));
   const SpanParams of_rows{p, num_tile_slots(p.thd_q, p.sq, p.batch, kSpanRows), a.segments, to};
   a.spans = to;
   if (of_rows.slots == 0) return {};
