@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/choose/unbuilt.h"
+#include "core/count.h"
 #include "cuda/sm80/choice.h"
 #include "cuda/sm80/convert/problem.h"
 
@@ -34,6 +35,36 @@ void require_most(Support& support, ReasonId id, const char* name, int64_t value
     return std::string(name) + "=" + std::to_string(value) + ": must be at most " +
            std::to_string(most);
   });
+}
+
+// The backward pass tiles all pages of the pools, whichever of them tables name.
+void require_pool(Support& support, const Problem& p) {
+  constexpr int64_t kLeastRows = 16, kMostTiles = int64_t{1} << 30;
+  if (!is_backward(p) || !is_paged(p)) return;
+  const Tensor &k = p.tensor[TESSERA_K], &v = p.tensor[TESSERA_V];
+  const int64_t pages = std::max(k.extent[0], v.extent[0]);
+  const Count tiles = Count{k.extent[1]}.pieces(kLeastRows) * pages;
+  support.require(!(kMostTiles < tiles), ReasonId::kSize, Remedy::kNone, [&] {
+    return "pages=" + std::to_string(pages) + ", page_size=" + std::to_string(k.extent[1]) +
+           ": must be at most 2^30 tiles of 16 keys";
+  });
+}
+
+// The kernel of dbias has a grid of the bias's own elements.
+void require_dbias(Support& support, const Problem& p, int head_dim, int shared_bytes) {
+  if (!given(p, TESSERA_DBIAS)) return;
+  const int dtype = p.tensor[TESSERA_Q].dtype;
+  const Tile& tile = find_kernel(Pass::dbias, kGeneral, dtype, head_dim, shared_bytes)->tile;
+  const Tensor& bias = p.tensor[TESSERA_BIAS];
+  const int64_t most_queries = kMostGridY * tile.rows();
+  const Count columns =
+      Count{bias.extent[0]} * bias.extent[1] * Count{bias.extent[3]}.pieces(tile.step);
+  support.require(bias.extent[2] <= most_queries && columns < Count{INT32_MAX}, ReasonId::kSize,
+                  Remedy::kNone, [&] {
+                    return "bias.shape=" + shape_text(p, TESSERA_BIAS) +
+                           ": dbias must have at most " + std::to_string(most_queries) +
+                           " queries, and 2^31 tiles of " + std::to_string(tile.step) + " keys";
+                  });
 }
 
 }  // namespace
@@ -77,6 +108,11 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   require_most(support, ReasonId::kSize, "batch", s.batch, kMostRows);
   require_most(support, ReasonId::kSize, "num_heads_q", s.hq, kMostGridY);
   require_tiles(support, p);
+  require_pool(support, p);
+  if (support) {
+    require_dbias(support, problem_of_kernels(p), static_cast<int>(std::max(s.dqk, s.dv)),
+                  traits.shared_bytes);
+  }
   if (given(p, TESSERA_ALIBI_SLOPES)) {  // distances are 32-bit
     require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
   }
