@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/mask/philox.h"  // TESSERA_HOST_DEVICE
 
@@ -27,5 +28,28 @@ struct Divisor {
 #endif
   }
 };
+
+// The largest divisor of n up to `most`, and the least from `least` (up to n) on. Their work is the
+// root of n: counting up or down to it would be n of a batch that is prime.
+inline int divisor_up_to(int n, int most) {
+  int best = 1;
+  for (int64_t i = 1; i * i <= n; ++i) {
+    if (n % i != 0) continue;
+    for (const int64_t divisor : {i, n / i}) {
+      if (divisor <= most && divisor > best) best = static_cast<int>(divisor);
+    }
+  }
+  return best;
+}
+inline int divisor_from(int n, int least) {
+  int best = n;
+  for (int64_t i = 1; i * i <= n; ++i) {
+    if (n % i != 0) continue;
+    for (const int64_t divisor : {i, n / i}) {
+      if (divisor >= least && divisor < best) best = static_cast<int>(divisor);
+    }
+  }
+  return best;
+}
 
 }  // namespace tessera::cuda

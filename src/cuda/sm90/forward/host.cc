@@ -174,16 +174,16 @@ void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a
   const int64_t seen = std::min<int64_t>(p.sk, is_window ? int64_t{p.left} + p.right + 1 : p.sk);
   const int64_t most =
       std::min<int64_t>(std::max(keys / seen, asks_late ? 1 : kHeadsAskingEarly), heads);
-  int per_section = static_cast<int>(most);
-  while (heads % per_section != 0) --per_section;
-  if (per_section * tiles_m < workers) {  // not a tile for each: rather too many heads than too few
-    per_section = static_cast<int>(most);
-    while (heads % per_section != 0) ++per_section;
+  int per_section = divisor_up_to(heads, static_cast<int>(most));
+  if (int64_t{per_section} * tiles_m < workers) {
+    // Not a tile for each: rather too many heads than too few.
+    per_section = divisor_from(heads, static_cast<int>(most));
   }
   a.tiles_m = Divisor::of(tiles_m);
   a.heads = Divisor::of(p.hq);
   a.heads_per_section = Divisor::of(per_section);
-  a.per_section = Divisor::of(per_section * tiles_m);
+  // Sections are of dense problems; tiles_m counts the rows of all packed sequences.
+  a.per_section = Divisor::of(p.thd_q ? 1 : per_section * tiles_m);
   a.counter = a.tiles > workers ? counter : nullptr;
   static std::atomic<uint64_t> launches{0};
   a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);

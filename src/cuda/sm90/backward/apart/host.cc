@@ -40,14 +40,14 @@ Pieces take_workspace(const Problem& problem, int dim, Workspace& workspace) {
 void order_key_tiles(DkdvParams& a) {
   const Params& p = a.problem;
   const int tiles_n = (p.sk + kTwoRows - 1) / kTwoRows;
-  const int heads = p.batch * p.hk;
+  const int heads = p.thd_k ? p.hk : p.batch * p.hk;
   a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, kTwoRows) * p.hk;
   a.longest_first = p.right >= 0;
   constexpr int64_t kElementBytes = 2;
   const int64_t bytes_of_head = kElementBytes * p.group * p.sq * (p.dqk + p.dv);
-  int per_section =
-      static_cast<int>(std::min<int64_t>(std::max(kL2Bytes / bytes_of_head, kLeastHeads), heads));
-  while (heads % per_section != 0) --per_section;
+  const int per_section = divisor_up_to(
+      heads,
+      static_cast<int>(std::min<int64_t>(std::max(kL2Bytes / bytes_of_head, kLeastHeads), heads)));
   set_order({per_section, per_section, {}, {}, 0}, heads, tiles_n, a);
 }
 

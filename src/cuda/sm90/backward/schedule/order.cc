@@ -96,8 +96,8 @@ TileOrder cut(const TileWork& work, int most) {
 // Heads of the last section, of at least `heads`, so that the others divide what is left.
 int last_section(int heads, int per_section, int least) {
   int last = std::clamp(least, std::min(per_section, heads), heads);
-  while ((heads - last) % per_section != 0) ++last;
-  return last;
+  const int beyond = (heads - last) % per_section;
+  return last + beyond;
 }
 
 // Its dK and dV in fp32.
@@ -131,9 +131,9 @@ int64_t bytes_in_flight(const BackwardKernel& kernel, const Params& p) {
 // tiles of the longest sequence share. Those of short ones share little.
 int section_of_packed(const BackwardKernel& kernel, const Params& p, int64_t longest) {
   const int64_t bytes = std::max<int64_t>(bytes_of_heads(p, 1) / std::max(p.sq, 1) * longest, 1);
-  int section = static_cast<int>(std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes, 1, p.hk));
-  while (p.hk % section != 0) --section;
-  return section;
+  const int section =
+      static_cast<int>(std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes, 1, p.hk));
+  return divisor_up_to(p.hk, section);
 }
 
 // Key heads of a section, before the model has a say. group: as of bytes_of_heads().
@@ -240,8 +240,7 @@ TileOrder best_order(const TileWork& work) {
   // Sections of about a wave, or of another number of heads with nothing left over.
   consider_sections({}, per_section);
   consider_sections({}, std::min(per_section + 1, work.heads));
-  int divisor = per_section;
-  while (work.heads % divisor != 0) --divisor;
+  const int divisor = divisor_up_to(work.heads, per_section);
   if (divisor < per_section) consider_sections({}, divisor);
   const bool few = tiles * work.heads <= kFewRounds * work.workers && tiles <= kMostTilesInParts;
   if (!work.can_share || !few) return best;
@@ -273,9 +272,11 @@ TileOrder TileOrders::find(const TileWork& work) const {
 }
 
 void set_order(const TileOrder& order, int heads, int tiles_n, BackwardParams& a) {
-  const int ctas_of_head = order.parts() > 0 ? order.parts() : tiles_n;
+  // Of a packed side heads have slots, of the tiles of all sequences.
+  const Params& p = a.problem;
+  const int ctas_of_head = order.parts() > 0 ? order.parts() : p.thd_k ? a.tiles / p.hk : tiles_n;
   a.tiles_n = Divisor::of(tiles_n);
-  a.heads = Divisor::of(a.problem.hk);
+  a.heads = Divisor::of(p.hk);
   a.heads_per_section = Divisor::of(order.heads_per_section);
   a.per_section = Divisor::of(order.heads_per_section * ctas_of_head);
   a.heads_of_last = Divisor::of(order.heads_of_last);
@@ -295,7 +296,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t l
   const int tile_n = kernel.tile.tile_n();
   const bool in_turn = kernel.tile.deterministic, is_causal = p.right >= 0;
   const int tiles_n = ceil_div(p.sk, tile_n);
-  const int batch = p.batch / a.sequences, heads = batch * p.hk;
+  const int batch = p.batch / a.sequences, heads = p.thd_k ? p.hk : batch * p.hk;
   a.tiles = num_tile_slots(p.thd_k, p.sk, batch, tile_n) * p.hk;
   a.longest_first = is_causal || in_turn;
   a.heads_inner = !swaps_loops(kernel.tile, kernel.features) || starts_in_step(p);
@@ -322,7 +323,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t l
                      bytes_of_part(kernel.tile), std::max(kMostStored, bytes_of_sums / 2)});
     a.longest_first |= order.parts() > 0;
   } else {
-    while (heads % per_section != 0) --per_section;
+    per_section = divisor_up_to(heads, per_section);
     order = {per_section, per_section, {}, {}, 0};
   }
   if (in_turn && is_causal) {
@@ -333,7 +334,6 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t l
                                                                           : 0;
   }
   set_order(order, heads, tiles_n, a);
-  if (p.thd_k) a.per_section = Divisor::of(per_section * (a.tiles / p.hk));  // slots, not tiles
   a.num_arrivals = heads * a.stored_parts * 4 * BackwardTile::kOwners;
   if (runs_in_sections(kernel, multiprocessors, a)) a.ahead = order.heads_per_section;
 }

@@ -61,7 +61,7 @@ class TileOrders {
 };
 
 // Fills what KeySchedule (schedule.cuh) reads of an order of `heads` key heads, of tiles_n tiles
-// each. a.problem must be set.
+// each; of a packed side, of the key heads of one sequence. a.problem and a.tiles must be set.
 void set_order(const TileOrder& order, int heads, int tiles_n, BackwardParams& a);
 
 // Fills what `a` says of tiles, sections and parts. a.problem and a.slots must be set. longest:
