@@ -7,40 +7,15 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <vector>
 
+#include "cpu_time.h"
+#include "random_problem.h"
 #include "tessera.h"
 
 namespace {
 
 constexpr tessera_device kCpu{TESSERA_CPU, 0, 0, 0};
-
-void give(tessera_problem& p, int index, int32_t dtype, std::initializer_list<int64_t> extent) {
-  tessera_tensor& t = p.tensor[index];
-  t.dtype = dtype;
-  std::fill(t.extent, t.extent + 4, 1);
-  std::copy(extent.begin(), extent.end(), t.extent);
-}
-
-struct Extents {
-  int64_t b, sq, sk, hq, hk, dqk, dv;
-};
-
-// All that is read is expanded, so that no extent is bounded by memory.
-tessera_problem forward(const Extents& e, int32_t dtype = TESSERA_FP32) {
-  tessera_problem p{};
-  p.struct_size = sizeof p;
-  give(p, TESSERA_Q, dtype, {e.b, e.sq, e.hq, e.dqk});
-  give(p, TESSERA_K, dtype, {e.b, e.sk, e.hk, e.dqk});
-  give(p, TESSERA_V, dtype, {e.b, e.sk, e.hk, e.dv});
-  for (int i : {TESSERA_Q, TESSERA_K, TESSERA_V}) p.tensor[i].stride[3] = 1;
-  return p;
-}
-
-int32_t describe(tessera_problem& p, std::initializer_list<int32_t> wanted, tessera_error* e) {
-  return tessera_outputs(&p, std::data(wanted), static_cast<int32_t>(wanted.size()), e);
-}
 
 struct Error : tessera_error {
   Error() : tessera_error{} { struct_size = sizeof(tessera_error); }
@@ -200,6 +175,42 @@ TEST(Sizes, WhatIsExpandedIsReadOnce) {
   EXPECT_TRUE(e.says("v_descale=-1") || e.says("v_scale=-1")) << e.message;
 }
 
+// Whatever a call lists for each sequence: one element for 2^40 of them, or one row of a table.
+TEST(Sizes, ListsThatAreExpandedAreNotWalked) {
+  constexpr int64_t kHuge = int64_t{1} << 40, kPages = 4;
+  for (const int32_t list : {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_Q_START, TESSERA_K_START,
+                             TESSERA_SHIFT, TESSERA_PAGE_TABLE_K, TESSERA_PAGE_TABLE_V}) {
+    const bool paged = list == TESSERA_PAGE_TABLE_K || list == TESSERA_PAGE_TABLE_V;
+    tessera_problem p = forward({kHuge, 1, 1, 1, 1, 1, 1});
+    int32_t pages[kPages] = {0, 0, 0, 0}, zero = 0;
+    float one = 1;
+    tessera_buffers b{};
+    b.struct_size = sizeof b;
+    b.data[TESSERA_Q] = b.data[TESSERA_K] = b.data[TESSERA_V] = &one;
+    b.data[TESSERA_O] = reinterpret_cast<void*>(int64_t{1} << 62);  // nobody writes there
+    if (paged) {
+      for (int t : {TESSERA_K, TESSERA_V}) p.tensor[t].extent[0] = 1;
+      give(p, TESSERA_SEQLENS_K, TESSERA_INT32, {kHuge});
+      b.data[TESSERA_SEQLENS_K] = &zero;
+      for (int t = TESSERA_PAGE_TABLE_K; t <= list; ++t) {
+        give(p, t, TESSERA_INT32, {kHuge, kPages});
+        p.tensor[t].stride[1] = 1;
+        b.data[t] = pages;
+      }
+    } else {
+      give(p, list, TESSERA_INT32, {kHuge});
+      b.data[list] = &zero;
+      p.flags |= TESSERA_CAUSAL;
+      p.align = list == TESSERA_SHIFT ? TESSERA_ALIGN_GIVEN : TESSERA_ALIGN_TOP_LEFT;
+    }
+    Error e;
+    ASSERT_EQ(describe(p, {TESSERA_O}, &e), TESSERA_OK) << list << e.message;
+    const double start = milliseconds();
+    EXPECT_EQ(tessera_validate(&p, &kCpu, &b, &e), TESSERA_OK) << list << ": " << e.message;
+    EXPECT_LT(milliseconds() - start, kMostMilliseconds) << list;
+  }
+}
+
 // Every sequence of an append has the same place for its tokens.
 TEST(Sizes, AnAppendToOnePlaceIsDoneOnce) {
   constexpr int64_t kHuge = int64_t{1} << 40;
@@ -285,40 +296,16 @@ int expect_tiles_fit(const tessera_problem& p, int32_t arch) {
 // Random extents of up to 2^60, both passes and all formats: what is accepted has room for what a
 // call holds for each sequence, and for the rows of a worker.
 TEST(Sizes, NothingWraps) {
-  std::mt19937_64 random(20261125);
-  const auto draw = [&](int most) {
-    const int bits =
-        static_cast<int>(random() % 4 == 0 ? random() % static_cast<unsigned>(most) : random() % 6);
-    return static_cast<int64_t>(random() % (uint64_t{2} << bits));
-  };
+  RandomProblems problems(20261125, {.rows = 61, .heads = 30, .dims = 61, .in_units = false});
+  const Extents& e = problems.extents;
   int accepted = 0, too_many = 0, on_cuda = 0;
-  for (int i = 0; i < 20000; ++i) {
-    Extents e{draw(61), draw(61), draw(61), 0, draw(30) + 1, draw(61) + 1, draw(61) + 1};
-    e.hq = e.hk * (draw(8) + 1);
-    tessera_problem p = forward(e, std::vector{TESSERA_FP32, TESSERA_BF16, TESSERA_E4M3}[i % 3]);
-    if (i % 5 == 0) {
-      p.format_q = p.format_kv = TESSERA_THD;
-      for (int t : {TESSERA_Q, TESSERA_K, TESSERA_V}) p.tensor[t].extent[0] = 1;
-      for (int t : {TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_K})
-        give(p, t, TESSERA_INT64, {e.b + 1});
-    } else if (i % 5 == 1) {
-      give(p, TESSERA_PAGE_TABLE_K, TESSERA_INT32, {e.b, draw(61) + 1});
-      give(p, TESSERA_SEQLENS_K, TESSERA_INT32, {e.b});
-      for (int t : {TESSERA_K, TESSERA_V}) p.tensor[t].extent[0] = draw(61) + 1;
-    }
-    if (i % 2) {
-      p.pass = TESSERA_BACKWARD;
-      give(p, TESSERA_SINK, TESSERA_FP32, {e.hq});
-      if (describe(p,
-                   {TESSERA_O, TESSERA_LSE, TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV,
-                    TESSERA_DSINK},
-                   nullptr) != TESSERA_OK)
-        continue;
-    } else if (describe(p, {TESSERA_O, TESSERA_LSE}, nullptr) != TESSERA_OK) {
-      continue;
-    }
+  for (int i = 0; i < 40000; ++i) {
+    tessera_problem p;
+    if (!problems.next(p)) continue;
     if (i % 7 == 3) on_cuda += expect_tiles_fit(p, i % 3 ? 80 : 90);
+    const double start = milliseconds();
     const Answer answer = prepare(p, i % 7 == 0 ? 256 : 1);
+    EXPECT_LT(milliseconds() - start, kMostMilliseconds) << answer.message;
     if (answer.code == TESSERA_OK) {
       ++accepted;
       const bool rows = p.tensor[TESSERA_Q].extent[0] > 0 && p.tensor[TESSERA_Q].extent[1] > 0;
