@@ -201,6 +201,8 @@ void Call::spoil(Bytes& bytes) {
 }
 
 void Call::make(Bytes& bytes) {
+  // A size beyond the struct's is a promise that the memory behind it is there.
+  problem.struct_size = std::min(problem.struct_size, static_cast<uint32_t>(sizeof problem));
   // Imagined GPUs answer; a real one is no part of this.
   if (device.kind != TESSERA_CPU && device.arch <= 0) device.arch = 90;
   // explain() takes as long as a hundred other calls.
