@@ -73,10 +73,12 @@ AppendJob append_of(const Cache& c, NVTETensor from, NVTETensor cache, const cha
   job.rows = rows_of(source, target, name);
   job.new_lens = integers(c.cu_new_lens, "cu_new_lens", c.b + 1);
   job.cached_lens = integers(c.cu_cached_lens, "cu_cached_lens", c.b + 1);
-  job.b = c.b, job.at_once = c.max_ctx_len, job.packed = packed;
+  job.b = c.b, job.packed = packed;
   job.page_size = c.max_seq_len / c.max_pages, job.max_pages = c.max_pages;
   job.num_pages = target.extent(0);
   job.tokens = source.numel(0, source.ndim() - 2);
+  // No sequence has more tokens than there are, whatever the caller's bound.
+  job.at_once = std::clamp<int64_t>(job.tokens, 1, c.max_ctx_len);
   if (!packed) {
     if (source.extent(sbhd ? 1 : 0) != c.b) {
       fail("%s.shape=%s: must hold b=%" PRId64 " sequences", name, shape_text(source).c_str(), c.b);

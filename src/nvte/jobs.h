@@ -153,7 +153,9 @@ struct ReindexJob {
   TESSERA_EVERYWHERE int64_t old(int64_t n) const {
     return cached_lens.length(n) - new_lens.length(n);
   }
-  TESSERA_EVERYWHERE int64_t count() const { return max_seq_len * rows.pieces(); }
+  TESSERA_EVERYWHERE int64_t count() const {
+    return max_rows > 0 ? max_seq_len * rows.pieces() : 0;  // a cache without rows has no memory
+  }
   TESSERA_EVERYWHERE void operator()(int64_t index) const {
     const int64_t piece = index % rows.pieces(), token = index / rows.pieces();
     for (int64_t n = 0; n < b; ++n) {

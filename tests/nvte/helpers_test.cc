@@ -2,8 +2,10 @@
 // Random state, segments, and copies between packed, padded and paged keys and values.
 #include <gtest/gtest.h>
 
+#include <climits>
 #include <numeric>
 
+#include "cpu_time.h"
 #include "nvte/problems.h"
 
 namespace nvte_test {
@@ -60,6 +62,7 @@ struct Step {
   std::vector<int32_t> old{5, 0, 7}, fresh{2, 4, 1};
   std::vector<int32_t> cu_new{0, 2, 6, 7}, cu_cached{0, 7, 11, 19};
   NVTE_QKV_Format format = NVTE_BSHD;
+  int most_new = kMaxNew;  // of a sequence, as the caller bounds them
 
   // The new tokens of k or v: 1000 + 100 n + i.
   std::vector<float> source(int64_t d) const {
@@ -108,7 +111,7 @@ void run_step(Step& step, std::vector<int32_t> table, size_t pages, size_t page_
              pages_of = numbers(table);
   const auto per_sequence = static_cast<int>(table.size() / Step::kB);
   nvte_copy_to_kv_cache(tk.data(), tv.data(), ck.data(), cv.data(), pages_of.data(), cu_new.data(),
-                        cu_cached.data(), step.format, Step::kB, Step::kMaxNew, Step::kMaxSeq,
+                        cu_cached.data(), step.format, Step::kB, step.most_new, Step::kMaxSeq,
                         per_sequence, !paged, nullptr);
   narrow(k, k_rows, Step::kHeads * Step::kDk);
   narrow(v, v_rows, Step::kHeads * Step::kDv);
@@ -134,6 +137,26 @@ TEST(NvteHelpers, CopyToPages) {
     EXPECT_EQ(k, expected) << format;
     EXPECT_EQ(v, expected) << format;
   }
+}
+
+// A bound of 2^31 new tokens of a sequence is as good as one of as many as there are, and a cache of
+// no rows has none that move.
+TEST(NvteHelpers, ABoundIsNotWalked) {
+  const double start = milliseconds();
+  Step step;
+  step.most_new = INT_MAX;
+  const std::vector<int32_t> table{9, 0, 4, 8, 2, 1, 5, 3, 7};
+  std::vector<float> k(40), v(40);
+  run_step(step, table, 10, 4, k, v, true);
+  EXPECT_EQ(k[1], 1000);  // position 5 of the first sequence: its second page is 0
+
+  std::vector<int32_t> nothing{0, 0}, first{0};
+  const auto zeros = numbers(nothing), row = numbers(first);
+  const TensorWrapper fresh(nullptr, Shape{1, 0, 2, 4}, DType::kFloat32),
+      cache(nullptr, Shape{0, INT_MAX, 2, 4}, DType::kFloat32);
+  nvte_copy_to_kv_cache(fresh.data(), fresh.data(), cache.data(), cache.data(), row.data(),
+                        zeros.data(), zeros.data(), NVTE_BSHD, 1, 1, INT_MAX, 1, true, nullptr);
+  EXPECT_LT(milliseconds() - start, kMostMilliseconds);
 }
 
 TEST(NvteHelpers, CopyToRowsMovesThemFirst) {
