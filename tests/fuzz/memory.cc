@@ -39,7 +39,8 @@ void* Memory::add(int64_t bytes) {
 void Memory::allow(const tessera_tensor& t, int rank, void* data) {
   auto* const first = static_cast<uint8_t*>(data);
   for (Block& block : blocks_) {
-    if (first < block.data.get() || first > block.data.get() + block.bytes) continue;
+    // The end of a block may be where the next begins; a tensor that lies there has no elements.
+    if (first < block.data.get() || first >= block.data.get() + block.bytes) continue;
     int64_t extent[4] = {1, 1, 1, 1};
     // What is expanded is one place.
     for (int axis = 0; axis < rank; ++axis)
