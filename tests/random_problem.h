@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Problems of random extents, both passes, all formats and features, legal or not: what the sizes of
-// every backend are asked with (sizes_test.cc, cuda/sizes_test.cc).
+// every backend are asked with (sizes_test.cc, cuda/imagined/sizes_test.cc).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planners of the CUDA backends on a GPU that is only imagined (imagined/), through the C
+// The planners of the CUDA backends on a GPU that is only imagined, through the C
 // header and with the sizes of sizes_test.cc: the workspace holds what a call needs, every grid and
 // tensor map is one that CUDA takes, and none of it takes long.
 #include <gtest/gtest.h>
