@@ -157,11 +157,12 @@ void convert(NVTETensor tensor, NVTETensor cu_seqlens, NVTETensor new_tensor, bo
   const tessera_device device = device_of(job.to);
   for (int64_t n = 0; n < job.b && !is_cuda(device); ++n) {
     const int64_t start = job.cu_seqlens[n], length = job.cu_seqlens.length(n);
-    if (length >= 0 && length <= job.max_seq_len && start >= 0 && start + length <= job.tokens)
+    if (length >= 0 && length <= job.max_seq_len && start >= 0 && start <= job.tokens &&
+        length <= job.tokens - start)
       continue;
     fail("cu_seqlens[%" PRId64 "..]=%" PRId64 ", %" PRId64 ": must not fall, be at most t=%" PRId64
          ", and hold at most max_seq_len=%" PRId64 " tokens",
-         n, start, start + length, job.tokens, job.max_seq_len);
+         n, start, job.cu_seqlens[n + 1], job.tokens, job.max_seq_len);
   }
   run(job, device, stream);
 }

@@ -28,6 +28,14 @@ struct Integers {
   }
 };
 
+// Modulo 2^64, of entries that may be anything; what comes of it is compared with extents.
+TESSERA_EVERYWHERE inline int64_t sum(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+}
+TESSERA_EVERYWHERE inline int64_t difference(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
+}
+
 // lengths[n] = cu_seqlens[n + 1] - cu_seqlens[n], n < b; INT32_MIN, which no call
 // takes, for what int32 does not hold.
 struct LengthsJob {
@@ -119,12 +127,13 @@ struct AppendJob {
   bool packed, paged;                    // not in pages: sequence n lies in row n of the cache
 
   TESSERA_EVERYWHERE int64_t source(int64_t n, int64_t i) const {
-    if (packed) return new_lens[n] + i;
+    if (packed) return sum(new_lens[n], i);
     return i < extent_s ? n * stride_b + i * stride_s : -1;
   }
   // The row of the cache of a token, i < length; -1 where there is none.
   TESSERA_EVERYWHERE int64_t place(int64_t n, int64_t i) const {
-    const int64_t row = source(n, i), at = cached_lens.length(n) - new_lens.length(n) + i;
+    const int64_t row = source(n, i),
+                  at = sum(difference(cached_lens.length(n), new_lens.length(n)), i);
     if (row < 0 || row >= tokens || at < 0 || at >= page_size * max_pages) return -1;
     const int64_t page = paged ? page_table[n * max_pages + at / page_size] : n;
     return page < 0 || page >= num_pages ? -1 : page * page_size + at % page_size;
@@ -151,7 +160,7 @@ struct ReindexJob {
 
   // Tokens of sequence n before this call.
   TESSERA_EVERYWHERE int64_t old(int64_t n) const {
-    return cached_lens.length(n) - new_lens.length(n);
+    return difference(cached_lens.length(n), new_lens.length(n));
   }
   TESSERA_EVERYWHERE int64_t count() const {
     return max_rows > 0 ? max_seq_len * rows.pieces() : 0;  // a cache without rows has no memory
@@ -180,7 +189,7 @@ struct ConvertJob {
   TESSERA_EVERYWHERE void operator()(int64_t index) const {
     const int64_t piece = index % rows.pieces(), padded = index / rows.pieces();
     const int64_t n = padded / max_seq_len, i = padded % max_seq_len;
-    const int64_t packed = cu_seqlens[n] + i;
+    const int64_t packed = sum(cu_seqlens[n], i);
     if (i >= cu_seqlens.length(n) || packed < 0 || packed >= tokens) return;
     if (to_packed) {
       rows.move(to, packed, from, padded, piece);

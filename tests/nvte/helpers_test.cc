@@ -53,6 +53,11 @@ TEST(NvteHelpers, ConvertBetweenPackedAndPadded) {
     EXPECT_THROW(
         nvte_convert_thd_to_bshd(thd.data(), cu_seqlens.data(), bshd.data(), 3, 5, nullptr),
         std::runtime_error);
+    std::vector<int64_t> far{INT64_MAX - 1, INT64_MAX, INT64_MIN,
+                             INT64_MIN + 1};  // sums would wrap
+    const TensorWrapper wide(far.data(), Shape{4}, DType::kInt64);
+    EXPECT_THROW(nvte_convert_thd_to_bshd(thd.data(), wide.data(), bshd.data(), 3, 5, nullptr),
+                 std::runtime_error);
   }
 }
 
