@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the decode kernel's work is dealt out (sm80/stream/work.cuh), on the host: random small
+// How the decode kernels' work is dealt out (common/work/work.cuh), on the host: random small
 // batches, every size of grid, every CTA one after the other. Needs no GPU.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -15,16 +15,16 @@
 using std::max;
 using std::min;  // as in device code
 
-#include "cuda/sm80/stream/work.cuh"
+#include "cuda/common/work/work.cuh"
 
-namespace tessera::cuda::sm80 {
+namespace tessera::cuda {
 namespace {
 
 constexpr int kStepKeys = 4;
 
 // A batch with its lengths, and what the host makes of its shapes.
 struct Batch {
-  StreamArgs args{};
+  WorkArgs args{};
   std::vector<int32_t> q, k;  // cu_seqlens or lengths
   int queries;                // of a tile
   int most_runs = 0;
@@ -44,7 +44,6 @@ struct Batch {
     args.queries = Divisor::of(queries);
     args.packs = Divisor::of(packs());
     args.packs_kv = Divisor::of(p.group / args.pack);
-    args.page_size = Divisor::of(1);
   }
   CellsOf cells(int n) const {
     return CellsOf(args, unplaced_sequence_of(args.params, n), kStepKeys);
@@ -95,13 +94,25 @@ struct Found {
 Found find_start(const Batch& batch, int lanes, int run, int most_runs) {
   const int each = (batch.sequences() + lanes - 1) / lanes;
   std::vector<Counted> to;  // up to and with the lane
-  Counted all{0, 0};
-  for (int lane = 0; lane < lanes; ++lane) {
-    const int lo = min(lane * each, batch.sequences());
-    all = all.plus(count(batch.args, kStepKeys, lo, min(lo + each, batch.sequences())));
-    to.push_back(all);
+  const auto count_all = [&](int apart) {
+    Counted all{0, 0};
+    to.clear();
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int lo = min(lane * each, batch.sequences()), hi = min(lo + each, batch.sequences());
+      all = all.plus(count(batch.args, kStepKeys, lo, hi, apart));
+      to.push_back(all);
+    }
+    return all;
+  };
+  Counted all = count_all(1);
+  Runs runs(batch.args, all, most_runs);
+  const int apart = cells_apart(batch.args, all, most_runs, [&](int cells) {
+    return count(batch.args, kStepKeys, 0, batch.sequences(), cells).cells / cells;
+  });
+  if (apart > 0) {
+    all = count_all(apart);
+    runs = Runs::cut_apart(apart, all);
   }
-  const Runs runs(batch.args, all, most_runs);
   int behind = 0;
   while (behind < lanes && to[behind].in_row(runs.ends) <= runs.begin(run)) ++behind;
   return {runs, {behind * each, behind > 0 ? to[behind - 1] : Counted{0, 0}}};
@@ -209,7 +220,7 @@ TEST(Work, EqualShares) {
     Batch batch = draw(random);
     batch.point();
     int cells = 0;
-    for (int n = 0; n < batch.sequences(); ++n) cells += batch.cells(n).all().cells;
+    for (int n = 0; n < batch.sequences(); ++n) cells += batch.cells(n).all(1).cells;
     for (int most_runs = 1; most_runs <= 24; ++most_runs) {
       batch.args.most_runs = most_runs;
       const int threads = 1 + static_cast<int>(random() % 9);
@@ -234,6 +245,39 @@ TEST(Work, EqualShares) {
       if (HasFatalFailure()) FAIL() << "problem " << problem << ", " << most_runs << " CTAs";
     }
   }
+}
+
+// Units that are cut on their own: a CTA has one piece, and none is longer than need be by a sixth.
+TEST(Work, UnitsCutApart) {
+  std::mt19937 random(4);
+  int apart = 0;
+  for (int problem = 0; problem < 150; ++problem) {
+    Batch batch = draw(random);
+    batch.args.least_apart = 1 + static_cast<int>(random() % 3);
+    batch.point();
+    Counted all{0, 0};
+    for (int n = 0; n < batch.sequences(); ++n) all = all.plus(batch.cells(n).all(1));
+    for (int most_runs = 1; most_runs <= 48; most_runs += 1 + most_runs / 6) {
+      batch.args.most_runs = most_runs;
+      const std::vector<Placed> pieces = pieces_of(batch, 1 + problem % 9, most_runs);
+      const auto units = by_unit(pieces);
+      expect_whole_units(batch, units, 2 * most_runs);
+      if (most_runs % 8 == 1) expect_all_rows(batch, units);
+      const Runs runs = find_start(batch, 3, 0, most_runs).runs;
+      if (runs.apart > 1) {
+        ++apart;
+        const int even = max((all.cells + most_runs - 1) / most_runs, batch.args.least_apart);
+        ASSERT_LE((runs.apart - even) * 6, even);
+        ASSERT_LE(runs.runs, most_runs);
+        for (const Load& load : loads_of_runs(pieces, most_runs)) {
+          ASSERT_LE(load.others, 0);
+          ASSERT_LE(load.steps, runs.apart);
+        }
+      }
+      if (HasFatalFailure()) FAIL() << "problem " << problem << ", " << most_runs << " CTAs";
+    }
+  }
+  ASSERT_GT(apart, 100);
 }
 
 // Batch-invariant cuts: those of a sequence alone, whatever the grid.
@@ -309,4 +353,4 @@ TEST(Work, TablesThatOverlap) {
 }
 
 }  // namespace
-}  // namespace tessera::cuda::sm80
+}  // namespace tessera::cuda

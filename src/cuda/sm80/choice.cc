@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/common/rules/arguments.h"
+#include "cuda/common/work/cut.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
@@ -154,16 +155,6 @@ ForwardKernels::ForwardKernels(const Problem& canonical, int shared_bytes)
       decode(Pass::decode, dtype_of(canonical), head_dim_of(canonical), shared_bytes),
       stream(find_stream(canonical, head_dim_of(canonical), shared_bytes)) {}
 
-int64_t units_of(const Problem& problem, const StreamTile& tile) {
-  const Sizes s = sizes_of(problem);
-  const int pack = pack_of(problem, tile.rows);
-  const int64_t queries = tile.rows / pack, batch = std::max<int64_t>(s.batch, 1);
-  // num_tile_slots, in 64 bits.
-  const int64_t slots =
-      is_thd_q(problem) ? s.sq / queries + batch + 1 : (s.sq + queries - 1) / queries * batch;
-  return s.hq / pack * slots;
-}
-
 namespace {
 
 // True if the kernels of forward/ or decode/ keep what the stream kernel could take: keys in the
@@ -199,7 +190,8 @@ const StreamKernel* ForwardKernels::stream_of(const Problem& problem) const {
     }
   }
   if (!found) return nullptr;
-  const int64_t units = units_of(problem, found->tile);
+  const int rows = found->tile.rows;
+  const int64_t units = units_of(problem, rows, pack_of(problem, rows));
   if (stays_plain(problem, queries, units)) return nullptr;
   const int64_t steps = sizes_of(problem).sk / found->tile.step_keys() + 1;
   return units < kMostCells / steps ? found : nullptr;

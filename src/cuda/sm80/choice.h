@@ -62,9 +62,6 @@ class KernelSet {
 // The kernels of stream/ for one problem: by rows of a tile, null where the table has none.
 using StreamKernels = std::array<const StreamKernel*, 4>;
 
-// Units of work of stream/work.cuh: tiles of rows and the heads that share one, by shapes.
-int64_t units_of(const Problem& problem, const StreamTile& tile);
-
 struct ForwardKernels {
   KernelSet forward, decode;
   StreamKernels stream;

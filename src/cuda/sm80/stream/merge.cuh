@@ -4,6 +4,7 @@
 
 #include "cuda/sm80/machine/epilogue.cuh"
 #include "cuda/sm80/machine/load.cuh"
+#include "cuda/sm80/stream/params.h"
 #include "cuda/sm80/stream/shape.cuh"
 
 namespace tessera::cuda::sm80 {
@@ -145,4 +146,39 @@ __device__ __forceinline__ RowSum sum_of_parts(const StreamArgs& args, const Pie
   return total;
 }
 
+// Announces a piece of several to the others of its unit, by a warp that comes from a barrier of
+// the CTA; true for one of them, which then sees what all of them have written.
+//
+// A part is announced by the launch's mark in the word of its slot: the workspace's content is
+// unknown, and a word that is not the mark announces nothing. Each word is written by one CTA (a
+// counter would have all of them queue up), and whoever is last to write sees all others'. If
+// several see all, the first to take part 0's word back is the one. All words end as 0, because a
+// graph launches again with the same mark.
+__device__ inline bool brings_last(const StreamArgs& args, const Piece& piece) {
+  const int lane = threadIdx.x % 32;
+  const auto word = [&](int part) -> volatile unsigned long long& {
+    return args.announced[piece.slot_of(part)];
+  };
+  if (lane == 0) {
+    // What the CTA has written comes before the word.
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    *const_cast<volatile unsigned long long*>(args.announced + piece.slot_of(piece.part)) =
+        args.mark;
+    __threadfence();  // the word before the looks: one of any two sees the other's
+  }
+  __syncwarp();
+  bool all = true;
+#pragma unroll 1
+  for (int part = lane; part < piece.parts; part += 32) all &= word(part) == args.mark;
+  if (!__all_sync(~0u, all)) return false;
+  bool first = false;
+  if (lane == 0) {
+    first = atomicCAS(args.announced + piece.slot_of(0), args.mark, 0ull) == args.mark;
+  }
+  if (!__shfl_sync(~0u, first, 0)) return false;
+#pragma unroll 1
+  for (int part = 1 + lane; part < piece.parts; part += 32) word(part) = 0;
+  __threadfence();
+  return true;
+}
 }  // namespace tessera::cuda::sm80

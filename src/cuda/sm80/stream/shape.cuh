@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/work/work.cuh"
 #include "cuda/sm80/stream/tile.h"
-#include "cuda/sm80/stream/work.cuh"
 
 namespace tessera::cuda::sm80 {
 

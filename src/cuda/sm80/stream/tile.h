@@ -30,8 +30,6 @@ struct StreamTile {
 // Parts that a unit may have, and so CTAs of a grid: two for each multiprocessor of the GPUs of
 // today.
 constexpr int kMostParts = 296;
-// Units by steps of keys, which with what their beginnings cost are counted in 32 bits.
-constexpr int64_t kMostCells = int64_t{1} << 28;
 
 struct StreamCode {
   const void* function;

@@ -7,7 +7,11 @@
 // sequence's own. All cells of all units stand in one row, by sequence, tile, heads, keys, before
 // each unit some that are empty and stand for what its beginning costs; each CTA takes an equal run
 // of them. A piece is what a CTA has of one unit, or, in the second case, one cell; a unit of
-// several pieces is summed by the CTA that brings the last.
+// several pieces is summed by whoever knows that all are there.
+//
+// A kernel whose pieces are costly to sum asks for units that are cut on their own, if there are no
+// more of them than CTAs: all runs have as many cells as the longest piece, a unit begins with a
+// run, and no CTA has two units.
 //
 // All of this is the way to a CTA's first load, by code that has not run before: each thing is
 // written once, and divided without dividing.
@@ -17,10 +21,9 @@
 #pragma once
 
 #include "cuda/common/sequence.cuh"
-#include "cuda/sm80/stream/params.h"
-#include "cuda/sm80/stream/tile.h"
+#include "cuda/common/work/args.h"
 
-namespace tessera::cuda::sm80 {
+namespace tessera::cuda {
 
 // x / d of x below 2^30, where there are less than 2^20 of d in it.
 __device__ inline int few_of(int d, int x) {
@@ -34,7 +37,7 @@ __device__ inline int few_of(int d, int x) {
 #endif
 }
 
-// A sequence of a problem without positions, which stream/ has none of.
+// A sequence of a problem without positions, which kernels of few rows have none of.
 __device__ inline Sequence unplaced_sequence_of(const Params& p, int n) {
   const Rows q = rows_of<SideOfQueries>(p, n), k = rows_of<SideOfKeys>(p, n);
   return {n, q, k, Band::of(p, q.length, k.length)};
@@ -56,14 +59,14 @@ struct Counted {
 
 // The cells of a sequence.
 struct CellsOf {
-  int row0;                 // first row of its first tile
-  int units;                // tiles x packs of heads
-  int first_key;            // a multiple of a step
-  int steps;                // of keys; at least 1, because rows that see nothing are written too
-  int steps_a_cell, cells;  // of a unit
+  int row0;       // first row of its first tile
+  int units;      // tiles x packs of heads
+  int first_key;  // a multiple of a step
+  int steps;      // of keys; at least 1, because rows that see nothing are written too
+  int steps_a_cell = 1, cells = 0;  // of a unit
 
   __device__ CellsOf() {}
-  __device__ CellsOf(const StreamArgs& args, const Sequence& sequence, int step_keys) {
+  __device__ CellsOf(const WorkArgs& args, const Sequence& sequence, int step_keys) {
     const Rows& q = sequence.q;
     const int before = q.owned_lo < 0
                            ? args.queries.quotient(-q.owned_lo + args.queries.divisor - 1)
@@ -81,17 +84,23 @@ struct CellsOf {
       cells = (steps + steps_a_cell - 1) / steps_a_cell;
     }
   }
-  __device__ Counted all() const { return {units * cells, units}; }
+  // With each unit's cells rounded up to a multiple of `apart`.
+  __device__ int padded(int apart) const {
+    return apart <= 1 ? cells : (cells + apart - 1) / apart * apart;
+  }
+  __device__ Counted all(int apart) const { return {units * padded(apart), units}; }
 };
 
 // The row of cells, cut into runs of equal length, the first `longer` of one cell more.
 struct Runs {
-  int ends;  // empty cells before each unit
+  int ends;       // empty cells before each unit
+  int apart = 1;  // cells of a piece of units that are cut on their own
   int runs, cells = 0, longer = 0;
 
+  __device__ Runs() {}
   // all: of the whole problem; most: CTAs. A unit's beginning costs a CTA that has others about
   // three steps.
-  __device__ Runs(const StreamArgs& args, const Counted& all, int most) {
+  __device__ Runs(const WorkArgs& args, const Counted& all, int most) {
     runs = min(most, all.cells);
     ends = 0;
     if (runs <= 0) return;
@@ -99,6 +108,13 @@ struct Runs {
     const int in_row = all.in_row(ends);
     cells = few_of(runs, in_row);
     longer = in_row - runs * cells;
+  }
+  // Of units that are cut on their own, in pieces of `apart` cells.
+  __device__ static Runs cut_apart(int apart, const Counted& all) {
+    Runs result;
+    result.ends = 0, result.apart = result.cells = apart;
+    result.runs = all.cells / apart;
+    return result;
   }
   __device__ int begin(int run) const { return run * cells + min(run, longer); }
   __device__ int of(int cell) const {
@@ -130,7 +146,7 @@ struct Piece {
 // Walks the pieces of one run: for (Walk walk(...); walk.next();) ... walk.piece() ...
 class Walk {
  public:
-  __device__ Walk(const StreamArgs& args, int step_keys, const Runs& runs, const Start& start,
+  __device__ Walk(const WorkArgs& args, int step_keys, const Runs& runs, const Start& start,
                   int run)
       : args_(args),
         step_keys_(step_keys),
@@ -147,7 +163,8 @@ class Walk {
   __device__ bool next() {
     at_ += taken_;
     if (!goes_on()) return false;
-    const int all = cells_.cells + runs_.ends, local = at_ - before_.in_row(runs_.ends);
+    const int all = cells_.padded(runs_.apart) + runs_.ends,
+              local = at_ - before_.in_row(runs_.ends);
     unit_ = local / all;
     cell_ = local - unit_ * all - runs_.ends;
     if (cell_ < 0) {  // among the empty ones: the unit begins behind them
@@ -186,7 +203,7 @@ class Walk {
   // units than the workspace has room for: the walk ends there.
   __device__ bool goes_on() {
     if (at_ >= end_) return false;
-    for (;; is_known_ = false, ++n_, before_ = before_.plus(cells_.all())) {
+    for (;; is_known_ = false, ++n_, before_ = before_.plus(cells_.all(runs_.apart))) {
       if (!is_known_) {
         if (n_ >= args_.params.batch) return false;
         sequence_ = unplaced_sequence_of(args_.params, n_);
@@ -194,11 +211,11 @@ class Walk {
         is_known_ = true;
       }
       if (cells_.units > args_.units - before_.units) return false;
-      if (at_ < before_.plus(cells_.all()).in_row(runs_.ends)) return true;
+      if (at_ < before_.plus(cells_.all(runs_.apart)).in_row(runs_.ends)) return true;
     }
   }
 
-  const StreamArgs& args_;
+  const WorkArgs& args_;
   const int step_keys_;
   const Runs runs_;
   const int run_;
@@ -210,79 +227,79 @@ class Walk {
   CellsOf cells_;
 };
 
-// What sequences [lo, hi) have.
-__device__ inline Counted count(const StreamArgs& args, int step_keys, int lo, int hi) {
+// What sequences [lo, hi) have, with cells of units rounded up to a multiple of `apart`.
+__device__ inline Counted count(const WorkArgs& args, int step_keys, int lo, int hi, int apart) {
   Counted sum{0, 0};
 #ifdef __CUDACC__
 #pragma unroll 1
 #endif
   for (int n = lo; n < hi; ++n) {
-    sum = sum.plus(CellsOf(args, unplaced_sequence_of(args.params, n), step_keys).all());
+    sum = sum.plus(CellsOf(args, unplaced_sequence_of(args.params, n), step_keys).all(apart));
   }
   return sum;
 }
 
+// The least number of cells by which all units can be cut on their own for so many CTAs, if they
+// then take no more than a sixth longer than with equal runs; else 0. pieces_of(n): how many pieces
+// units have in cells of n.
+template <typename PiecesOf>
+__device__ int cells_apart(const WorkArgs& args, const Counted& all, int most,
+                           const PiecesOf& pieces_of) {
+  if (args.least_apart == 0 || args.chunks > 0 || all.units > most || all.units == 0) return 0;
+  const int even = max((all.cells + most - 1) / most, args.least_apart);
 #ifdef __CUDACC__
-// Counts all sequences and finds where the run of this CTA begins: each warp for itself, whose
+#pragma unroll 1
+#endif
+  for (int cells = even; (cells - even) * 6 <= even; cells += max(even / 32, 1)) {
+    if (pieces_of(cells) <= most) return cells;
+  }
+  return 0;
+}
+
+#ifdef __CUDACC__
+// Counts all sequences and finds where a run of at most `most` begins: each warp for itself, whose
 // lanes count some each.
 struct Found {
   Runs runs;
   Start start;
 };
-__device__ __forceinline__ Found find_start(const StreamArgs& args, int step_keys) {
-  const int lane = threadIdx.x % 32, each = (args.params.batch + 31) / 32;
-  const int lo = min(lane * each, args.params.batch);
-  Counted to = count(args, step_keys, lo, min(lo + each, args.params.batch));
+__device__ __forceinline__ Counted sum_up_to_lane(Counted own) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const Counted other{__shfl_up_sync(~0u, to.cells, distance),
-                        __shfl_up_sync(~0u, to.units, distance)};
-    if (lane >= distance) to = to.plus(other);
+    const Counted other{__shfl_up_sync(~0u, own.cells, distance),
+                        __shfl_up_sync(~0u, own.units, distance)};
+    if (lane >= distance) own = own.plus(other);
   }
-  const Counted all{__shfl_sync(~0u, to.cells, 31), __shfl_sync(~0u, to.units, 31)};
-  const Runs runs(args, all, gridDim.x);
-  // The lane behind whose sequences the run's first cell lies, and the next lane's begin.
-  const unsigned behind = __ballot_sync(~0u, to.in_row(runs.ends) <= runs.begin(blockIdx.x));
-  const int lanes = __popc(behind), last = max(lanes, 1) - 1;
-  const Counted before{__shfl_sync(~0u, to.cells, last), __shfl_sync(~0u, to.units, last)};
-  return {runs, {lanes * each, lanes > 0 ? before : Counted{0, 0}}};
+  return own;
 }
-
-// Announces a piece of several to the others of its unit, by a warp that comes from a barrier of
-// the CTA; true for one of them, which then sees what all of them have written.
-//
-// A part is announced by the launch's mark in the word of its slot: the workspace's content is
-// unknown, and a word that is not the mark announces nothing. Each word is written by one CTA (a
-// counter would have all of them queue up), and whoever is last to write sees all others'. If
-// several see all, the first to take part 0's word back is the one. All words end as 0, because a
-// graph launches again with the same mark.
-__device__ inline bool brings_last(const StreamArgs& args, const Piece& piece) {
-  const int lane = threadIdx.x % 32;
-  const auto word = [&](int part) -> volatile unsigned long long& {
-    return args.announced[piece.slot_of(part)];
-  };
-  if (lane == 0) {
-    // What the CTA has written comes before the word.
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    *const_cast<volatile unsigned long long*>(args.announced + piece.slot_of(piece.part)) =
-        args.mark;
-    __threadfence();  // the word before the looks: one of any two sees the other's
+__device__ __forceinline__ Counted of_lane(const Counted& of, int lane) {
+  return {__shfl_sync(~0u, of.cells, lane), __shfl_sync(~0u, of.units, lane)};
+}
+template <bool kMayCutApart = false>
+__device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys, int run,
+                                            int most) {
+  const int lane = threadIdx.x % 32, each = (args.params.batch + 31) / 32;
+  const int lo = min(lane * each, args.params.batch), hi = min(lo + each, args.params.batch);
+  Counted to = sum_up_to_lane(count(args, step_keys, lo, hi, 1));
+  Counted all = of_lane(to, 31);
+  Runs runs(args, all, most);
+  if constexpr (kMayCutApart) {
+    const int apart = cells_apart(args, all, most, [&](int cells) {
+      return __reduce_add_sync(~0u, count(args, step_keys, lo, hi, cells).cells / cells);
+    });
+    if (apart > 0) {
+      to = sum_up_to_lane(count(args, step_keys, lo, hi, apart));
+      all = of_lane(to, 31);
+      runs = Runs::cut_apart(apart, all);
+    }
   }
-  __syncwarp();
-  bool all = true;
-#pragma unroll 1
-  for (int part = lane; part < piece.parts; part += 32) all &= word(part) == args.mark;
-  if (!__all_sync(~0u, all)) return false;
-  bool first = false;
-  if (lane == 0) {
-    first = atomicCAS(args.announced + piece.slot_of(0), args.mark, 0ull) == args.mark;
-  }
-  if (!__shfl_sync(~0u, first, 0)) return false;
-#pragma unroll 1
-  for (int part = 1 + lane; part < piece.parts; part += 32) word(part) = 0;
-  __threadfence();
-  return true;
+  // The lane behind whose sequences the run's first cell lies, and the next lane's begin.
+  const unsigned behind = __ballot_sync(~0u, to.in_row(runs.ends) <= runs.begin(run));
+  const int lanes = __popc(behind);
+  const Counted before = of_lane(to, max(lanes, 1) - 1);
+  return {runs, {lanes * each, lanes > 0 ? before : Counted{0, 0}}};
 }
 #endif
 
-}  // namespace tessera::cuda::sm80
+}  // namespace tessera::cuda

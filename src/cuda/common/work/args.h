@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels for few rows and many keys are told of the work that they deal out among
+// themselves (work.cuh). A unit is a tile of rows of a sequence and the heads that share it.
+#pragma once
+
+#include "cuda/common/divisor.h"
+#include "cuda/common/params.h"
+
+namespace tessera::cuda {
+
+// Units by steps of keys, which with what their beginnings cost are counted in 32 bits.
+constexpr int64_t kMostCells = int64_t{1} << 28;
+
+struct WorkArgs {
+  Params params;
+  int pack;          // query heads that share a tile; divides the group
+  Divisor queries;   // of a tile
+  Divisor packs;     // of a sequence's heads
+  Divisor packs_kv;  // of the heads that share k and v
+  int units;         // at most, by shapes
+  int most_runs;     // CTAs that the workspace has slots for, two for each
+  int chunks;        // most parts of a unit where they may not depend on the batch; 0: they may
+  int least_steps;   // of such a part
+  // Of a piece of a unit that is cut on its own, if units are so few that each may be; 0: runs are
+  // equal whatever units they cut.
+  int least_apart;
+};
+
+}  // namespace tessera::cuda

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/common/work/cut.h"
+
+#include <algorithm>
+
+namespace tessera::cuda {
+namespace {
+
+// Parts of a sequence that do not depend on the batch: enough that one fills any GPU.
+constexpr int64_t kChunksOfSequence = 512;
+
+}  // namespace
+
+int64_t units_of(const Problem& problem, int rows, int pack) {
+  const Sizes s = sizes_of(problem);
+  const int64_t queries = rows / pack, batch = std::max<int64_t>(s.batch, 1);
+  // num_tile_slots, in 64 bits.
+  const int64_t slots =
+      is_thd_q(problem) ? s.sq / queries + batch + 1 : (s.sq + queries - 1) / queries * batch;
+  return s.hq / pack * slots;
+}
+
+Cut cut_of(const Problem& problem, const CutTile& tile, int64_t ctas, int64_t most_ctas) {
+  const Sizes s = sizes_of(problem);
+  Cut cut{.tile = tile};
+  cut.units = units_of(problem, tile.rows, tile.pack);
+  const int64_t step_keys = tile.step_keys;
+  const int64_t steps = std::max<int64_t>((s.sk + step_keys - 1) / step_keys, 1);
+  cut.least_steps = (tile.least_keys + step_keys - 1) / step_keys;
+  if (has(problem, TESSERA_BATCH_INVARIANT)) {
+    cut.chunks = std::clamp<int64_t>(kChunksOfSequence / (s.hq / tile.pack), 8, tile.most_parts);
+    cut.chunks = std::min(cut.chunks, (steps + cut.least_steps - 1) / cut.least_steps);
+  }
+  // Sequences, packs and steps; where lengths are live, perhaps fewer.
+  const int64_t cells = cut.units * (cut.chunks > 0 ? cut.chunks : steps);
+  cut.ctas = std::clamp<int64_t>(std::min(ctas, most_ctas), 1, std::max<int64_t>(cells, 1));
+  cut.slots = cut.chunks > 0 ? cut.units * cut.chunks : 2 * most_ctas;
+  return cut;
+}
+
+WorkArgs work_args(const Params& params, const Cut& cut) {
+  const int pack = cut.tile.pack;
+  return {.params = params,
+          .pack = pack,
+          .queries = Divisor::of(cut.tile.rows / pack),
+          .packs = Divisor::of(params.hq / pack),
+          .packs_kv = Divisor::of(params.group / pack),
+          .units = static_cast<int>(cut.units),
+          .most_runs = static_cast<int>(cut.slots / 2),
+          .chunks = static_cast<int>(cut.chunks),
+          .least_steps = static_cast<int>(cut.least_steps),
+          .least_apart = 0};
+}
+
+}  // namespace tessera::cuda
