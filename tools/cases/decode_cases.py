@@ -54,3 +54,37 @@ def stream():
     yield line("fwd", dtype="bf16", b=2, sq=1, sk=0, h=2, d=64)
     yield line("fwd", dtype="bf16", b=2, sq=1, sk=70, hq=4, hk=2, d=64, scale="0", poison=True)
     yield line("fwd", dtype="bf16", b=2, sq=1, sk=70, hq=4, hk=2, d=64, kv="e5m2", poison=True)
+
+
+def latent(full):
+    """Latent attention (MLA): many heads on one whose v is the first columns of k; groups of every kind of share of a
+    tile, pages of every kind of box, one piece a unit and many, what neither Hopper's kernels nor pages of theirs take."""
+    types, more = cycle(("bf16", "fp16")), {"dqk": 576, "dv": 512, "vink": True, "poison": True}
+    bottom_right = {"causal": True, "align": "bottom_right"}
+    for tokens in ({"b": 1, "sq": 1, "sk": 1, "hq": 128, "hk": 1}, {"b": 1, "sq": 1, "sk": 1300, "hq": 128, "hk": 1},
+                   {"b": 9, "sq": 1, "sk": 177, "hq": 32, "hk": 1, "lens_k": "random:3"},
+                   {"b": 2, "sq": 2, "sk": 300, "hq": 128, "hk": 1, "lens_k": "300,0", **bottom_right},
+                   {"b": 2, "sq": 4, "sk": 200, "hq": 16, "hk": 1, "lens_k": "77,200", **bottom_right,
+                    "sink": "learnable"},
+                   {"b": 3, "sq": 5, "sk": 150, "hq": 64, "hk": 1, "sink": "off_by_one", **bottom_right},
+                   {"b": 2, "sq": 7, "sk": 400, "hq": 24, "hk": 1, "window": "150,0", "align": "bottom_right"},
+                   {"b": 2, "sq": 3, "sk": 190, "hq": 6, "hk": 2, "layout": "bhsd"},
+                   {"b": 70, "sq": 1, "sk": 65, "hq": 16, "hk": 1, "lens_k": "random:5"},
+                   {"b": 3, "sq": 1, "sk": 1200, "hq": 16, "hk": 1, "lens_k": "1200,5,600", "batch_invariant": True},
+                   {"b": 4, "sq": 5, "sk": 100, "hq": 16, "hk": 1, "layout": "thd", "lens_q": "random:2",
+                    "lens_k": "random:4", "gaps": "random:6", **bottom_right},
+                   {"b": 2, "sq": 40, "sk": 130, "hq": 16, "hk": 1, "page": 64, "lens_q": "40,9", "lens_k": "130,64",
+                    **bottom_right},
+                   {"b": 2, "sq": 1, "sk": 150, "hq": 16, "hk": 1, "max_logit": True},
+                   {"b": 2, "sq": 1, "sk": 150, "hq": 16, "hk": 1, "page": 3, "lens_k": "150,31"},
+                   {"b": 2, "sq": 1, "sk": 150, "hq": 16, "hk": 1, "kv": "e4m3", "page": 16}):
+        yield line("fwd", dtype=next(types), **tokens, **more)
+    for page in (8, 16, 32, 64, 128, 256):
+        yield line("fwd", dtype=next(types), b=3, sq=3, sk=500, hq=16, hk=1, page=page, window="100,0",
+                   align="bottom_right", lens_k="random:3", **more)
+    if not full:
+        return
+    for page, (b, sk, hq) in product((None, 64), ((1, 20000, 128), (5, 3000, 128), (66, 700, 128), (200, 300, 16))):
+        for sq, batch_invariant in ((1, None), (2, True)):
+            yield line("fwd", dtype=next(types), b=b, sq=sq, sk=sk, hq=hq, hk=1, page=page, lens_k="random:7",
+                       **bottom_right, batch_invariant=batch_invariant, **more)

@@ -548,7 +548,8 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), decode_cases.stream(), other_dtypes(), parts(), shards(), positions(),
+                    scores(), decode(False), decode_cases.stream(), decode_cases.latent(False), other_dtypes(),
+                    parts(), shards(), positions(),
                     sums(),
                     added(), unbuilt(),
                     fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
@@ -558,7 +559,8 @@ def ci():
 
 
 def nightly():
-    for section in (sizes(True), kernels.wide_backward(True), decode(True), kernels.many_short(),
+    for section in (sizes(True), kernels.wide_backward(True), decode(True), decode_cases.latent(True),
+                    kernels.many_short(),
                     kernels.many_tiles(), kernels.long_tiles(), kernels.tall(), kernels.lists(),
                     kernels.mixtures(), kernels.long(), kernels.tall_and_long(), kernels.documents(True),
                     kernels.segments_again(True), kernels.sections(), kernels.many_masks(), products(6000, 9, True),

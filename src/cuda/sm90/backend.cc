@@ -22,7 +22,11 @@ class Sm90Backend final : public Sm90Rules {
                 : is_of_fp8(canonical)         ? plan_fp8_forward
                 : is_wide(sizes_of(canonical)) ? plan_wide_forward
                                                : plan_forward;
-    return plan(canonical, device, std::move(fallback).value());
+    auto planned = plan(canonical, device, std::move(fallback).value());
+    if (!planned.ok() || is_backward(canonical) || !has_mla_head_dims(canonical)) return planned;
+    auto general = general_backend().plan(canonical, device);
+    if (!general.ok()) return general;
+    return plan_mla(canonical, device, std::move(general).value(), std::move(planned).value());
   }
 
  protected:

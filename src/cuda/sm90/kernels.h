@@ -7,4 +7,5 @@
 #include "cuda/sm90/dbias/kernels.h"
 #include "cuda/sm90/forward/kernels.h"
 #include "cuda/sm90/fp8/kernels.h"
+#include "cuda/sm90/mla/kernels.h"
 #include "cuda/sm90/wide/kernels.h"

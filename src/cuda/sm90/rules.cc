@@ -13,6 +13,7 @@
 #include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/machine/readable.h"
+#include "cuda/sm90/mla/choice.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
@@ -102,7 +103,8 @@ void require_strides(Support& support, const Problem& p, int index) {
 
 void require_features(Support& support, const Problem& p) {
   for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
-    support.require(!given(p, index) || is_of_fp8(p), ReasonId::kFeature, Remedy::kNone, [&] {
+    const bool ok = is_of_fp8(p) || (index == TESSERA_PAGE_TABLE_K && runs_in_mla(p));
+    support.require(!given(p, index) || ok, ReasonId::kFeature, Remedy::kNone, [&] {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
   }
@@ -168,6 +170,10 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
   const Params p = params_of(problem, nominal);
   const Sizes s = sizes_of(problem);
   if (is_of_fp8(problem)) return fp8_kernel_of(problem, multiprocessors).name;
+  if (runs_in_mla(problem)) {
+    const int rows = mla_tile_of(problem).rows;
+    return find_mla_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, rows)->name;
+  }
   if (is_wide(s)) {
     const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
     const bool alone = runs_alone(p, multiprocessors / kernel.tile.ctas);
@@ -221,7 +227,7 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
 }
 
 std::string Sm90Rules::yields(const Problem& p, const Device&) const {
-  if (is_backward(p) || is_of_fp8(p)) return {};
+  if (is_backward(p) || is_of_fp8(p) || runs_in_mla(p)) return {};
   std::string why = yields_few_queries(p);
   return why.empty() ? yields_few_tiles(p) : why;
 }
@@ -241,6 +247,7 @@ std::vector<const char*> Sm90Rules::kernel_names() const {
   };
   add(forward_kernels());
   add(fp8_kernels());
+  add(mla_kernels());
   add(wide_kernels());
   add(backward_kernels());
   add(two_kernels());

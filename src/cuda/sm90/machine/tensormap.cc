@@ -41,7 +41,8 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
                                 static_cast<cuuint64_t>(shape.batch)};
   const cuuint64_t stride[4] = {bytes(shape.stride_head, shape.heads), row.stride[0], row.stride[1],
                                 bytes(shape.stride_batch, shape.batch)};
-  const cuuint32_t box[5] = {kChunkColumns, 1, static_cast<cuuint32_t>(shape.box_rows), 1, 1};
+  const cuuint32_t box[5] = {kChunkColumns, static_cast<cuuint32_t>(shape.box_heads),
+                             static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
   const CUresult result =
       encode(map, shape.type, 5, reinterpret_cast<void*>(row.base), extent, stride, box, step,

@@ -32,6 +32,7 @@ struct MapShape {
   int64_t stride_head, stride_row, stride_batch;  // in elements; multiples of 8
   int box_rows;
   int reach;
+  int box_heads = 1;
 };
 
 CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type

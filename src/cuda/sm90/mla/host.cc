@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of latent attention: tensor maps, how units are cut, the two launches.
+#include <atomic>
+
+#include "core/workspace.h"
+#include "cuda/common/checks.h"
+#include "cuda/common/launch.h"
+#include "cuda/sm90/machine/tensormap.h"
+#include "cuda/sm90/mla/choice.h"
+#include "cuda/sm90/mla/params.h"
+#include "cuda/sm90/plan.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+// Blocks that a CTA takes at least of a unit that is cut on its own: so many that parts, of 256 KB
+// each, are some 32, and no more than keep a CTA busy as long as bringing its part.
+int least_blocks(const Problem& problem) {
+  constexpr int64_t kFewParts = 32, kMost = 4;
+  const int64_t blocks = sizes_of(problem).sk / MlaTile::kKeys;
+  return static_cast<int>(std::clamp<int64_t>(blocks / kFewParts, 1, kMost));
+}
+
+// Units whose rows are summed side by side.
+constexpr int64_t kMostMerged = 8;
+
+// What marks the units of a launch: a value that stray memory is unlikely to hold.
+uint64_t next_mark() {
+  constexpr uint64_t kMark = 0x3c9d'51b7'e204'0000;
+  static std::atomic<uint64_t> launches{0};
+  return kMark + launches.fetch_add(1, std::memory_order_relaxed);
+}
+
+const MlaKernel& kernel_of(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  const int rows = mla_tile_of(problem).rows;
+  return *find_mla_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, rows);
+}
+
+// A function of shapes and the device alone. What "CTAs" are to the work, two are to a unit of two.
+Cut cut_for(const Problem& problem, int multiprocessors, int most_multiprocessors) {
+  const CutTile tile = mla_tile_of(problem);
+  const int ctas = tile.rows / MlaTile::kRows;
+  return cut_of(problem, tile, std::max(multiprocessors / ctas, 1),
+                std::max(most_multiprocessors / ctas, 1));
+}
+
+class MlaPlan final : public Plan {
+ public:
+  MlaPlan(int multiprocessors, std::unique_ptr<Plan> general, std::unique_ptr<Plan> other)
+      : multiprocessors_(multiprocessors), general_(std::move(general)), other_(std::move(other)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    if (!runs_in_mla(problem)) return other_->workspace_bytes(problem, num_threads);
+    Workspace workspace;
+    MlaArgs args{};
+    take_workspace(kernel_of(problem), cut_for(problem, multiprocessors_, multiprocessors_),
+                   workspace, args);
+    return std::max(workspace.bytes(), general_->workspace_bytes(problem, num_threads));
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!runs_in_mla(problem)) return other_->run(problem, buffers, device);
+    if (!takes_call(problem, buffers)) return general_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    const MlaKernel& kernel = kernel_of(problem);
+    const Cut cut =
+        cut_for(problem, multiprocessors_for(buffers, multiprocessors_), multiprocessors_);
+    MlaArgs args{};
+    static_cast<WorkArgs&>(args) = work_args(params_of(problem, buffers), cut);
+    args.least_apart = least_blocks(problem);
+    args.pack_shift = __builtin_ctz(static_cast<unsigned>(args.pack));
+    args.box_keys = keys_of_box(problem);
+    args.page_size = Divisor::of(std::max(args.params.page_size, 1));
+    args.mark = next_mark();
+    TESSERA_RETURN_IF_ERROR(make_maps(problem, buffers, args));
+    Workspace workspace(buffers.workspace);
+    take_workspace(kernel, cut, workspace, args);
+    const auto ctas = static_cast<unsigned>(cut.ctas * kernel.tile.ctas);
+    TESSERA_RETURN_IF_ERROR(launch_overlapping(kernel.name, kernel.code->function, dim3(ctas),
+                                               MlaTile::kThreads, kernel.code->shared_bytes, &args,
+                                               stream));
+    // Few units have many parts each.
+    const int64_t side_by_side = std::min(cut.units, kMostMerged);
+    const int64_t groups = std::clamp<int64_t>(kMostMerged / std::max<int64_t>(cut.units, 1), 1,
+                                               MlaTile::kMostMergeGroups);
+    return launch_overlapping(
+        kernel.name, kernel.code->merge,
+        dim3(static_cast<unsigned>(kernel.tile.rows()), static_cast<unsigned>(side_by_side)),
+        static_cast<int>(groups) * kernel.tile.dv / 4, 0, &args, stream);
+  }
+
+ private:
+  static Status make_maps(const Problem& problem, const Buffers& buffers, MlaArgs& args) {
+    const int heads = std::min(args.pack, MlaTile::kRows);
+    MapShape q = shape_of(problem.tensor[TESSERA_Q], MlaTile::kRows / heads, 0);
+    q.box_heads = heads;
+    TESSERA_RETURN_IF_ERROR(make_tensor_map(q, buffers.data[TESSERA_Q], &args.q));
+    return map_of(problem, buffers, TESSERA_K, args.box_keys, 0, &args.k);
+  }
+
+  static void take_workspace(const MlaKernel& kernel, const Cut& cut, Workspace& workspace,
+                             MlaArgs& args) {
+    const Count rows = Count{cut.slots} * kernel.tile.rows();
+    args.part_o = workspace.take<float>(rows * kernel.tile.dv, 16);
+    args.part_sums = workspace.take<float2>(rows);
+    args.cut = workspace.take<CutUnit>(cut.units);
+  }
+
+  int multiprocessors_;
+  std::unique_ptr<Plan> general_, other_;
+};
+
+}  // namespace
+
+bool has_mla_head_dims(const Problem& canonical) {
+  const Sizes s = sizes_of(canonical);
+  return find_mla_kernel(canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv, MlaTile::kRows) != nullptr;
+}
+
+Result<std::unique_ptr<Plan>> plan_mla(const Problem& canonical, const Device& device,
+                                       std::unique_ptr<Plan> general, std::unique_ptr<Plan> other) {
+  const Result<DeviceInfo> info = device_info(device.ordinal);
+  if (!info.ok()) return info.status();
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  const Sizes s = sizes_of(canonical);
+  const int dtype = canonical.tensor[TESSERA_Q].dtype;
+  for (const int ctas : {1, 2}) {
+    const MlaCode& code = *find_mla_kernel(dtype, s.dqk, s.dv, ctas * MlaTile::kRows)->code;
+    TESSERA_RETURN_IF_ERROR(
+        cuda_status(cudaFuncSetAttribute(code.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         code.shared_bytes),
+                    "cudaFuncSetAttribute"));
+  }
+  return std::unique_ptr<Plan>(std::make_unique<MlaPlan>(info.value().multiprocessors,
+                                                         std::move(general), std::move(other)));
+}
+
+}  // namespace tessera::cuda::sm90
