@@ -116,6 +116,20 @@ inline void describe_new(tessera_problem& problem, int index, int32_t dtype) {
   problem.tensor[index] = t;
 }
 
+// Says that v is the first columns of k where the arrays of a forward pass are: keys are then read
+// once. Called when all inputs are described.
+inline void find_v_in_k(tessera_problem& problem, const tessera_buffers& buffers) {
+  const tessera_tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
+  bool same = problem.pass == TESSERA_FORWARD && k.dtype == v.dtype &&
+              buffers.data[TESSERA_K] != nullptr &&
+              buffers.data[TESSERA_K] == buffers.data[TESSERA_V] && v.extent[3] < k.extent[3] &&
+              problem.tensor[TESSERA_PAGE_TABLE_V].dtype == TESSERA_NONE;
+  for (int axis = 0; axis < 3; ++axis) {
+    same = same && k.extent[axis] == v.extent[axis] && k.stride[axis] == v.stride[axis];
+  }
+  if (same) problem.flags |= TESSERA_V_IN_K;
+}
+
 // The sizes of the array of problem.tensor[index], and how many: `rank`, or where that is negative all
 // axes that the tensor must have.
 inline int sizes_of(const tessera_problem& problem, int index, bool paged, int64_t rank,

@@ -115,6 +115,8 @@ def explained(arrays, q, k, v, backward, grads, dlse, device, keywords: dict) ->
     elif dlse is not None:
         raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")
     described = Described(arrays, "explain", given, backward).describe_outputs(given)
+    if not backward and getattr(arrays, "are_first_columns", lambda *_: False)(v, k):
+        described.arguments.problem.flags |= _lib.V_IN_K  # as the operator finds when it runs
     own = arrays.device(q)
     if own.kind == _lib.CPU and arrays.info(q).device != "meta":  # where there are values
         described.validate(described.tensors_of(given))

@@ -51,6 +51,14 @@ def pointer(x: torch.Tensor) -> int:
     return x.data_ptr()
 
 
+def are_first_columns(x, of) -> bool:
+    """Whether x is the first columns of another tensor, as v is of a latent cache."""
+    return (isinstance(x, torch.Tensor) and isinstance(of, torch.Tensor) and x.device.type != "meta"
+            and not torch._subclasses.fake_tensor.is_fake(x) and x.shape[:-1] == of.shape[:-1]
+            and x.stride() == of.stride() and x.shape[-1:] < of.shape[-1:] and x.dtype == of.dtype
+            and x.data_ptr() == of.data_ptr())
+
+
 def device(tensor) -> _lib.Device:
     if tensor.device.type in ("cpu", "meta"):  # shapes on meta are asked of the CPU's backends
         return _lib.CPU_DEVICE
