@@ -80,7 +80,7 @@ def test_slices_of_one_array():
     parts = [tj.Slice(qkv, 2, i) for i in range(3)]
     o, lse = tj.attention(*parts, return_lse=True)
     own = [qkv[:, :, i] for i in range(3)]
-    same(o, tj.attention(*own))
+    same(o, tj.attention(*own, return_lse=True)[0])  # without lse another kernel may round otherwise
     do = jnp.ones_like(o)
     g, expected = (tj.attention_backward(do, *x, o, lse, return_amax=True, deterministic=True) for x in (parts, own))
     same(g.dq, jnp.stack([expected.dq, expected.dk, expected.dv], 2))

@@ -62,12 +62,19 @@ def test_agrees_with_pytorch(keywords):
         torch.testing.assert_close(a.float(), b.transpose(1, 2), rtol=2e-2, atol=2e-2)
 
 
+LATENT = "latent"  # a cache whose first 512 columns of 576 are v
+
+
 def _decode_problem(lengths, cache, rows=1, d=128, hq=8, hk=2, page=16, pages=40):
     """A cache in pages with lengths on the device; and as k and v of each sequence, in fp32."""
+    latent = cache == LATENT
+    if latent:
+        cache, d, hq, hk = torch.bfloat16, 576, 16, 1
     g = torch.Generator("cuda").manual_seed(1)
     b = len(lengths)
     q = torch.randn(b, rows, hq, d, generator=g, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b * pages, page, hk, d, generator=g, device="cuda").to(cache) for _ in range(2))
+    v = k[..., :512] if latent else v
     table = torch.randperm(b * pages, generator=g, device="cuda").int().view(b, pages)
     keywords = dict(page_table=table, seqlens_k=torch.tensor(lengths, dtype=torch.int32, device="cuda"))
     if cache == torch.float8_e4m3fn:
@@ -75,7 +82,7 @@ def _decode_problem(lengths, cache, rows=1, d=128, hq=8, hk=2, page=16, pages=40
 
     def expected():
         scale_k, scale_v = (0.5, 2.0) if cache == torch.float8_e4m3fn else (1, 1)
-        o = torch.zeros(b, rows, hq, d, device="cuda")
+        o = torch.zeros(b, rows, hq, v.shape[3], device="cuda")
         for n, length in enumerate(keywords["seqlens_k"].tolist()):
             if length == 0:
                 continue
@@ -88,7 +95,7 @@ def _decode_problem(lengths, cache, rows=1, d=128, hq=8, hk=2, page=16, pages=40
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, LATENT])
 def test_a_graph_of_decoding_takes_other_lengths_and_gives_the_same_bits(cache, rows):
     q, k, v, keywords, expected = _decode_problem([640, 3, 0, 77, 512], cache, rows)
     graph, o = captured(lambda: tt.attention(q, k, v, **keywords))
@@ -103,7 +110,7 @@ def test_a_graph_of_decoding_takes_other_lengths_and_gives_the_same_bits(cache, 
         assert torch.equal(tt.attention(q, k, v, **keywords), first)
 
 
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, LATENT])
 def test_batch_invariant_decoding_of_one_sequence_and_of_many(cache):
     lengths = [int(x) for x in torch.randint(0, 641, (64,), generator=torch.Generator().manual_seed(2))]
     q, k, v, keywords, expected = _decode_problem(lengths, cache)

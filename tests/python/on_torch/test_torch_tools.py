@@ -171,3 +171,13 @@ def test_second_derivatives_and_forward_mode_name_what_to_use():
         gradient.sum().backward()
     with pytest.raises(tt.Refused, match="torch.func.vjp.*SDPBackend.MATH"):
         torch.func.jvp(lambda x: tt.scaled_dot_product_attention(x, x, x), (q.detach(),), (q.detach(),))
+
+
+def test_v_is_found_in_a_latent_cache():
+    """v as the first columns of k, which a kernel may read once: the same result as of a copy."""
+    q, cache = normal(2, 1, 4, 48, grad=False), normal(2, 70, 1, 48, seed=1, grad=False)
+    v = cache[..., :32]
+    assert " vink" in tt.explain(q, cache, v).headline
+    for other in (v.contiguous(), cache[..., 8:40], cache):
+        assert " vink" not in tt.explain(q, cache, other).headline
+    assert torch.equal(tt.attention(q, cache, v), tt.attention(q, cache, v.contiguous()))
