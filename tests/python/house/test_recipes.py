@@ -340,8 +340,8 @@ def test_a_chunked_mask_changes_what_the_recipe_names_and_no_kernel(chunked):
 @pytest.mark.skipif(not all(map(shutil.which, ("cmake", "ninja", "c++"))),
                     reason="needs CMake, ninja and a compiler")
 def test_a_chunked_mask_runs_on_the_cpu_as_in_the_reference(chunked, request):
-    # Kernels of a release take twice as long to compile, and nobody waits for these. They are the same templates for each
-    # instruction set.
+    # Kernels of a release take twice as long to compile, and nobody waits for these. They are the same templates for
+    # each instruction set.
     levels = "avx2;avx512;avx512bf16" if request.config.getoption("--every-case") else ""
     run("cmake", "-G", "Ninja", "-B", "build", "-S", ".", "-DCMAKE_BUILD_TYPE=Release",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DTESSERA_CPU_LEVELS={levels}", "-DTESSERA_TESTS=OFF", "-DTESSERA_TORCH=OFF",
