@@ -86,8 +86,9 @@ TEST_P(Hostile, IsOneClearErrorAndWritesNothing) {
   // Described or not, what is spoilt is never written over by tessera_outputs that fails.
   const tessera_problem spoilt = c.p;
   const int32_t wanted[] = {TESSERA_O, TESSERA_LSE};
-  if (tessera_outputs(&c.p, wanted, 2, nullptr) != TESSERA_OK)
+  if (tessera_outputs(&c.p, wanted, 2, nullptr) != TESSERA_OK) {
     EXPECT_EQ(std::memcmp(&c.p, &spoilt, sizeof spoilt), 0);
+  }
   c.p = spoilt;
   tessera_error e{};
   e.struct_size = sizeof e;
