@@ -58,7 +58,8 @@ def stream():
 
 def latent(full):
     """Latent attention (MLA): many heads on one whose v is the first columns of k; groups of every kind of share of a
-    tile, pages of every kind of box, one piece a unit and many, what neither Hopper's kernels nor pages of theirs take."""
+    tile, pages of every kind of box, one piece a unit and many, what neither Hopper's kernels nor pages of theirs
+    take."""
     types, more = cycle(("bf16", "fp16")), {"dqk": 576, "dv": 512, "vink": True, "poison": True}
     bottom_right = {"causal": True, "align": "bottom_right"}
     for tokens in ({"b": 1, "sq": 1, "sk": 1, "hq": 128, "hk": 1}, {"b": 1, "sq": 1, "sk": 1300, "hq": 128, "hk": 1},
