@@ -278,17 +278,20 @@ class MlaConsumer {
     }
     named_barrier_sync(kBothSums, kBothConsumers);
     if (parts > 1) {
-      store_part(slot);
+      store_part(slot, rows, row0, head0);
     } else {
       store_rows(rows, row0, head0);
     }
   }
 
-  __device__ __forceinline__ void store_part(int slot) {
+  // The rows of the part that somebody stores.
+  __device__ __forceinline__ void store_part(int slot, const Rows& rows, int row0, int head0) {
     const int columns = Kernel::kTile.dv, quad = lane_ % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int64_t row = int64_t{slot} * Kernel::kUnitRows + rank_ * Kernel::kRows + row_ + 8 * r;
+      const int row_of = rank_ * Kernel::kRows + row_ + 8 * r;
+      if (!row_of_unit(args_, rows, row0, head0, row_of).owned) continue;
+      const int64_t row = int64_t{slot} * Kernel::kUnitRows + row_of;
       if (w_ == 0 && quad == 0) args_.part_sums[row] = {reference_[r], sum_[r]};
       float* const to = args_.part_o + row * columns + w_ * Kernel::kColumns + 2 * quad;
 #pragma unroll

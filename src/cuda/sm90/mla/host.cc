@@ -21,8 +21,9 @@ int least_blocks(const Problem& problem) {
   return static_cast<int>(std::clamp<int64_t>(blocks / kFewParts, 1, kMost));
 }
 
-// Units whose rows are summed side by side.
-constexpr int64_t kMostMerged = 8;
+// Rows that are summed side by side, by CTAs of 128 threads: what a GPU has room for.
+constexpr int64_t kMostMerged = 2048;
+constexpr int64_t kFewUnits = 8;  // with several threads for each column
 
 // What marks the units of a launch: a value that stray memory is unlikely to hold.
 uint64_t next_mark() {
@@ -84,12 +85,11 @@ class MlaPlan final : public Plan {
                                                MlaTile::kThreads, kernel.code->shared_bytes, &args,
                                                stream));
     // Few units have many parts each.
-    const int64_t side_by_side = std::min(cut.units, kMostMerged);
-    const int64_t groups = std::clamp<int64_t>(kMostMerged / std::max<int64_t>(cut.units, 1), 1,
-                                               MlaTile::kMostMergeGroups);
+    const int64_t rows = kernel.tile.rows(), side_by_side = std::min(cut.units, kMostMerged / rows);
+    const int64_t groups = std::clamp<int64_t>(kFewUnits / cut.units, 1, MlaTile::kMostMergeGroups);
     return launch_overlapping(
         kernel.name, kernel.code->merge,
-        dim3(static_cast<unsigned>(kernel.tile.rows()), static_cast<unsigned>(side_by_side)),
+        dim3(static_cast<unsigned>(rows), static_cast<unsigned>(side_by_side)),
         static_cast<int>(groups) * kernel.tile.dv / 4, 0, &args, stream);
   }
 

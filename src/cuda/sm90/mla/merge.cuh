@@ -40,6 +40,9 @@ struct MlaMerge {
                                              Storage& sums_of_groups) {
     const int group = threadIdx.x / kThreads, groups = blockDim.x / kThreads;
     const int thread = threadIdx.x % kThreads;
+    const Rows rows = rows_of<SideOfQueries>(args.params, cut.n);
+    const MlaRow to = row_of_unit(args, rows, cut.row0, cut.pack * args.pack, row);
+    if (!to.owned) return;
     MlaSum total = sum_of_group(args, cut, row, group, groups, 4 * thread);
     if (groups > 1) {
       if (group > 0) sums_of_groups[group - 1][thread] = total;
@@ -51,7 +54,7 @@ struct MlaMerge {
       }
       __syncthreads();  // the sums are free
     }
-    if (group == 0) store(args, cut, row, thread, total);
+    if (group == 0) store(args, to, thread, total);
   }
 
  private:
@@ -82,12 +85,9 @@ struct MlaMerge {
     return total;
   }
 
-  static __device__ __forceinline__ void store(const MlaArgs& args, const CutUnit& cut, int row,
-                                               int thread, const MlaSum& total) {
-    const Rows rows = rows_of<SideOfQueries>(args.params, cut.n);
-    const MlaRow to = row_of_unit(args, rows, cut.row0, cut.pack * args.pack, row);
+  static __device__ __forceinline__ void store(const MlaArgs& args, const MlaRow& to, int thread,
+                                               const MlaSum& total) {
     const float factor = finish_row(args.params, to, total.reference, total.sum, thread == 0);
-    if (!to.owned) return;
     // What nobody sees is 0 whatever was added up.
     const bool any = factor != 0;
     const float4& o = total.o;
