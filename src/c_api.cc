@@ -135,6 +135,21 @@ Status fill_info(tessera_info* caller, const Planned& planned, int num_threads) 
   return {};
 }
 
+// body(problem, device, buffers) on a caller's structs, imported and not yet validated.
+template <typename Body>
+int32_t with_buffers(const tessera_problem* problem, const tessera_device* device,
+                     const tessera_buffers* buffers, tessera_error* error, Body&& body) {
+  return guarded(error, operation_of(problem), [&]() -> Status {
+    Problem problem_storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, problem_storage));
+    TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
+    if (!buffers) return invalid("buffers=NULL: must point to a tessera_buffers");
+    Buffers buffer_storage;
+    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers, buffer_storage));
+    return body(*ours, where, *data);
+  });
+}
+
 // A function of the backend that owns the utilities of a device, on arguments that are imported and
 // found legal.
 template <typename Args>
@@ -247,38 +262,28 @@ int32_t tessera_prepare(const tessera_problem* problem, const tessera_device* de
 
 int32_t tessera_run(const tessera_problem* problem, const tessera_device* device,
                     const tessera_buffers* buffers, tessera_error* error) {
-  return guarded(error, operation_of(problem), [&]() -> Status {
-    Problem storage;
-    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
-    TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
-    if (!buffers) return invalid("buffers=NULL: must point to a tessera_buffers");
-    Buffers buffer_storage;
-    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers, buffer_storage));
-    TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(*ours, where));
-    TESSERA_RETURN_IF_ERROR(validate(planned->problem, *data, where));
+  const auto run = [](const Problem& ours, const Device& where, const Buffers& data) -> Status {
+    TESSERA_ASSIGN_OR_RETURN(planned, plan_cache().find(ours, where));
+    TESSERA_RETURN_IF_ERROR(validate(planned->problem, data, where));
     if (!writes_anything(planned->problem)) return {};
     TESSERA_ASSIGN_OR_RETURN(
-        needed, workspace_bytes_of(*planned->plan, planned->problem, data->num_threads));
+        needed, workspace_bytes_of(*planned->plan, planned->problem, data.num_threads));
     Buffers workspace_storage;
-    TESSERA_ASSIGN_OR_RETURN(ready, with_workspace(*data, needed, workspace_storage));
+    TESSERA_ASSIGN_OR_RETURN(ready, with_workspace(data, needed, workspace_storage));
     TESSERA_RETURN_IF_ERROR(check_workspace(*ready, where, needed));
     return planned->plan->run(planned->problem, *ready, where);
-  });
+  };
+  return with_buffers(problem, device, buffers, error, run);
 }
 
 int32_t tessera_validate(const tessera_problem* problem, const tessera_device* device,
                          const tessera_buffers* buffers, tessera_error* error) {
-  return guarded(error, operation_of(problem), [&]() -> Status {
-    Problem storage;
-    TESSERA_ASSIGN_OR_RETURN(ours, import_problem(problem, storage));
-    TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
-    if (!buffers) return invalid("buffers=NULL: must point to a tessera_buffers");
-    Buffers buffer_storage;
-    TESSERA_ASSIGN_OR_RETURN(data, import_buffers(buffers, buffer_storage));
-    TESSERA_RETURN_IF_ERROR(validate(*ours));
-    TESSERA_ASSIGN_OR_RETURN(forced, with_forced_backend(all_backends(), normalised(*ours)));
-    return validate(forced, *data, where);
-  });
+  const auto check = [](const Problem& ours, const Device& where, const Buffers& data) -> Status {
+    TESSERA_RETURN_IF_ERROR(validate(ours));
+    TESSERA_ASSIGN_OR_RETURN(forced, with_forced_backend(all_backends(), normalised(ours)));
+    return validate(forced, data, where);
+  };
+  return with_buffers(problem, device, buffers, error, check);
 }
 
 int64_t tessera_explain(const tessera_problem* problem, const char* case_text,
