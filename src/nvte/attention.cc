@@ -236,6 +236,21 @@ bool can(const Arguments& arguments) {
   }
 }
 
+// What both passes are given, and under the same names: their parameters as Arguments.
+#define TESSERA_NVTE_ARGUMENTS()                                                            \
+  Arguments {                                                                               \
+    .q = &tensor_of(Q, "Q"), .k = &tensor_of(K, "K"), .v = &tensor_of(V, "V"),              \
+    .o = &tensor_of(O, "O"), .cu_seqlens_q = &tensor_of(cu_seqlens_q, "cu_seqlens_q"),      \
+    .cu_seqlens_kv = &tensor_of(cu_seqlens_kv, "cu_seqlens_kv"),                            \
+    .cu_seqlens_q_padded = &tensor_of(cu_seqlens_q_padded, "cu_seqlens_q_padded"),          \
+    .cu_seqlens_kv_padded = &tensor_of(cu_seqlens_kv_padded, "cu_seqlens_kv_padded"),       \
+    .max_seqlen_q = max_seqlen_q, .max_seqlen_kv = max_seqlen_kv, .attn_scale = attn_scale, \
+    .dropout = dropout, .layout = qkv_layout, .o_format = o_format, .bias_type = bias_type, \
+    .mask = attn_mask_type, .softmax = softmax_type, .window_left = window_size_left,       \
+    .window_right = window_size_right, .bottom_right_diagonal = bottom_right_diagonal,      \
+    .is_query = !tensor_of(workspace, "workspace").data()                                   \
+  }
+
 }  // namespace
 }  // namespace tessera::nvte
 
@@ -292,26 +307,14 @@ void tessera_nvte_fused_attn_fwd(
     tensor_of(S, "S");  // of fp8; no backend asks for it
     if (!Aux_CTX_Tensors)
       fail("Aux_CTX_Tensors=null: must be a pack; nvte_tensor_pack_create makes one");
-    Arguments a{};
-    a.q = &tensor_of(Q, "Q"), a.k = &tensor_of(K, "K"), a.v = &tensor_of(V, "V");
-    a.o = &tensor_of(O, "O");
+    Arguments a = TESSERA_NVTE_ARGUMENTS();
+    check_enums(a);
     a.bias = &tensor_of(Bias, "Bias");
     a.softmax_offset = &tensor_of(SoftmaxOffset, "SoftmaxOffset");
     a.rng_state = &tensor_of(rng_state, "rng_state");
-    a.cu_seqlens_q = &tensor_of(cu_seqlens_q, "cu_seqlens_q");
-    a.cu_seqlens_kv = &tensor_of(cu_seqlens_kv, "cu_seqlens_kv");
-    a.cu_seqlens_q_padded = &tensor_of(cu_seqlens_q_padded, "cu_seqlens_q_padded");
-    a.cu_seqlens_kv_padded = &tensor_of(cu_seqlens_kv_padded, "cu_seqlens_kv_padded");
     a.page_table_k = &tensor_of(page_table_k, "page_table_k");
     a.page_table_v = &tensor_of(page_table_v, "page_table_v");
-    a.max_seqlen_q = max_seqlen_q, a.max_seqlen_kv = max_seqlen_kv;
-    a.attn_scale = attn_scale, a.dropout = is_training ? dropout : 0;
-    a.layout = qkv_layout, a.o_format = o_format;
-    a.bias_type = bias_type, a.mask = attn_mask_type, a.softmax = softmax_type;
-    a.window_left = window_size_left, a.window_right = window_size_right;
-    a.bottom_right_diagonal = bottom_right_diagonal;
-    a.is_query = !work.data();
-    check_enums(a);
+    if (!is_training) a.dropout = 0;
     std::vector<AuxTensor> aux = aux_of(a, sizes_of(a), return_max_logit);
     NVTETensorPack& pack = *Aux_CTX_Tensors;
     const bool is_there = check_aux(pack, aux, a.is_query, !is_training && !return_max_logit);
@@ -346,26 +349,15 @@ void tessera_nvte_fused_attn_bwd(
     Tensor& work = tensor_of(workspace, "workspace");
     tensor_of(S, "S"), tensor_of(dP, "dP");  // of fp8; no backend asks for them
     if (!Aux_CTX_Tensors) fail("Aux_CTX_Tensors=null: must be the pack of the forward pass");
-    Arguments a{};
-    a.q = &tensor_of(Q, "Q"), a.k = &tensor_of(K, "K"), a.v = &tensor_of(V, "V");
-    a.o = &tensor_of(O, "O"), a.d_o = &tensor_of(dO, "dO");
+    Arguments a = TESSERA_NVTE_ARGUMENTS();
+    check_enums(a);
+    a.d_o = &tensor_of(dO, "dO");
     a.dq = &tensor_of(dQ, "dQ"), a.dk = &tensor_of(dK, "dK"), a.dv = &tensor_of(dV, "dV");
     a.dbias = &tensor_of(dBias, "dBias");
     a.dsoftmax_offset = &tensor_of(dSoftmaxOffset, "dSoftmaxOffset");
-    a.cu_seqlens_q = &tensor_of(cu_seqlens_q, "cu_seqlens_q");
-    a.cu_seqlens_kv = &tensor_of(cu_seqlens_kv, "cu_seqlens_kv");
-    a.cu_seqlens_q_padded = &tensor_of(cu_seqlens_q_padded, "cu_seqlens_q_padded");
-    a.cu_seqlens_kv_padded = &tensor_of(cu_seqlens_kv_padded, "cu_seqlens_kv_padded");
     a.page_table_k = a.page_table_v = a.bias = a.softmax_offset = &empty;
-    a.max_seqlen_q = max_seqlen_q, a.max_seqlen_kv = max_seqlen_kv;
-    a.attn_scale = attn_scale, a.dropout = dropout;
-    a.layout = qkv_layout, a.o_format = o_format, a.do_format = do_format;
-    a.dqkv_layout = dqkv_layout;
-    a.bias_type = bias_type, a.mask = attn_mask_type, a.softmax = softmax_type;
-    a.window_left = window_size_left, a.window_right = window_size_right;
-    a.bottom_right_diagonal = bottom_right_diagonal, a.deterministic = deterministic;
-    a.backward = true, a.is_query = !work.data();
-    check_enums(a);
+    a.do_format = do_format, a.dqkv_layout = dqkv_layout;
+    a.deterministic = deterministic, a.backward = true;
     read_aux(Aux_CTX_Tensors, a);
     Call call = call_of(a);
     execute(call, device_of(a.q->data()), work, stream);

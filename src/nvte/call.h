@@ -12,20 +12,26 @@ namespace tessera::nvte {
 struct Arguments {
   Tensor *q, *k, *v, *o;
   const Tensor *cu_seqlens_q, *cu_seqlens_kv, *cu_seqlens_q_padded, *cu_seqlens_kv_padded;
-  const Tensor *page_table_k, *page_table_v;
-  const Tensor *bias, *softmax_offset, *rng_state;  // backward: of the pack
-  Tensor *stats, *max;                              // of the pack; null: not asked for
-  Tensor *d_o, *dq, *dk, *dv, *dbias, *dsoftmax_offset;
   size_t max_seqlen_q, max_seqlen_kv;
   float attn_scale, dropout;
-  NVTE_QKV_Layout layout, dqkv_layout;
-  NVTE_QKV_Format o_format, do_format;
+  NVTE_QKV_Layout layout;
+  NVTE_QKV_Format o_format;
   NVTE_Bias_Type bias_type;
   NVTE_Mask_Type mask;
   NVTE_Softmax_Type softmax;
   int64_t window_left, window_right;
-  bool backward, bottom_right_diagonal, deterministic;
+  bool bottom_right_diagonal;
   bool is_query;  // no workspace yet: tensors may have shapes without data
+
+  const Tensor *page_table_k = nullptr, *page_table_v = nullptr;
+  // Of the backward pass these are the pack's.
+  const Tensor *bias = nullptr, *softmax_offset = nullptr, *rng_state = nullptr;
+  Tensor *stats = nullptr, *max = nullptr;  // of the pack; null: not asked for
+  Tensor *d_o = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  Tensor *dbias = nullptr, *dsoftmax_offset = nullptr;
+  NVTE_QKV_Layout dqkv_layout{};
+  NVTE_QKV_Format do_format = NVTE_QKV_Format_NOT_SET;
+  bool backward = false, deterministic = false;
 };
 
 struct Sizes {
