@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture of the installed transformers on tessera beside eager, and the table of it in
-docs/torch.md.
+"""Every architecture of the installed transformers on tessera beside eager, and their page,
+docs/models.md.
 
-    python tools/sweep_hf.py                 all (twenty minutes on a core), and writes the table
+    python tools/sweep_hf.py                 all (twenty minutes on a core), and writes the page
     python tools/sweep_hf.py bloom 'qwen*'   some, by their names in transformers; writes nothing
-    python tools/sweep_hf.py --check         all; fails if the table is out of date, and writes nothing
+    python tools/sweep_hf.py --check         all; fails if the page is out of date, and writes nothing
 
 Each is built from a tiny random configuration, in a process of its own. It is *right* if forward,
 gradients, padding on both sides and generation (greedy, beams, a static cache), as far as eager does
@@ -19,6 +19,7 @@ import fnmatch
 import json
 import multiprocessing
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -27,8 +28,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "python" / "hf"))
-PAGE = ROOT / "docs" / "torch.md"
-BEGIN, END = "<!-- models: written by tools/sweep_hf.py -->", "<!-- end of models -->"
+PAGE = ROOT / "docs" / "models.md"
 STYLE = {"right": "green", "refused": "cyan", "wrong": "bold red", "not built": "dim"}
 
 
@@ -71,7 +71,7 @@ def sweep(names: list[str], seconds: float, console: Console) -> dict[str, dict]
 
 
 def row_of(outcome: dict) -> str:
-    """Which row of the table an outcome belongs to."""
+    """Which section of the page an outcome belongs to."""
     if outcome["kind"] != "right":
         return outcome["kind"]
     if not outcome["calls"]:
@@ -83,13 +83,21 @@ ROWS = ("right, generation included", "right", "right, and has no attention that
         "wrong", "not built")
 
 
-def table(found: dict[str, dict]) -> str:
+HEAD = """<!-- Written by tools/sweep_hf.py; do not edit. -->
+# Models of transformers
+
+Every architecture of transformers, from a tiny random configuration, on tessera beside eager attention, by its name
+there. How they were compared, and how to ask about one, is in [torch.md](torch.md#hugging-face).
+"""
+
+
+def page(found: dict[str, dict]) -> str:
     by_row = collections.defaultdict(list)
     for name, outcome in found.items():
         by_row[row_of(outcome)].append(name)
-    lines = ["| | | architectures, by their names in transformers |", "|---|---|---|"]
-    lines += [f"| {row} | {len(by_row[row])} | {', '.join(by_row[row])} |" for row in ROWS if by_row[row]]
-    return "\n".join(lines)
+    sections = [f"## {row[0].upper()}{row[1:]}: {len(by_row[row])}\n\n" + textwrap.fill(
+        ", ".join(by_row[row]), 119, break_on_hyphens=False) + "\n" for row in ROWS if by_row[row]]
+    return "\n".join([HEAD, *sections])
 
 
 def main(argv: list[str]) -> int:
@@ -124,15 +132,13 @@ def main(argv: list[str]) -> int:
             console.print(f"{name}: {outcome['kind']} {outcome['why']} {', '.join(outcome['checks'])}")
     if options.names or options.part != "0/1":
         return bool(counts["wrong"])
-    text = PAGE.read_text()
-    head, rest = text.split(BEGIN)
-    new = f"{head}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}"
-    if options.check:
-        if new != text:
-            print("the table of models in docs/torch.md is out of date: python tools/sweep_hf.py")
-    else:
+    new = page(found)
+    is_old = options.check and PAGE.read_text() != new
+    if is_old:
+        print("docs/models.md is out of date: python tools/sweep_hf.py")
+    elif not options.check:
         PAGE.write_text(new)
-    return bool(counts["wrong"]) or (options.check and new != text)
+    return bool(counts["wrong"]) or is_old
 
 
 if __name__ == "__main__":
