@@ -271,11 +271,12 @@ TESSERA_API int64_t tessera_explain(const tessera_problem* problem, const char* 
                                     const tessera_device* device, char* buffer, int64_t capacity,
                                     tessera_error* error);
 
-/* Attention over a union of disjoint key sets from its parts: o = sum_p exp(lse_p - lse) o_p,
- * lse = log sum_p exp(lse_p). Each o_p is [b, sq, hq, dv], each lse_p is as TESSERA_LSE, in fp32 (in
- * fp64 beside an fp64 o). All parts have one shape and one dtype. o has that shape, and that dtype, or
- * one of them is fp32 and the other has 16 bits. o_p is not read where lse_p = -inf. `format` is that
- * of o. Outputs must not overlap the parts. */
+/* Joins calls on disjoint sets of keys: from their results o_p and lse_p, p < num_parts, writes what
+ * one call on all the keys would give, lse = log sum_p exp(lse_p) and o = sum_p exp(lse_p - lse) o_p.
+ * All o_p have the shape of o, [b, sq, hq, dv] in the order of `format`, and one dtype. o has that
+ * dtype too, or is fp32 beside parts of 16 bits, or of 16 bits beside fp32 parts. All lse_p and lse have
+ * the shape that TESSERA_LSE has beside that o, in fp32, beside fp64 parts in fp64. Where lse_p = -inf,
+ * o_p is not read. Outputs must not overlap the parts. */
 TESSERA_API int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o_parts,
                                   const void* const* o_data, const tessera_tensor* lse_parts,
                                   const void* const* lse_data, const tessera_tensor* o, void* o_out,

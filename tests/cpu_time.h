@@ -10,7 +10,7 @@ constexpr double kMostMilliseconds = 200;
 constexpr double kMostMilliseconds = 10;
 #endif
 
-// Of this thread, so that other processes do not count.
+// Time of this thread alone, so that other processes do not count.
 inline double milliseconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);

@@ -27,7 +27,7 @@ if not {"keep_tail"}.issuperset(_untaken):  # which is of calls of the library's
 
 
 class _New:
-    """Stands for an array that is not there yet."""
+    """Stands for an array that is not made so far."""
 
 
 NEW = _New()
@@ -40,8 +40,8 @@ class Described:
     maps what comes back to the name in `given` of an array to write into, or None for a new one."""
 
     def __init__(self, arrays, operation: str, given: dict, backward: bool = False):
-        """Of keywords with q, k and v; for the backward pass also with do, o, lse and dlse, and names of
-        gradients. These may be NEW."""
+        """Describes keywords with q, k and v; for the backward pass also do, o, lse, dlse and names of
+        gradients, all of which may be NEW."""
         a = self.arguments = _args.Arguments(arrays, operation, backward)
         if not backward:
             _keywords.check_names(operation, given.keys() - {"q", "k", "v"}, _keywords.FORWARD)
@@ -54,8 +54,8 @@ class Described:
 
     @classmethod
     def of(cls, arrays, call: Call, operands, sizes=(), outputs=None) -> Described:
-        """Of a Call; `sizes` are its $0, $1, ..., `outputs` the caller's arrays to write into. Operands
-        may be NEW."""
+        """Describes a Call on operands, which may be NEW; `sizes` are its $0, $1, ..., `outputs` the caller's
+        arrays to write into."""
         self = cls.__new__(cls)
         self.call, self.sources = call, [(i, None) for i in range(len(operands))]
         self.outputs = {} if outputs is not None else {result.tensors[0]: None for result in call.results}
@@ -265,7 +265,7 @@ def results_of(call: Call, shapes, dtypes) -> list[tuple[tuple, str]]:
 # ---- one tensor ----
 
 def _put(a: _args.Arguments, name: str, x):
-    """Describes an operand, or one that is yet to come."""
+    """Describes an operand, or one that is still to come."""
     if x is NEW:
         a.want(name)
     elif name in _PLACED:

@@ -14,7 +14,7 @@ from . import _keywords
 _HEAD = """
 
 Keywords. A value of the wrong type, shape or dtype is a ValueError, and so is what is said to be
-illegal or missing its partner; what every backend refuses yet is Refused where it would change the
+illegal or missing its partner; what every backend still refuses is Refused where it would change the
 result.
 
 """
@@ -47,7 +47,7 @@ def documented(table: dict[str, _keywords.Keyword], array: type,
 
 
 def _entry(row: _keywords.Keyword, default, more: str) -> str:
-    refused = "Refused by every backend yet." if row.refused else \
+    refused = "Every backend still refuses it." if row.refused else \
         "Beside fp8 q." if row.raw else ""
     text = " ".join(filter(None, (row.doc, more, refused)))
     return f"{row.name}={default!r}: {row.form}\n" + textwrap.fill(

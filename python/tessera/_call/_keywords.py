@@ -42,7 +42,7 @@ def is_number(value) -> bool:
 class Keyword:
     doc: str               # what it means, and when it is illegal
     default: Any = None
-    refused: bool = False  # every backend refuses it yet
+    refused: bool = False  # every backend still refuses it
     raw: bool = False      # of fp8 q alone
     name: str = ""         # the table's, like the next
     type: Any = None

@@ -126,7 +126,7 @@ def prepared(arrays, operation: str, given: dict, backward: bool = False) -> Pre
 
 
 def prepared_call(arrays, call: Call, operands) -> Prepared:
-    """A Call on arrays like `operands`, NEW for those that are yet to come."""
+    """A Call on arrays like `operands`, NEW for those that are still to come."""
     threads = arrays.num_threads
     key = (arrays, call, threads and threads(), *map(arrays.signature, operands))
     return _prepared.get(key) or _keep(key, Prepared(

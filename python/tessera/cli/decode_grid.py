@@ -42,7 +42,7 @@ class Sizes:
 
 
 def sizes_of(line: str) -> Sizes:
-    """Of the lines that a grid has, and no others."""
+    """The sizes of a line that a grid has; of another it is an error."""
     words = line.split()
     given = dict(word.split("=", 1) for word in words if "=" in word)
     alone = {word for word in words[2:] if "=" not in word}

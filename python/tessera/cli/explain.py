@@ -13,8 +13,8 @@ EPILOG = """\
 examples:
   python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal"
   python -m tessera explain "bwd fp16 b=4 s=300 h=8 d=64 layout=thd lens=random:7" --device sm90
-The device need not be there, nor the backend in this build: its rules and tables are. The exit status is 1
-where nothing can run a case. docs/cases.md describes a case."""
+Neither the device nor a backend's kernels need be there: every build has the rules and the tables of all. The
+exit status is 1 where nothing can run a case. docs/cases.md describes a case."""
 
 
 def add_parser(commands):

@@ -140,5 +140,5 @@ def lies_in(v, k) -> bool:
 
 
 def read_once(q, k, v) -> list:
-    """Of these arrays, those that a forward pass reads."""
+    """Those of the three arrays that a forward pass reads: without v where it lies in k."""
     return [q, k] if lies_in(v, k) else [q, k, v]

@@ -190,7 +190,7 @@ def _described(operation: str, given: dict) -> Described:
 
 
 def _described_backward(given: dict, dlse, names) -> Described:
-    """Describes the backward pass of attention(**given), whose o, lse and do are yet to come."""
+    """Describes the backward pass of attention(**given), whose o, lse and do are still to come."""
     forward = {name: x for name, x in given.items() if name in FORWARD or name in ("q", "k", "v")}
     if "o_scale" in given:  # says that o is fp8, but not which
         forward["out_dtype"] = given["q"].dtype.name

@@ -48,7 +48,7 @@ def attention_shared_prefix(q: torch.Tensor, k_prefix: torch.Tensor, v_prefix: t
     rows, *prefix, of_prefix = _of_prefix(q, k_prefix, v_prefix, k, v, prefix_table, keywords)
     o, lse = attention(rows, *prefix, return_lse=True, **of_prefix)
     o, lse = o.unflatten(1, (b, sq))[0], lse[0].unflatten(1, (b, sq)).transpose(0, 1).contiguous()
-    if keywords.get("seqlens_q") is not None:  # padding sees nothing, nor does the merge
+    if keywords.get("seqlens_q") is not None:  # rows of padding see nothing, in the merge either
         padding = torch.arange(sq, device=q.device) >= keywords["seqlens_q"][:, None]
         lse = lse.masked_fill(padding[:, None], -torch.inf)
     merged = merge([(o, lse), attention(q, k, v, return_lse=True, **_of_own(keywords))])

@@ -209,9 +209,8 @@ class patch_sdpa:
 
     It holds from the call on; as a context manager until the end of the block, or until undo(). With
     fallback=True what tessera refuses goes to PyTorch's own, with one warning for each reason; without,
-    it is Refused. Calls that PyTorch makes below Python (the fused encoder layer of eval mode) are not
-    seen; nor is what torch.jit.script compiles, or torch.onnx.export by TorchScript: that is PyTorch's own operator.
-    For all threads.
+    it is Refused. It holds for all threads. Calls that PyTorch makes below Python stay PyTorch's own: those of
+    the fused encoder layer of eval mode, of what torch.jit.script compiles, and of torch.onnx.export by TorchScript.
 
     >>> with tessera.torch.patch_sdpa():
     ...     logits = model(images)

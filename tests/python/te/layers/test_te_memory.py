@@ -59,7 +59,7 @@ def gradients(blocks, x, context, sync, after=lambda i: None, before_backward=la
 
 
 def on_device(context):
-    """Of each layer: how many of the tensors that it saved are on the device, and how many there are."""
+    """For each layer: how many of the tensors that it saved are on the device, and how many there are."""
     alive = [layer.alive() for layer in context.layers]
     return [(sum(saved.tensor is not None for saved in each), len(each)) for each in alive]
 

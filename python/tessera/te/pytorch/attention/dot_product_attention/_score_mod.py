@@ -221,7 +221,7 @@ class Graph:
 
 
 class _Backward(Graph):
-    """Of score_mod_bprop, where a hidden gradient is 0."""
+    """The graph of score_mod_bprop, where a hidden gradient is 0."""
 
     def _hides(self, value: float) -> bool:
         return value == 0
