@@ -126,7 +126,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarra
         raise _args.Arguments(_numpy, "rotate").not_an_array("x", x)
     y = _numpy.empty("rotate", "out", x.shape, x.dtype) if out is None else out
     call = rotate_call(_numpy, x, y, cos, sin, positions, layout=layout, interleaved=interleaved)
-    call.run(_lib.rotate, _lib.CPU_DEVICE, _utilities._context(_numpy, None))
+    call.run(_lib.rotate, _lib.CPU_DEVICE, _utilities.context_of(_numpy, None))
     return y
 
 
@@ -159,5 +159,5 @@ def append_kv(k: np.ndarray, v: np.ndarray | None, k_cache: np.ndarray, v_cache:
                        cu_seqlens=cu_seqlens, seqlens_q=seqlens_q, page_table=page_table, q=q, q_out=y,
                        rope=rope,
                        interleaved=interleaved, k_scale=k_scale, v_scale=v_scale)
-    call.run(_lib.append, _lib.CPU_DEVICE, _utilities._context(_numpy, None))
+    call.run(_lib.append, _lib.CPU_DEVICE, _utilities.context_of(_numpy, None))
     return y

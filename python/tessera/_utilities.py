@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,15 +30,12 @@ def merged(arrays, parts, layout, out_dtype=None):
     """merge of an array library."""
     a = _args.Arguments(arrays, "merge")
     a.layout_q = a.choice("layout", layout, tuple(_lib.FORMATS))
-    if not isinstance(parts, (list, tuple)) or not parts:
-        raise a.error("parts", parts, "must be a list of at least one pair (o, lse)")
+    _args.pairs_of(arrays, parts)
     o_index, lse_index = _lib.INDEX["o"], _lib.INDEX["lse"]
     n, first = len(parts), None
     tensors = (_lib.Tensor * n)(), (_lib.Tensor * n)()
     pointers = (ctypes.c_void_p * n)(), (ctypes.c_void_p * n)()
     for i, part in enumerate(parts):
-        if not isinstance(part, (list, tuple)) or len(part) != 2:
-            raise a.error(f"parts[{i}]", part, "must be a pair (o, lse)")
         infos = (a.put("o", f"parts[{i}].o", part[0], a.order_q, axes="b, sq, hq, dv"),
                  a.put("lse", f"parts[{i}].lse", part[1], a.order_rows, axes="b, hq, sq"))
         first = first or infos
@@ -53,7 +49,7 @@ def merged(arrays, parts, layout, out_dtype=None):
         outputs.append(arrays.empty("merge", name, info.shape, arrays.dtype(dtype), like))
     o, lse = outputs
     error = _lib.error_of_thread()
-    device, context = arrays.device(like), _context(arrays, like)
+    device, context = arrays.device(like), context_of(arrays, like)
     code = _lib.merge(n, _lib.FORMATS[layout], tensors[0], pointers[0], tensors[1], pointers[1],
                       ctypes.addressof(a.problem.tensor[o_index]), arrays.pointer(o),
                       ctypes.addressof(a.problem.tensor[lse_index]), arrays.pointer(lse),
@@ -80,20 +76,14 @@ def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
 def masked(arrays, b, hq, sq, sk, dropout_p, rng_state, q_start=None, k_start=None):
     """dropout_mask of an array library."""
     a = _args.Arguments(arrays, "dropout_mask")
-    extents = []
-    for name, value in (("b", b), ("hq", hq), ("sq", sq), ("sk", sk)):
-        extents.append(a.integer(name, value))
-        if extents[-1] < 0:
-            raise a.error(name, value, "must not be negative")
-    if math.prod(extents) >= 2**63:
-        raise a.error("b, hq, sq, sk", tuple(extents), "the mask must have fewer than 2^63 elements")
     p = a.number("dropout_p", dropout_p)
     state = _prepared.rng_array(arrays, "dropout_mask", rng_state, None)
-    _args.mask_inputs(a, extents[0], state, {"q_start": q_start, "k_start": k_start})
+    extents = _args.mask_inputs(a, {"b": b, "hq": hq, "sq": sq, "sk": sk}, state,
+                                {"q_start": q_start, "k_start": k_start})
     state, *starts = (None if x is None else arrays.int64(x) for x in (state, q_start, k_start))
-    keep = arrays.empty("dropout_mask", "keep", (*extents,), arrays.dtype("bool"), state)
+    keep = arrays.empty("dropout_mask", "keep", extents, arrays.dtype("bool"), state)
     error = _lib.error_of_thread()
-    device, context = arrays.device(state), _context(arrays, state)
+    device, context = arrays.device(state), context_of(arrays, state)
     code = _lib.dropout_mask_at(*extents, p, arrays.pointer(state), state.shape[0],
                                 *(None if x is None else arrays.pointer(x) for x in starts),
                                 arrays.pointer(keep), ctypes.addressof(device),
@@ -121,9 +111,9 @@ def alibi_slopes(hq: int) -> np.ndarray:
     return np.concatenate([series(power), series(2 * power)[::2][:n - power]]).astype(np.float32)
 
 
-def _context(arrays, like) -> _lib.Buffers:
-    context = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers),
-                           num_threads=_prepared.num_threads)
+def context_of(arrays, like) -> _lib.Buffers:
+    """The threads and the stream of a call on arrays where `like` is."""
+    context = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=_prepared.threads_of(arrays))
     if arrays.device(like).kind != _lib.CPU:
         context.stream = arrays.stream(like)
     return context

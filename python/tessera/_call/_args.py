@@ -13,6 +13,7 @@ An array library joins through an adapter with
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import NamedTuple
@@ -350,9 +351,26 @@ def rng_words(a: Arguments, value) -> list[int]:
     return list(a.pair_of_integers("rng_state", value, "(seed, offset)"))
 
 
-def mask_inputs(a: Arguments, b, rng_state, starts: dict):
-    """Checks the arrays of dropout_mask: rng_state, and `starts`, the positions of each sequence's
-    first row and key or None."""
+def pairs_of(adapter, parts):
+    """Checks that the argument of merge is a list of pairs. torch.compile traces it, so that it makes Arguments
+    for messages alone."""
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise Arguments(adapter, "merge").error("parts", parts, "must be a list of at least one pair (o, lse)")
+    for i, part in enumerate(parts):
+        if not isinstance(part, (list, tuple)) or len(part) != 2:
+            raise Arguments(adapter, "merge").error(f"parts[{i}]", part, "must be a pair (o, lse)")
+    return parts
+
+
+def mask_inputs(a: Arguments, extents: dict, rng_state, starts: dict) -> tuple[int, ...]:
+    """Checks what dropout_mask takes, and returns the extents: those of b, hq, sq and sk that are known now,
+    rng_state, and `starts`, the positions of each sequence's first row and key or None."""
+    sizes = {name: a.integer(name, value) for name, value in extents.items()}
+    for name, size in sizes.items():
+        if size < 0:
+            raise a.error(name, size, "must not be negative")
+    if math.prod(sizes.values()) >= 2**63:
+        raise a.error(", ".join(sizes), tuple(sizes.values()), "the mask must have fewer than 2^63 elements")
     info = a.put("rng_state", "rng_state", rng_state, (0,), axes="2|4")
     if info.dtype != "int64" or info.shape not in ((2,), (4,)):
         raise a.error("rng_state", f"{info.dtype}{list(info.shape)}", "must be int64 of shape [2], "
@@ -361,8 +379,10 @@ def mask_inputs(a: Arguments, b, rng_state, starts: dict):
         if start is None:
             continue
         info = a.put(name, name, start, (0,), axes="b")
+        b = sizes.get("b", info.shape[0])
         if info.dtype not in ("int32", "int64") or info.shape != (b,):
             raise a.error(name, f"{info.dtype}{list(info.shape)}", f"must be int32 or int64 of shape [{b}]")
+    return tuple(sizes.values())
 
 
 def _in_array_order(axes: str, order) -> str:

@@ -43,14 +43,19 @@ def set_num_threads(n: int):
     _prepared.clear()
 
 
+def threads_of(arrays) -> int:
+    """How many threads a call on these arrays may use; 0: the library's default."""
+    own = arrays.num_threads
+    return num_threads if own is None else own()
+
+
 class Prepared:
     """A call that was accepted, and how to fill the buffers of one like it."""
 
     def __init__(self, described: Described, device: _lib.Device):
         a = described.arguments
         arrays = self.arrays = a.adapter
-        own = arrays.num_threads
-        threads = num_threads if own is None else own()
+        threads = threads_of(arrays)
         self.call, self.problem, self.spelling = described.call, a.problem, a.spelling
         self.operation = a.operation
         self.address = ctypes.addressof(self.problem)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -27,12 +26,8 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], *, layout: _keywords.For
     """
     a = _args.Arguments(_arrays, "merge")
     a.layout_q = a.choice("layout", layout, tuple(_lib.FORMATS))
-    if not isinstance(parts, (list, tuple)) or not parts:
-        raise a.error("parts", parts, "must be a list of at least one pair (o, lse)")
     os, lses = [], []
-    for i, part in enumerate(parts):
-        if not isinstance(part, (list, tuple)) or len(part) != 2:
-            raise a.error(f"parts[{i}]", part, "must be a pair (o, lse)")
+    for i, part in enumerate(_args.pairs_of(_arrays, parts)):
         o, lse = (_arrays.accepted("merge", name, x) for name, x in zip(("o", "lse"), part))
         a.put("o", f"parts[{i}].o", o, a.order_q, axes="b, sq, hq, dv")
         a.put("lse", f"parts[{i}].lse", lse, a.order_rows, axes="b, hq, sq")
@@ -94,22 +89,15 @@ def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
     >>> keep = tessera.jax.dropout_mask(2, 16, 128, 128, 0.1, rng_state=jax.random.key(0))
     """
     a = _args.Arguments(_arrays, "dropout_mask")
-    shape = []
-    for name, value in (("b", b), ("hq", hq), ("sq", sq), ("sk", sk)):
-        shape.append(a.integer(name, value))
-        if shape[-1] < 0:
-            raise a.error(name, value, "must not be negative")
-    if math.prod(shape) >= 2**63:
-        raise a.error("b, hq, sq, sk", tuple(shape), "the mask must have fewer than 2^63 elements")
     p = a.number("dropout_p", dropout_p)
     words = _arrays.rng_words("dropout_mask", rng_state)
     starts = {"q_start": q_start, "k_start": k_start}
     starts = {name: _arrays.accepted("dropout_mask", name, x) for name, x in starts.items()}
-    _args.mask_inputs(a, shape[0], words, starts)
+    shape = _args.mask_inputs(a, {"b": b, "hq": hq, "sq": sq, "sk": sk}, words, starts)
     _utilities.dropout_mask(1, 1, 1, 1, p, (0, 0))  # says what is wrong with dropout_p
     operands = [words.array, *(_pairs(x) for x in starts.values() if x is not None)]
     given = sum(1 << i for i, x in enumerate(starts.values()) if x is not None)
-    call = jax.ffi.ffi_call(_binding.DROPOUT_MASK, jax.ShapeDtypeStruct(tuple(shape), jnp.bool_),
+    call = jax.ffi.ffi_call(_binding.DROPOUT_MASK, jax.ShapeDtypeStruct(shape, jnp.bool_),
                             vmap_method="sequential")
     return call(*operands, dropout_p=np.float64(p), starts=np.int32(given))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import _cache, _lib
+from .. import _cache, _lib, _utilities
 from .._call import _keywords
 from . import _ops, _tensors
-from ._ops import _kernels
 
 _ROTATE = ("rotate(Tensor x, Tensor cos, Tensor sin, Tensor? positions, str layout, bool interleaved, "
            "bool inverse) -> Tensor")
@@ -27,7 +26,7 @@ for _schema in (_ROTATE, _ROTATE_OUT, _APPEND):
 def _rotate_out(out, x, cos, sin, positions, layout, interleaved, inverse):
     call = _cache.rotate_call(_tensors, x, out, cos, sin, positions, layout=layout,
                               interleaved=interleaved, inverse=inverse)
-    call.run(_lib.rotate, _tensors.device(x), _kernels._context(x))
+    call.run(_lib.rotate, _tensors.device(x), _utilities.context_of(_tensors, x))
 
 
 def _rotate(x, *arguments):
@@ -48,7 +47,7 @@ def _append_kv(k, v, k_cache, v_cache, seqlens_k, layout, cu_seqlens, seqlens_q,
         seqlens_q=seqlens_q, page_table=page_table, q=q, q_out=None if q is None else turned,
         rope=None if cos is None else (cos, sin), interleaved=interleaved, k_scale=k_scale,
         v_scale=v_scale)
-    call.run(_lib.append, _tensors.device(k), _kernels._context(k))
+    call.run(_lib.append, _tensors.device(k), _utilities.context_of(_tensors, k))
     return turned
 
 

@@ -152,11 +152,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywor
     >>> o, lse = tessera.torch.merge([(o1, lse1), (o2, lse2)])
     """
     form, dtype = _merged_as(layout, out_dtype)
-    if not isinstance(parts, (list, tuple)) or not parts:
-        raise _args.Arguments(_tensors, "merge").error("parts", parts, "must be a list of at least one pair (o, lse)")
-    for i, part in enumerate(parts):
-        if not isinstance(part, (list, tuple)) or len(part) != 2:
-            raise _args.Arguments(_tensors, "merge").error(f"parts[{i}]", part, "must be a pair (o, lse)")
+    for i, part in enumerate(_args.pairs_of(_tensors, parts)):
         for x, name in zip(part, ("o", "lse")):
             if not isinstance(x, torch.Tensor):
                 raise _args.Arguments(_tensors, "merge").not_an_array(f"parts[{i}].{name}", x)
@@ -184,12 +180,11 @@ def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
     >>> keep = tessera.torch.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
     """
     a = _args.Arguments(_tensors, "dropout_mask")
-    for name, value in (("b", b), ("hq", hq), ("sq", sq), ("sk", sk)):
-        if not isinstance(value, torch.SymInt) and a.integer(name, value) < 0:
-            raise a.error(name, value, "must not be negative")
+    extents = {"b": b, "hq": hq, "sq": sq, "sk": sk}
+    known = {name: value for name, value in extents.items() if not isinstance(value, torch.SymInt)}
     if type(rng_state) in (list, tuple):
         rng_state = _state("dropout_mask", rng_state, None)
-    _args.mask_inputs(a, b, rng_state, {"q_start": q_start, "k_start": k_start})
+    _args.mask_inputs(a, known, rng_state, {"q_start": q_start, "k_start": k_start})
     return _ops.dropout_mask(rng_state, b, hq, sq, sk, a.number("dropout_p", dropout_p), q_start,
                              k_start)
 

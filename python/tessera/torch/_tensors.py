@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's adapter for _args, and for what _prepared and _explain describe. Extents may be symbolic: a
+"""PyTorch's adapter for _args and _utilities, and for what _described and _explain describe. Extents may be symbolic: a
 problem is described by their hints, the values of the call being traced, without a guard on them."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from .. import _lib
 from .._call._args import ORDERS, ArrayInfo
 
-noun, array_type = "PyTorch tensor", torch.Tensor
+noun, array_type, num_threads = "PyTorch tensor", torch.Tensor, torch.get_num_threads
 
 
 def info(x) -> ArrayInfo | None:
@@ -63,6 +63,18 @@ def device(tensor) -> _lib.Device:
     if tensor.device.type in ("cpu", "meta"):  # shapes on meta are asked of the CPU's backends
         return _lib.CPU_DEVICE
     return _lib.Device(kind=_lib.CUDA, ordinal=tensor.device.index or 0)
+
+
+def stream(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream
+
+
+def empty(operation: str, name: str, shape, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def int64(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64).contiguous()
 
 
 def statistics_dtype(q) -> torch.dtype:
