@@ -37,6 +37,7 @@ struct ForwardShape {
   bool convert_k, convert_v;  // not multiplied as they lie
   bool spread_k, spread_v;    // fp32 rows in one set of L1: copied for tiles of many strips
   bool bf16;                  // bf16 products
+  bool widens_fp8;            // k or v is fp8, which few rows multiply as bf16
   bool decodes;               // some sequence may be short
   bool uniform;               // rows are computed in one way, however few there are
 };

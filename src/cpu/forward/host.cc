@@ -79,6 +79,13 @@ Layout lay_out(const Problem& problem, int num_threads) {
   const bool bf16 = level.has_bf16_dot && problem.tensor[TESSERA_Q].dtype == TESSERA_BF16 &&
                     problem.tensor[TESSERA_K].dtype == TESSERA_BF16 &&
                     problem.tensor[TESSERA_V].dtype == TESSERA_BF16;
+  const auto is_few_bits = [&](int index) {
+    const int32_t dtype = problem.tensor[index].dtype;
+    return is_fp8(dtype) || dtype == TESSERA_BF16;
+  };
+  const bool widens_fp8 = !bf16 && level.has_bf16_dot && has_byte_tables() &&
+                          problem.tensor[TESSERA_Q].dtype == TESSERA_BF16 &&
+                          is_few_bits(TESSERA_K) && is_few_bits(TESSERA_V);
   out.shape = {.dqk = s.dqk,
                .dv = s.dv,
                .rows = out.tile_m,
@@ -87,6 +94,7 @@ Layout lay_out(const Problem& problem, int num_threads) {
                .spread_k = shares_sets(problem.tensor[TESSERA_K]),
                .spread_v = shares_sets(problem.tensor[TESSERA_V]),
                .bf16 = bf16,
+               .widens_fp8 = widens_fp8,
                .decodes = false,
                .uniform = has(problem, TESSERA_BATCH_INVARIANT)};
 

@@ -266,17 +266,30 @@ void attend_dots(const Call& call, const CallSequence& sequence, int64_t kv_head
   }
 }
 
+// f(Constant<R>{}): the rows of decode/group.h that take a strip's.
+template <typename S, typename F>
+TESSERA_INLINE void by_rows(const Strip<S>& strip, F f) {
+  strip.rows.count <= 4 ? f(Constant<4>{}) : f(Constant<8>{});
+}
+
 // The same for up to eight rows of bf16: see decode/group.h.
-template <typename S>
-void attend_group(const Call& call, const CallSequence& sequence, ForwardScratch<S>& scratch,
-                  Strip<S>& strip) {
+template <typename S, int R>
+void attend_group(const Call& call, const CallSequence& sequence, int64_t kv_head,
+                  ForwardScratch<S>& scratch, Strip<S>& strip) {
   const Visible<S>& visible = scratch.visible;
-  const Block<S>& block = scratch.block;
+  Block<S>& block = scratch.block;
   const int first = visible.first, last = visible.last;
+  const int end = static_cast<int>(first + round_up(last - first, 8));
+  const auto widen = [&](const Rows& rows, int64_t head_dim, const char** table) {
+    widen_fp8_rows<S>(rows.dtype, block.zeros, head_dim, first, end, table, scratch.widened,
+                      round_up(head_dim, 32));
+  };
   const bool plain = is_plain(call, visible);
-  auto* multiply = plain ? multiply_group<S, true> : multiply_group<S, false>;
-  multiply(block.k_rows, block.k_ahead(), reinterpret_cast<const Bf16*>(strip.q_t), call.dqk, first,
-           last, scratch.scores, scratch.maximum);
+  auto* multiply = plain ? multiply_group<S, R, true> : multiply_group<S, R, false>;
+  widen(call.k, call.dqk, block.k_rows);
+  multiply(block.k_rows, block.k_ahead(), reinterpret_cast<const Bf16*>(strip.q_t),
+           scale_of(call.k_scale, sequence, kv_head), call.dqk, first, last, scratch.scores,
+           scratch.maximum);
   if (!plain) {
     finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
                         scratch.maximum, nullptr);
@@ -288,8 +301,9 @@ void attend_group(const Call& call, const CallSequence& sequence, ForwardScratch
       call.has_dropout ? exponentiate<S, 1, true, true> : exponentiate<S, 1, true, false>;
   softmax(call.raw ? call.scale_log2 : 1.0f, visible, scratch.keep, scratch.maximum, scratch.scores,
           scratch.p_pairs, strip.m, strip.l, scratch.alpha);
-  add_group<S>(block.v_rows, block.v_ahead(), scratch.p_pairs, scratch.alpha, call.dv, first / 2,
-               (last + 1) / 2, strip.o);
+  widen(call.v, call.dv, block.v_rows);
+  add_group<S, R>(block.v_rows, block.v_ahead(), scratch.p_pairs, scratch.alpha, call.dv, first / 2,
+                  (last + 1) / 2, strip.o);
 }
 
 // q of the rows that attend_dots takes, as fp32.
@@ -318,6 +332,7 @@ enum class Way { kStrips, kDots, kGroup };
 template <typename S>
 TESSERA_INLINE Way way_of(const ForwardArgs& args, const ForwardTask& task) {
   if (args.shape.uniform) return Way::kStrips;
+  if (kDecodesGroups<S> && args.shape.widens_fp8) return Way::kGroup;
   if (packed_rows(args.call, task) <= kDotRows) return Way::kDots;
   return kDecodesGroups<S> && args.shape.bf16 ? Way::kGroup : Way::kStrips;
 }
@@ -359,7 +374,9 @@ void begin_strip(const ForwardArgs& args, const CallSequence& sequence, int64_t 
     widen_queries(call, sequence, kv_head, round_up(call.dqk, 16), strip.rows, strip.q_t);
   } else if (way == Way::kGroup) {
     if constexpr (kDecodesGroups<S>) {
-      pack_group(call, sequence, strip.rows, reinterpret_cast<Bf16*>(strip.q_t));
+      by_rows(strip, [&](auto r) {
+        pack_group<S, r.value>(call, sequence, strip.rows, reinterpret_cast<Bf16*>(strip.q_t));
+      });
     }
   } else if (strip.rows.key_end > 0) {
     by_vectors<S>(strip.rows.vectors, [&](auto n) {
@@ -368,14 +385,17 @@ void begin_strip(const ForwardArgs& args, const CallSequence& sequence, int64_t 
   }
 }
 
-// O^T of a strip that kept rows of O.
+// O^T of a strip that kept rows of O, which of groups still want the scale of V.
 template <typename S>
-void transpose_rows_of_o(const Call& call, Way way, Strip<S>& strip) {
+void transpose_rows_of_o(const Call& call, const CallSequence& sequence, int64_t kv_head, Way way,
+                         Strip<S>& strip) {
   const int64_t step = decode_step(call.dv);
+  const bool group = way == Way::kGroup;
+  const float scale = group ? scale_of(call.v_scale, sequence, kv_head) : 1.0f;
   for (int64_t d = 0; d < call.dv; ++d) {
-    const int64_t from = way == Way::kGroup ? column_of(d) : d;
+    const int64_t from = group ? column_of(d) : d;
     for (int r = 0; r < strip.rows.count; ++r) {
-      strip.o_t[d * S::kLanes + r] = strip.o[r * step + from];
+      strip.o_t[d * S::kLanes + r] = scale * strip.o[r * step + from];
     }
   }
 }
@@ -403,7 +423,10 @@ void attend_block(const ForwardArgs& args, const CallSequence& sequence, const F
     if (way == Way::kDots) {
       attend_dots(call, sequence, kv_head, scratch, strip);
     } else if (way == Way::kGroup) {
-      if constexpr (kDecodesGroups<S>) attend_group(call, sequence, scratch, strip);
+      if constexpr (kDecodesGroups<S>) {
+        by_rows(strip,
+                [&](auto r) { attend_group<S, r.value>(call, sequence, kv_head, scratch, strip); });
+      }
     } else {
       by_vectors<S>(strip.rows.vectors, [&](auto n) {
         attend<S, n.value>(args, sequence, Part{s, count}, scratch, strip);
@@ -446,7 +469,8 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
   }
   for (int s = 0; s < count; ++s) {
     Strip<S>& strip = scratch.strips[s];
-    if (way != Way::kStrips) transpose_rows_of_o(call, way, strip);
+    turn.index = s / of_head;
+    if (way != Way::kStrips) transpose_rows_of_o(call, sequence, turn.head(), way, strip);
     if (task.partial >= 0) continue;
     by_vectors<S>(strip.rows.vectors,
                   [&](auto n) { finish_strip<S, n.value>(call, sequence, strip); });

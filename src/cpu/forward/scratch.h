@@ -35,6 +35,7 @@ struct ForwardScratch {
   alignas(64) float alpha[Tile<S>::kStrip];
   float* scores;      // [kBlock + 8][strip]: S^T, then P^T
   uint32_t* p_pairs;  // [kBlock / 2 + 4][strip]
+  Bf16* widened;      // [kBlock + 8][head dims, up to 32]: rows of fp8 K, then V
   float* state;       // m, l, O^T of all strips
   Strip<S>* strips;
 };
@@ -51,6 +52,7 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   char* zeros;
   float *k, *v, *scores, *q_t, *o, *state;
   uint32_t *v_pairs, *p_pairs;
+  Bf16* widened;
   take(scratch, 1), take(table, strips), take(zeros, 4 * Count{longest});
   const Count k_stride = Count{shape.dqk}.up_to(16);  // whole vectors of any level
   const Count v_stride = Count{shape.dv}.up_to(16);
@@ -58,7 +60,9 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   const bool has_v = (shape.convert_v && !shape.bf16) || shape.spread_v;
   take(v, has_v ? kBlock * v_stride : 0);
   take(v_pairs, shape.bf16 ? kBlock / 2 * v_stride : 0);
-  take(scores, kTable * kStrip), take(p_pairs, shape.bf16 ? kTable / 2 * kStrip : 0);
+  take(scores, kTable * kStrip),
+      take(p_pairs, shape.bf16 || shape.widens_fp8 ? kTable / 2 * kStrip : 0);
+  take(widened, kDecodesGroups<S> && shape.widens_fp8 ? kTable * Count{longest} : 0);
   const Count q_step = kStrip * k_stride;
   const Count o_step = shape.decodes ? kDecodeRows<S> * Count{decode_step(shape.dv)} : 0;
   take(q_t, strips * q_step), take(o, strips * o_step);
@@ -68,7 +72,7 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
     scratch->block.k = k, scratch->block.v = v, scratch->block.v_pairs = v_pairs;
     scratch->block.k_stride = k_stride.value(), scratch->block.v_stride = v_stride.value();
     scratch->scores = scores, scratch->p_pairs = p_pairs;
-    scratch->state = state, scratch->strips = table;
+    scratch->widened = widened, scratch->state = state, scratch->strips = table;
     memset(zeros, 0, static_cast<size_t>(longest) * 4);
     for (int64_t s = 0; s < strips; ++s)
       table[s].q_t = q_t + s * q_step.value(), table[s].o = o + s * o_step.value();

@@ -33,11 +33,14 @@ struct Avx512Bf16 : Avx512 {
   }
   TESSERA_INLINE Pairs broadcast_half(const Bf16* p) { return _mm512_set1_epi32(p->bits); }
 
-  // Elements p[0] to p[3] in every two lanes; one word in every lane.
+  // Elements p[0] to p[3] in every two lanes, or to p[7] in every four; one word in every lane.
   TESSERA_INLINE Pairs broadcast_four(const Bf16* p) {
     int64_t words;
     memcpy(&words, p, sizeof words);
     return _mm512_set1_epi64(words);
+  }
+  TESSERA_INLINE Pairs broadcast_eight(const Bf16* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   TESSERA_INLINE Pairs broadcast_word(const uint32_t* p) {
     return _mm512_set1_epi32(static_cast<int32_t>(*p));
@@ -52,6 +55,38 @@ struct Avx512Bf16 : Avx512 {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     return _mm512_castpd_ps(
         _mm512_permutexvar_pd(order, _mm512_castps_pd(_mm512_add_ps(even, odd))));
+  }
+
+  // (a0 ... a3, a0 ... a3, a4 ... a7, a4 ... a7) and the same of the upper half.
+  TESSERA_INLINE void repeat_fours(F a, F& low, F& high) {
+    low = _mm512_shuffle_f32x4(a, a, 0x50), high = _mm512_shuffle_f32x4(a, a, 0xFA);
+  }
+
+  // rows[first ... last), of n bytes each, as bf16 in `to`, step elements apart, to which they then
+  // lead; one at `zeros` stays. Magnitudes by tables of 128 low and high bytes, and the sign. Needs
+  // VBMI, which host code asks for (has_byte_tables).
+  __attribute__((target("avx512vbmi"), noinline)) static void widen_bytes(
+      const char** rows, const char* zeros, int first, int last, int64_t n, const uint8_t* low,
+      const uint8_t* high, Bf16* to, int64_t step) {
+    const __m512i low_a = _mm512_load_si512(low), low_b = _mm512_load_si512(low + 64);
+    const __m512i high_a = _mm512_load_si512(high), high_b = _mm512_load_si512(high + 64);
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undone by interleaving
+    for (int j = first; j < last; ++j) {
+      if (rows[j] == zeros) continue;
+      Bf16* row = to + j * step;
+      for (int64_t d = 0; d < n; d += 64) {
+        const uint64_t left = n - d >= 64 ? ~uint64_t{0} : (uint64_t{1} << (n - d)) - 1;
+        const __m512i bytes =
+            _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(left, rows[j] + d));
+        const __m512i l = _mm512_permutex2var_epi8(low_a, bytes, low_b);
+        const __m512i h = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high_a, bytes, high_b),
+                                                    bytes, _mm512_set1_epi8(-128), 0xF8);
+        _mm512_mask_storeu_epi16(row + d, static_cast<__mmask32>(left), _mm512_unpacklo_epi8(l, h));
+        _mm512_mask_storeu_epi16(row + d + 32, static_cast<__mmask32>(left >> 32),
+                                 _mm512_unpackhi_epi8(l, h));
+      }
+      rows[j] = reinterpret_cast<const char*>(row);
+    }
   }
 
   // Lane l: (bf16(even[l]), bf16(odd[l])).

@@ -61,6 +61,14 @@ const Kernels& kernels() {
   return best;
 }
 
+bool has_byte_tables() {
+#ifdef __x86_64__
+  return __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
+
 const Kernels* kernels_of(const char* name) {
   for (const Level& level : kLevels) {
     if (std::string_view(level.kernels->name) == name && level.runs_here()) return level.kernels;

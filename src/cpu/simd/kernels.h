@@ -52,6 +52,10 @@ struct Kernels {
 // it; found once, at the first call.
 const Kernels& kernels();
 
+// True if this machine looks up bytes in tables of 128 (AVX512_VBMI), which no level takes for
+// granted: avx512bf16 then widens rows of fp8 to bf16.
+bool has_byte_tables();
+
 // The table of a level by name, or null if the machine cannot run it or there is no such level.
 const Kernels* kernels_of(const char* name);
 
