@@ -10,7 +10,8 @@
 //               leaves the head dims in the order of column_of(), and P is broadcast.
 //
 // Each line of K and V is read once (of K by several loads in a row), and one of the next block is
-// asked for at the same moment. Softmax and everything between are those of forward/kernel.h.
+// asked for at the same moment; of an fp8 cache a line at every second one (`whole` is false), lest
+// all be asked for at once. Softmax and everything between are those of forward/kernel.h.
 #pragma once
 
 #include "cpu/decode/dot.h"
@@ -83,9 +84,9 @@ TESSERA_INLINE typename W::F store_scores(const typename W::F* sum, typename W::
 // S^T[j][row], times scale, of keys [first, last), rounded up to whole tiles of 8; maximum as in
 // multiply_keys.
 template <typename S, int R, bool kMax>
-__attribute__((noinline)) void multiply_group(const char* const* k_rows, Ahead ahead, const Bf16* q,
-                                              float scale, int64_t dqk, int first, int last,
-                                              float* scores, float* maximum) {
+__attribute__((noinline)) void multiply_group(const char* const* k_rows, Ahead ahead, bool whole,
+                                              const Bf16* q, float scale, int64_t dqk, int first,
+                                              int last, float* scores, float* maximum) {
   using W = typename S::Wide;
   constexpr int kKeys = 8, E = kGroupDepth<R>;
   const auto factor = W::set1(scale);
@@ -109,7 +110,8 @@ __attribute__((noinline)) void multiply_group(const char* const* k_rows, Ahead a
     for (; d + 32 <= dqk; d += 32, x += 16 * R) {  // a line of each key
       TESSERA_UNROLL
       for (int at = 0; at < 32; at += E) {
-        for (int line = 0; line < E; line += 4) ahead.ask();
+        if (E == 8 || whole || at % 8 == 0) ahead.ask();
+        if (E == 8 && whole) ahead.ask();
         step(at);
       }
     }
@@ -138,9 +140,9 @@ __attribute__((noinline)) void multiply_group(const char* const* k_rows, Ahead a
 
 // o[row][column_of(d)] = alpha[row] o[row][...] + sum of P V over the pairs of keys [first, last).
 template <typename S, int R>
-__attribute__((noinline)) void add_group(const char* const* v_rows, Ahead ahead, const uint32_t* p,
-                                         const float* alpha, int64_t dv, int first, int last,
-                                         float* o) {
+__attribute__((noinline)) void add_group(const char* const* v_rows, Ahead ahead, bool whole,
+                                         const uint32_t* p, const float* alpha, int64_t dv,
+                                         int first, int last, float* o) {
   using W = typename S::Wide;
   const int64_t step = decode_step(dv);
   for (int64_t d = 0; d < dv; d += kGroupColumns) {
@@ -156,7 +158,7 @@ __attribute__((noinline)) void add_group(const char* const* v_rows, Ahead ahead,
         const auto even = load(reinterpret_cast<const Bf16*>(v_rows[2 * j]) + d);
         const auto odd = load(reinterpret_cast<const Bf16*>(v_rows[2 * j + 1]) + d);
         ahead.ask();
-        ahead.ask();
+        if (whole) ahead.ask();
         typename W::Pairs low, high;
         W::interleave_fours(even, odd, low, high);
         TESSERA_UNROLL

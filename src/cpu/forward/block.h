@@ -55,23 +55,22 @@ TESSERA_INLINE float scale_of(const Strided& scale, const CallSequence& sequence
   return factor;
 }
 
-// Finds where n keys of one head lie: every step-th from begin on.
+// Finds where n keys of one head lie, from `begin` on.
 TESSERA_INLINE void find_rows(const Rows& rows, const Pages& pages, const CallSequence& sequence,
-                              int64_t head, int64_t begin, int n, const char** table,
-                              int64_t step = 1) {
+                              int64_t head, int64_t begin, int64_t n, const char** table) {
   const char* base = rows.data + head * rows.head;
   if (!pages.table) {
     base += sequence.batch_k * rows.batch + (sequence.first_k + begin) * rows.row;
-    for (int j = 0; j < n; ++j, base += step * rows.row) table[j] = base;
+    for (int64_t j = 0; j < n; ++j) table[j] = base + j * rows.row;
     return;
   }
   const char* slots = pages.table + sequence.n * pages.stride[0];
   int64_t slot = begin / pages.page_size, place = begin % pages.page_size;
-  for (int j = 0; j < n;) {
+  for (int64_t j = 0; j < n; ++slot, place = 0) {
     const int64_t page = load_int32(slots + slot * pages.stride[1]);
-    const char* row = base + page * rows.batch;
-    for (; place < pages.page_size && j < n; place += step) table[j++] = row + place * rows.row;
-    for (; place >= pages.page_size; place -= pages.page_size) ++slot;
+    const char* row = base + page * rows.batch + place * rows.row;
+    const int64_t last = smaller(j + pages.page_size - place, n);
+    for (; j < last; ++j, row += rows.row) table[j] = row;
   }
 }
 
@@ -87,7 +86,18 @@ struct Block {
   static constexpr int kBlock = Tile<S>::kBlock;
   static constexpr int kTable = kBlock + 8;  // a register tile may begin at any multiple of 8
 
+  // Where the keys [begin, end) of the block at n0 lie in the first of the heads that take turns:
+  // found once for all of them, when the block before it is at work. Others are hidden.
+  struct Found {
+    int64_t n0;  // -1: nothing
+    int begin, end;
+    const char* k[kBlock];
+    const char* v[kBlock];
+  };
+
   Keys<S> keys;
+  Found found[2];  // this block and the next, by turns
+  int current;
   const char* k_rows[kTable];
   const char* v_rows[kTable];
   // The next block, to ask for in time; a row of this one if there is none. Each of several kv
@@ -103,7 +113,9 @@ struct Block {
   uint32_t* v_pairs;
   int64_t k_stride, v_stride;
 
-  void point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head);
+  void begin_walk() { found[0].n0 = found[1].n0 = -1, current = 0; }
+  void find(const Call& call, const CallSequence& sequence, int64_t head, int64_t n0, Found& to);
+  void point_at_rows(const Call& call, const CallSequence& sequence, Turn turn);
   void point_ahead(const Call& call, const CallSequence& sequence, Turn turn);
   Ahead k_ahead() const { return {next_k_rows, next_rows, k_bytes}; }
   Ahead v_ahead() const { return {next_v_rows, next_rows, v_bytes}; }
@@ -115,14 +127,29 @@ struct Block {
 };
 
 template <typename S>
-void Block<S>::point_at_rows(const Call& call, const CallSequence& sequence, int64_t kv_head) {
+void Block<S>::find(const Call& call, const CallSequence& sequence, int64_t head, int64_t n0,
+                    Found& to) {
+  if (to.n0 == n0) return;
   const Interval seen = sequence.band.keys();
-  const int begin = static_cast<int>(larger<int64_t>(seen.lo - keys.n0, 0));
-  const int end = static_cast<int>(smaller<int64_t>(seen.hi - keys.n0, keys.count));
-  for (int j = 0; j < begin; ++j) k_rows[j] = v_rows[j] = zeros;
-  find_rows(call.k, call.k_pages, sequence, kv_head, keys.n0 + begin, end - begin, k_rows + begin);
-  find_rows(call.v, call.v_pages, sequence, kv_head, keys.n0 + begin, end - begin, v_rows + begin);
-  for (int j = end; j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
+  const int64_t begin = larger<int64_t>(seen.lo - n0, 0);
+  const int64_t end = larger(smaller<int64_t>(seen.hi - n0, kBlock), begin);
+  to.n0 = n0, to.begin = static_cast<int>(begin), to.end = static_cast<int>(end);
+  if (begin == end) return;
+  find_rows(call.k, call.k_pages, sequence, head, n0 + begin, end - begin, to.k + begin);
+  find_rows(call.v, call.v_pages, sequence, head, n0 + begin, end - begin, to.v + begin);
+}
+
+template <typename S>
+void Block<S>::point_at_rows(const Call& call, const CallSequence& sequence, Turn turn) {
+  if (found[current].n0 != keys.n0) current ^= 1;
+  Found& here = found[current];
+  find(call, sequence, turn.first_head, keys.n0, here);
+  const int64_t k_shift = turn.index * call.k.head, v_shift = turn.index * call.v.head;
+  for (int j = 0; j < here.begin && j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
+  for (int j = here.begin; j < here.end; ++j) {
+    k_rows[j] = here.k[j] + k_shift, v_rows[j] = here.v[j] + v_shift;
+  }
+  for (int j = here.end; j < kTable; ++j) k_rows[j] = v_rows[j] = zeros;
 }
 
 template <typename S>
@@ -132,16 +159,13 @@ void Block<S>::point_ahead(const Call& call, const CallSequence& sequence, Turn 
   };
   k_bytes = turn.heads * call.dqk * size(call.k.dtype);
   v_bytes = turn.heads * call.dv * size(call.v.dtype);
-  const int64_t n0 = keys.n0 + kBlock;
-  const int64_t n = smaller<int64_t>(sequence.band.keys().hi - n0, kBlock);
-  next_rows = static_cast<int>((n + turn.heads - 1 - turn.index) / turn.heads);
-  if (n <= 0 || next_rows == 0) {
-    next_rows = 1, next_k_rows[0] = k_rows[0], next_v_rows[0] = v_rows[0];
-    return;
+  Found& next = found[current ^ 1];
+  find(call, sequence, turn.first_head, keys.n0 + kBlock, next);
+  next_rows = 0;
+  for (int j = next.begin + turn.index; j < next.end; j += turn.heads) {
+    next_k_rows[next_rows] = next.k[j], next_v_rows[next_rows++] = next.v[j];
   }
-  const int64_t head = turn.first_head, first = n0 + turn.index, step = turn.heads;
-  find_rows(call.k, call.k_pages, sequence, head, first, next_rows, next_k_rows, step);
-  find_rows(call.v, call.v_pages, sequence, head, first, next_rows, next_v_rows, step);
+  if (next_rows == 0) next_rows = 1, next_k_rows[0] = k_rows[0], next_v_rows[0] = v_rows[0];
 }
 
 // Tiles of many strips ask for the next block between their products: [begin, begin + length) of

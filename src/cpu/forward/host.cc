@@ -5,7 +5,8 @@
 // is packed over the heads of a group and cut along its keys, in chunks of a fixed size that are
 // merged in order. Which of the two depends on the sequence alone, and so do a row's bits. In the
 // batch-invariant form a row's bits do not depend on the call's other queries either, so that a
-// prompt may be cut anywhere: all rows take strips of full width, and no keys are cut.
+// prompt may be cut anywhere: all rows take strips of full width, and tiles of queries put the same
+// chunks of keys together in the same order.
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -200,9 +201,7 @@ class TaskList {
     const int64_t rows = sequence.band.len_q * call_.group;
     const Interval keys = sequence.band.keys(0, sequence.band.len_q);
     const int64_t first = keys.lo / layout_.chunk;
-    const int64_t chunks = keys.empty()            ? 0
-                           : layout_.shape.uniform ? 1
-                                                   : ceil_div(keys.hi, layout_.chunk) - first;
+    const int64_t chunks = keys.empty() ? 0 : ceil_div(keys.hi, layout_.chunk) - first;
     const int64_t tiles = ceil_div(rows, layout_.tile_m);
     const int64_t base = next_partial_;
     if (chunks > 1) next_partial_ += call_.hk * tiles * chunks;

@@ -287,9 +287,9 @@ void attend_group(const Call& call, const CallSequence& sequence, int64_t kv_hea
   const bool plain = is_plain(call, visible);
   auto* multiply = plain ? multiply_group<S, R, true> : multiply_group<S, R, false>;
   widen(call.k, call.dqk, block.k_rows);
-  multiply(block.k_rows, block.k_ahead(), reinterpret_cast<const Bf16*>(strip.q_t),
-           scale_of(call.k_scale, sequence, kv_head), call.dqk, first, last, scratch.scores,
-           scratch.maximum);
+  multiply(block.k_rows, block.k_ahead(), call.k.dtype == TESSERA_BF16,
+           reinterpret_cast<const Bf16*>(strip.q_t), scale_of(call.k_scale, sequence, kv_head),
+           call.dqk, first, last, scratch.scores, scratch.maximum);
   if (!plain) {
     finish_scores<S, 1>(call, sequence, strip.rows, block.keys, visible, scratch.scores,
                         scratch.maximum, nullptr);
@@ -302,8 +302,8 @@ void attend_group(const Call& call, const CallSequence& sequence, int64_t kv_hea
   softmax(call.raw ? call.scale_log2 : 1.0f, visible, scratch.keep, scratch.maximum, scratch.scores,
           scratch.p_pairs, strip.m, strip.l, scratch.alpha);
   widen(call.v, call.dv, block.v_rows);
-  add_group<S, R>(block.v_rows, block.v_ahead(), scratch.p_pairs, scratch.alpha, call.dv, first / 2,
-                  (last + 1) / 2, strip.o);
+  add_group<S, R>(block.v_rows, block.v_ahead(), call.v.dtype == TESSERA_BF16, scratch.p_pairs,
+                  scratch.alpha, call.dv, first / 2, (last + 1) / 2, strip.o);
 }
 
 // q of the rows that attend_dots takes, as fp32.
@@ -412,7 +412,7 @@ void attend_block(const ForwardArgs& args, const CallSequence& sequence, const F
     Strip<S>& strip = strips[s];
     if (!find_visible(call, strip.rows, block.keys, scratch.visible)) continue;
     if (!ready) {
-      block.point_at_rows(call, sequence, kv_head);
+      block.point_at_rows(call, sequence, turn);
       block.point_ahead(call, sequence, turn);
       if (call.mask_by_key) {
         block.forget_hidden_keys(call, sequence, task.head + turn.index * call.group, task.heads);
@@ -432,6 +432,43 @@ void attend_block(const ForwardArgs& args, const CallSequence& sequence, const F
         attend<S, n.value>(args, sequence, Part{s, count}, scratch, strip);
       });
     }
+  }
+}
+
+// Adds partial b to a, in lanes. An empty one (m = -inf, l = 0, O = 0) changes no bit of a.
+template <typename S>
+void merge_strip(int64_t dv, int vectors, Strip<S>& a, const Strip<S>& b) {
+  constexpr int L = S::kLanes;
+  for (int v = 0; v < vectors; ++v) {
+    const auto m_a = S::load(a.m + v * L), m_b = S::load(b.m + v * L);
+    const auto m = S::max(m_b, m_a);
+    const auto base = S::select(S::equal(m, S::set1(-kInfinity)), S::zero(), m);
+    const auto w_a = S::exp2(S::sub(m_a, base)), w_b = S::exp2(S::sub(m_b, base));
+    S::store(a.m + v * L, m);
+    S::store(a.l + v * L, S::fma(S::load(b.l + v * L), w_b, S::mul(S::load(a.l + v * L), w_a)));
+    for (int64_t d = 0; d < dv; ++d) {
+      const int64_t k = (d * vectors + v) * L;
+      S::store(a.o_t + k, S::fma(S::load(b.o_t + k), w_b, S::mul(S::load(a.o_t + k), w_a)));
+    }
+  }
+}
+
+// Adds the strips' m, l and O^T to those of scratch.sum, and begins them anew; the first time there
+// is nothing to add to. An empty chunk changes no bit.
+template <typename S>
+void add_chunks(const ForwardArgs& args, int count, int64_t chunk, ForwardScratch<S>& scratch) {
+  for (int s = 0; s < count; ++s) {
+    Strip<S>& strip = scratch.strips[s];
+    Strip<S> sum;
+    place_state(args.shape, s, scratch.sum, sum);
+    const auto bytes = static_cast<size_t>(strip_state_floats<S>(args.call.dv).value()) * 4;
+    if (chunk == 0) {
+      memcpy(sum.m, strip.m, bytes);
+    } else {
+      merge_strip(args.call.dv, strip.rows.vectors, sum, strip);
+    }
+    memset(strip.m, 0, bytes);
+    for (int l = 0; l < Tile<S>::kStrip; ++l) strip.m[l] = -kInfinity;
   }
 }
 
@@ -460,38 +497,28 @@ void run_tile(const ForwardArgs& args, const ForwardTask& task, ForwardScratch<S
   }
   begin = larger(begin, task.key_begin), end = smaller(end, task.key_end);
 
+  // The batch-invariant form puts chunks of keys together as kMerge does, wherever rows are cut.
+  constexpr int64_t kChunk = int64_t{kSplitBlocks} * kBlock;
+  const bool sums = args.shape.uniform && task.partial < 0 && (end - 1) / kChunk > begin / kChunk;
+  int64_t chunks = 0;
+  scratch.block.begin_walk();
   for (int64_t n0 = begin / kBlock * kBlock; n0 < end && !interrupted(call); n0 += kBlock) {
+    if (sums && n0 % kChunk == 0 && n0 > begin) add_chunks(args, count, chunks++, scratch);
     scratch.block.keys.resolve(call, sequence, n0);
     for (turn.index = 0; turn.index < turn.heads; ++turn.index) {
       attend_block(args, sequence, task, turn, way, of_head, scratch.strips + turn.index * of_head,
                    scratch);
     }
   }
+  if (sums) add_chunks(args, count, chunks, scratch);
   for (int s = 0; s < count; ++s) {
     Strip<S>& strip = scratch.strips[s];
+    if (sums) place_state(args.shape, s, scratch.sum, strip);
     turn.index = s / of_head;
     if (way != Way::kStrips) transpose_rows_of_o(call, sequence, turn.head(), way, strip);
     if (task.partial >= 0) continue;
     by_vectors<S>(strip.rows.vectors,
                   [&](auto n) { finish_strip<S, n.value>(call, sequence, strip); });
-  }
-}
-
-// Adds partial b to a, in lanes. An empty one (m = -inf, l = 0, O = 0) changes no bit of a.
-template <typename S>
-void merge_strip(int64_t dv, int vectors, Strip<S>& a, const Strip<S>& b) {
-  constexpr int L = S::kLanes;
-  for (int v = 0; v < vectors; ++v) {
-    const auto m_a = S::load(a.m + v * L), m_b = S::load(b.m + v * L);
-    const auto m = S::max(m_b, m_a);
-    const auto base = S::select(S::equal(m, S::set1(-kInfinity)), S::zero(), m);
-    const auto w_a = S::exp2(S::sub(m_a, base)), w_b = S::exp2(S::sub(m_b, base));
-    S::store(a.m + v * L, m);
-    S::store(a.l + v * L, S::fma(S::load(b.l + v * L), w_b, S::mul(S::load(a.l + v * L), w_a)));
-    for (int64_t d = 0; d < dv; ++d) {
-      const int64_t k = (d * vectors + v) * L;
-      S::store(a.o_t + k, S::fma(S::load(b.o_t + k), w_b, S::mul(S::load(a.o_t + k), w_a)));
-    }
   }
 }
 

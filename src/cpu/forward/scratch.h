@@ -37,6 +37,7 @@ struct ForwardScratch {
   uint32_t* p_pairs;  // [kBlock / 2 + 4][strip]
   Bf16* widened;      // [kBlock + 8][head dims, up to 32]: rows of fp8 K, then V
   float* state;       // m, l, O^T of all strips
+  float* sum;         // the same of the chunks of keys before this one
   Strip<S>* strips;
 };
 
@@ -50,7 +51,7 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   ForwardScratch<S>* scratch;
   Strip<S>* table;
   char* zeros;
-  float *k, *v, *scores, *q_t, *o, *state;
+  float *k, *v, *scores, *q_t, *o, *state, *sum;
   uint32_t *v_pairs, *p_pairs;
   Bf16* widened;
   take(scratch, 1), take(table, strips), take(zeros, 4 * Count{longest});
@@ -67,12 +68,13 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   const Count o_step = shape.decodes ? kDecodeRows<S> * Count{decode_step(shape.dv)} : 0;
   take(q_t, strips * q_step), take(o, strips * o_step);
   take(state, strips * strip_state_floats<S>(shape.dv));
+  take(sum, shape.uniform ? strips * strip_state_floats<S>(shape.dv) : 0);
   if (base) {
     scratch->block.zeros = zeros;
     scratch->block.k = k, scratch->block.v = v, scratch->block.v_pairs = v_pairs;
     scratch->block.k_stride = k_stride.value(), scratch->block.v_stride = v_stride.value();
     scratch->scores = scores, scratch->p_pairs = p_pairs;
-    scratch->widened = widened, scratch->state = state, scratch->strips = table;
+    scratch->widened = widened, scratch->state = state, scratch->sum = sum, scratch->strips = table;
     memset(zeros, 0, static_cast<size_t>(longest) * 4);
     for (int64_t s = 0; s < strips; ++s)
       table[s].q_t = q_t + s * q_step.value(), table[s].o = o + s * o_step.value();

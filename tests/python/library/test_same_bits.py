@@ -93,16 +93,20 @@ def test_the_form_is_the_plain_prefill():
     assert not equal(one.in_chunks(1, 16), one.whole())
 
 
-def test_many_keys_and_few_queries():
-    """So many keys that they are cut and merged, but not in this form."""
-    one = Sequence("fp32", (8, 2, 64), length=5000)
+@pytest.mark.parametrize("window", [None, (2500, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_keys_and_few_queries(dtype, window):
+    """So many keys that they are cut and merged: at the same places, whatever the queries are cut into. With the
+    window, tiles of many queries begin a chunk earlier than the last query alone."""
+    one = Sequence(dtype, (8, 2, 64), length=5000)
     k, v, table = one.pages(16)
 
     def last(n, **keywords):
-        return tessera.attention(one.q[None, -n:], k, v, causal=True, align="bottom_right", page_table=table,
-                                 seqlens_k=np.array([5000]), **keywords)[0, -1]
-    whole = one.whole(batch_invariant=True)[-1]
-    assert all(equal(last(n, batch_invariant=True), whole) for n in (1, 3, 16, 17))
+        return tessera.attention(one.q[None, -n:], k, v, causal=window is None, window=window, align="bottom_right",
+                                 page_table=table, seqlens_k=np.array([5000]), **keywords)[0, -1]
+    keywords = dict(causal=True) if window is None else dict(window=window)
+    whole = tessera.attention(one.q[None], one.k[None], one.v[None], batch_invariant=True, **keywords)[0, -1]
+    assert all(equal(last(n, batch_invariant=True), whole) for n in (1, 3, 16, 17, 1500))
     assert not equal(last(1), whole)
 
 
