@@ -43,8 +43,8 @@ struct Layout {
 void group_splits(const Problem& problem, int64_t splits_of_a_head, Layout& out) {
   const Sizes& s = out.sizes;
   const Tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
-  const Count block =
-      (Count{s.dqk} * size_of(k.dtype) + Count{s.dv} * size_of(v.dtype)) * out.level->decode_block;
+  const Count block = (Count{s.dqk} * size_of(k.dtype) + Count{s.dv} * size_of(v.dtype)) *
+                      (out.shape.uniform ? out.level->block : out.level->decode_block);
   const auto tasks = [&](int64_t turns) {
     return (Count{splits_of_a_head} * ceil_div(s.hk, turns)).value();
   };
