@@ -89,3 +89,22 @@ def latent(full):
         for sq, batch_invariant in ((1, None), (2, True)):
             yield line("fwd", dtype=next(types), b=b, sq=sq, sk=sk, hq=hq, hk=1, page=page, lens_k="random:7",
                        **bottom_right, batch_invariant=batch_invariant, **more)
+
+
+def few_rows_of_fp8():
+    """fp8 caches beside few rows of bf16, which CPUs multiply as bf16: groups of one to eight, ends of blocks and of
+    vectors, and what keeps fp32."""
+    pages, more = {"page": 16, "lens_k": "300,77"}, {"poison": True}
+    for tokens in ({"sk": 300, "hq": 8, "hk": 2, "d": 128, "kv": "e4m3"},
+                   {"sk": 300, "hq": 16, "hk": 2, "d": 128, "kv": "e4m3"},
+                   {"sk": 300, "hq": 2, "hk": 2, "d": 128, "kv": "e4m3", **pages, **more},
+                   {"sq": 2, "sk": 300, "hq": 8, "hk": 2, "d": 80, "kv": "e4m3", **pages, "causal": True,
+                    "align": "bottom_right", **more},
+                   {"sk": 300, "hq": 8, "hk": 2, "d": 40, "kv": "e5m2"},
+                   {"sk": 3000, "hq": 6, "hk": 2, "d": 72, "kv": "e5m2", "window": "100,0", "align": "bottom_right",
+                    **more},
+                   {"sk": 300, "hq": 8, "hk": 2, "dqk": 9, "dv": 35, "kv": "e4m3", "dropout": 0.2},
+                   {"sk": 300, "hq": 8, "hk": 2, "d": 9, "kv": "e5m2"},
+                   {"sq": 3, "sk": 2100, "hq": 8, "hk": 8, "dqk": 192, "dv": 128, "kv": "e4m3", "page": 7,
+                    "lens_k": "2100,5", **more}):
+        yield line("fwd", dtype="bf16", b=2, sq=tokens.pop("sq", 1), **tokens)

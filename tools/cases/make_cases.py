@@ -548,7 +548,8 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), decode_cases.stream(), decode_cases.latent(False), other_dtypes(),
+                    scores(), decode(False), decode_cases.stream(), decode_cases.latent(False),
+                    decode_cases.few_rows_of_fp8(), other_dtypes(),
                     parts(), shards(), positions(),
                     sums(),
                     added(), unbuilt(),
