@@ -43,8 +43,9 @@ def unshard(x: torch.Tensor, shards: Shards, group, dim: int) -> torch.Tensor:
 
 
 def positions(shards: Shards, group, device=None) -> torch.Tensor:
-    """Each of this rank's rows' position in its sequence, int64 [rows], for rotary embeddings."""
-    return torch.from_numpy(shards.positions(_topology(group).rank)).to(device)
+    """Each of this rank's rows' position in its sequence, int64 [rows], for rotary embeddings; on PyTorch's default
+    device unless `device` names another."""
+    return torch.from_numpy(shards.positions(_topology(group).rank)).to(device or torch.get_default_device())
 
 
 def merge(o: torch.Tensor, lse: torch.Tensor, group, *, layout: str = "bshd"
