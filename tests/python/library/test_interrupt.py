@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C ends a long call: KeyboardInterrupt within 100 ms of every core's time, whatever else the machine does, and the
-next call computes as ever."""
+"""Ctrl-C ends a long call: KeyboardInterrupt within 100 ms of every core's time, whatever else the machine does, and
+the next call computes as ever."""
 
 import os
 import subprocess
