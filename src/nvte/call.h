@@ -24,7 +24,7 @@ struct Arguments {
   bool is_query;  // no workspace yet: tensors may have shapes without data
 
   const Tensor *page_table_k = nullptr, *page_table_v = nullptr;
-  // Of the backward pass these are the pack's.
+  // In the backward pass these are the pack's.
   const Tensor *bias = nullptr, *softmax_offset = nullptr, *rng_state = nullptr;
   Tensor *stats = nullptr, *max = nullptr;  // of the pack; null: not asked for
   Tensor *d_o = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;

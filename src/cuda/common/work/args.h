@@ -21,8 +21,8 @@ struct WorkArgs {
   int most_runs;     // CTAs that the workspace has slots for, two for each
   int chunks;        // most parts of a unit where they may not depend on the batch; 0: they may
   int least_steps;   // of such a part
-  // Of a piece of a unit that is cut on its own, if units are so few that each may be; 0: runs are
-  // equal whatever units they cut.
+  // The least steps of a piece where each unit is cut on its own, as units may be that are few; 0:
+  // runs are equal whatever units they cut.
   int least_apart;
 };
 

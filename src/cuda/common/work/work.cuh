@@ -109,7 +109,7 @@ struct Runs {
     cells = few_of(runs, in_row);
     longer = in_row - runs * cells;
   }
-  // Of units that are cut on their own, in pieces of `apart` cells.
+  // The runs where each unit is cut on its own, in pieces of `apart` cells.
   __device__ static Runs cut_apart(int apart, const Counted& all) {
     Runs result;
     result.ends = 0, result.apart = result.cells = apart;

@@ -272,7 +272,7 @@ TileOrder TileOrders::find(const TileWork& work) const {
 }
 
 void set_order(const TileOrder& order, int heads, int tiles_n, BackwardParams& a) {
-  // Of a packed side heads have slots, of the tiles of all sequences.
+  // Heads of a packed side have slots, those of the tiles of all sequences.
   const Params& p = a.problem;
   const int ctas_of_head = order.parts() > 0 ? order.parts() : p.thd_k ? a.tiles / p.hk : tiles_n;
   a.tiles_n = Divisor::of(tiles_n);
