@@ -170,10 +170,7 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
   const Params p = params_of(problem, nominal);
   const Sizes s = sizes_of(problem);
   if (is_of_fp8(problem)) return fp8_kernel_of(problem, multiprocessors).name;
-  if (runs_in_mla(problem)) {
-    const int rows = mla_tile_of(problem).rows;
-    return find_mla_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, rows)->name;
-  }
+  if (runs_in_mla(problem)) return mla_kernel_of(problem).name;
   if (is_wide(s)) {
     const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
     const bool alone = runs_alone(p, multiprocessors / kernel.tile.ctas);

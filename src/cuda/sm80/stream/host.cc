@@ -2,10 +2,10 @@
 #include "cuda/sm80/stream/host.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "core/workspace.h"
 #include "cuda/common/work/cut.h"
+#include "cuda/common/work/mark.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/stream/params.h"
 
@@ -46,13 +46,6 @@ void take_workspace(const StreamKernel& kernel, const Cut& cut, Workspace& works
   args.part_o = workspace.take<float>(rows * kernel.tile.bucket, 16);
   args.part_sums = workspace.take<float2>(rows);
   args.announced = workspace.take<unsigned long long>(cut.slots);
-}
-
-// What announces the parts of this launch: a value that stray memory is unlikely to hold.
-uint64_t next_mark() {
-  constexpr uint64_t kMark = 0x5e1f'a7c3'9b4d'0000;
-  static std::atomic<uint64_t> launches{0};
-  return kMark + launches.fetch_add(1, std::memory_order_relaxed);
 }
 
 }  // namespace

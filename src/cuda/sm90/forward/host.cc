@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of the forward pass: tensor maps, the order of tiles, the launch.
 #include <algorithm>
-#include <atomic>
 #include <climits>
 
 #include "core/log.h"
@@ -10,6 +9,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
 #include "cuda/common/sequence.cuh"
+#include "cuda/common/work/mark.h"
 #include "cuda/sm90/machine/tensormap.h"
 #include "cuda/sm90/plan.h"
 #include "cuda/sm90/score/pack_mask.h"
@@ -19,7 +19,6 @@ namespace tessera::cuda::sm90 {
 namespace {
 
 constexpr int kRowsOfConsumer = 64;
-constexpr uint64_t kMark = 0x9e3779b97f4a7c15;  // a value that stray memory is unlikely to hold
 // Heads that stand side by side in the order of tiles: as many as have the keys and values that a
 // row sees in this much of the L2 (docs/lab/2026-11-22-sm90-forward.md). Few heads would keep too
 // many of the long tiles in few hands where CTAs ask for tiles long before they need them.
@@ -185,8 +184,7 @@ void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a
   // Sections are of dense problems; tiles_m counts the rows of all packed sequences.
   a.per_section = Divisor::of(p.thd_q ? 1 : per_section * tiles_m);
   a.counter = a.tiles > workers ? counter : nullptr;
-  static std::atomic<uint64_t> launches{0};
-  a.mark = kMark + launches.fetch_add(1, std::memory_order_relaxed);
+  a.mark = next_mark();
 }
 
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,

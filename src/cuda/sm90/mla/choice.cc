@@ -38,6 +38,12 @@ const MlaKernel* find_mla_kernel(int dtype, int64_t dqk, int64_t dv, int rows) {
   return nullptr;
 }
 
+const MlaKernel& mla_kernel_of(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  const int dtype = problem.tensor[TESSERA_Q].dtype;
+  return *find_mla_kernel(dtype, s.dqk, s.dv, mla_tile_of(problem).rows);
+}
+
 bool runs_in_mla(const Problem& problem) {
   constexpr int64_t kFewQueries = 64;
   const Sizes s = sizes_of(problem);

@@ -17,6 +17,9 @@ bool runs_in_mla(const Problem& problem);
 // What the units of such a problem are.
 CutTile mla_tile_of(const Problem& problem);
 
+// The row that it runs in.
+const MlaKernel& mla_kernel_of(const Problem& problem);
+
 // The row for units of so many rows; null: none has these head dims.
 const MlaKernel* find_mla_kernel(int dtype, int64_t dqk, int64_t dv, int rows);
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of latent attention: tensor maps, how units are cut, the two launches.
-#include <atomic>
+#include <algorithm>
 
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/work/mark.h"
 #include "cuda/sm90/machine/tensormap.h"
 #include "cuda/sm90/mla/choice.h"
 #include "cuda/sm90/mla/params.h"
@@ -25,20 +26,7 @@ int least_blocks(const Problem& problem) {
 constexpr int64_t kMostMerged = 2048;
 constexpr int64_t kFewUnits = 8;  // with several threads for each column
 
-// What marks the units of a launch: a value that stray memory is unlikely to hold.
-uint64_t next_mark() {
-  constexpr uint64_t kMark = 0x3c9d'51b7'e204'0000;
-  static std::atomic<uint64_t> launches{0};
-  return kMark + launches.fetch_add(1, std::memory_order_relaxed);
-}
-
-const MlaKernel& kernel_of(const Problem& problem) {
-  const Sizes s = sizes_of(problem);
-  const int rows = mla_tile_of(problem).rows;
-  return *find_mla_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv, rows);
-}
-
-// A function of shapes and the device alone. What "CTAs" are to the work, two are to a unit of two.
+// A function of shapes and the device alone. Where two CTAs share a unit, it counts pairs.
 Cut cut_for(const Problem& problem, int multiprocessors, int most_multiprocessors) {
   const CutTile tile = mla_tile_of(problem);
   const int ctas = tile.rows / MlaTile::kRows;
@@ -55,7 +43,7 @@ class MlaPlan final : public Plan {
     if (!runs_in_mla(problem)) return other_->workspace_bytes(problem, num_threads);
     Workspace workspace;
     MlaArgs args{};
-    take_workspace(kernel_of(problem), cut_for(problem, multiprocessors_, multiprocessors_),
+    take_workspace(mla_kernel_of(problem), cut_for(problem, multiprocessors_, multiprocessors_),
                    workspace, args);
     return std::max(workspace.bytes(), general_->workspace_bytes(problem, num_threads));
   }
@@ -67,7 +55,7 @@ class MlaPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    const MlaKernel& kernel = kernel_of(problem);
+    const MlaKernel& kernel = mla_kernel_of(problem);
     const Cut cut =
         cut_for(problem, multiprocessors_for(buffers, multiprocessors_), multiprocessors_);
     MlaArgs args{};
