@@ -111,6 +111,25 @@ def test_a_graph_of_decoding_takes_other_lengths_and_gives_the_same_bits(cache, 
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, LATENT])
+def test_a_graph_of_packed_decoding_takes_fewer_tiles(cache):
+    """What an earlier replay has left of tiles that are there no more must not reach o."""
+    _, k, v, keywords, _ = _decode_problem([640, 640], cache)
+    heads, d = (16, 576) if cache == LATENT else (8, 128)
+    g = torch.Generator("cuda").manual_seed(3)
+    q = torch.randn(24, heads, d, generator=g, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 9, 24], dtype=torch.int32, device="cuda")
+    keywords.update(layout=("thd", "bshd"), cu_seqlens_q=cu, max_seqlen_q=16)
+    graph, o = captured(lambda: tt.attention(q, k, v, **keywords))
+    for ends in ([0, 9, 24], [0, 8, 24], [0, 0, 16], [0, 1, 2], [0, 8, 24]):
+        cu.copy_(torch.tensor(ends, device="cuda"))
+        for _ in range(20):
+            o.fill_(torch.nan)
+            graph.replay()
+            first = o.clone()
+            assert torch.equal(first[:ends[2]], tt.attention(q, k, v, **keywords)[:ends[2]])
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, LATENT])
 def test_batch_invariant_decoding_of_one_sequence_and_of_many(cache):
     lengths = [int(x) for x in torch.randint(0, 641, (64,), generator=torch.Generator().manual_seed(2))]
     q, k, v, keywords, expected = _decode_problem(lengths, cache)

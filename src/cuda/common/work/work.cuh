@@ -262,6 +262,7 @@ __device__ int cells_apart(const WorkArgs& args, const Counted& all, int most,
 struct Found {
   Runs runs;
   Start start;
+  int units;  // of all sequences
 };
 __device__ __forceinline__ Counted sum_up_to_lane(Counted own) {
   const int lane = threadIdx.x % 32;
@@ -298,7 +299,7 @@ __device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys,
   const unsigned behind = __ballot_sync(~0u, to.in_row(runs.ends) <= runs.begin(run));
   const int lanes = __popc(behind);
   const Counted before = of_lane(to, max(lanes, 1) - 1);
-  return {runs, {lanes * each, lanes > 0 ? before : Counted{0, 0}}};
+  return {runs, {lanes * each, lanes > 0 ? before : Counted{0, 0}}, all.units};
 }
 #endif
 

@@ -96,6 +96,7 @@ class MlaPlan final : public Plan {
     args.part_o = workspace.take<float>(rows * kernel.tile.dv, 16);
     args.part_sums = workspace.take<float2>(rows);
     args.cut = workspace.take<CutUnit>(cut.units);
+    args.units_found = workspace.take<int>(1);
   }
 
   int multiprocessors_;

@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(MlaTile::kMostMergeGroups* Row::kTile.dv / 4)
   __shared__ typename Merge::Storage sums_of_groups;
   wait_for_predecessors();
   const int lane = threadIdx.x % kWarp, step = gridDim.y;
+  const int units = min(*args.units_found, args.units);
 #pragma unroll 1
-  for (int unit0 = blockIdx.y; unit0 < args.units; unit0 += step * kWarp) {
+  for (int unit0 = blockIdx.y; unit0 < units; unit0 += step * kWarp) {
     const int own = unit0 + step * lane;  // a lane looks at one
-    const bool is_cut =
-        own < args.units && args.cut[own].mark == args.mark && args.cut[own].parts > 1;
+    const bool is_cut = own < units && args.cut[own].mark == args.mark && args.cut[own].parts > 1;
 #pragma unroll 1
     for (unsigned left = __ballot_sync(kAllLanes, is_cut); left != 0; left &= left - 1) {
       Merge::run(args, args.cut[unit0 + step * (__ffs(left) - 1)], blockIdx.x, sums_of_groups);

@@ -11,7 +11,8 @@
 namespace tessera::cuda::sm90 {
 
 // How a unit has been cut, for those who sum its parts. In the workspace, whose content is unknown:
-// of a unit of this launch if it has the launch's mark.
+// it tells of a unit of this launch if it has the launch's mark, and if there are so many units; a
+// graph launches again with the same mark and other lengths.
 struct alignas(16) CutUnit {
   uint64_t mark;
   int parts, first_slot, next_slots;
@@ -28,6 +29,7 @@ struct MlaArgs : WorkArgs {
   float* part_o;      // [slots, rows of a unit, dv], not divided by the sums
   float2* part_sums;  // [slots, rows of a unit]: maximum in units of log2, sum
   CutUnit* cut;       // [units]
+  int* units_found;   // how many of them there are in this launch
 };
 static_assert(sizeof(MlaArgs) <= 4096, "kernel arguments are 4 KB");
 

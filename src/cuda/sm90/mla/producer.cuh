@@ -18,6 +18,7 @@ class MlaProducer {
   // Called by a whole warp. run: the CTA's, or that of the CTAs that share units.
   __device__ void produce(int run, int runs) {
     const Found found = find_start<true>(args_, Kernel::kKeys, run, runs);
+    if (blockIdx.x == 0 && lane_ == 0) *args_.units_found = found.units;
     int count = 0;
     for (Walk walk(args_, Kernel::kKeys, found.runs, found.start, run); walk.next(); ++count) {
       const Piece piece = walk.piece();
