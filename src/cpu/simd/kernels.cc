@@ -33,7 +33,7 @@ struct Level {
 }
 #endif
 
-// Those of TESSERA_CPU_LEVELS, a build's option. Best first.
+// The levels that the build's option TESSERA_CPU_LEVELS names, best first.
 constexpr Level kLevels[] = {
 #ifdef TESSERA_CPU_AVX512BF16
     {&kAvx512Bf16Kernels, has_avx512bf16},

@@ -211,7 +211,7 @@ class Layer(torch.nn.Module):
     def forward(self, x, positions):
         heads = self.qkv(x).view(*x.shape[:2], 8, 8).transpose(1, 2)
         q, k, v = heads.split((4, 2, 2), 1)
-        # By x's device: Dynamo of PyTorch 2.11 forgets the default one.
+        # x's device is named because Dynamo of PyTorch 2.11 forgets the default one.
         angle = positions[:, None] / 100.0 ** torch.arange(4, device=x.device)
         q, k = (torch.cat([y[..., :4] * angle.cos() - y[..., 4:] * angle.sin(),
                            y[..., 4:] * angle.cos() + y[..., :4] * angle.sin()], -1) for y in (q, k))
