@@ -97,7 +97,8 @@ struct NVTETensorPack {
 
 /* ---- enums of attention: transformer_engine/fused_attn.h ---- */
 
-#ifndef TRANSFORMER_ENGINE_FUSED_ATTN_FP8_H_
+/* The guard of 2.20.2, and that of earlier versions. */
+#if !defined(TRANSFORMER_ENGINE_FUSED_ATTN_FP8_H_) && !defined(TRANSFORMER_ENGINE_FUSED_ATTN_H_)
 
 enum NVTE_QKV_Layout : int {
   NVTE_SB3HD = 0,
@@ -175,12 +176,12 @@ enum NVTE_Softmax_Type : int {
 
 enum NVTE_Fused_Attn_Backend : int {
   NVTE_No_Backend = -1,
-  NVTE_F16_max512_seqlen = 0, /* of version 1; never an answer */
+  NVTE_F16_max512_seqlen = 0, /* of earlier versions; never an answer */
   NVTE_F16_arbitrary_seqlen = 1,
   NVTE_FP8 = 2
 };
 
-#endif /* TRANSFORMER_ENGINE_FUSED_ATTN_FP8_H_ */
+#endif /* no header of TransformerEngine's */
 
 /* ---- names ---- */
 
@@ -272,7 +273,8 @@ TESSERA_NVTE_API NVTE_QKV_Format tessera_nvte_get_qkv_format(NVTE_QKV_Layout qkv
 TESSERA_NVTE_API NVTE_QKV_Format tessera_nvte_get_q_format(NVTE_QKV_Layout qkv_layout);
 TESSERA_NVTE_API NVTE_QKV_Format tessera_nvte_get_kv_format(NVTE_QKV_Layout qkv_layout);
 
-/* ---- attention ---- */
+/* ---- attention: the first generation, which TransformerEngine 2.20 calls deprecated. The second is in
+ * tessera_nvte_params.h ---- */
 
 /* NVTE_FP8 for fp8 q, else NVTE_F16_arbitrary_seqlen (fp32 too), where a backend of tessera's runs
  * a batch of one sequence, with is_training its backward pass too; else NVTE_No_Backend, and the
@@ -364,6 +366,8 @@ TESSERA_NVTE_API void tessera_nvte_convert_bshd_to_thd(NVTETensor tensor, NVTETe
                                                        cudaStream_t stream);
 
 } /* extern "C" */
+
+#include "tessera_nvte_params.h"
 
 /* ---- the C++ of transformer_engine.h ---- */
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over packed sequences, both passes, as a program against TransformerEngine's C header
-// writes it: no name of tessera's is in it. After `cmake --install`:
+// writes it, by both generations of its calls: no name of tessera's is in it. After `cmake --install`:
 //   c++ -std=c++17 -I. attention.cc $(pkg-config --cflags tessera) -L... -ltessera_nvte -ltessera
 // The memory is the host's, so the CPU computes; with memory of a CUDA device that device does.
 #include <transformer_engine/fused_attn.h>
@@ -38,7 +38,30 @@ std::vector<std::vector<char>> allocate(NVTETensorPack& pack) {
   return memory;
 }
 
-void attention() {
+// The second generation of calls: what is not set is not given.
+template <typename Params>
+void set_params(Params& params, NVTETensorPack& aux, const TensorWrapper& q, const TensorWrapper& k,
+                const TensorWrapper& v, const TensorWrapper& o, const TensorWrapper& cu_seqlens,
+                float scale, const TensorWrapper& workspace) {
+  params.set_Q(q.data()).set_K(k.data()).set_V(v.data()).set_O(o.data());
+  params.set_Aux_CTX_Tensors(&aux).set_workspace(workspace.data());
+  params.set_cu_seqlens_q(cu_seqlens.data()).set_cu_seqlens_kv(cu_seqlens.data());
+  params.set_max_seqlen_q(kLongest).set_max_seqlen_kv(kLongest).set_attn_scale(scale);
+  params.set_qkv_layout(NVTE_T3HD).set_attn_mask_type(NVTE_PADDING_CAUSAL_MASK);
+}
+
+void check_backend() {
+  FusedAttnConfigWrapper config;
+  config.set_qkv_layout(NVTE_T3HD).set_attn_mask_type(NVTE_PADDING_CAUSAL_MASK).set_batch_size(3);
+  config.set_num_attn_heads(kHeads).set_num_gqa_groups(kHeads).set_max_seqlen_q(kLongest);
+  config.set_head_dim_qk(kHeadDim).set_head_dim_v(kHeadDim).set_max_seqlen_kv(kLongest);
+  const char* message = nullptr;
+  const auto backend = nvte_get_fused_attn_backend_v2(config, &message);
+  std::printf("backend in bf16: %d\n", static_cast<int>(backend));
+  if (backend == NVTE_No_Backend || *message) throw std::runtime_error(message);
+}
+
+void attention(bool second) {
   // Three sequences of 40, 7 and 25 tokens, one behind the other; q, k and v of a token together.
   std::vector<int32_t> offsets{0, 40, 47, 72};
   const size_t tokens = 72, row = kHeads * kHeadDim;
@@ -52,15 +75,14 @@ void attention() {
   TensorWrapper cu_seqlens(offsets.data(), std::vector<size_t>{4}, DType::kInt32), none;
   const float scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
 
-  const auto backend = nvte_get_fused_attn_backend(
-      true, kNVTEBFloat16, kNVTEBFloat16, NVTE_T3HD, NVTE_NO_BIAS, NVTE_PADDING_CAUSAL_MASK,
-      NVTE_VANILLA_SOFTMAX, 0.0f, kHeads, kHeads, kLongest, kLongest, kHeadDim, kHeadDim, -1, -1,
-      false, false, true);
-  std::printf("backend in bf16: %d\n", static_cast<int>(backend));
-
   NVTETensorPack aux;
   nvte_tensor_pack_create(&aux);
   const auto forward = [&](TensorWrapper& workspace) {
+    if (second) {
+      FusedAttnFwdParamsWrapper params;
+      set_params(params, aux, q, k, v, o, cu_seqlens, scale, workspace);
+      return nvte_fused_attn_fwd_v2(params);
+    }
     nvte_fused_attn_fwd(q.data(), k.data(), v.data(), none.data(), none.data(), none.data(),
                         o.data(), &aux, cu_seqlens.data(), cu_seqlens.data(), none.data(),
                         none.data(), none.data(), none.data(), none.data(), kLongest, kLongest,
@@ -69,6 +91,12 @@ void attention() {
                         NVTE_VANILLA_SOFTMAX, -1, -1, false, workspace.data(), nullptr);
   };
   const auto backward = [&](TensorWrapper& workspace) {
+    if (second) {
+      FusedAttnBwdParamsWrapper params;
+      set_params(params, aux, q, k, v, o, cu_seqlens, scale, workspace);
+      params.set_dO(d_o.data()).set_dQ(dq.data()).set_dK(dk.data()).set_dV(dv.data());
+      return nvte_fused_attn_bwd_v2(params.set_deterministic(true));
+    }
     nvte_fused_attn_bwd(q.data(), k.data(), v.data(), o.data(), d_o.data(), none.data(),
                         none.data(), &aux, dq.data(), dk.data(), dv.data(), none.data(),
                         none.data(), cu_seqlens.data(), cu_seqlens.data(), none.data(), none.data(),
@@ -117,7 +145,8 @@ void attention() {
 
 int main() {
   try {
-    attention();
+    check_backend();
+    for (const bool second : {false, true}) attention(second);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// nvte_fused_attn_fwd, _bwd and the query, over tessera_prepare and tessera_run.
+// nvte_fused_attn_fwd and _bwd of both generations, over tessera_prepare and tessera_run.
 #include <algorithm>
 #include <cinttypes>
 
 #include "nvte/call.h"
 #include "nvte/device.h"
+#include "nvte/params.h"
 
 namespace tessera::nvte {
 namespace {
@@ -18,35 +19,43 @@ void check(int32_t code, const tessera_error& error) {
   if (code != TESSERA_OK) throw std::runtime_error(error.message);
 }
 
-// Both calls of the protocol. The workspace: lengths of q, of k, slopes, and then tessera's own.
+// Both calls of the protocol, each of which looks the plan up once. The workspace: lengths of q, of k,
+// slopes, and then tessera's own.
 void execute(Call& call, const tessera_device& device, Tensor& workspace, cudaStream_t stream) {
   tessera_error error{};
   error.struct_size = sizeof error;
-  tessera_info info{};
-  info.struct_size = sizeof info;
-  check(tessera_prepare(&call.problem, &device, 0, &info, &error), error);
   const int64_t lengths = aligned(call.sizes.b * 4);
   const int64_t at_k = call.lengths_q ? lengths : 0;
   const int64_t at_slopes = at_k + (call.lengths_k ? lengths : 0);
   const int64_t at_rest = at_slopes + aligned(call.slopes * 4);
-  const int64_t needed = at_rest + info.workspace_bytes;
   // A pointer of any alignment will do.
-  const int64_t bytes = needed > 0 ? needed + kAlignment - 1 : 1;
+  const auto needed = [&] {
+    tessera_info info{};
+    info.struct_size = sizeof info;
+    check(tessera_prepare(&call.problem, &device, 0, &info, &error), error);
+    const int64_t bytes = at_rest + info.workspace_bytes;
+    return bytes > 0 ? bytes + kAlignment - 1 : 1;
+  };
   if (!workspace.data()) {
-    workspace.params[kNVTERowwiseData] = Tensor(kNVTEByte, {bytes}).params[kNVTERowwiseData];
+    workspace.params[kNVTERowwiseData] = Tensor(kNVTEByte, {needed()}).params[kNVTERowwiseData];
     return;
   }
-  if (workspace.numel() * bytes_of(workspace.dtype()) < bytes) {
+  const int64_t given = workspace.numel() * bytes_of(workspace.dtype());
+  const auto check_given = [&] {
+    const int64_t bytes = needed();
+    if (given >= bytes) return;
     fail("workspace.shape=%s: must have %" PRId64
          " bytes; the call without workspace data says how many",
          shape_text(workspace).c_str(), bytes);
-  }
+  };
+  const int64_t rest = given - (kAlignment - 1) - at_rest;
+  if (given < 1 || (rest < 0 && at_rest > 0)) check_given();
   const auto start = (reinterpret_cast<uintptr_t>(workspace.data()) + kAlignment - 1) / kAlignment;
   char* const base = reinterpret_cast<char*>(start * kAlignment);
   tessera_buffers& b = call.buffers;
   b.stream = stream;
   b.workspace = base + at_rest;
-  b.workspace_bytes = info.workspace_bytes;
+  b.workspace_bytes = std::max<int64_t>(rest, 0);
   if (call.lengths_q) b.data[TESSERA_SEQLENS_Q] = base;
   if (call.lengths_k) b.data[TESSERA_SEQLENS_K] = base + at_k;
   if (call.slopes) b.data[TESSERA_ALIBI_SLOPES] = base + at_slopes;
@@ -64,7 +73,11 @@ void execute(Call& call, const tessera_device& device, Tensor& workspace, cudaSt
   if (call.slopes) {
     run(SlopesJob{static_cast<float*>(b.data[TESSERA_ALIBI_SLOPES]), call.slopes}, device, stream);
   }
-  check(tessera_run(&call.problem, &device, &b, &error), error);
+  const int32_t code = tessera_run(&call.problem, &device, &b, &error);
+  if (code == TESSERA_OK) return;
+  const std::string text = error.message;
+  check_given();  // the workspace, in the caller's words
+  throw std::runtime_error(text);
 }
 
 // ---- the pack ----
@@ -172,123 +185,88 @@ void read_aux(const NVTETensorPack* pack, Arguments& a) {
   }
 }
 
-// ---- the query ----
+// ---- the passes ----
 
-// A batch of one sequence without data, as the query describes it.
-struct Imagined {
-  static constexpr int64_t kPage = 64;  // of which size pages are, the query does not say
-
-  Tensor q, k, v, o, cu{kNVTEInt32, {2}}, table{kNVTEInt32, {0}}, bias, offset, empty, stats,
-      rng{kNVTEInt64, {2}};
-
-  static int64_t length(size_t max_seqlen, const char* name) {
-    constexpr size_t kMost = size_t{1} << 40;
-    if (max_seqlen > kMost) fail("%s=%zu: must be at most 2^40", name, max_seqlen);
-    return static_cast<int64_t>(max_seqlen);
-  }
-
-  Imagined(const Arguments& a, NVTEDType q_dtype, NVTEDType kv_dtype, int64_t h, int64_t hg,
-           int64_t dqk, int64_t dv)
-      : offset(kNVTEFloat32, {1, h, 1, 1}) {
-    const Layout& layout = layout_of(a.layout, "qkv_layout");
-    const int64_t sq = length(a.max_seqlen_q, "max_seqlen_q"),
-                  sk = length(a.max_seqlen_kv, "max_seqlen_kv");
-    const auto make = [](NVTE_QKV_Format format, NVTEDType dtype, int64_t b, int64_t s,
-                         int64_t heads, int64_t d) {
-      if (format == NVTE_THD) return Tensor(dtype, {s, heads, d});
-      if (format == NVTE_BHSD) return Tensor(dtype, {b, heads, s, d});
-      if (format == NVTE_SBHD) return Tensor(dtype, {s, b, heads, d});
-      return Tensor(dtype, {b, s, heads, d});
-    };
-    const int64_t pages = is_paged(layout) ? (sk + kPage - 1) / kPage : 1;
-    const int64_t rows = is_paged(layout) ? kPage : sk;
-    if (is_paged(layout)) table = Tensor(kNVTEInt32, {1, pages});
-    q = make(layout.q, q_dtype, 1, sq, h, dqk);
-    o = make(layout.q, q_dtype, 1, sq, h, dv);
-    k = make(layout.kv, kv_dtype, pages, rows, hg, dqk);
-    v = make(layout.kv, kv_dtype, pages, rows, hg, dv);
-    bias = Tensor(q_dtype, {1, h, sq, sk});
-    stats = layout.q == NVTE_THD ? Tensor(kNVTEFloat32, {h, sq, 1})
-                                 : Tensor(kNVTEFloat32, {1, h, sq, 1});
-  }
-
-  void point(Arguments& a) {
-    a.q = &q, a.k = &k, a.v = &v, a.o = &o;
-    a.cu_seqlens_q = a.cu_seqlens_kv = &cu;
-    a.cu_seqlens_q_padded = a.cu_seqlens_kv_padded = &empty;
-    a.page_table_k = &table, a.page_table_v = &empty;
-    a.bias = &bias, a.softmax_offset = &offset, a.rng_state = &rng, a.stats = &stats;
-    a.d_o = &o, a.dq = &q, a.dk = &k, a.dv = &v, a.dbias = &bias, a.dsoftmax_offset = &offset;
-  }
-};
-
-constexpr size_t kLargest =
-    1 << 15;  // heads and head dims, so that no product of extents overflows
-
-// True if a backend runs it; the reasons of those that do not are logged by tessera_prepare.
-bool can(const Arguments& arguments) {
-  try {
-    const Call call = call_of(arguments);
-    const tessera_device device = device_of(nullptr);
-    return tessera_prepare(&call.problem, &device, 0, nullptr, nullptr) == TESSERA_OK;
-  } catch (const Wrong&) {
-    return false;
-  }
+// What both passes have, under the same names.
+template <typename Params>
+Arguments arguments_of(const Params& p) {
+  Arguments a{};
+  a.q = &tensor_of(p.Q, "Q"), a.k = &tensor_of(p.K, "K"), a.v = &tensor_of(p.V, "V");
+  a.o = &tensor_of(p.O, "O");
+  a.cu_seqlens_q = &tensor_or_empty(p.cu_seqlens_q);
+  a.cu_seqlens_kv = &tensor_or_empty(p.cu_seqlens_kv);
+  a.cu_seqlens_q_padded = &tensor_or_empty(p.cu_seqlens_q_padded);
+  a.cu_seqlens_kv_padded = &tensor_or_empty(p.cu_seqlens_kv_padded);
+  a.max_seqlen_q = p.max_seqlen_q, a.max_seqlen_kv = p.max_seqlen_kv;
+  a.attn_scale = p.attn_scale, a.dropout = p.dropout;
+  a.layout = p.qkv_layout, a.o_format = p.o_format;
+  a.bias_type = p.bias_type, a.mask = p.attn_mask_type, a.softmax = p.softmax_type;
+  a.window_left = p.window_size_left, a.window_right = p.window_size_right;
+  a.bottom_right_diagonal = p.bottom_right_diagonal;
+  a.is_query = !tensor_of(p.workspace, "workspace").data();
+  check_enums(a);
+  return a;
 }
 
-// What both passes are given, and under the same names: their parameters as Arguments.
-#define TESSERA_NVTE_ARGUMENTS()                                                            \
-  Arguments {                                                                               \
-    .q = &tensor_of(Q, "Q"), .k = &tensor_of(K, "K"), .v = &tensor_of(V, "V"),              \
-    .o = &tensor_of(O, "O"), .cu_seqlens_q = &tensor_of(cu_seqlens_q, "cu_seqlens_q"),      \
-    .cu_seqlens_kv = &tensor_of(cu_seqlens_kv, "cu_seqlens_kv"),                            \
-    .cu_seqlens_q_padded = &tensor_of(cu_seqlens_q_padded, "cu_seqlens_q_padded"),          \
-    .cu_seqlens_kv_padded = &tensor_of(cu_seqlens_kv_padded, "cu_seqlens_kv_padded"),       \
-    .max_seqlen_q = max_seqlen_q, .max_seqlen_kv = max_seqlen_kv, .attn_scale = attn_scale, \
-    .dropout = dropout, .layout = qkv_layout, .o_format = o_format, .bias_type = bias_type, \
-    .mask = attn_mask_type, .softmax = softmax_type, .window_left = window_size_left,       \
-    .window_right = window_size_right, .bottom_right_diagonal = bottom_right_diagonal,      \
-    .is_query = !tensor_of(workspace, "workspace").data()                                   \
+void forward(const FwdParams& p) {
+  Tensor& work = tensor_of(p.workspace, "workspace");
+  if (!p.Aux_CTX_Tensors)
+    fail("Aux_CTX_Tensors=null: must be a pack; nvte_tensor_pack_create makes one");
+  Arguments a = arguments_of(p);
+  a.bias = &tensor_or_empty(p.Bias);
+  a.softmax_offset = &tensor_or_empty(p.SoftmaxOffset);
+  a.rng_state = &tensor_or_empty(p.rng_state);
+  a.page_table_k = &tensor_or_empty(p.page_table_k);
+  a.page_table_v = &tensor_or_empty(p.page_table_v);
+  if (!p.is_training) a.dropout = 0;
+  std::vector<AuxTensor> aux = aux_of(a, sizes_of(a), p.return_max_logit);
+  NVTETensorPack& pack = *p.Aux_CTX_Tensors;
+  const bool is_there = check_aux(pack, aux, a.is_query, !p.is_training && !p.return_max_logit);
+  if (is_there || a.is_query) {
+    const auto output = [&](size_t i) {
+      return is_there ? &tensor_of(pack.tensors[i], aux[i].name) : &aux[i].tensor;
+    };
+    if (is_given(*output(0), a.is_query)) a.stats = output(0);
+    if (p.return_max_logit) a.max = output(1);
   }
+  Call call = call_of(a);
+  execute(call, device_of(a.q->data()), work, p.stream);
+  if (!is_there ? a.is_query : !a.is_query) write_aux(pack, aux, a.is_query);
+}
+
+void backward(const BwdParams& p) {
+  const Tensor empty;
+  Tensor& work = tensor_of(p.workspace, "workspace");
+  if (!p.Aux_CTX_Tensors) fail("Aux_CTX_Tensors=null: must be the pack of the forward pass");
+  Arguments a = arguments_of(p);
+  a.d_o = &tensor_of(p.dO, "dO");
+  a.dq = &tensor_of(p.dQ, "dQ"), a.dk = &tensor_of(p.dK, "dK"), a.dv = &tensor_of(p.dV, "dV");
+  a.dbias = &tensor_or_empty(p.dBias);
+  a.dsoftmax_offset = &tensor_or_empty(p.dSoftmaxOffset);
+  a.page_table_k = a.page_table_v = a.bias = a.softmax_offset = &empty;
+  const bool set = p.dqkv_layout != NVTE_QKV_Layout_NOT_SET;
+  a.do_format = p.do_format, a.dqkv_layout = set ? p.dqkv_layout : p.qkv_layout;
+  a.deterministic = p.deterministic, a.backward = true;
+  read_aux(p.Aux_CTX_Tensors, a);
+  Call call = call_of(a);
+  execute(call, device_of(a.q->data()), work, p.stream);
+}
 
 }  // namespace
 }  // namespace tessera::nvte
 
 using namespace tessera::nvte;
 
-NVTE_Fused_Attn_Backend tessera_nvte_get_fused_attn_backend(
-    bool is_training, NVTEDType q_dtype, NVTEDType kv_dtype, NVTE_QKV_Layout qkv_layout,
-    NVTE_Bias_Type bias_type, NVTE_Mask_Type attn_mask_type, NVTE_Softmax_Type softmax_type,
-    float dropout, size_t num_attn_heads, size_t num_gqa_groups, size_t max_seqlen_q,
-    size_t max_seqlen_kv, size_t head_dim_qk, size_t head_dim_v, int64_t window_size_left,
-    int64_t window_size_right, bool return_max_logit, bool /*cuda_graph*/, bool deterministic) {
-  return named("nvte_get_fused_attn_backend", [&] {
-    Arguments a{};
-    a.layout = a.dqkv_layout = qkv_layout;
-    a.o_format = a.do_format = NVTE_QKV_Format_NOT_SET;
-    a.bias_type = bias_type, a.mask = attn_mask_type, a.softmax = softmax_type;
-    check_enums(a);
-    check_enum(q_dtype, kNVTENumTypes - 1, "q_dtype");
-    check_enum(kv_dtype, kNVTENumTypes - 1, "kv_dtype");
-    const size_t largest = std::max({num_attn_heads, num_gqa_groups, head_dim_qk, head_dim_v});
-    if (!(dropout >= 0 && dropout < 1) || largest > kLargest) return NVTE_No_Backend;
-    a.max_seqlen_q = max_seqlen_q, a.max_seqlen_kv = max_seqlen_kv;
-    a.attn_scale = 1, a.dropout = is_training ? dropout : 0;
-    a.window_left = window_size_left, a.window_right = window_size_right;
-    a.bottom_right_diagonal = true, a.deterministic = deterministic, a.is_query = true;
-    Imagined imagined(a, q_dtype, kv_dtype, static_cast<int64_t>(num_attn_heads),
-                      static_cast<int64_t>(num_gqa_groups), static_cast<int64_t>(head_dim_qk),
-                      static_cast<int64_t>(head_dim_v));
-    imagined.point(a);
-    Tensor max(kNVTEFloat32, {static_cast<int64_t>(num_attn_heads)});
-    a.max = return_max_logit ? &max : nullptr;
-    if (!can(a)) return NVTE_No_Backend;
-    a.backward = is_training, a.max = nullptr;
-    if (is_training && !can(a)) return NVTE_No_Backend;
-    const bool fp8 = q_dtype == kNVTEFloat8E4M3 || q_dtype == kNVTEFloat8E5M2;
-    return fp8 ? NVTE_FP8 : NVTE_F16_arbitrary_seqlen;
-  });
+void tessera_nvte_fused_attn_fwd_v2(NVTEFusedAttnFwdParams params) {
+  named("nvte_fused_attn_fwd_v2", [&] { forward(fwd_params_of(params)); });
 }
+
+void tessera_nvte_fused_attn_bwd_v2(NVTEFusedAttnBwdParams params) {
+  named("nvte_fused_attn_bwd_v2", [&] { backward(bwd_params_of(params)); });
+}
+
+// Parameters have the names of the fields.
+#define TESSERA_NVTE_NAME(attribute, type, name, value) name,
 
 void tessera_nvte_fused_attn_fwd(
     const NVTETensor Q, const NVTETensor K, const NVTETensor V, const NVTETensor Bias,
@@ -297,37 +275,15 @@ void tessera_nvte_fused_attn_fwd(
     const NVTETensor cu_seqlens_q_padded, const NVTETensor cu_seqlens_kv_padded,
     const NVTETensor page_table_k, const NVTETensor page_table_v, const NVTETensor rng_state,
     size_t max_seqlen_q, size_t max_seqlen_kv, bool is_training, bool return_max_logit,
-    bool /*cuda_graph*/, float attn_scale, float dropout, NVTE_QKV_Layout qkv_layout,
-    NVTE_QKV_Format o_format, NVTE_QKV_Format /*qkv_scale_inv_format*/, NVTE_Bias_Type bias_type,
+    bool cuda_graph, float attn_scale, float dropout, NVTE_QKV_Layout qkv_layout,
+    NVTE_QKV_Format o_format, NVTE_QKV_Format qkv_scale_inv_format, NVTE_Bias_Type bias_type,
     NVTE_Mask_Type attn_mask_type, NVTE_Softmax_Type softmax_type, int64_t window_size_left,
     int64_t window_size_right, bool bottom_right_diagonal, NVTETensor workspace,
     cudaStream_t stream) {
   named("nvte_fused_attn_fwd", [&] {
-    Tensor& work = tensor_of(workspace, "workspace");
-    tensor_of(S, "S");  // of fp8; no backend asks for it
-    if (!Aux_CTX_Tensors)
-      fail("Aux_CTX_Tensors=null: must be a pack; nvte_tensor_pack_create makes one");
-    Arguments a = TESSERA_NVTE_ARGUMENTS();
-    check_enums(a);
-    a.bias = &tensor_of(Bias, "Bias");
-    a.softmax_offset = &tensor_of(SoftmaxOffset, "SoftmaxOffset");
-    a.rng_state = &tensor_of(rng_state, "rng_state");
-    a.page_table_k = &tensor_of(page_table_k, "page_table_k");
-    a.page_table_v = &tensor_of(page_table_v, "page_table_v");
-    if (!is_training) a.dropout = 0;
-    std::vector<AuxTensor> aux = aux_of(a, sizes_of(a), return_max_logit);
-    NVTETensorPack& pack = *Aux_CTX_Tensors;
-    const bool is_there = check_aux(pack, aux, a.is_query, !is_training && !return_max_logit);
-    if (is_there || a.is_query) {
-      const auto output = [&](size_t i) {
-        return is_there ? &tensor_of(pack.tensors[i], aux[i].name) : &aux[i].tensor;
-      };
-      if (is_given(*output(0), a.is_query)) a.stats = output(0);
-      if (return_max_logit) a.max = output(1);
-    }
-    Call call = call_of(a);
-    execute(call, device_of(a.q->data()), work, stream);
-    if (!is_there ? a.is_query : !a.is_query) write_aux(pack, aux, a.is_query);
+    const FwdParams params{TESSERA_NVTE_FWD_FIELDS(TESSERA_NVTE_NAME)};
+    check_tensors(params);
+    forward(params);
   });
 }
 
@@ -339,27 +295,14 @@ void tessera_nvte_fused_attn_bwd(
     const NVTETensor cu_seqlens_q_padded, const NVTETensor cu_seqlens_kv_padded,
     size_t max_seqlen_q, size_t max_seqlen_kv, float attn_scale, float dropout,
     NVTE_QKV_Layout qkv_layout, NVTE_QKV_Format o_format, NVTE_QKV_Format do_format,
-    NVTE_QKV_Layout dqkv_layout, NVTE_QKV_Format /*qkv_scale_inv_format*/,
-    NVTE_QKV_Format /*do_scale_inv_format*/, NVTE_Bias_Type bias_type,
-    NVTE_Mask_Type attn_mask_type, NVTE_Softmax_Type softmax_type, int64_t window_size_left,
-    int64_t window_size_right, bool bottom_right_diagonal, bool deterministic, bool /*cuda_graph*/,
-    NVTETensor workspace, cudaStream_t stream) {
+    NVTE_QKV_Layout dqkv_layout, NVTE_QKV_Format qkv_scale_inv_format,
+    NVTE_QKV_Format do_scale_inv_format, NVTE_Bias_Type bias_type, NVTE_Mask_Type attn_mask_type,
+    NVTE_Softmax_Type softmax_type, int64_t window_size_left, int64_t window_size_right,
+    bool bottom_right_diagonal, bool deterministic, bool cuda_graph, NVTETensor workspace,
+    cudaStream_t stream) {
   named("nvte_fused_attn_bwd", [&] {
-    const Tensor empty;
-    Tensor& work = tensor_of(workspace, "workspace");
-    tensor_of(S, "S"), tensor_of(dP, "dP");  // of fp8; no backend asks for them
-    if (!Aux_CTX_Tensors) fail("Aux_CTX_Tensors=null: must be the pack of the forward pass");
-    Arguments a = TESSERA_NVTE_ARGUMENTS();
-    check_enums(a);
-    a.d_o = &tensor_of(dO, "dO");
-    a.dq = &tensor_of(dQ, "dQ"), a.dk = &tensor_of(dK, "dK"), a.dv = &tensor_of(dV, "dV");
-    a.dbias = &tensor_of(dBias, "dBias");
-    a.dsoftmax_offset = &tensor_of(dSoftmaxOffset, "dSoftmaxOffset");
-    a.page_table_k = a.page_table_v = a.bias = a.softmax_offset = &empty;
-    a.do_format = do_format, a.dqkv_layout = dqkv_layout;
-    a.deterministic = deterministic, a.backward = true;
-    read_aux(Aux_CTX_Tensors, a);
-    Call call = call_of(a);
-    execute(call, device_of(a.q->data()), work, stream);
+    const BwdParams params{TESSERA_NVTE_BWD_FIELDS(TESSERA_NVTE_NAME)};
+    check_tensors(params);
+    backward(params);
   });
 }

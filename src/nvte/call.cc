@@ -136,7 +136,7 @@ class Translation {
   }
 
   // q, k and v, or their gradients.
-  void give_qkv(const Layout& layout, bool gradients, const std::array<Tensor*, 3>& tensors,
+  void give_qkv(const Layout& layout, bool gradients, const std::array<const Tensor*, 3>& tensors,
                 const std::array<const char*, 3>& names) {
     constexpr int kScale[] = {TESSERA_Q_SCALE, TESSERA_K_SCALE, TESSERA_V_SCALE};
     const char* const argument = gradients ? "dqkv_layout" : "qkv_layout";

@@ -10,7 +10,7 @@ namespace tessera::nvte {
 // The arguments of both passes under TransformerEngine's names. Tensors that a pass does not have
 // are empty ones.
 struct Arguments {
-  Tensor *q, *k, *v, *o;
+  const Tensor *q, *k, *v, *o;
   const Tensor *cu_seqlens_q, *cu_seqlens_kv, *cu_seqlens_q_padded, *cu_seqlens_kv_padded;
   size_t max_seqlen_q, max_seqlen_kv;
   float attn_scale, dropout;
@@ -26,9 +26,9 @@ struct Arguments {
   const Tensor *page_table_k = nullptr, *page_table_v = nullptr;
   // In the backward pass these are the pack's.
   const Tensor *bias = nullptr, *softmax_offset = nullptr, *rng_state = nullptr;
-  Tensor *stats = nullptr, *max = nullptr;  // of the pack; null: not asked for
-  Tensor *d_o = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;
-  Tensor *dbias = nullptr, *dsoftmax_offset = nullptr;
+  const Tensor *stats = nullptr, *max = nullptr;  // of the pack; null: not asked for
+  const Tensor *d_o = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  const Tensor *dbias = nullptr, *dsoftmax_offset = nullptr;
   NVTE_QKV_Layout dqkv_layout{};
   NVTE_QKV_Format do_format = NVTE_QKV_Format_NOT_SET;
   bool backward = false, deterministic = false;

@@ -16,11 +16,6 @@ constexpr size_t kMostElements = size_t{1} << 48;
 
 NVTEBasicTensor nothing() { return {nullptr, kNVTEFloat32, {{0}, 1}}; }
 
-const Tensor& or_empty(NVTETensor handle) {
-  static const Tensor empty;
-  return handle ? *static_cast<const Tensor*>(handle) : empty;
-}
-
 void check_basic(const NVTEBasicTensor& value) {
   if (value.dtype < kNVTEByte || value.dtype >= kNVTENumTypes) {
     fail("dtype=%d: must be an NVTEDType, 0 to %d", static_cast<int>(value.dtype),
@@ -100,6 +95,11 @@ Tensor& tensor_of(NVTETensor handle, const char* name) {
   return *static_cast<Tensor*>(handle);
 }
 
+const Tensor& tensor_or_empty(NVTETensor handle) {
+  static const Tensor empty;
+  return handle ? *static_cast<const Tensor*>(handle) : empty;
+}
+
 }  // namespace tessera::nvte
 
 using namespace tessera::nvte;
@@ -144,7 +144,7 @@ NVTEBasicTensor tessera_nvte_get_tensor_param(const NVTETensor tensor, NVTETenso
     if (param_name == kNVTEWithGEMMSwizzledScales) {
       fail("param=%d: is no tensor; nvte_get_tensor_param_v2 answers it", param_name);
     }
-    return or_empty(tensor).params[param_name];
+    return tensor_or_empty(tensor).params[param_name];
   });
 }
 
@@ -173,7 +173,7 @@ void tessera_nvte_get_tensor_param_v2(const NVTETensor tensor, NVTETensorParam p
                                       size_t size_in_bytes, size_t* size_written) {
   named("nvte_get_tensor_param_v2", [&] {
     check_param(param);
-    const Tensor& source = or_empty(tensor);
+    const Tensor& source = tensor_or_empty(tensor);
     const bool flag = param == kNVTEWithGEMMSwizzledScales;
     const size_t size = flag ? sizeof source.swizzled_scales : sizeof(NVTEBasicTensor);
     if (size_written) *size_written = size;
@@ -185,39 +185,45 @@ void tessera_nvte_get_tensor_param_v2(const NVTETensor tensor, NVTETensorParam p
   });
 }
 
-NVTEDType tessera_nvte_tensor_type(const NVTETensor tensor) { return or_empty(tensor).dtype(); }
-NVTEShape tessera_nvte_tensor_shape(const NVTETensor tensor) { return or_empty(tensor).shape(); }
-size_t tessera_nvte_tensor_ndims(const NVTETensor tensor) { return or_empty(tensor).shape().ndim; }
+NVTEDType tessera_nvte_tensor_type(const NVTETensor tensor) {
+  return tensor_or_empty(tensor).dtype();
+}
+NVTEShape tessera_nvte_tensor_shape(const NVTETensor tensor) {
+  return tensor_or_empty(tensor).shape();
+}
+size_t tessera_nvte_tensor_ndims(const NVTETensor tensor) {
+  return tensor_or_empty(tensor).shape().ndim;
+}
 
 size_t tessera_nvte_tensor_size(const NVTETensor tensor, const size_t dim) {
   return named("nvte_tensor_size", [&] {
-    const NVTEShape& shape = or_empty(tensor).shape();
+    const NVTEShape& shape = tensor_or_empty(tensor).shape();
     if (dim >= shape.ndim) fail("dim=%zu: must be below %zu, the axes of it", dim, shape.ndim);
     return shape.data[dim];
   });
 }
 
 size_t tessera_nvte_tensor_numel(const NVTETensor tensor) {
-  return static_cast<size_t>(or_empty(tensor).numel());
+  return static_cast<size_t>(tensor_or_empty(tensor).numel());
 }
 size_t tessera_nvte_tensor_element_size(const NVTETensor tensor) {
-  return static_cast<size_t>(bytes_of(or_empty(tensor).dtype()));
+  return static_cast<size_t>(bytes_of(tensor_or_empty(tensor).dtype()));
 }
 size_t tessera_nvte_tensor_size_bytes(const NVTETensor tensor) {
   return tessera_nvte_tensor_numel(tensor) * tessera_nvte_tensor_element_size(tensor);
 }
-void* tessera_nvte_tensor_data(const NVTETensor tensor) { return or_empty(tensor).data(); }
+void* tessera_nvte_tensor_data(const NVTETensor tensor) { return tensor_or_empty(tensor).data(); }
 float* tessera_nvte_tensor_amax(const NVTETensor tensor) {
-  return static_cast<float*>(or_empty(tensor).amax());
+  return static_cast<float*>(tensor_or_empty(tensor).amax());
 }
 float* tessera_nvte_tensor_scale(const NVTETensor tensor) {
-  return static_cast<float*>(or_empty(tensor).params[kNVTEScale].data_ptr);
+  return static_cast<float*>(tensor_or_empty(tensor).params[kNVTEScale].data_ptr);
 }
 float* tessera_nvte_tensor_scale_inv(const NVTETensor tensor) {
-  return static_cast<float*>(or_empty(tensor).scale_inv());
+  return static_cast<float*>(tensor_or_empty(tensor).scale_inv());
 }
 NVTEScalingMode tessera_nvte_tensor_scaling_mode(const NVTETensor tensor) {
-  return or_empty(tensor).mode;
+  return tensor_or_empty(tensor).mode;
 }
 
 NVTEShape tessera_nvte_make_shape(const size_t* data, size_t ndim) {

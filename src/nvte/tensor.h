@@ -55,5 +55,7 @@ auto named(const char* operation, Body&& body) {
 
 // The tensor of an argument; a null one is wrong.
 Tensor& tensor_of(NVTETensor handle, const char* name);
+// The tensor of an argument that need not be given: a null one is an empty one.
+const Tensor& tensor_or_empty(NVTETensor handle);
 
 }  // namespace tessera::nvte

@@ -56,6 +56,33 @@ TEST(NvteAttention, EveryLayoutUnderEveryMask) {
   }
 }
 
+void expect_same_bits(const Values& x, const Values& y) {
+  for (const auto& [name, plain] : x.plain)
+    EXPECT_EQ(plain.memory.bytes, y.plain.at(name).memory.bytes) << name;
+  for (const auto& [name, flat] : x.flat) EXPECT_EQ(flat.bytes, y.flat.at(name).bytes) << name;
+}
+
+TEST(NvteAttention, BothGenerationsOfCallsGiveTheSameBits) {
+  for (int layout = 0; layout <= NVTE_BHSD_BHSD_BHSD; ++layout) {
+    for (int mask = 0; mask < kMasks; ++mask) {
+      SCOPED_TRACE(std::string(kLayoutNames[layout]) + ", mask " + std::to_string(mask));
+      Attention a = attention_for(kLayoutNames[layout]);
+      a.mask = NVTE_Mask_Type(mask);
+      a.left = mask % 2 ? 5 : -1, a.bottom_right = mask % 3 == 1;
+      a.dropout = mask == 3 ? 0.25f : 0, a.max_logit = mask == 4;
+      a.softmax = mask == 5 ? NVTE_LEARNABLE_SOFTMAX : NVTE_VANILLA_SOFTMAX;
+      a.bias = mask == 0 ? NVTE_ALIBI : NVTE_NO_BIAS;
+      Values first = values_of(a), second = values_of(a);
+      run_through({NVTE_QKV_Layout(layout)}, a, first);
+      Through through{NVTE_QKV_Layout(layout)};
+      through.second = true;
+      run_through(through, a, second);
+      expect_same_bits(first, second);
+      if (HasFailure()) return;
+    }
+  }
+}
+
 // What else a score may have, once padded and once packed.
 TEST(NvteAttention, Scores) {
   struct Variant {

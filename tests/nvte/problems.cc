@@ -292,7 +292,7 @@ void run_through(const Through& through, const Attention& a, Values& v) {
   NvteCall call;
   set_scores(call, a, v);
   call.layout = call.dqkv_layout = through.layout;
-  call.training = through.is_training;
+  call.training = through.is_training, call.second = through.second;
   call.q = tensor_in(stored, inputs, 0, flat), call.k = tensor_in(stored, inputs, 1, flat);
   call.v = tensor_in(stored, inputs, 2, flat), call.o = tensor_in(output, o, 0, flat);
   NvteCall::set(call.rng_state, rng, DType::kInt64, {2});

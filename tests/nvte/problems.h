@@ -142,6 +142,7 @@ struct Through {
   NVTE_QKV_Layout layout;
   bool is_training = true;
   bool flat_shapes = false;  // [b s, h, d], as TransformerEngine's JAX front end gives them
+  bool second = false;       // by nvte_fused_attn_fwd_v2 and _bwd_v2
 };
 void run_through(const Through& through, const Attention& attention, Values& values);
 

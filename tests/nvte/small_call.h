@@ -24,6 +24,7 @@ struct NvteCall {
   NVTE_Mask_Type mask = NVTE_NO_MASK;
   NVTE_Softmax_Type softmax = NVTE_VANILLA_SOFTMAX;
   int64_t left = -1, right = -1;
+  bool second = false;  // the second generation of calls
   NVTETensorPack pack;
 
   NvteCall() { nvte_tensor_pack_create(&pack); }
@@ -41,6 +42,7 @@ struct NvteCall {
     nvte_set_tensor_param(&pack.tensors[i], kNVTERowwiseData, &value);
   }
   void forward() {
+    if (second) return forward_v2();
     nvte_fused_attn_fwd(q.data(), k.data(), v.data(), bias.data(), softmax_offset.data(), s.data(),
                         o.data(), &pack, cu_q.data(), cu_kv.data(), padded_q.data(),
                         padded_kv.data(), table_k.data(), table_v.data(), rng_state.data(), max_q,
@@ -49,12 +51,48 @@ struct NvteCall {
                         bottom_right, workspace.data(), nullptr);
   }
   void backward() {
+    if (second) return backward_v2();
     nvte_fused_attn_bwd(
         q.data(), k.data(), v.data(), o.data(), d_o.data(), s.data(), dp.data(), &pack, dq.data(),
         dk.data(), dv.data(), dbias.data(), dsoftmax_offset.data(), cu_q.data(), cu_kv.data(),
         padded_q.data(), padded_kv.data(), max_q, max_kv, scale, dropout, layout, o_format,
         do_format, dqkv_layout, NVTE_QKV_Format_NOT_SET, NVTE_QKV_Format_NOT_SET, bias_type, mask,
         softmax, left, right, bottom_right, deterministic, false, workspace.data(), nullptr);
+  }
+
+ private:
+  // What both passes have.
+  template <typename Params>
+  void set_params(Params& params) {
+    params.set_Q(q.data()).set_K(k.data()).set_V(v.data()).set_O(o.data()).set_S(s.data());
+    params.set_Aux_CTX_Tensors(&pack).set_cu_seqlens_q(cu_q.data()).set_cu_seqlens_kv(cu_kv.data());
+    params.set_cu_seqlens_q_padded(padded_q.data()).set_cu_seqlens_kv_padded(padded_kv.data());
+    params.set_max_seqlen_q(max_q).set_max_seqlen_kv(max_kv).set_cuda_graph(false);
+    params.set_attn_scale(scale).set_dropout(dropout).set_qkv_layout(layout).set_o_format(o_format);
+    params.set_qkv_scale_inv_format(NVTE_QKV_Format_NOT_SET);
+    params.set_bias_type(bias_type).set_attn_mask_type(mask).set_softmax_type(softmax);
+    params.set_window_size_left(left).set_window_size_right(right);
+    params.set_bottom_right_diagonal(bottom_right);
+    params.set_workspace(workspace.data()).set_stream(nullptr);
+  }
+  void forward_v2() {
+    FusedAttnFwdParamsWrapper params;
+    set_params(params);
+    params.set_Bias(bias.data()).set_SoftmaxOffset(softmax_offset.data());
+    params.set_page_table_k(table_k.data()).set_page_table_v(table_v.data());
+    params.set_rng_state(rng_state.data()).set_is_training(training);
+    params.set_return_max_logit(max_logit);
+    nvte_fused_attn_fwd_v2(params);
+  }
+  void backward_v2() {
+    FusedAttnBwdParamsWrapper params;
+    set_params(params);
+    params.set_dO(d_o.data()).set_dP(dp.data());
+    params.set_dQ(dq.data()).set_dK(dk.data()).set_dV(dv.data());
+    params.set_dBias(dbias.data()).set_dSoftmaxOffset(dsoftmax_offset.data());
+    params.set_do_format(do_format).set_dqkv_layout(dqkv_layout);
+    params.set_do_scale_inv_format(NVTE_QKV_Format_NOT_SET).set_deterministic(deterministic);
+    nvte_fused_attn_bwd_v2(params);
   }
 };
 

@@ -4,7 +4,7 @@
 
 #include "tessera_nvte.h"
 // pybind11 comes before the header under test.
-#include "nvte/pybind11.h"
+#include "nvte/names/pybind11.h"
 #include "tessera_nvte_jax.h"
 
 namespace {
