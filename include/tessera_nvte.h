@@ -368,6 +368,7 @@ TESSERA_NVTE_API void tessera_nvte_convert_bshd_to_thd(NVTETensor tensor, NVTETe
 } /* extern "C" */
 
 #include "tessera_nvte_params.h"
+#include "tessera_nvte_tokens.h"
 
 /* ---- the C++ of transformer_engine.h ---- */
 

@@ -103,7 +103,8 @@ import json, pathlib, sys
 prefix = pathlib.Path(sys.argv[1])
 information, = prefix.parent.glob("tessera_attention-*.dist-info")
 for name in ("libtessera.so", "libtessera_check.so", "libtessera_nvte.so", "libtessera_jax.so", "torch/libtessera_torch.so",
-             "include/tessera.h", "include/tessera_nvte.h", "include/tessera_nvte_params.h", "include/tessera_nvte_jax.h", "py.typed",
+             "include/tessera.h", "include/tessera_nvte.h", "include/tessera_nvte_params.h", "include/tessera_nvte_tokens.h",
+             "include/tessera_nvte_jax.h", "py.typed",
              "lib/cmake/tessera/tesseraConfig.cmake", "lib/pkgconfig/tessera.pc", "cases/smoke.cases"):
     assert (prefix / name).is_file(), name
 assert (information / "licenses/LICENSE").is_file()

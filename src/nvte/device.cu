@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// jobs.h on CUDA: one thread for each index, thread after thread where there are more.
+// The jobs on CUDA: one thread for each index, thread after thread where there are more.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include "cuda/common/current_device.h"
 #include "nvte/device.h"
 #include "nvte/tensor.h"
+#include "nvte/tokens/jobs.h"
 
 namespace tessera::nvte {
 namespace {
@@ -90,5 +91,13 @@ template void queue(const RngStateJob&, const tessera_device&, void*);
 template void queue(const AppendJob&, const tessera_device&, void*);
 template void queue(const ReindexJob&, const tessera_device&, void*);
 template void queue(const ConvertJob&, const tessera_device&, void*);
+template void queue(const MoveJob<HalfMap>&, const tessera_device&, void*);
+template void queue(const MoveJob<ValidMap>&, const tessera_device&, void*);
+template void queue(const MoveJob<RankMap>&, const tessera_device&, void*);
+template void queue(const PlacesJob&, const tessera_device&, void*);
+template void queue(const SecondHalfLseJob&, const tessera_device&, void*);
+template void queue(const OutJob&, const tessera_device&, void*);
+template void queue(const GradJob&, const tessera_device&, void*);
+template void queue(const CopyJob&, const tessera_device&, void*);
 
 }  // namespace tessera::nvte

@@ -6,34 +6,12 @@
 #include <cstring>
 #include <vector>
 
-#include "nvte/device.h"
-#include "nvte/tensor.h"
+#include "nvte/tokens/arguments.h"
 
 namespace tessera::nvte {
 namespace {
 
-// A tensor with data, of so many axes.
-const Tensor& with_data(NVTETensor handle, const char* name, int64_t axes) {
-  const Tensor& tensor = tensor_of(handle, name);
-  if (tensor.ndim() == axes && (tensor.data() || tensor.numel() == 0)) return tensor;
-  fail("%s.shape=%s, data=%p: must have %" PRId64 " axes, and memory", name,
-       shape_text(tensor).c_str(), tensor.data(), axes);
-}
-
-// int32 or int64 of at least `numel`; of any number of axes.
-Integers integers(NVTETensor handle, const char* name, int64_t numel) {
-  const Tensor& tensor = tensor_of(handle, name);
-  const bool wide = tensor.dtype() == kNVTEInt64;
-  if ((wide || tensor.dtype() == kNVTEInt32) && tensor.numel() >= numel &&
-      (tensor.data() || numel == 0)) {
-    return {tensor.data(), wide};
-  }
-  fail("%s.shape=%s, dtype=%d, data=%p: must be kNVTEInt32 or kNVTEInt64, at least %" PRId64
-       " numbers",
-       name, shape_text(tensor).c_str(), static_cast<int>(tensor.dtype()), tensor.data(), numel);
-}
-
-// Rows [h, d] of two tensors, which must have the same, and the largest pieces that both allow.
+// Rows [h, d] of two tensors, which must have the same, and their pieces.
 Rows rows_of(const Tensor& a, const Tensor& b, const char* names) {
   const int64_t n = a.ndim(), m = b.ndim(), bytes = a.numel(n - 2, n) * bytes_of(a.dtype());
   if (a.dtype() != b.dtype() || a.extent(n - 2) != b.extent(m - 2) ||
@@ -42,10 +20,7 @@ Rows rows_of(const Tensor& a, const Tensor& b, const char* names) {
          names, shape_text(a).c_str(), shape_text(b).c_str(), static_cast<int>(a.dtype()),
          static_cast<int>(b.dtype()));
   }
-  const auto bits = reinterpret_cast<uintptr_t>(a.data()) | reinterpret_cast<uintptr_t>(b.data()) |
-                    static_cast<uintptr_t>(bytes);
-  const int64_t piece = bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-  return {bytes, piece};
+  return pieces_of(bytes, a.data(), b.data());
 }
 
 void check_positive(int value, const char* name) {
