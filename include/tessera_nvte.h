@@ -71,6 +71,8 @@ enum NVTETensorParam : int {
   kNVTEColumnwiseScaleInv = 5,
   kNVTEColumnwiseAmax = 6,
   kNVTEWithGEMMSwizzledScales = 7,
+  kNVTERowScaledNVFP4 = 8,
+  kNVTENVFP4E4M3Max = 9,
   kNVTENumTensorParams
 };
 
@@ -239,7 +241,8 @@ TESSERA_NVTE_API void tessera_nvte_set_tensor_param(NVTETensor* tensor, NVTETens
                                                     const NVTEBasicTensor* param);
 TESSERA_NVTE_API NVTEBasicTensor tessera_nvte_get_tensor_param(const NVTETensor tensor,
                                                                NVTETensorParam param_name);
-/* The same through bytes: an NVTEBasicTensor, of kNVTEWithGEMMSwizzledScales a uint8_t. */
+/* The same through bytes: an NVTEBasicTensor, of kNVTEWithGEMMSwizzledScales and kNVTERowScaledNVFP4 a
+ * uint8_t, of kNVTENVFP4E4M3Max an int. Attention reads none of these three. */
 TESSERA_NVTE_API void tessera_nvte_set_tensor_param_v2(NVTETensor tensor, NVTETensorParam param,
                                                        const void* buf, size_t size_in_bytes);
 /* buf may be null: then the size alone is told. size_written may be null. */

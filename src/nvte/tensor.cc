@@ -44,6 +44,26 @@ void check_param(NVTETensorParam param) {
        static_cast<int>(kNVTENumTensorParams) - 1);
 }
 
+// The bytes of a parameter.
+struct Bytes {
+  void* data;
+  size_t size;
+};
+Bytes bytes_of_param(Tensor& tensor, NVTETensorParam param) {
+  check_param(param);
+  switch (param) {
+    case kNVTEWithGEMMSwizzledScales:
+      return {&tensor.swizzled_scales, sizeof tensor.swizzled_scales};
+    case kNVTERowScaledNVFP4:
+      return {&tensor.row_scaled, sizeof tensor.row_scaled};
+    case kNVTENVFP4E4M3Max:
+      return {&tensor.e4m3_max, sizeof tensor.e4m3_max};
+    default:
+      return {&tensor.params[param], sizeof(NVTEBasicTensor)};
+  }
+}
+bool is_tensor_param(NVTETensorParam param) { return param < kNVTEWithGEMMSwizzledScales; }
+
 }  // namespace
 
 Tensor::Tensor() { std::fill(std::begin(params), std::end(params), nothing()); }
@@ -141,7 +161,7 @@ void tessera_nvte_set_tensor_param(NVTETensor* tensor, NVTETensorParam param_nam
 NVTEBasicTensor tessera_nvte_get_tensor_param(const NVTETensor tensor, NVTETensorParam param_name) {
   return named("nvte_get_tensor_param", [&] {
     check_param(param_name);
-    if (param_name == kNVTEWithGEMMSwizzledScales) {
+    if (!is_tensor_param(param_name)) {
       fail("param=%d: is no tensor; nvte_get_tensor_param_v2 answers it", param_name);
     }
     return tensor_or_empty(tensor).params[param_name];
@@ -151,37 +171,29 @@ NVTEBasicTensor tessera_nvte_get_tensor_param(const NVTETensor tensor, NVTETenso
 void tessera_nvte_set_tensor_param_v2(NVTETensor tensor, NVTETensorParam param, const void* buf,
                                       size_t size_in_bytes) {
   named("nvte_set_tensor_param", [&] {
-    Tensor& target = tensor_of(tensor, "tensor");
-    check_param(param);
-    const bool flag = param == kNVTEWithGEMMSwizzledScales;
-    const size_t size = flag ? sizeof target.swizzled_scales : sizeof(NVTEBasicTensor);
-    if (!buf || size_in_bytes != size) {
-      fail("size_in_bytes=%zu: must be %zu, at a pointer that is not null", size_in_bytes, size);
+    const Bytes target = bytes_of_param(tensor_of(tensor, "tensor"), param);
+    if (!buf || size_in_bytes != target.size) {
+      fail("size_in_bytes=%zu: must be %zu, at a pointer that is not null", size_in_bytes,
+           target.size);
     }
-    if (flag) {
-      target.swizzled_scales = *static_cast<const uint8_t*>(buf);
-      return;
+    if (is_tensor_param(param)) {
+      NVTEBasicTensor value;
+      std::memcpy(&value, buf, sizeof value);
+      check_basic(value);
     }
-    NVTEBasicTensor value;
-    std::memcpy(&value, buf, sizeof value);
-    check_basic(value);
-    target.params[param] = value;
+    std::memcpy(target.data, buf, target.size);
   });
 }
 
 void tessera_nvte_get_tensor_param_v2(const NVTETensor tensor, NVTETensorParam param, void* buf,
                                       size_t size_in_bytes, size_t* size_written) {
   named("nvte_get_tensor_param_v2", [&] {
-    check_param(param);
-    const Tensor& source = tensor_or_empty(tensor);
-    const bool flag = param == kNVTEWithGEMMSwizzledScales;
-    const size_t size = flag ? sizeof source.swizzled_scales : sizeof(NVTEBasicTensor);
+    Tensor source = tensor_or_empty(tensor);
+    const auto [data, size] = bytes_of_param(source, param);
     if (size_written) *size_written = size;
     if (!buf) return;
     if (size_in_bytes < size) fail("size_in_bytes=%zu: must be at least %zu", size_in_bytes, size);
-    const void* from = &source.swizzled_scales;
-    if (!flag) from = &source.params[param];
-    std::memcpy(buf, from, size);
+    std::memcpy(buf, data, size);
   });
 }
 

@@ -12,7 +12,8 @@ namespace tessera::nvte {
 struct Tensor {
   NVTEScalingMode mode = NVTE_DELAYED_TENSOR_SCALING;
   NVTEBasicTensor params[kNVTEWithGEMMSwizzledScales];  // by NVTETensorParam
-  uint8_t swizzled_scales = 0;
+  uint8_t swizzled_scales = 0, row_scaled = 0;  // kNVTEWithGEMMSwizzledScales, kNVTERowScaledNVFP4
+  int e4m3_max = 448;                           // kNVTENVFP4E4M3Max
 
   Tensor();  // empty: no data, fp32 [0]
   Tensor(NVTEDType dtype, std::initializer_list<int64_t> shape, void* data = nullptr);

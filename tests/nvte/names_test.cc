@@ -157,6 +157,15 @@ TEST(NvteTensors, ParamsThroughBytes) {
   nvte_set_tensor_param_v2(tensors[0], kNVTEWithGEMMSwizzledScales, &on, 1);
   nvte_get_tensor_param_v2(tensors[0], kNVTEWithGEMMSwizzledScales, &flag, 1, nullptr);
   EXPECT_EQ(flag, 1);
+  nvte_get_tensor_param_v2(tensors[0], kNVTERowScaledNVFP4, &flag, 1, nullptr);
+  EXPECT_EQ(flag, 0);
+  const int most = 256;
+  int largest = 0;
+  nvte_set_tensor_param_v2(tensors[0], kNVTENVFP4E4M3Max, &most, sizeof most);
+  nvte_get_tensor_param_v2(tensors[0], kNVTENVFP4E4M3Max, &largest, sizeof largest, &size);
+  EXPECT_EQ(largest, 256);
+  EXPECT_EQ(size, sizeof(int));
+  EXPECT_THROW(nvte_get_tensor_param(tensors[0], kNVTENVFP4E4M3Max), std::runtime_error);
   EXPECT_THROW(nvte_set_tensor_param_v2(tensors[0], kNVTERowwiseData, &given, 3),
                std::runtime_error);
   EXPECT_THROW(nvte_set_tensor_param_v2(nullptr, kNVTERowwiseData, &given, sizeof given),
