@@ -18,8 +18,13 @@ constexpr size_t kMost = size_t{1} << 40;
 
 constexpr int64_t kMostElements = int64_t{1} << 48;  // products of extents are not checked again
 
-const Tensor& checked(const Tensor& tensor, const char* name) {
-  if (tensor.numel() <= kMostElements) return tensor;
+// Extents of 0 count as 1: strides are products of the others.
+void check_extents(const Tensor& tensor, const char* name) {
+  int64_t most = kMostElements;
+  for (int64_t axis = 0; axis < tensor.ndim(); ++axis) {
+    most /= std::max<int64_t>(tensor.extent(axis), 1);
+  }
+  if (most > 0) return;
   fail("%s.shape=%s: has more elements than any memory", name, shape_text(tensor).c_str());
 }
 
@@ -63,6 +68,7 @@ struct Imagined {
                             Tensor& table) {
         const int64_t size = count_of(page_size, kPage, "page_size");
         const int64_t each = count_of(max_pages, (sk + size - 1) / size, "max_pages_per_seq");
+        check_extents(Tensor(kNVTEByte, {each, size}), "pages of a sequence");
         table = Tensor(kNVTEInt32, {b, each});
         t = make(layout.kv, kv_dtype, count_of(pages, b * each, "num_pages"), size, 0, hk, d);
       };
@@ -85,8 +91,9 @@ struct Imagined {
     stats = layout.q == NVTE_THD ? Tensor(kNVTEFloat32, {h, tq, 1})
                                  : Tensor(kNVTEFloat32, {b, h, sq, 1});
     max = Tensor(kNVTEFloat32, {h});
-    checked(q, "Q"), checked(o, "O"), checked(k, "K"), checked(v, "V"), checked(bias, "Bias");
-    checked(table_k, "page_table_k"), checked(table_v, "page_table_v");
+    check_extents(q, "Q"), check_extents(o, "O"), check_extents(k, "K"), check_extents(v, "V");
+    check_extents(bias, "Bias");
+    check_extents(table_k, "page_table_k"), check_extents(table_v, "page_table_v");
   }
 
   // The arguments of a pass.

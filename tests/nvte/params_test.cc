@@ -166,6 +166,16 @@ TEST(NvteQueryV2, SaysWhatIsWrong) {
          c.set_bias_type(NVTE_POST_SCALE_BIAS);
          c.set_bias_seqlen_q(size_t{1} << 40).set_bias_seqlen_kv(size_t{1} << 40);
        }},
+      {"Bias.shape",
+       [](auto& c) {
+         c.set_bias_type(NVTE_POST_SCALE_BIAS).set_num_attn_heads(0);
+         c.set_bias_batch_size(size_t{1} << 40).set_bias_seqlen_kv(size_t{1} << 40);
+       }},
+      {"pages of a sequence.shape",
+       [](auto& c) {
+         c.set_qkv_layout(NVTE_Paged_KV_BSHD_BSHD_BSHD).set_page_size_k(size_t{1} << 40);
+         c.set_num_pages_k(1).set_max_pages_per_seq_k(size_t{1} << 40).set_num_gqa_groups(0);
+       }},
       {"max_seqlen_q", [](auto& c) { c.set_max_seqlen_q(~size_t{0}); }},
       {"at most 2^15", [](auto& c) { c.set_batch_size(~size_t{0}); }},
       {"o.dtype", [](auto& c) { c.set_qkv_dtype(kNVTEFloat32); }},
