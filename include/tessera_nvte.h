@@ -241,8 +241,8 @@ TESSERA_NVTE_API void tessera_nvte_set_tensor_param(NVTETensor* tensor, NVTETens
                                                     const NVTEBasicTensor* param);
 TESSERA_NVTE_API NVTEBasicTensor tessera_nvte_get_tensor_param(const NVTETensor tensor,
                                                                NVTETensorParam param_name);
-/* The same through bytes: an NVTEBasicTensor, of kNVTEWithGEMMSwizzledScales and kNVTERowScaledNVFP4 a
- * uint8_t, of kNVTENVFP4E4M3Max an int. Attention reads none of these three. */
+/* The same through bytes: an NVTEBasicTensor, of kNVTEWithGEMMSwizzledScales and
+ * kNVTERowScaledNVFP4 a uint8_t, of kNVTENVFP4E4M3Max an int. Attention reads none of them. */
 TESSERA_NVTE_API void tessera_nvte_set_tensor_param_v2(NVTETensor tensor, NVTETensorParam param,
                                                        const void* buf, size_t size_in_bytes);
 /* buf may be null: then the size alone is told. size_written may be null. */
@@ -276,8 +276,8 @@ TESSERA_NVTE_API NVTE_QKV_Format tessera_nvte_get_qkv_format(NVTE_QKV_Layout qkv
 TESSERA_NVTE_API NVTE_QKV_Format tessera_nvte_get_q_format(NVTE_QKV_Layout qkv_layout);
 TESSERA_NVTE_API NVTE_QKV_Format tessera_nvte_get_kv_format(NVTE_QKV_Layout qkv_layout);
 
-/* ---- attention: the first generation, which TransformerEngine 2.20 calls deprecated. The second is in
- * tessera_nvte_params.h ---- */
+/* ---- attention: the first generation, which TransformerEngine 2.20 calls deprecated. The second
+ * is in tessera_nvte_params.h ---- */
 
 /* NVTE_FP8 for fp8 q, else NVTE_F16_arbitrary_seqlen (fp32 too), where a backend of tessera's runs
  * a batch of one sequence, with is_training its backward pass too; else NVTE_No_Backend, and the

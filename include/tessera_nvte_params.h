@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The second generation of TransformerEngine's attention calls (2.20.2), part of tessera_nvte.h, which
- * includes it: arguments lie behind an opaque handle and are set one by one, as attributes with
- * numbers. Numbers are TransformerEngine's and never change; a later version appends.
+ * The second generation of TransformerEngine's attention calls (2.20.2), part of tessera_nvte.h,
+ * which includes it: arguments lie behind an opaque handle and are set one by one, as attributes
+ * with numbers. Numbers are TransformerEngine's and never change; a later version appends.
  *
- * A handle belongs to one thread at a time. It owns no tensor: those that it names must live until the
- * call. What is not set has TransformerEngine's default: a tensor is not given, a layout or format is
- * NOT_SET, a number is 0, windows are -1, bottom_right_diagonal and is_training are true, attn_scale
- * is 1, dtypes are kNVTEBFloat16.
+ * A handle belongs to one thread at a time. It owns no tensor: those that it names must live until
+ * the call. What is not set has TransformerEngine's default: a tensor is not given, a layout or
+ * format is NOT_SET, a number is 0, windows are -1, bottom_right_diagonal and is_training are
+ * true, attn_scale is 1, dtypes are kNVTEBFloat16.
  */
 #ifndef TESSERA_NVTE_PARAMS_H_
 #define TESSERA_NVTE_PARAMS_H_
@@ -209,8 +209,8 @@ TESSERA_NVTE_API void tessera_nvte_set_fused_attn_bwd_params_attribute(
 TESSERA_NVTE_API NVTE_Fused_Attn_Backend
 tessera_nvte_get_fused_attn_backend_v2(NVTEFusedAttnConfig cfg, const char** message);
 
-/* nvte_fused_attn_fwd and _bwd of the same arguments, to the last bit, by the same two calls. A tensor
- * that is not set is an empty one. A dqkv_layout that is not set is qkv_layout. */
+/* nvte_fused_attn_fwd and _bwd of the same arguments, to the last bit, by the same two calls. A
+ * tensor that is not set is an empty one. A dqkv_layout that is not set is qkv_layout. */
 TESSERA_NVTE_API void tessera_nvte_fused_attn_fwd_v2(NVTEFusedAttnFwdParams params);
 TESSERA_NVTE_API void tessera_nvte_fused_attn_bwd_v2(NVTEFusedAttnBwdParams params);
 

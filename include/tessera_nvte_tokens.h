@@ -3,10 +3,11 @@
  * Work beside attention of TransformerEngine's fused_attn.h: what context parallelism does with
  * packed sequences, and copies between layouts. Part of tessera_nvte.h, which includes it.
  *
- * A rank holds two chunks of equal length of every sequence. cu_seqlens [b + 1], int32 or int64, are
- * of the tokens that the call has before it, padding included: of the rank's own, or of the whole
- * where world_size is given. lse is fp32, [h, t] where lse_packed, else [b, h, s]. On the CPU
- * boundaries are checked; on CUDA, where they are on the device, a token without a place is dropped.
+ * A rank holds two chunks of equal length of every sequence. cu_seqlens [b + 1], int32 or int64,
+ * are of the tokens that the call has before it, padding included: of the rank's own, or of the
+ * whole where world_size is given. lse is fp32, [h, t] where lse_packed, else [b, h, s]. On the CPU
+ * boundaries are checked; on CUDA, where they are on the device, a token without a place is
+ * dropped.
  */
 #ifndef TESSERA_NVTE_TOKENS_H_
 #define TESSERA_NVTE_TOKENS_H_
@@ -34,7 +35,8 @@
 
 extern "C" {
 
-/* tensor [t, h, d] or [2, t, h, d] -> half, the first (half_idx 0) or second chunks of all sequences. */
+/* tensor [t, h, d] or [2, t, h, d] -> half, the first (half_idx 0) or second chunks of all
+ * sequences. */
 TESSERA_NVTE_API void tessera_nvte_cp_thd_read_half_tensor(const NVTETensor& tensor,
                                                            const NVTETensor& cu_seqlens,
                                                            NVTETensor half, int half_idx,
@@ -47,24 +49,25 @@ TESSERA_NVTE_API void tessera_nvte_cp_thd_second_half_lse_correction(NVTETensor 
                                                                      int lse_packed,
                                                                      cudaStream_t stream);
 
-/* half_lse = lse of the second chunks; what lies behind them stays. second_half_lse_seqlen is half_lse's last
- * extent. */
+/* half_lse = lse of the second chunks; what lies behind them stays. second_half_lse_seqlen is
+ * half_lse's last extent. */
 TESSERA_NVTE_API void tessera_nvte_cp_thd_read_second_half_lse(const NVTETensor& lse,
                                                                const NVTETensor& cu_seqlens,
                                                                NVTETensor half_lse, int lse_packed,
                                                                int second_half_lse_seqlen,
                                                                cudaStream_t stream);
 
-/* out [t, h, d] = out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse); with only_second_half
- * out_per_step and lse_per_step have the second chunks, and the first stay. fp32, fp16, bf16. */
+/* out [t, h, d] = out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse); with
+ * only_second_half out_per_step and lse_per_step have the second chunks, and the first stay. fp32,
+ * fp16, bf16. */
 TESSERA_NVTE_API void tessera_nvte_cp_thd_out_correction(
     NVTETensor out, const NVTETensor& out_per_step, const NVTETensor& old_lse,
     const NVTETensor& lse, const NVTETensor& lse_per_step, const NVTETensor& cu_seqlens,
     int only_second_half, int lse_packed, cudaStream_t stream);
 
-/* "add", "copy", "none" or "zero" of each sequence's halves of grad [t, h, d] or [2, t, h, d]. grad_per_step
- * has the tokens that are added or copied: of whole sequences, or of one half. Any dtype, to be
- * added fp32, fp16 or bf16. */
+/* "add", "copy", "none" or "zero" of each sequence's halves of grad [t, h, d] or [2, t, h, d].
+ * grad_per_step has the tokens that are added or copied: of whole sequences, or of one half. Any
+ * dtype, to be added fp32, fp16 or bf16. */
 TESSERA_NVTE_API void tessera_nvte_cp_thd_grad_correction(
     NVTETensor grad, const NVTETensor& grad_per_step, const NVTETensor& cu_seqlens,
     const char* first_half, const char* second_half, cudaStream_t stream);
@@ -84,8 +87,8 @@ TESSERA_NVTE_API void tessera_nvte_thd_cp_rank_order_to_sequence_order(
     const NVTETensor& inp, const NVTETensor& cu_seqlens, NVTETensor out, int world_size,
     int total_tokens, cudaStream_t stream);
 
-/* The tokens of sequences, as cu_seqlens counts and cu_seqlens_padded places them, from inp to the same
- * places of out; what lies between them stays. */
+/* The tokens of sequences, as cu_seqlens counts and cu_seqlens_padded places them, from inp to the
+ * same places of out; what lies between them stays. */
 TESSERA_NVTE_API void tessera_nvte_thd_copy_valid_tokens_from_per_split_to_rank_local(
     const NVTETensor& inp, const NVTETensor& cu_seqlens_padded, const NVTETensor& cu_seqlens,
     NVTETensor out, int total_tokens, cudaStream_t stream);

@@ -19,8 +19,8 @@ void check(int32_t code, const tessera_error& error) {
   if (code != TESSERA_OK) throw std::runtime_error(error.message);
 }
 
-// Both calls of the protocol, each of which looks the plan up once. The workspace: lengths of q, of k,
-// slopes, and then tessera's own.
+// Both calls of the protocol, each of which looks the plan up once. The workspace: lengths of q,
+// of k, slopes, and then tessera's own.
 void execute(Call& call, const tessera_device& device, Tensor& workspace, cudaStream_t stream) {
   tessera_error error{};
   error.struct_size = sizeof error;

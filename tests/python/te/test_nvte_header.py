@@ -79,8 +79,8 @@ def differences(ours: dict, theirs: dict) -> list[str]:
 def expanded(text: str) -> str:
     """After the preprocessor, without what <> and other packages' headers bring along."""
     text = re.sub(r'^\s*#\s*include\s*(<.*|"(?!tessera_nvte).*)$', "", text, flags=re.M)
-    return subprocess.run([compiler, "-E", "-P", "-x", "c++", "-I", ROOT / "include", "-"], input=text, text=True, check=True,
-                          capture_output=True).stdout
+    return subprocess.run([compiler, "-E", "-P", "-x", "c++", "-I", ROOT / "include", "-"], input=text, text=True,
+                          check=True, capture_output=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,8 @@ def test_both_headers_in_one_source(theirs):
     for names in ("", "#define TESSERA_NVTE_NO_NAMES\n"):
         text = (f'#include <transformer_engine/fused_attn.h>\n{names}#include <tessera_nvte.h>\n'
                 'int main() { tessera_nvte_fused_attn_fwd_v2(nullptr); FusedAttnConfigWrapper config; }\n')
-        subprocess.run([compiler, "-std=c++17", "-fsyntax-only", "-I", theirs[1], "-I", ROOT / "include", "-x", "c++", "-"],
-                       input=text, text=True, check=True)
+        subprocess.run([compiler, "-std=c++17", "-fsyntax-only", "-I", theirs[1], "-I", ROOT / "include", "-x", "c++",
+                        "-"], input=text, text=True, check=True)
 
 
 # ---- that it can fail ----
@@ -176,7 +176,8 @@ def test_what_is_read():
     ("kY,", "", "enum A"), ("kX = 0, kY", "kY = 0, kX", "enum A"), ("kZ = 7", "kZ = 8", "enum A"),
     ("kZ = 7,", "kZ = 7, kNew,", "enum A"), ("size_t n, bool b", "bool b, size_t n", "nvte_f"),
     ("NVTETensor &k", "NVTETensor k", "nvte_f"), ("nvte_make", "nvte_made", "nvte_made"),
-    ("set_q(NVTETensor val", "set_q(NVTETensor *val", "FWrapper"), ("  FWrapper &set_q", "  FWrapper &set_r(int val) {} FWrapper &set_q", "set_r")])
+    ("set_q(NVTETensor val", "set_q(NVTETensor *val", "FWrapper"),
+    ("  FWrapper &set_q", "  FWrapper &set_r(int val) {} FWrapper &set_q", "set_r")])
 def test_a_change_of_theirs_is_seen(old, new, says):
     assert not differences(declared(HEADER), declared(HEADER))
     found = differences(declared(HEADER), declared(HEADER.replace(old, new)))
