@@ -43,3 +43,14 @@ def test_states(monkeypatch, found, says):
         return found
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert doors.state(doors.Door("host", "1.2.3", "", "")) == says
+
+
+def test_a_stand_in_is_no_host(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
+    assert doors.state(doors.Door("host", "1.2.3", "", "", True)) == "host 1.2.3, tested by a stand-in of its interface"
+
+
+def test_importing_tessera_imports_no_host():
+    names = ("diffusers", "megatron", "transformer_engine", "xfuser", "comfy", "trl", "kernels", "transformers")
+    code = f"import sys, tessera, tessera.doors; print([name for name in {names} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -26,7 +26,7 @@ _LATER = {"fp8": _FP8, "fp8_output": _FP8, "fp8_quantizer": _FP8,
 # What says how, not what: TE's caches and schedules, and details of features refused above.
 _SCHEDULE = frozenset({"_alibi_cache", "fast_zero_fill", "pad_between_seqs", "num_splits",
                        "flash_attention_backend", "fp8_meta", "quantizers", "cp_global_ranks",
-                       "cp_stream", "cp_comm_type"})
+                       "cp_stream", "cp_comm_type", "load_balancing_strategy"})
 
 
 def merged(result):
