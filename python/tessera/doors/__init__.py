@@ -28,6 +28,12 @@ DOORS = {
                 'model with attn_implementation="tessera"'),
     "TransformerEngine": Door("transformer_engine", "2.20.2", "tessera.te.plugin",
                               "NVTE_PLUGIN=tessera.te.plugin python train.py", stand_in=True),
+    "diffusers": Door("diffusers", "0.42.1", "tessera.doors.diffusers_backend",
+                      'tessera.doors.diffusers_backend.register(); transformer.set_attention_backend("tessera")'),
+    "ComfyUI": Door("comfyui", "0.7.0", "tessera.doors.comfyui",
+                    "the node in examples/comfyui, copied to ComfyUI/custom_nodes/tessera", stand_in=True),
+    "xDiT": Door("xfuser", "0.7.0", "tessera.doors.xdit",
+                 "tessera.doors.xdit.register(), then --attention_backend TESSERA"),
 }
 
 

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_tested_versions_are_those_of_the_tests():
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "versions.txt").read_text(), re.M))
-    assert {door.host: door.tested for door in doors.DOORS.values()}.items() <= pins.items()
+    tested = {door.host: door.tested for door in doors.DOORS.values() if not door.stand_in}
+    assert tested.items() <= pins.items()
 
 
 def test_every_door_is_a_module_and_in_the_table_of_docs():

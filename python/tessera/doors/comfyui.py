@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera as an attention of ComfyUI: a model's, by the node of examples/comfyui, or one of the registered:
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = tessera.doors.comfyui.override()
+    tessera.doors.comfyui.register()                     # comfy's get_attention_function("tessera")
+
+ComfyUI calls (q, k, v, heads, mask, ...) on [b, s, h * d], or [b, h, s, d] with skip_reshape; masks broadcast to
+[b, h, sq, sk], with the axes of batch and heads left out or not. What it says beyond the words below, and what tessera
+refuses, is computed by the attention that ComfyUI had chosen, with one warning for each reason.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from .._lib import Refused
+from ..torch import _functions, _sdpa
+
+TESTED = "0.7.0"  # in comfy.ldm.modules.attention, whose source was read
+_HOST = "comfy.ldm.modules.attention"
+# attn_precision asks for scores in fp32, which tessera's always are.
+_KNOWN = frozenset({"mask", "attn_precision", "skip_reshape", "skip_output_reshape", "scale", "enable_gqa",
+                    "transformer_options", "low_precision_attention", "_inside_attn_wrapper"})
+_said: set[str] = set()
+
+
+def override(otherwise=None):
+    """What transformer_options["optimized_attention_override"] may be: called with the attention that ComfyUI chose
+    and its arguments. `otherwise`, an override that was there before, gets what tessera does not compute."""
+    def attention_override(func, q, k, v, heads, mask=None, *arguments, **keywords):
+        try:
+            return attention(q, k, v, heads, mask, *arguments, **keywords)
+        except (Refused, NotImplementedError) as reason:
+            _say(str(reason))
+        keywords["mask"] = mask
+        if otherwise is not None:
+            return otherwise(func, q, k, v, heads, *arguments, **keywords)
+        return func(q, k, v, heads, *arguments, **keywords)
+    return attention_override
+
+
+def attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **more):
+    """ComfyUI's attention: [b, s, h * d], or [b, h, s, d] with skip_output_reshape."""
+    if not _KNOWN.issuperset(more):
+        raise NotImplementedError(f"tessera.comfyui: {', '.join(sorted(more.keys() - _KNOWN))}: is not known")
+    heads_at = 1 if skip_reshape else 2
+    if not skip_reshape:
+        b, d = q.shape[0], q.shape[-1] // heads
+        q, k, v = (x.reshape(b, -1, x.shape[-1] // d, d) for x in (q, k, v))
+    if mask is None and q.shape[heads_at] == k.shape[heads_at]:
+        layout = "bhsd" if skip_reshape else "bshd"
+        o = _functions.attention(*_sdpa._readable(q, k, v), layout=layout, softmax_scale=more.get("scale"))
+        if skip_reshape == skip_output_reshape:
+            return o if skip_reshape else o.flatten(-2)
+        o = o.transpose(1, 2)
+        return o if skip_output_reshape else o.flatten(-2)
+    if not skip_reshape:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask[(None,) * (3 - mask.dim())].unsqueeze(1) if mask.dim() < 4 else mask
+    o = _sdpa.scaled_dot_product_attention(q, k, v, mask, scale=more.get("scale"),
+                                           enable_gqa=more.get("enable_gqa", False))
+    return o if skip_output_reshape else o.transpose(1, 2).flatten(-2)
+
+
+def register():
+    """Registers "tessera" for those who ask ComfyUI for attentions by name; returns what undoes it."""
+    host = sys.modules.get(_HOST)
+    if host is None or not hasattr(host, "register_attention_function"):
+        raise RuntimeError(f"tessera.comfyui: register(): {_HOST} is not imported, or has no "
+                           f"register_attention_function; the door was made for ComfyUI {TESTED}")
+    host.register_attention_function("tessera", host.wrap_attn(attention))
+    return lambda: host.REGISTERED_ATTENTION_FUNCTIONS.pop("tessera", None) and None
+
+
+def _say(reason: str):
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"{reason}; the attention that ComfyUI chose computes it", RuntimeWarning, stacklevel=4)
