@@ -32,6 +32,8 @@ DOORS = {
                       'tessera.doors.diffusers_backend.register(); transformer.set_attention_backend("tessera")'),
     "ComfyUI": Door("comfyui", "0.7.0", "tessera.doors.comfyui",
                     "the node in examples/comfyui, copied to ComfyUI/custom_nodes/tessera", stand_in=True),
+    "Megatron-Core": Door("megatron-core", "0.19.2", "tessera.doors.megatron",
+                          "with tessera.doors.megatron.patch(): spec = get_gpt_layer_local_spec()"),
     "xDiT": Door("xfuser", "0.7.0", "tessera.doors.xdit",
                  "tessera.doors.xdit.register(), then --attention_backend TESSERA"),
 }
