@@ -144,6 +144,14 @@ def test_windows_are_megatrons_mask(monkeypatch):
     torch.testing.assert_close(ours, made(AttnMaskType.no_mask)(q, k, v, mask), **CLOSE)
 
 
+def test_heads_of_two_sizes():
+    """As latent attention makes them, to which Megatron's own module does not have the arguments."""
+    core = door.LocalDotProductAttention(config(), 1, AttnMaskType.causal, "self", k_channels=24, v_channels=16)
+    q, k, v = (qkv(9, 2, d=d)[0] for d in (24, 24, 16))
+    theirs = tt.attention(q, k, v, layout="sbhd", causal=True, softmax_scale=24 ** -0.5)
+    torch.testing.assert_close(core(q, k, v, None), theirs.flatten(-2), **CLOSE)
+
+
 @pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
 def test_sinks(kind):
     """Megatron makes the offset on the current CUDA device; here it is given."""
