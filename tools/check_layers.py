@@ -3,7 +3,7 @@
 one.
 
 The rule is docs/conventions.md, "Folders". A folder that is not in the table below may see core alone,
-until it states more. python_layers.py has Python's.
+until it states more. The folders of a CUDA backend have a table of their own. python_layers.py has Python's.
 """
 
 import re
@@ -25,6 +25,34 @@ MAY_INCLUDE = {
     "conformance": {"core"},
     "nvte": {"cuda/common/current_device"},  # over tessera.h, and a header that nothing else lies behind
 }
+# The same within a CUDA folder, for its own folders, beside what lies directly in it (a backend's plan.h, its rules and
+# tables, which see all). A single header of a folder is named with its path.
+MAY_INCLUDE_WITHIN = {
+    "cuda/common": {
+        "cache": set(),
+        "rules": set(),
+        "score": set(),
+        "work": set(),
+    },
+    "cuda/sm80": {
+        "machine": set(),
+        "convert": set(),
+        "decode": {"machine"},
+        "stream": {"machine"},
+        "forward": {"machine", "stream/host"},  # the plan of a forward pass may be one of few rows
+        "backward": {"machine"},
+    },
+    "cuda/sm90": {
+        "machine": set(),
+        "score": {"machine"},  # what both passes share: it knows neither
+        "forward": {"machine", "score"},
+        "fp8": {"machine", "score", "forward"},
+        "mla": {"machine", "score", "forward"},
+        "wide": {"machine", "score", "forward"},
+        "backward": {"machine", "score", "forward", "dbias/host"},  # its plan queues dbias
+        "dbias": {"machine", "score", "backward"},
+    },
+}
 PUBLIC = {"tessera.h", "tessera_nvte.h"}
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -37,6 +65,27 @@ def folder_of(path: str) -> str:
     return "/".join(parts[:2]) if parts[0] == "cuda" and len(parts) > 2 else parts[0]
 
 
+def room_of(path: str, folder: str) -> str:
+    """"cuda/sm90/backward/fused/owner.cuh" -> "backward", in cuda/sm90; "" for a file directly in the folder."""
+    parts = path.removeprefix(folder + "/").split("/")
+    return parts[0] if len(parts) > 1 else ""
+
+
+def breaks_within(name: str, target: str, folder: str) -> str | None:
+    """What an include between two places of one folder breaks."""
+    rooms = MAY_INCLUDE_WITHIN.get(folder)
+    room, seen = room_of(name, folder), room_of(target, folder)
+    if rooms is None or not room or not seen or room == seen:
+        return None
+    if room not in rooms:
+        return f"src/{name}: {folder} has no row for {room} in tools/check_layers.py"
+    inside = Path(target).with_suffix("").as_posix().removeprefix(folder + "/")
+    if seen in rooms[room] or inside in rooms[room]:
+        return None
+    return (f'src/{name} includes "{target}": {room} of {folder} may include only '
+            f"{', '.join(sorted(rooms[room])) or 'itself'}")
+
+
 def violations() -> list[str]:
     found = []
     for file in sorted(SOURCE.rglob("*")):
@@ -47,6 +96,8 @@ def violations() -> list[str]:
         if folder == "door":
             continue
         for target in INCLUDE.findall(file.read_text()):
+            if folder_of(target) == folder and (broken := breaks_within(name, target, folder)):
+                found.append(broken)
             if target in PUBLIC or folder_of(target) == folder:
                 continue
             allowed = MAY_INCLUDE.get(folder, {"core"})

@@ -181,7 +181,7 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
 }
 
 std::string backward_names(const Problem& problem, int multiprocessors) {
-  if (const TwoKernels* kernels = choose_two_kernels(problem, multiprocessors)) {
+  if (const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors)) {
     return kernels->name;
   }
   const BackwardKernel& kernel = choose_backward_kernel(problem);
@@ -247,7 +247,7 @@ std::vector<const char*> Sm90Rules::kernel_names() const {
   add(mla_kernels());
   add(wide_kernels());
   add(backward_kernels());
-  add(two_kernels());
+  add(apart_kernels());
   add(dbias_kernels());
   return names;
 }

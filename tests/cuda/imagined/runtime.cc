@@ -9,12 +9,12 @@
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
 #include "cuda/sm80/convert/rows.h"
+#include "cuda/sm90/backward/score/pack_mask.h"
 #include "cuda/sm90/backward/sink.h"
 #include "cuda/sm90/dbias/host.h"
+#include "cuda/sm90/forward/score/pack_mask.h"
+#include "cuda/sm90/forward/score/segments.h"
 #include "cuda/sm90/fp8/transpose.h"
-#include "cuda/sm90/score/backward_pack_mask.h"
-#include "cuda/sm90/score/pack_mask.h"
-#include "cuda/sm90/score/segments.h"
 
 namespace imagined {
 

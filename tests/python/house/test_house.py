@@ -41,6 +41,28 @@ def test_layer_check_sees_a_violation(tmp_path, monkeypatch):
     assert len(check_layers.violations()) == 1
 
 
+@pytest.mark.parametrize(("file", "included", "said"), [
+    ("score/bias.cuh", "forward/schedule.cuh", "score of cuda/sm90 may include only machine"),
+    ("forward/host.cc", "backward/params.h", "forward of cuda/sm90 may include only machine, score"),
+    ("backward/host.cc", "dbias/kernel.cuh", "backward of cuda/sm90 may include only dbias/host, forward"),
+    ("new/host.cc", "machine/ptx.cuh", "cuda/sm90 has no row for new"),
+    ("backward/host.cc", "dbias/host.h", None),
+    ("backward/host.cc", "plan.h", None),
+    ("rules.cc", "fp8/choice.h", None),
+    ("fp8/kernel.cuh", "forward/score/features.cuh", None),
+])
+def test_layer_check_looks_inside_a_backend(tmp_path, monkeypatch, file, included, said):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import check_layers
+
+    at = tmp_path / "cuda/sm90" / file
+    at.parent.mkdir(parents=True)
+    at.write_text(f'#include "cuda/sm90/{included}"\n')
+    monkeypatch.setattr(check_layers, "SOURCE", tmp_path)
+    found = check_layers.violations()
+    assert not found if said is None else len(found) == 1 and said in found[0]
+
+
 PACKAGE = {"__init__.py": "", "_lib.py": "", "torch/__init__.py": "from .. import _lib", "torch/_a.py": "",
            "torch/_b.py": "", "jax/__init__.py": "import tessera._lib",
            "te/__init__.py": "from ..torch import _a", "te/_b.py": "from . import x"}

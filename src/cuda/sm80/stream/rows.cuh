@@ -41,7 +41,7 @@ struct StreamRows {
                                       const Visible& visible) {
     Scores s;
     score(s, stage, q);
-    weigh(s, scale, key0, clean, visible);
+    softmax(s, scale, key0, clean, visible);
     add_values(s, stage);
   }
 
@@ -126,8 +126,8 @@ struct StreamRows {
 
   // P = 2^(x - m), with the sums and the O^T before brought to the new maxima.
   template <typename Visible>
-  __device__ __forceinline__ void weigh(Scores& s, const float (&scale)[S::kGroups][2], int key0,
-                                        bool clean, const Visible& visible) {
+  __device__ __forceinline__ void softmax(Scores& s, const float (&scale)[S::kGroups][2], int key0,
+                                          bool clean, const Visible& visible) {
     const int lane = threadIdx.x % 32;
     float rescale[S::kGroups][2];
     bool rescales = false;

@@ -150,16 +150,16 @@ const BackwardKernel& choose_backward_kernel(const Problem& p) {
   return special ? *special : *find(needs);
 }
 
-const TwoKernels* find_two_kernels(int dtype, int64_t dqk, int64_t dv) {
+const ApartKernels* find_apart_kernels(int dtype, int64_t dqk, int64_t dv) {
   const int64_t columns = std::max(dqk, dv);
-  for (const TwoKernels& kernels : two_kernels()) {
+  for (const ApartKernels& kernels : apart_kernels()) {
     const int dim = kernels.tile.dim;
     if (kernels.dtype == dtype && columns <= dim && std::min(dqk, dv) > dim - 64) return &kernels;
   }
   return nullptr;
 }
 
-const TwoKernels* choose_two_kernels(const Problem& p, int multiprocessors) {
+const ApartKernels* choose_apart_kernels(const Problem& p, int multiprocessors) {
   if (needs_of(p).features != kLean || !given(p, TESSERA_DQ) || !given(p, TESSERA_DK) ||
       !given(p, TESSERA_DV) || !is_faster_apart(p, multiprocessors)) {
     return nullptr;
@@ -170,7 +170,7 @@ const TwoKernels* choose_two_kernels(const Problem& p, int multiprocessors) {
                     !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
                     !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
   if (given(p, TESSERA_DSINK) && !sees) return nullptr;
-  return find_two_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
+  return find_apart_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
 }
 
 void require_backward(Support& support, const Problem& p) {

@@ -38,6 +38,6 @@ const BackwardKernel& choose_backward_kernel(const Problem& problem);
 
 // The two kernels of backward/apart/kernels.h, where they are the faster way on so many
 // multiprocessors and can do it; null: choose_backward_kernel().
-const TwoKernels* choose_two_kernels(const Problem& problem, int multiprocessors);
+const ApartKernels* choose_apart_kernels(const Problem& problem, int multiprocessors);
 
 }  // namespace tessera::cuda::sm90

@@ -152,8 +152,8 @@ __device__ __forceinline__ void exponentials(float c, const Queries& lse2, float
 // P = 0 where the band hides the key from the query. It has no branches: the compiler keeps
 // descriptors in uniform registers only where it knows that no thread has gone another way.
 template <int kTileM>
-__device__ __forceinline__ void hide(const KeyTile& tile, int key, int block,
-                                     float (&S)[kTileM / 2]) {
+__device__ __forceinline__ void mask_band(const KeyTile& tile, int key, int block,
+                                          float (&S)[kTileM / 2]) {
   const int query = block * kTileM + 2 * (threadIdx.x % 4);  // of element 0
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

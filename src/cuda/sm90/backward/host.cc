@@ -10,10 +10,10 @@
 #include "cuda/sm90/backward/apart/plan.h"
 #include "cuda/sm90/backward/choice.h"
 #include "cuda/sm90/backward/schedule/order.h"
+#include "cuda/sm90/backward/score/pack_mask.h"
 #include "cuda/sm90/backward/sink.h"
 #include "cuda/sm90/machine/tensormap.h"
 #include "cuda/sm90/plan.h"
-#include "cuda/sm90/score/backward_pack_mask.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
@@ -32,8 +32,8 @@ class BackwardPlan final : public Plan {
       : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    const TwoKernels* kernels = choose_two_kernels(problem, multiprocessors_);
-    const int64_t bytes = kernels ? two_workspace_bytes(*kernels, problem)
+    const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors_);
+    const int64_t bytes = kernels ? apart_workspace_bytes(*kernels, problem)
                                   : own_workspace_bytes(problem, choose_backward_kernel(problem));
     return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
   }
@@ -44,8 +44,8 @@ class BackwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    if (const TwoKernels* kernels = choose_two_kernels(problem, multiprocessors_)) {
-      return run_two(*kernels, multiprocessors_, problem, buffers);
+    if (const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors_)) {
+      return run_apart(*kernels, multiprocessors_, problem, buffers);
     }
     const BackwardKernel& kernel = choose_backward_kernel(problem);
     const BackwardTile& tile = kernel.tile;
@@ -232,8 +232,8 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
           "cudaFuncSetAttribute"));
     }
   }
-  if (const TwoKernels* kernels = find_two_kernels(dtype, s.dqk, s.dv)) {
-    TESSERA_RETURN_IF_ERROR(prepare_two(*kernels));
+  if (const ApartKernels* kernels = find_apart_kernels(dtype, s.dqk, s.dv)) {
+    TESSERA_RETURN_IF_ERROR(prepare_apart(*kernels));
   }
   TESSERA_RETURN_IF_ERROR(prepare_dbias(dtype, s.dqk, s.dv));
   const Result<DeviceInfo> info = device_info(device.ordinal);

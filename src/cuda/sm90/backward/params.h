@@ -71,7 +71,7 @@ struct BackwardParams {
   // Hulls of each [hq, slots]; null where neither key ranges nor segments are given.
   QueryHull* hulls;
 
-  // The dense mask, packed (score/backward_pack_mask.h); null without one. A batch or head axis
+  // The dense mask, packed (backward/score/pack_mask.h); null without one. A batch or head axis
   // that is broadcast has stride 0; strides count heads.
   const uint32_t*
       mask_bits;  // [heads, mask_pieces of 64 queries, mask_rows of 16 keys, 32 threads]

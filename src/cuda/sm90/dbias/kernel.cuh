@@ -212,7 +212,7 @@ struct Dbias {
         load_bias_tile(stage, row, bias);
         wgmma_wait<1>();
         pin(S);
-        weigh_plain(bias, lse2, S);
+        softmax_plain(bias, lse2, S);
         wgmma_wait<0>();
         pin(dP);
         differentiate(dP, delta, S);
@@ -238,8 +238,8 @@ struct Dbias {
       __syncwarp();
       if (lane == 0) shared.q_barriers().release(q_ring);
       q_ring.advance();
-      if (!at.clean) hide(at, query, S);
-      if (!kPlain && a.of_slopes) weigh_by_distance(at, query, S);
+      if (!at.clean) mask(at, query, S);
+      if (!kPlain && a.of_slopes) softmax_by_distance(at, query, S);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) sum[e] += S[e];
     }
@@ -266,9 +266,9 @@ struct Dbias {
       }
     }
     // Raw scores to P.
-    __device__ __forceinline__ void weigh_plain(const uint32_t (&bias)[kElements / 2],
-                                                const float (&lse2)[2],
-                                                float (&S)[kElements]) const {
+    __device__ __forceinline__ void softmax_plain(const uint32_t (&bias)[kElements / 2],
+                                                  const float (&lse2)[2],
+                                                  float (&S)[kElements]) const {
       const float c = logit_scale<Element>(a.problem);
       const float factor = a.problem.flags & TESSERA_BIAS_PRE_SCALE ? c : kLog2e;
 #pragma unroll
@@ -367,7 +367,7 @@ struct Dbias {
     }
 
     // Zeros where the band or a length hides the key: what stands there may be anything.
-    __device__ __forceinline__ void hide(const Block& at, int query, float (&S)[kElements]) const {
+    __device__ __forceinline__ void mask(const Block& at, int query, float (&S)[kElements]) const {
       const int column = at.key0 + 2 * (lane % 4);  // of element 0
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -382,8 +382,8 @@ struct Dbias {
     }
 
     // What a slope multiplies: minus the distance from the diagonal.
-    __device__ __forceinline__ void weigh_by_distance(const Block& at, int query,
-                                                      float (&S)[kElements]) const {
+    __device__ __forceinline__ void softmax_by_distance(const Block& at, int query,
+                                                        float (&S)[kElements]) const {
       const int under = query + at.visit.sequence.band.shift;
       const float distance0 = static_cast<float>(under - (at.key0 + 2 * (lane % 4)));
 #pragma unroll

@@ -125,7 +125,7 @@ class DbiasProducer {
       const int index = first + static_cast<int>(round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
       if (index < cut.items) walk(item_of(cut, index));
     }
-    say({.what = Command::kStop});
+    send({.what = Command::kStop});
   }
 
  private:
@@ -174,14 +174,14 @@ class DbiasProducer {
         }
       }
       const bool last = begin == item.block;
-      say({.what = Command::kFinish,
-           .block = begin,
-           .blocks = by_block ? end - begin : 1,
-           .key0 = item.tile * kTileN,
-           .n = item.bias_n,
-           .head = item.bias_head,
-           .released = last ? static_cast<int>(opened) : 0,
-           .term = item.term});
+      send({.what = Command::kFinish,
+            .block = begin,
+            .blocks = by_block ? end - begin : 1,
+            .key0 = item.tile * kTileN,
+            .n = item.bias_n,
+            .head = item.bias_head,
+            .released = last ? static_cast<int>(opened) : 0,
+            .term = item.term});
       end = begin;
     } while (by_block && end > item.block);
   }
@@ -245,18 +245,18 @@ class DbiasProducer {
     }
     q_ring_.advance();
     const Interval of_all = visit.sequence.band.keys_of_all(query0, query0 + kTileM);
-    say({.what = Command::kAdd,
-         .block = block,
-         .sum = sum,
-         .key0 = visit.key0,
-         .n = visit.sequence.n,
-         .head = visit.head,
-         .slot_and_phase = slot_and_phase,
-         .clean = of_all.lo <= visit.key0 && visit.key0 + kTileN <= of_all.hi,
-         .released = released});
+    send({.what = Command::kAdd,
+          .block = block,
+          .sum = sum,
+          .key0 = visit.key0,
+          .n = visit.sequence.n,
+          .head = visit.head,
+          .slot_and_phase = slot_and_phase,
+          .clean = of_all.lo <= visit.key0 && visit.key0 + kTileN <= of_all.hi,
+          .released = released});
   }
 
-  __device__ __forceinline__ void say(const Command& command) {
+  __device__ __forceinline__ void send(const Command& command) {
     const auto barriers = shared_.command_barriers();
     mbarrier_wait(barriers.empty(command_ring_.stage), command_ring_.phase ^ 1);
     storage_.commands[command_ring_.stage] = command;

@@ -14,6 +14,9 @@
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/schedule.cuh"
+#include "cuda/sm90/forward/score/alibi.cuh"
+#include "cuda/sm90/forward/score/blocks.cuh"
+#include "cuda/sm90/forward/score/dropout.cuh"
 #include "cuda/sm90/forward/shape.cuh"
 #include "cuda/sm90/forward/softmax.cuh"
 #include "cuda/sm90/machine/fragment.cuh"
@@ -21,9 +24,6 @@
 #include "cuda/sm90/machine/ptx.cuh"
 #include "cuda/sm90/machine/smem_tile.cuh"
 #include "cuda/sm90/machine/wgmma.cuh"
-#include "cuda/sm90/score/alibi.cuh"
-#include "cuda/sm90/score/blocks.cuh"
-#include "cuda/sm90/score/dropout.cuh"
 #include "cuda/sm90/score/softcap.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -141,12 +141,12 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
 
   // m becomes the largest score so far where a row moves; alpha: what O and l are to be multiplied
   // by. vote: see LateSoftcap.
-  const auto move = [&](const bool(&moves)[2], [[maybe_unused]] const bool(&vote)[2],
-                        float(&alpha)[2]) {
+  const auto update_m = [&](const bool(&moves)[2], [[maybe_unused]] const bool(&vote)[2],
+                            float(&alpha)[2]) {
     float largest[2];
     row_maxima(S, largest);
     if constexpr (kCapsLate) softcap.cap_maxima(vote, largest, S);
-    move_references<(kFeatures & kBias) != 0>(moves, c, largest, m, cm, alpha);
+    update_maxima<(kFeatures & kBias) != 0>(moves, c, largest, m, cm, alpha);
     if constexpr (kCapsLate) most[0] = softcap.most(m[0]), most[1] = softcap.most(m[1]);
   };
   const auto exponent = [&](float s, int r) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
       }
       if (masked) visible.set_others(-kInfinity, S);
     };
-    const auto drop = [&](int j) {
+    const auto apply_dropout = [&](int j) {
       if constexpr (kDrawsEarly) {
         dropout.apply(P);
       } else if constexpr (kFeatures & kDropout) {
@@ -251,10 +251,10 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
       finish_scores(first, is_cut(first), first_is_partial);
     }
     float alpha[2];  // of no use: there are no O and l yet
-    move({true, true}, {work.exists(row), work.exists(row + 8)}, alpha);
-    weights_of_block<Element>(S, exponent, P, l);
+    update_m({true, true}, {work.exists(row), work.exists(row + 8)}, alpha);
+    softmax_of_block<Element>(S, exponent, P, l);
     if constexpr (kCapsLate) softcap.end_block();
-    drop(blocks.end - 1);
+    apply_dropout(blocks.end - 1);
 
     // ---- its other blocks ----
 
@@ -290,7 +290,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
       }
       float sum[2] = {}, early[kEarlyGroups][4];
 #pragma unroll
-      for (int g = 0; g < kEarlyGroups; ++g) weights_of_group(g, S, exponent, early[g], sum);
+      for (int g = 0; g < kEarlyGroups; ++g) softmax_of_group(g, S, exponent, early[g], sum);
       // PV reads P until it is waited for, here: sooner, the wait would stall.
       const bool done = kTile.early_groups == 0 || is_computed(sum[0] + sum[1]);
       if (leader && done) k_barriers.release(here);
@@ -304,7 +304,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
 #pragma unroll
       for (int g = kEarlyGroups; g < kGroups; ++g) {
         float p[4];
-        weights_of_group(g, S, exponent, p, sum);
+        softmax_of_group(g, S, exponent, p, sum);
         round_group<Element>(g, p, P);
       }
       const auto fits = [&](int r) {
@@ -322,15 +322,15 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
           for (int e = 0; e < kTileN / 2; ++e) S[e] += base[e / 2 % 2];
         }
         float alpha[2];
-        move(moves, {moves[0] && work.exists(row), moves[1] && work.exists(row + 8)}, alpha);
-        weights_of_block<Element>(S, exponent, P, sum);
+        update_m(moves, {moves[0] && work.exists(row), moves[1] && work.exists(row + 8)}, alpha);
+        softmax_of_block<Element>(S, exponent, P, sum);
         if constexpr (kCapsLate) softcap.end_block();
         l[0] *= alpha[0], l[1] *= alpha[1];
 #pragma unroll
         for (int e = 0; e < kTile.dv / 2; ++e) O[e] *= alpha[e / 2 % 2];
       }
       l[0] += sum[0], l[1] += sum[1];
-      drop(j);
+      apply_dropout(j);
       k_ring = here;
       if (!kOneRing) v_own.advance();
     };

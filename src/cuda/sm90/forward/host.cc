@@ -10,10 +10,10 @@
 #include "cuda/common/merge.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/common/work/mark.h"
+#include "cuda/sm90/forward/score/pack_mask.h"
+#include "cuda/sm90/forward/score/segments.h"
 #include "cuda/sm90/machine/tensormap.h"
 #include "cuda/sm90/plan.h"
-#include "cuda/sm90/score/pack_mask.h"
-#include "cuda/sm90/score/segments.h"
 
 namespace tessera::cuda::sm90 {
 namespace {

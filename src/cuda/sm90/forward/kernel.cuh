@@ -27,10 +27,10 @@
 // executing them, so what overlaps with a softmax are the products of the other warpgroup. Blocks
 // of keys run right to left, j from the last to the first, so that the blocks that a causal mask or
 // the end of a sequence cuts come first and the steady loop has no mask code. (ALiBi has an order
-// of its own, see score/alibi.cuh.) At the end of a tile the first product of the next one is
-// issued with the last of this one, so that the tensor cores do not see where tiles end. o leaves
-// from registers, or by TMA through the shared memory of its own queries (o_by_tma). A CTA with one
-// consumer shares its SM with others, and there are no turns.
+// of its own, see forward/score/alibi.cuh.) At the end of a tile the first product of the next one
+// is issued with the last of this one, so that the tensor cores do not see where tiles end. o
+// leaves from registers, or by TMA through the shared memory of its own queries (o_by_tma). A CTA
+// with one consumer shares its SM with others, and there are no turns.
 //
 //   barrier                 arrivals                     says
 //   work.full[s]            1: the scheduler             a tile is described

@@ -8,13 +8,9 @@
 #include "cuda/sm90/forward/schedule.cuh"
 #include "cuda/sm90/machine/fragment.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
+#include "cuda/sm90/score/scale.cuh"
 
 namespace tessera::cuda::sm90 {
-
-// Raw scores to exponents of 2.
-__device__ __forceinline__ float log2_scale(const Params& p) {
-  return fmaxf(p.softmax_scale * kLog2e, kZeroScale);
-}
 
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
@@ -117,31 +113,17 @@ struct Output {
         lse_of_rows[8 * r * lse.stride[2]] = lse_to_store(exists[r], sum[r]);
       }
     }
-    // Even threads store 4 columns of even groups, odd threads of odd ones.
-    rows.o = row_of_o(row_of_tile) + (odd ? 8 : 0) + (quad / 2) * 4;
+    rows.o = row_of_o(row_of_tile) + first_traded_column(lane);
     return rows;
   }
 
-  // o = O / l from the accumulators of the rows' warp (machine/wgmma.cuh). Pairs of threads trade
-  // columns, so that a quad stores whole sectors of 32 bytes.
+  // o = O / l from the accumulators of the rows' warp (machine/wgmma.cuh).
   template <int kElements>
   __device__ __forceinline__ void store(const Rows& rows, int lane, float (&O)[kElements]) const {
-    const bool odd = lane % 2;
-    const float(&factor)[2] = rows.factor;
     Element* const o[2] = {rows.o, rows.o + 8 * p.tensor[TESSERA_O].stride[1]};
-    keep_rows(factor[0] != 0, factor[1] != 0, O);
-#pragma unroll
-    for (int g = 0; g < kElements / 4; g += 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float* pair = O + 4 * g + 2 * r;
-        const uint32_t even_group = pack<Element>(pair[0] * factor[r], pair[1] * factor[r]);
-        const uint32_t odd_group = pack<Element>(pair[4] * factor[r], pair[5] * factor[r]);
-        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
-        const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
-        if (8 * g < rows.columns[r]) *reinterpret_cast<uint2*>(o[r] + 8 * g) = mine;
-      }
-    }
+    keep_rows(rows.factor[0] != 0, rows.factor[1] != 0, O);
+    store_traded(o, rows.factor, lane, O,
+                 [&](int r, int column) { return column < rows.columns[r]; });
   }
 
   // The same into a consumer's Tile in shared memory, where TMA may read it when all its threads

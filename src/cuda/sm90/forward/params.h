@@ -35,17 +35,17 @@ struct ForwardParams {
   TileCounter* counter;  // in the workspace; null: every CTA has one tile
   uint64_t mark;         // of this launch, not 0
 
-  // The dense mask, packed (score/pack_mask.h); null without one. A batch or head axis that is
-  // broadcast has stride 0; strides count heads.
+  // The dense mask, packed (forward/score/pack_mask.h); null without one. A batch or head axis that
+  // is broadcast has stride 0; strides count heads.
   const void* mask_bits;       // [heads, mask_rows, mask_blocks, 4] of tile_n / 4 bits
   const uint8_t* mask_states;  // [heads, mask_tiles, mask_blocks]
   int mask_rows, mask_tiles, mask_blocks;
   int mask_stride_batch, mask_stride_head;
 
-  // Lowest and highest id of each block of keys (score/segments.h); null without segments.
+  // Lowest and highest id of each block of keys (forward/score/segments.h); null without segments.
   const int2* segments;
-  // The keys of the segment of each row of q as stored, or kNoSpan (score/segments.h); null where
-  // not looked for.
+  // The keys of the segment of each row of q as stored, or kNoSpan (forward/score/segments.h); null
+  // where not looked for.
   const int2* spans;
 
   // A bias that TMA reads; an axis that is broadcast has factor 0.

@@ -7,12 +7,12 @@
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/schedule.cuh"
+#include "cuda/sm90/forward/score/alibi.cuh"
+#include "cuda/sm90/forward/score/blocks.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
 #include "cuda/sm90/machine/ragged.h"
 #include "cuda/sm90/machine/smem_tile.cuh"
-#include "cuda/sm90/score/alibi.cuh"
-#include "cuda/sm90/score/blocks.cuh"
 
 namespace tessera::cuda::sm90 {
 

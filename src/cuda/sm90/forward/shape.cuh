@@ -6,16 +6,17 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/sm90/forward/frame.cuh"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/schedule.cuh"
+#include "cuda/sm90/forward/score/alibi.cuh"
+#include "cuda/sm90/forward/score/bias.cuh"
+#include "cuda/sm90/forward/score/blocks.cuh"
+#include "cuda/sm90/forward/score/features.cuh"
 #include "cuda/sm90/forward/tile.h"
 #include "cuda/sm90/machine/fragment.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
 #include "cuda/sm90/machine/smem_tile.cuh"
-#include "cuda/sm90/score/alibi.cuh"
-#include "cuda/sm90/score/bias.cuh"
-#include "cuda/sm90/score/blocks.cuh"
-#include "cuda/sm90/score/forward_features.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -95,20 +96,9 @@ struct Forward {
   static_assert(!kTile.o_by_tma || (kTile.q_stages == 2 && !kTile.q_in_registers &&
                                     QTile::kBytes == kRows * kTile.dv * 2));
 
-  // Addresses in shared memory, all from one uniform base (see uniform()).
-  struct Shared {
-    uint32_t base;
+  struct Shared : SharedRings<Forward, SharedStorage> {
+    using SharedRings<Forward, SharedStorage>::base;
 
-    __device__ __forceinline__ uint32_t q(int consumer, int stage) const {
-      return base + offsetof(SharedStorage, q) +
-             (consumer * kTile.q_stages + stage) * QTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t k(int stage) const {
-      return base + offsetof(SharedStorage, k) + stage * KTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t v(int stage) const {
-      return base + offsetof(SharedStorage, v) + stage * VTile::kBytes;
-    }
     __device__ __forceinline__ BiasStage<kTileN> bias(int consumer) const {
       return {base + uint32_t(offsetof(SharedStorage, bias)) + consumer * kBiasBytes,
               {base + uint32_t(offsetof(SharedStorage, bias_barriers)) + consumer * 16},
@@ -119,19 +109,6 @@ struct Forward {
     }
     __device__ __forceinline__ uint32_t slopes(int stage) const {
       return base + offsetof(SharedStorage, slopes) + stage * Progression::kSlopeBytes;
-    }
-    __device__ __forceinline__ StageBarriers<kTile.q_stages> q_barriers(int consumer) const {
-      return {base + uint32_t(offsetof(SharedStorage, q_barriers)) +
-              consumer * 16 * kTile.q_stages};
-    }
-    __device__ __forceinline__ StageBarriers<kTile.k_stages> k_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, k_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<kTile.v_stages> v_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, v_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<kWorkStages> work_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, work_barriers))};
     }
   };
 
@@ -150,15 +127,6 @@ struct Forward {
     bool linear = false;   // ALiBi comes with the products: nothing is left to do to the scores
     bool right = false;    // of the diagonal, where it is subtracted
   };
-
-  // Always true of an x that is not negative, but not known before x is. ptxas moves a wait for
-  // products up over arithmetic that does not depend on it, or leaves more before it than is
-  // written there. Behind a release that depends on x it stays behind x. The test is of bits:
-  // ptxas knows that an exponential has no sign.
-  static __device__ __forceinline__ bool is_computed(float x) {
-    constexpr int kMinusOne = 0xbf800000;
-    return __float_as_int(x) != kMinusOne;
-  }
 };
 
 }  // namespace tessera::cuda::sm90

@@ -35,9 +35,8 @@ __device__ __forceinline__ void row_maxima(const float (&S)[kScores], float (&ma
 // multiplied by; 1, and m as it was, in a row that does not move. cm = c m. Leaves the new m in
 // `largest`. kHidesLow: a row whose scores are very low has seen nothing (kLowest).
 template <bool kHidesLow>
-__device__ __forceinline__ void move_references(const bool (&moves)[2], float c,
-                                                float (&largest)[2], float (&m)[2], float (&cm)[2],
-                                                float (&alpha)[2]) {
+__device__ __forceinline__ void update_maxima(const bool (&moves)[2], float c, float (&largest)[2],
+                                              float (&m)[2], float (&cm)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     largest[r] = moves[r] ? fmaxf(m[r], largest[r]) : m[r];
@@ -52,7 +51,7 @@ __device__ __forceinline__ void move_references(const bool (&moves)[2], float c,
 // p = exp2 of the exponents of one group's scores, and their sums by row added to `sum`.
 // exponent(s, r): of score s in row r.
 template <int kScores, typename Exponent>
-__device__ __forceinline__ void weights_of_group(int g, const float (&S)[kScores],
+__device__ __forceinline__ void softmax_of_group(int g, const float (&S)[kScores],
                                                  const Exponent& exponent, float (&p)[4],
                                                  float (&sum)[2]) {
   const float* s = S + 4 * g;
@@ -70,14 +69,14 @@ __device__ __forceinline__ void round_group(int g, const float (&p)[4], uint32_t
 
 // P of a whole block, and its sums by row.
 template <typename Element, int kScores, typename Exponent>
-__device__ __forceinline__ void weights_of_block(const float (&S)[kScores],
+__device__ __forceinline__ void softmax_of_block(const float (&S)[kScores],
                                                  const Exponent& exponent,
                                                  uint32_t (&P)[kScores / 2], float (&sum)[2]) {
   sum[0] = sum[1] = 0.f;
 #pragma unroll
   for (int g = 0; g < kScores / 4; ++g) {
     float p[4];
-    weights_of_group(g, S, exponent, p, sum);
+    softmax_of_group(g, S, exponent, p, sum);
     round_group<Element>(g, p, P);
   }
 }

@@ -3,11 +3,11 @@
 // product of the block before in registers. fp8/kernel.cuh has the equations and the schedule.
 #pragma once
 
+#include "cuda/sm90/forward/score/blocks.cuh"
 #include "cuda/sm90/fp8/shape.cuh"
 #include "cuda/sm90/machine/fragment.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
 #include "cuda/sm90/machine/wgmma_fp8.cuh"
-#include "cuda/sm90/score/blocks.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
 
   // References move to the rows' largest scores; alpha: what O and l are to be multiplied by, NaN
   // where a score is.
-  const auto move_references = [&](bool masked, float(&alpha)[2]) {
+  const auto update_maxima = [&](bool masked, float(&alpha)[2]) {
     float largest[2];
     if (masked || kTile.exact_sum) {
       largest_scores(S, largest);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     }
   };
   // The weights of groups g and g + 1, in the place of their scores.
-  const auto weigh = [&](const Weights& weights, int g, float(&sum)[2]) {
+  const auto softmax = [&](const Weights& weights, int g, float(&sum)[2]) {
 #pragma unroll
     for (int e = 4 * g; e < 4 * g + 8; ++e) S[e] = weights.weight(S[e], e / 2 % 2);
     if constexpr (kTile.exact_sum) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
   };
   // What the thread's rows see is looked up for each block that the band cuts: there are few, and
   // the loop over the others has no registers left.
-  const auto hide = [&](int j) {
+  const auto mask = [&](int j) {
     const Work& work = works[work_ring.stage];
     const int row = w * kRows + thread_row;
     const Interval keys[2] = {keys_of_tile_row<true>(work, row),
@@ -157,15 +157,15 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     // ---- the tile's first block ----
 
     if (blocks.end - 1 < blocks.clean_begin || blocks.end - 1 >= blocks.clean_end) {
-      hide(blocks.end - 1);
+      mask(blocks.end - 1);
     }
     reference[0] = reference[1] = kSeenNothing;
     l[0] = l[1] = 0;
-    move_references(true, A);
+    update_maxima(true, A);
     {
       const Weights weights(c, reference);
 #pragma unroll
-      for (int g = 0; g < kGroups; g += 2) weigh(weights, g, l), round(g);
+      for (int g = 0; g < kGroups; g += 2) softmax(weights, g, l), round(g);
     }
 #pragma unroll
     for (int e = 0; e < kTile.dv / 2; ++e) O[e] = 0;
@@ -181,12 +181,12 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
       issue_pv(ring.stage);
       wgmma_wait<1>();  // for S; PV still runs, and reads P
       pin(S);
-      if (cut) hide(j);
+      if (cut) mask(j);
       float alpha[2], sum[2] = {};
-      move_references(cut, alpha);
+      update_maxima(cut, alpha);
       const Weights weights(c, reference);
 #pragma unroll
-      for (int g = 0; g < kEarlyGroups; g += 2) weigh(weights, g, sum);
+      for (int g = 0; g < kEarlyGroups; g += 2) softmax(weights, g, sum);
       const bool done = is_computed(kTile.exact_sum ? sum[0] + sum[1] : S[4 * kEarlyGroups - 1]);
       if (leader && done) k_barriers.release(here);
       wgmma_wait<0>();
@@ -197,7 +197,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
       promote();
       A[0] = alpha[0], A[1] = alpha[1];
 #pragma unroll
-      for (int g = kEarlyGroups; g < kGroups; g += 2) weigh(weights, g, sum), round(g);
+      for (int g = kEarlyGroups; g < kGroups; g += 2) softmax(weights, g, sum), round(g);
       if constexpr (kTile.exact_sum) {
         l[0] = fmaf(l[0], alpha[0], sum[0]), l[1] = fmaf(l[1], alpha[1], sum[1]);
       }

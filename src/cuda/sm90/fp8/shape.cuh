@@ -7,14 +7,15 @@
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
+#include "cuda/sm90/forward/frame.cuh"
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/forward/schedule.cuh"
+#include "cuda/sm90/forward/score/features.cuh"
 #include "cuda/sm90/fp8/params.h"
 #include "cuda/sm90/fp8/softmax.cuh"
 #include "cuda/sm90/fp8/tile.h"
 #include "cuda/sm90/machine/pipeline.cuh"
 #include "cuda/sm90/machine/smem_tile.cuh"
-#include "cuda/sm90/score/forward_features.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -66,34 +67,7 @@ struct Fp8Forward {
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   static_assert(VTile::kChunks == 1 && kTile.k_stages == kTile.v_stages);
 
-  // Addresses in shared memory, all from one uniform base (see uniform()).
-  struct Shared {
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t q(int consumer, int stage) const {
-      return base + offsetof(SharedStorage, q) +
-             (consumer * kTile.q_stages + stage) * QTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t k(int stage) const {
-      return base + offsetof(SharedStorage, k) + stage * KTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t v(int stage) const {
-      return base + offsetof(SharedStorage, v) + stage * (VTile::kBytes + kSumBytes);
-    }
-    __device__ __forceinline__ StageBarriers<kTile.q_stages> q_barriers(int consumer) const {
-      return {base + uint32_t(offsetof(SharedStorage, q_barriers)) +
-              consumer * 16 * kTile.q_stages};
-    }
-    __device__ __forceinline__ StageBarriers<kTile.k_stages> k_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, k_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<kTile.v_stages> v_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, v_barriers))};
-    }
-    __device__ __forceinline__ StageBarriers<kWorkStages> work_barriers() const {
-      return {base + uint32_t(offsetof(SharedStorage, work_barriers))};
-    }
-  };
+  using Shared = SharedRings<Fp8Forward, SharedStorage>;
 
   // A consumer warpgroup, w = 0, 1, ... (fp8/consumer.cuh). works: the ring of tiles.
   static __device__ __forceinline__ void consumer(const Fp8Params& a, const Work* works,
@@ -129,11 +103,6 @@ struct Fp8Forward {
     }
     largest = __reduce_max_sync(kAllLanes, largest);
     if (threadIdx.x % kWarp == 0) atomicMax(amax, largest);
-  }
-  // See Forward::is_computed().
-  static __device__ __forceinline__ bool is_computed(float x) {
-    constexpr int kMinusOne = 0xbf800000;
-    return __float_as_int(x) != kMinusOne;
   }
 };
 

@@ -137,6 +137,32 @@ __device__ __forceinline__ void keep_rows(bool first, bool second, float (&d)[kE
   for (int e = 0; e < kElements; ++e) d[e] = (e / 2 % 2 ? second : first) ? d[e] : 0.f;
 }
 
+// Stores a thread's two rows of a fragment, times `factor` and rounded. Pairs of threads trade
+// columns, so that a quad stores whole sectors of 32 bytes: even threads store 4 columns of even
+// groups of 8, odd threads of odd ones, from first_traded_column() on, which is where o points to.
+// stores(r, column): whether those `column` columns further are to be stored.
+__device__ __forceinline__ int first_traded_column(int lane) {
+  return (lane % 2 ? 8 : 0) + lane % 4 / 2 * 4;
+}
+template <typename Element, int kElements, typename Stores>
+__device__ __forceinline__ void store_traded(Element* const (&o)[2], const float (&factor)[2],
+                                             int lane, const float (&O)[kElements],
+                                             const Stores& stores) {
+  const bool odd = lane % 2;
+#pragma unroll
+  for (int g = 0; g < kElements / 4; g += 2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* pair = O + 4 * g + 2 * r;
+      const uint32_t even_group = pack<Element>(pair[0] * factor[r], pair[1] * factor[r]);
+      const uint32_t odd_group = pack<Element>(pair[4] * factor[r], pair[5] * factor[r]);
+      const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
+      const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
+      if (stores(r, 8 * g)) *reinterpret_cast<uint2*>(o[r] + 8 * g) = mine;
+    }
+  }
+}
+
 // The 16 rows of a warp's fragment, times `factor` of its two rows and rounded, into a Tile in
 // shared memory, whose rows begin with `row` there. The writes are visible to TMA.
 template <typename Element, typename Tile, int kElements>

@@ -238,18 +238,9 @@ template <int kRegisters>
 __device__ __forceinline__ void registers_claim() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-// The named barriers of a CTA, of 16. No two kernels that have one share its meaning by accident:
-// each use has a number of its own. 0 is __syncthreads.
-enum class NamedBarrier : int {
-  kFirstTurn = 1,  // turns of consumers on the tensor cores: one of each of up to three
-  kMeeting = 4,    // wide: both consumers
-  kCleared = 5,    // backward in sections: who clears sums of other tiles
-  kLine = 6,       // backward in turns: which tiles stand in line is known
-};
-// The barrier at which consumer w waits for its turn.
-constexpr __device__ __forceinline__ NamedBarrier turn_barrier(int w) {
-  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::kFirstTurn) + w);
-}
+// A named barrier of a CTA, of 16; 0 is __syncthreads. Each stands beside the kernel that uses it,
+// and has a number of its own among those of the kernels that it shares code with.
+enum class NamedBarrier : int {};
 __device__ __forceinline__ void named_barrier_sync(NamedBarrier barrier, int threads) {
   chaos();
   asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");

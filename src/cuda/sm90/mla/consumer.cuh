@@ -84,15 +84,15 @@ class MlaConsumer {
     if (last) release(shared_.q_empty());
     softmax(block, moved);
     publish(moved, kFirstWeights);
-    move_reference(moved);
-    add_own();
-    add_sums();
+    rescale(moved);
+    issue_own();
+    accumulate_sums();
     wgmma_wait<0>();
     pin(O);
     release(shared_.k_empty(0, 0));
     if (!two) return;
     follow(kSecondWeights, 1);
-    add_others(1);
+    issue_others(1);
     wgmma_wait<0>();
     pin(O);
     release(shared_.k_empty(1, 0));
@@ -109,7 +109,7 @@ class MlaConsumer {
       if (last) release(shared_.q_empty());
     }
     follow(kFirstWeights, 0);
-    add_others(0);
+    issue_others(0);
     float moved[2];
     if (two) {
       softmax(block, moved);
@@ -119,9 +119,9 @@ class MlaConsumer {
     pin(O);
     release(shared_.k_empty(0, 1));
     if (!two) return;
-    move_reference(moved);
-    add_sums();
-    add_own();
+    rescale(moved);
+    accumulate_sums();
+    issue_own();
     wgmma_wait<0>();
     pin(O);
     release(shared_.k_empty(1, 1));
@@ -199,10 +199,10 @@ class MlaConsumer {
   // Waits for the other one's P, and takes its reference.
   __device__ __forceinline__ void follow(NamedBarrier barrier, int other) {
     named_barrier_sync(barrier, kBothConsumers);
-    move_reference({storage_.reference[other][row_], storage_.reference[other][row_ + 8]});
+    rescale({storage_.reference[other][row_], storage_.reference[other][row_ + 8]});
   }
 
-  __device__ __forceinline__ void move_reference(const float (&moved)[2]) {
+  __device__ __forceinline__ void rescale(const float (&moved)[2]) {
     if (!__any_sync(kAllLanes, moved[0] != reference_[0] || moved[1] != reference_[1])) return;
     float alpha[2];
 #pragma unroll
@@ -216,7 +216,7 @@ class MlaConsumer {
     for (int e = 0; e < Kernel::kColumns / 2; ++e) O[e] *= alpha[e / 2 % 2];
   }
 
-  __device__ __forceinline__ void add_sums() {
+  __device__ __forceinline__ void accumulate_sums() {
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) sum_[e / 2 % 2] += S[e];
   }
@@ -226,7 +226,7 @@ class MlaConsumer {
   }
 
   // O += P V of this consumer's block, issued.
-  __device__ __forceinline__ void add_own() {
+  __device__ __forceinline__ void issue_own() {
     const uint64_t v = values(w_);
     pin(O);
     wgmma_fence();
@@ -238,7 +238,7 @@ class MlaConsumer {
     wgmma_commit();
   }
   // The same of the other one's block.
-  __device__ __forceinline__ void add_others(int buffer) {
+  __device__ __forceinline__ void issue_others(int buffer) {
     const uint64_t p = PTile::k_major(shared_.p(buffer)), v = values(buffer);
     pin(O);
     wgmma_fence();
@@ -302,8 +302,6 @@ class MlaConsumer {
   }
 
   __device__ __forceinline__ void store_rows(const Rows& rows, int row0, int head0) {
-    const int quad = lane_ % 4;
-    const bool odd = quad % 2;
     Element* o[2];
     float factor[2];
     bool owned[2];
@@ -311,25 +309,13 @@ class MlaConsumer {
     for (int r = 0; r < 2; ++r) {
       const MlaRow row =
           row_of_unit(args_, rows, row0, head0, rank_ * Kernel::kRows + row_ + 8 * r);
-      factor[r] = finish_row(args_.params, row, reference_[r], sum_[r], w_ == 0 && quad == 0);
+      factor[r] = finish_row(args_.params, row, reference_[r], sum_[r], w_ == 0 && lane_ % 4 == 0);
       owned[r] = row.owned;
-      // Even threads store 4 columns of even groups, odd threads of odd ones.
       o[r] = static_cast<Element*>(args_.params.tensor[TESSERA_O].data) + row.o +
-             w_ * Kernel::kColumns + (odd ? 8 : 0) + quad / 2 * 4;
+             w_ * Kernel::kColumns + first_traded_column(lane_);
     }
     keep_rows(factor[0] != 0, factor[1] != 0, O);
-#pragma unroll
-    for (int g = 0; g < Kernel::kColumns / 8; g += 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float* pair = O + 4 * g + 2 * r;
-        const uint32_t even_group = pack<Element>(pair[0] * factor[r], pair[1] * factor[r]);
-        const uint32_t odd_group = pack<Element>(pair[4] * factor[r], pair[5] * factor[r]);
-        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? even_group : odd_group, 1);
-        const uint2 mine = odd ? uint2{got, odd_group} : uint2{even_group, got};
-        if (owned[r]) *reinterpret_cast<uint2*>(o[r] + 8 * g) = mine;
-      }
-    }
+    store_traded(o, factor, lane_, O, [&](int r, int) { return owned[r]; });
   }
 
   const MlaArgs& args_;

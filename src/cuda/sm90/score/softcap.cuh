@@ -5,7 +5,6 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/score/softcap.cuh"
-#include "cuda/sm90/forward/output.cuh"
 
 namespace tessera::cuda::sm90 {
 

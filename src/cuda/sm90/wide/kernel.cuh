@@ -55,6 +55,8 @@
 
 namespace tessera::cuda::sm90 {
 
+inline constexpr NamedBarrier kMeeting{4};
+
 template <typename Element, typename Row>
 struct Wide {
   static constexpr WideTile kTile = Row::kTile;
@@ -195,9 +197,9 @@ struct Wide {
       return before;
     };
     const auto exponent = [&](float s, int r) { return fmaf(s, c, -cm[r]); };
-    const auto weights = [&](int g) {  // P of 8 keys
+    const auto softmax = [&](int g) {  // P of 8 keys
       float p[4];
-      weights_of_group(g, S, exponent, p, sum);
+      softmax_of_group(g, S, exponent, p, sum);
       round_group<Element>(g, p, P);
     };
     const auto store_p = [&](int buffer) {  // where both consumers find it after they have met
@@ -208,10 +210,10 @@ struct Wide {
       }
       async_proxy_fence();
     };
-    const auto meet = [&] { named_barrier_sync(NamedBarrier::kMeeting, kConsumers * kWarpgroup); };
+    const auto meet = [&] { named_barrier_sync(kMeeting, kConsumers * kWarpgroup); };
     // The rows that ask for it, in either consumer, get a reference of their own: the maximum that
     // they have seen. Rows that do not keep the bits that they had.
-    const auto move = [&](const bool(&wants)[2], int buffer) {
+    const auto rescale = [&](const bool(&wants)[2], int buffer) {
       float row_max[2] = {-kInfinity, -kInfinity};
 #pragma unroll
       for (int e = 0; e < kKeys / 2; ++e) row_max[e / 2 % 2] = fmaxf(row_max[e / 2 % 2], S[e]);
@@ -241,13 +243,13 @@ struct Wide {
         l[r] *= alpha[r];
       }
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) weights(g);
+      for (int g = 0; g < kGroups; ++g) softmax(g);
       store_p(buffer);
       meet();
 #pragma unroll
       for (int e = 0; e < kColumns / 2; ++e) O[e] *= alpha[e / 2 % 2];
     };
-    const auto hide = [&](int j) {  // the scores that the band leaves out
+    const auto mask = [&](int j) {  // the scores that the band leaves out
       if (j >= clean_begin && j < clean_end) return;
       VisibleBits(keys, kConsumers * j + w, lane).set_others(-kInfinity, S);
     };
@@ -283,10 +285,10 @@ struct Wide {
         if constexpr (kSoftmax) {
           if (part == 0) {
             pin(S);
-            hide(j - 1);
+            mask(j - 1);
           }
 #pragma unroll
-          for (int g = 0; g < kGroups / kParts; ++g) weights(part * (kGroups / kParts) + g);
+          for (int g = 0; g < kGroups / kParts; ++g) softmax(part * (kGroups / kParts) + g);
         }
       }
       if constexpr (kSoftmax) store_p(buffer ^ 1);
@@ -309,13 +311,13 @@ struct Wide {
       wgmma_wait<0>();
       pin(S);
       release(last);
-      hide(end - 1);
+      mask(end - 1);
 #pragma unroll
       for (int e = 0; e < kColumns / 2; ++e) O[e] = 0;
       m[0] = m[1] = -kInfinity;
       l[0] = l[1] = 0;
       int buffer = 0;
-      move({true, true}, buffer);
+      rescale({true, true}, buffer);
       l[0] = sum[0], l[1] = sum[1];
 
 #pragma unroll 1
@@ -326,11 +328,10 @@ struct Wide {
         const auto wants = [&](int r) {
           return needs_maximum || !(sum[r] <= kMostSum) || m[r] == -kInfinity;
         };
-        if (named_barrier_any(NamedBarrier::kMeeting, kConsumers * kWarpgroup,
-                              wants(0) || wants(1))) {
+        if (named_barrier_any(kMeeting, kConsumers * kWarpgroup, wants(0) || wants(1))) {
           wgmma_wait<0>();
           pin(O);
-          move({wants(0), wants(1)}, buffer);
+          rescale({wants(0), wants(1)}, buffer);
         }
         l[0] += sum[0], l[1] += sum[1];
       }

@@ -24,7 +24,7 @@ struct StatisticsOfBlocks {  // lse2, delta
   alignas(16) float value[2][stages_of_stream(kDim, kRows)][kRows];
 };
 template <int kDim>
-using DkdvShape = TwoShape<kDim, rows_of_block(kDim), KeyWork, StatisticsOfBlocks<kDim>, true>;
+using DkdvShape = ApartShape<kDim, rows_of_block(kDim), KeyWork, StatisticsOfBlocks<kDim>, true>;
 
 template <typename Element, int kDim>
 struct BackwardDkdv : DkdvShape<kDim> {
@@ -279,19 +279,19 @@ struct BackwardDkdv : DkdvShape<kDim> {
       if (leader) grad_o_barriers.release(at);
     };
     // S becomes P while dP is being made.
-    const auto weigh = [&](int block) {
+    const auto softmax = [&](int block) {
       wgmma_wait<1>();
       pin(S);
       exponentials<kQueries>(c, PairsOfQueries{statistics(shared, 0, ring.stage) + 8 * quad}, S);
       if (block < clean_begin || block >= clean_end) {
-        hide<kQueries>(works[work_ring.stage], key, block, S);
+        mask_band<kQueries>(works[work_ring.stage], key, block, S);
       }
       wgmma_wait<0>();
       pin(dP);
       pin(S);
     };
     // The block to dK and dV; issues S and dP of the next one, if there is one. It has arrived.
-    const auto add = [&](bool more) {
+    const auto accumulate = [&](bool more) {
       differentiate(statistics(shared, 1, ring.stage) + 8 * quad, S, dP, P, dS);
       take_turn(w);
       issue_sum<Element, Block, kQueries / kStepK>(dV, P,
@@ -324,7 +324,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
     issue_dp(ring);
     give_turn(w);
     start_tile();
-    weigh(begin);
+    softmax(begin);
     for (bool more = true; more;) {  // a tile; P and dP of its first block are in registers
 #pragma unroll
       for (float& x : dK) x = 0;
@@ -335,47 +335,43 @@ struct BackwardDkdv : DkdvShape<kDim> {
       for (int left = (end - begin) * group - 1; left > 0; --left) {
         if (++member == group) member = 0, ++block;
         wait_for_block(ring.next());
-        add(true);
-        weigh(block);
+        accumulate(true);
+        softmax(block);
       }
       const auto kept = kept_ring;
       const auto done = work_ring;
       work_ring.advance();
       kept_ring.advance();
       more = next_tile();
-      // dK and dV of the finished tile go where its K and V were; the carrier stores them from
-      // there.
-      const auto stage = [&] {
+      const auto stage = [&] {  // dK and dV of the finished tile, where its K and V were
         const Work& work = works[done.stage];
         const int keys = work.k.length - work.key0 - (w * kRowsOfBox + warp_row);  // of the warp
-        __syncwarp();
-        if (lane == 0) work_barriers.release(done);
-        keep_rows(lane / 4 < keys, lane / 4 + 8 < keys, dK);
-        keep_rows(lane / 4 < keys, lane / 4 + 8 < keys, dV);
-        const float scale = a.problem.softmax_scale;
-        stage_rows<Element, Tile>(shared.kept(w, kept.stage, 0), warp_row, lane, {scale, scale},
-                                  dK);
-        stage_rows<Element, Tile>(shared.kept(w, kept.stage, 1), warp_row, lane, {1.f, 1.f}, dV);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(kept_barriers.empty(kept.stage));
+        stage_results(lane, work_barriers, done, kept_barriers, kept.stage, [&] {
+          keep_rows(lane / 4 < keys, lane / 4 + 8 < keys, dK);
+          keep_rows(lane / 4 < keys, lane / 4 + 8 < keys, dV);
+          const float scale = a.problem.softmax_scale;
+          stage_rows<Element, Tile>(shared.kept(w, kept.stage, 0), warp_row, lane, {scale, scale},
+                                    dK);
+          stage_rows<Element, Tile>(shared.kept(w, kept.stage, 1), warp_row, lane, {1.f, 1.f}, dV);
+        });
       };
       if (!more) {
-        add(false);
+        accumulate(false);
         stage();
         break;
       }
       kept_barriers.wait(kept_ring);
       wait_for_block(ring.next());
-      add(true);
+      accumulate(true);
       start_tile();
       stage();
-      weigh(begin);
+      softmax(begin);
     }
   }
 };
 
 template <typename Element, int kDim>
-__global__ void __launch_bounds__(kTwoThreads, 1)
+__global__ void __launch_bounds__(kApartThreads, 1)
     backward_dkdv(const __grid_constant__ DkdvParams a) {
   using Kernel = BackwardDkdv<Element, kDim>;
   extern __shared__ __align__(1024) uint8_t storage[];

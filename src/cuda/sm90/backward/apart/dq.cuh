@@ -15,13 +15,13 @@
 #include <climits>
 
 #include "cuda/sm90/backward/apart/shape.cuh"
-#include "cuda/sm90/score/blocks.cuh"
-#include "cuda/sm90/score/forward_features.cuh"
+#include "cuda/sm90/forward/score/blocks.cuh"
+#include "cuda/sm90/forward/score/features.cuh"
 
 namespace tessera::cuda::sm90 {
 
 template <int kDim>
-using DqShape = TwoShape<kDim, kRowsOfBox, Work, PackedOrder, kDim == 128>;
+using DqShape = ApartShape<kDim, kRowsOfBox, Work, PackedOrder, kDim == 128>;
 
 template <typename Element, int kDim>
 struct BackwardDq : DqShape<kDim> {
@@ -303,14 +303,11 @@ struct BackwardDq : DqShape<kDim> {
       work_ring.advance();
       kept_ring.advance();
       more = next_tile();
-      // dQ of the finished tile goes where its Q was; the carrier stores it from there.
-      const auto stage = [&] {
+      const auto stage = [&] {  // dQ of the finished tile, where its Q was
         pin(dQ);
-        __syncwarp();
-        if (lane == 0) work_barriers.release(done);
-        Output<Element>::template stage<Tile>(shared.kept(w, kept.stage, 0), scale, thread, dQ);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(kept_barriers.empty(kept.stage));
+        stage_results(lane, work_barriers, done, kept_barriers, kept.stage, [&] {
+          Output<Element>::template stage<Tile>(shared.kept(w, kept.stage, 0), scale, thread, dQ);
+        });
       };
       if (!more) {
         take_turn(w);
@@ -343,7 +340,8 @@ struct BackwardDq : DqShape<kDim> {
 };
 
 template <typename Element, int kDim>
-__global__ void __launch_bounds__(kTwoThreads, 1) backward_dq(const __grid_constant__ DqParams a) {
+__global__ void __launch_bounds__(kApartThreads, 1)
+    backward_dq(const __grid_constant__ DqParams a) {
   using Kernel = BackwardDq<Element, kDim>;
   extern __shared__ __align__(1024) uint8_t storage[];
   const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};

@@ -39,9 +39,9 @@ Pieces take_workspace(const Problem& problem, int dim, Workspace& workspace) {
 
 void order_key_tiles(DkdvParams& a) {
   const Params& p = a.problem;
-  const int tiles_n = (p.sk + kTwoRows - 1) / kTwoRows;
+  const int tiles_n = (p.sk + kApartRows - 1) / kApartRows;
   const int heads = p.thd_k ? p.hk : p.batch * p.hk;
-  a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, kTwoRows) * p.hk;
+  a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, kApartRows) * p.hk;
   a.longest_first = p.right >= 0;
   constexpr int64_t kElementBytes = 2;
   const int64_t bytes_of_head = kElementBytes * p.group * p.sq * (p.dqk + p.dv);
@@ -103,13 +103,13 @@ Status map_tensors(const Problem& problem, const Buffers& buffers, DqParams& q, 
 
 Status launch(const char* name, const void* function, int ctas, int shared_bytes, const void* args,
               cudaStream_t stream) {
-  return launch_overlapping(name, function, dim3(static_cast<unsigned>(ctas)), kTwoThreads,
+  return launch_overlapping(name, function, dim3(static_cast<unsigned>(ctas)), kApartThreads,
                             shared_bytes, args, stream);
 }
 
 }  // namespace
 
-Status prepare_two(const TwoKernels& kernels) {
+Status prepare_apart(const ApartKernels& kernels) {
   for (const auto& [function, bytes] : {std::pair{kernels.code->dq, kernels.code->dq_shared_bytes},
                                         {kernels.code->dkdv, kernels.code->dkdv_shared_bytes}}) {
     TESSERA_RETURN_IF_ERROR(cuda_status(
@@ -119,14 +119,14 @@ Status prepare_two(const TwoKernels& kernels) {
   return {};
 }
 
-int64_t two_workspace_bytes(const TwoKernels& kernels, const Problem& problem) {
+int64_t apart_workspace_bytes(const ApartKernels& kernels, const Problem& problem) {
   Workspace workspace;
   take_workspace(problem, kernels.tile.dim, workspace);
   return workspace.bytes();
 }
 
-Status run_two(const TwoKernels& kernels, int multiprocessors, const Problem& problem,
-               const Buffers& buffers) {
+Status run_apart(const ApartKernels& kernels, int multiprocessors, const Problem& problem,
+                 const Buffers& buffers) {
   const auto stream = static_cast<cudaStream_t>(buffers.stream);
   Workspace workspace(buffers.workspace);
   const Pieces pieces = take_workspace(problem, kernels.tile.dim, workspace);
@@ -135,7 +135,7 @@ Status run_two(const TwoKernels& kernels, int multiprocessors, const Problem& pr
   DkdvParams k = dkdv_params(forward, q, problem);
   TESSERA_RETURN_IF_ERROR(map_tensors(problem, buffers, q, k));
   const int workers = multiprocessors_for(buffers, multiprocessors);
-  order_tiles(kTwoRows, workers, pieces.dq_counter, q);
+  order_tiles(kApartRows, workers, pieces.dq_counter, q);
   order_key_tiles(k);
   k.mark = q.mark;
   if (k.tiles > workers) k.counter = pieces.key_counter;

@@ -8,7 +8,7 @@
 namespace tessera::cuda::sm90 {
 
 template <typename Element, typename Row>
-TwoCode make_two() {
+ApartCode make_apart() {
   constexpr int kDim = Row::kTile.dim;
   return {static_cast<int>(sizeof(typename BackwardDq<Element, kDim>::SharedStorage)),
           static_cast<int>(sizeof(typename BackwardDkdv<Element, kDim>::SharedStorage)),

@@ -14,22 +14,22 @@ constexpr int kRowsOfBox = 64;  // of every tensor map, and what a consumer keep
 constexpr int rows_of_block(int dim) { return dim == 64 ? 128 : 64; }
 
 // The column of backward/apart/table.def.
-struct TwoTile {
+struct ApartTile {
   int dim;  // head dims up to this one, and more than dim - 64
 };
 
-struct TwoCode {
+struct ApartCode {
   int dq_shared_bytes, dkdv_shared_bytes;
-  const void *dq, *dkdv;  // kTwoThreads, one CTA a multiprocessor; DqParams and DkdvParams
+  const void *dq, *dkdv;  // kApartThreads, one CTA a multiprocessor; DqParams and DkdvParams
 };
-constexpr int kTwoThreads = 384;
-constexpr int kTwoRows = 128;  // of a tile of either kernel
+constexpr int kApartThreads = 384;
+constexpr int kApartRows = 128;  // of a tile of either kernel
 
-using TwoKernels = KernelRow<TwoTile, TwoCode>;
+using ApartKernels = KernelRow<ApartTile, ApartCode>;
 
-std::span<const TwoKernels> two_kernels();
+std::span<const ApartKernels> apart_kernels();
 
 // Null: none is built for these head dims.
-const TwoKernels* find_two_kernels(int dtype, int64_t dqk, int64_t dv);
+const ApartKernels* find_apart_kernels(int dtype, int64_t dqk, int64_t dv);
 
 }  // namespace tessera::cuda::sm90

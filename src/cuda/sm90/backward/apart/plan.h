@@ -8,10 +8,10 @@
 
 namespace tessera::cuda::sm90 {
 
-Status prepare_two(const TwoKernels& kernels);
-int64_t two_workspace_bytes(const TwoKernels& kernels, const Problem& problem);
+Status prepare_apart(const ApartKernels& kernels);
+int64_t apart_workspace_bytes(const ApartKernels& kernels, const Problem& problem);
 // Runs a problem with the band, lengths and sinks alone, of which dq, dk and dv are given.
-Status run_two(const TwoKernels& kernels, int multiprocessors, const Problem& problem,
-               const Buffers& buffers);
+Status run_apart(const ApartKernels& kernels, int multiprocessors, const Problem& problem,
+                 const Buffers& buffers);
 
 }  // namespace tessera::cuda::sm90

@@ -26,6 +26,7 @@
 #include "cuda/sm90/backward/apart/params.h"
 #include "cuda/sm90/backward/edges.cuh"
 #include "cuda/sm90/backward/products.cuh"
+#include "cuda/sm90/forward/frame.cuh"
 #include "cuda/sm90/forward/roles.cuh"
 #include "cuda/sm90/forward/schedule.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
@@ -39,9 +40,9 @@ constexpr int stages_of_stream(int dim, int rows) { return dim == 128 ? 3 : 4 * 
 // AnyWork: a tile as the scheduler describes it. kRows: of a block that streams past. Extra: what
 // only one of the kernels has there. kTurns: the consumers take turns on the tensor cores.
 template <int kDim, int kRows, typename AnyWork, typename Extra, bool kTurns>
-struct TwoShape {
+struct ApartShape {
   static constexpr int kConsumers = 2, kLoaders = 3, kWorkStages = 3;
-  static constexpr int kTileM = kTwoRows, kTileN = kRows;
+  static constexpr int kTileM = kApartRows, kTileN = kRows;
   static constexpr int kKept = 2;  // tiles in shared memory
   static constexpr int kStages = stages_of_stream(kDim, kRows);
   static constexpr int kConsumerRegisters = 232,
@@ -150,6 +151,20 @@ __device__ __forceinline__ void carry(const typename Kernel::Work* works,
   for (int i = 0; i < kStages; ++i, ring.advance()) {
     if (i + filled >= kStages) send(places[i]);
   }
+}
+
+// What a tile has made goes where what it kept was; the carrier stores it from there. results():
+// writes a warp's rows there; it no longer looks at the tile's description, which is released.
+template <int kWorkStages, int kKept, typename Results>
+__device__ __forceinline__ void stage_results(int lane, const StageBarriers<kWorkStages>& works,
+                                              const Ring<kWorkStages>& work,
+                                              const StageBarriers<kKept>& kept, int stage,
+                                              const Results& results) {
+  __syncwarp();
+  if (lane == 0) works.release(work);
+  results();
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(kept.empty(stage));
 }
 
 // One tensor of a consumer's results, from its place in shared memory: rows from `row` of the

@@ -69,7 +69,7 @@ class BiasGradient {
     }
   }
   // Called by one lane of a warp, behind an async_proxy_fence() of all.
-  __device__ __forceinline__ void say_staged() const { mbarrier_arrive(staging_.full()); }
+  __device__ __forceinline__ void signal_staged() const { mbarrier_arrive(staging_.full()); }
 
   // ---- the warps of the producer's warpgroup that have nothing else to do ----
 
@@ -122,12 +122,12 @@ class BiasGradient {
           const int mark = sender.mark_of(member, block, first + w);
           const int found = mark >= 0 ? atomicAdd(a.bias_marks + mark, kClaimed) : 0;
           mbarrier_wait(staging.of(w).full(), phase);
-          say_stored(a, unsaid[w]);
+          signal_stored(a, unsaid[w]);
           if (found != 0) {  // the other tile has claimed the block: until it has stored it
             if (found < kStored) {
               // Who waits has nothing that others may be waiting for.
 #pragma unroll
-              for (int& other : unsaid) say_stored(a, other);
+              for (int& other : unsaid) signal_stored(a, other);
             }
             while (load_acquire(a.bias_marks + mark) < kStored) {
             }
@@ -142,7 +142,7 @@ class BiasGradient {
       }
     }
 #pragma unroll
-    for (int& mark : unsaid) say_stored(a, mark);
+    for (int& mark : unsaid) signal_stored(a, mark);
     bulk_wait();
   }
 
@@ -151,7 +151,7 @@ class BiasGradient {
   static_assert(2 * kClaimed < kStored);
 
   // Whoever reads the mark may add to what it stands for. Negative: there is nothing to say.
-  static __device__ __forceinline__ void say_stored(const BackwardParams& a, int& mark) {
+  static __device__ __forceinline__ void signal_stored(const BackwardParams& a, int& mark) {
     if (mark < 0) return;
     bulk_wait();
     add_release(a.bias_marks + mark, kStored);

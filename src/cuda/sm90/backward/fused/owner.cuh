@@ -103,7 +103,7 @@ struct BackwardOwner {
     const auto turns = shared.turns();
     const int2 first = kInTurn<Row> && !kLeavesOut ? Order::first_of(tile) : int2{0, 0};
     const int first_lo = uniform_register(first.x), first_hi = uniform_register(first.y);
-    const auto add = [&](float* part, const auto& dQ) {
+    const auto accumulate = [&](float* part, const auto& dQ) {
       bool stores = previous_block >= first_lo && previous_block < first_hi;
       if constexpr (kLeavesOut && kInTurn<Row>) stores = turns.is_first(previous_ring);
       add_dq<kInTurn<Row>, kDqk>(part + int64_t{previous_slot} * Kernel::kBlockOfDq, w, dQ, stores);
@@ -111,15 +111,15 @@ struct BackwardOwner {
     const auto finish_turn = [&] {
       if constexpr (kInTurn<Row>) turns.done(previous_ring, previous_slot >= 0);
     };
-    const auto add_previous = [&](const float(&dQ)[kColumnsOfDq / 2]) {
+    const auto accumulate_previous = [&](const float(&dQ)[kColumnsOfDq / 2]) {
       if constexpr (kInTurn<Row>) turns.wait(previous_ring, previous_slot >= 0);
-      if (sums && previous_slot >= 0) add(sums, dQ);
+      if (sums && previous_slot >= 0) accumulate(sums, dQ);
       if constexpr (!kWide) finish_turn();
     };
     // Wide: this owner's half of the middle chunk.
-    const auto add_half = [&](const float(&dQ)[kHalfColumns / 2]) {
+    const auto accumulate_half = [&](const float(&dQ)[kHalfColumns / 2]) {
       if (sums && previous_slot >= 0) {
-        add(sums + (1 - 2 * w) * Kernel::kPartOfDq + w * kHalfColumns / 2 * kWarpgroup, dQ);
+        accumulate(sums + (1 - 2 * w) * Kernel::kPartOfDq + w * kHalfColumns / 2 * kWarpgroup, dQ);
       }
       finish_turn();
     };
@@ -127,7 +127,7 @@ struct BackwardOwner {
     const auto finish_previous = [&](float(&dQ)[kColumnsOfDq / 2]) {
       pin(dQ);
       if (kWaitsForEmpty && lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
-      add_previous(dQ);
+      accumulate_previous(dQ);
     };
 
     // ---- dS in shared memory ----
@@ -136,18 +136,18 @@ struct BackwardOwner {
     const auto store_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
       store_gradient_of_scores(shared.ds(ds_ring.stage) + ds_row, dS);
     };
-    const auto say_ds = [&] {
+    const auto signal_ds = [&] {
       async_proxy_fence();
       __syncwarp();
       if (lane == 0) {
         mbarrier_arrive(ds_barriers.full(ds_ring.stage));
-        if constexpr (kSumsBias<Row>) bias_sums.say_staged();
+        if constexpr (kSumsBias<Row>) bias_sums.signal_staged();
       }
     };
     const auto write_ds = [&](const uint32_t(&dS)[kTileM / 4]) {
       mbarrier_wait(ds_barriers.empty(ds_ring.stage), ds_ring.phase ^ 1);
       store_ds(dS);
-      say_ds();
+      signal_ds();
     };
     // The next one of three buffers of dS is free when the other owner has written dS(i - 1): it is
     // done with block i - 2, and so with dQ(i - 3).
@@ -193,7 +193,7 @@ struct BackwardOwner {
       wgmma_wait<1>();
       pin(S);
 
-      features.weigh(block, warp_ds, kPitch, lse2, S, P);
+      features.softmax(block, warp_ds, kPitch, lse2, S, P);
       if constexpr (Features::kFetchesBias) fetch_bias(block, ds_ring.next());
       wgmma_wait<0>();
       pin(dP);
@@ -203,7 +203,7 @@ struct BackwardOwner {
       for (int g = 0; g < kTileM / 8; ++g) {
         const float* s = S + 4 * g;
         const float* dp = dP + 4 * g;
-        if constexpr (!Features::kWeighsAll) {
+        if constexpr (!Features::kKeepsP) {
           P[2 * g] = pack<Element>(s[0], s[1]), P[2 * g + 1] = pack<Element>(s[2], s[3]);
         }
         dS[2 * g] = pack<Element>(dp[0], dp[1]), dS[2 * g + 1] = pack<Element>(dp[2], dp[3]);
@@ -211,11 +211,11 @@ struct BackwardOwner {
 
       if constexpr (kSumsBias<Row>) bias_sums.stage(dS);
       store_ds(dS);
-      if constexpr (!Kernel::kFencesLate) say_ds();
+      if constexpr (!Kernel::kFencesLate) signal_ds();
       // The first time there is no block before: what comes out is thrown away.
       ds_barriers.wait(previous_ring);
       issue_dq(shared, previous_ring.stage, w, dQ);
-      if constexpr (Kernel::kFencesLate) say_ds();
+      if constexpr (Kernel::kFencesLate) signal_ds();
       const uint64_t grad_o_rows = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
       issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o_rows);
       const uint64_t q_rows = QTile::mn_major(shared.q(ring.stage));
@@ -223,7 +223,7 @@ struct BackwardOwner {
       wgmma_wait<2>();
       pin(dQ);
       if (lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
-      add_previous(dQ);
+      accumulate_previous(dQ);
       wgmma_wait<0>();
       pin(dV);
       pin(dK);
@@ -247,15 +247,15 @@ struct BackwardOwner {
         pin(S);
         lse2.load_others();
         if constexpr (kShapes) {
-          features.weigh_distances(block, lse2, S);
+          features.softmax_with_distances(block, lse2, S);
         } else {
           exponentials<kTileM>(c, lse2, S);
         }
         if constexpr (kOfSegments) {
           const uint32_t spans = shared.spans() + 8 * (warp_row + lane / 4);
-          if (masked) hide_segments<kTileM>(a, tile, key, block, spanned, spans, S);
+          if (masked) mask_segments<kTileM>(a, tile, key, block, spanned, spans, S);
         } else if constexpr (!kShapes) {
-          if (masked) hide<kTileM>(tile, key, block, S);
+          if (masked) mask_band<kTileM>(tile, key, block, S);
         }
         delta.load_first();
         if constexpr (!kSplitsRows) pack_all<Element>(S, P);
@@ -269,7 +269,7 @@ struct BackwardOwner {
         if constexpr (kWaitsForEmpty) acquire_ds();
         store_ds(dS);
         operands.issue_dq(previous_ring.stage, dQ);
-        say_ds();  // a fence takes 100 clocks and more: under dQ, which reads older ones
+        signal_ds();  // a fence takes 100 clocks and more: under dQ, which reads older ones
         operands.issue_dv(ring.stage, P, dV);
         operands.issue_dk(ring.stage, dS, dK);
         wgmma_wait<2>();
@@ -287,7 +287,7 @@ struct BackwardOwner {
         acquire_ds();
         store_ds({});
         operands.issue_dq(previous_ring.stage, dQ);
-        say_ds();
+        signal_ds();
         wgmma_wait<0>();
         finish_previous(dQ);
         advance(block, slot);
@@ -305,7 +305,7 @@ struct BackwardOwner {
       wgmma_wait<0>();
       pin(S);
       exponentials<kTileM>(c, PairsOfQueries{shared.lse2(ring.stage) + 8 * quad}, S);
-      if (masked) hide<kTileM>(tile, key, block, S);
+      if (masked) mask_band<kTileM>(tile, key, block, S);
 #pragma unroll
       for (int i = 0; i < kTileM / 4; ++i) P[i] = pack<Element>(S[2 * i], S[2 * i + 1]);
       issue_scores<Element, VTile, GradOTile, kDv>(dP, v, GradOTile::k_major(grad_o));
@@ -322,13 +322,13 @@ struct BackwardOwner {
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, QTile::mn_major(shared.q(ring.stage)));
       wgmma_wait<1>();
       pin(dQ);
-      add_previous(dQ);
+      accumulate_previous(dQ);
       issue_half_of_dq(shared, previous_ring.stage, w, half);
       wgmma_wait<0>();
       pin(dK);
       pin(half);
       if (lane == 0 && previous_slot >= 0) ds_barriers.release(previous_ring);
-      add_half(half);
+      accumulate_half(half);
       advance(block, slot);
     };
 
@@ -418,15 +418,15 @@ struct BackwardOwner {
     if (!is_shared) others.load(a, tile, w, shared.sums_barrier());
     wgmma_wait<0>();
     pin(dQ);
-    add_previous(dQ);
+    accumulate_previous(dQ);
     if constexpr (kWide) {
       float half[kHalfColumns / 2];
       issue_half_of_dq(shared, previous_ring.stage, w, half);
       wgmma_wait<0>();
       pin(half);
-      add_half(half);
+      accumulate_half(half);
     }
-    others.say_added(shared.added_barrier());
+    others.signal_added(shared.added_barrier());
     bool is_complete = true;
     if (is_shared) {
       is_complete = SharedSums<Kernel>(a, tile, warp_row / 16).collect(dK, dV);

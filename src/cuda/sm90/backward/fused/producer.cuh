@@ -2,12 +2,12 @@
 // The producer of the fused backward kernel: one thread that feeds the owners by TMA.
 #pragma once
 
-#include "cuda/sm90/backward/blocks.cuh"
 #include "cuda/sm90/backward/edges.cuh"
 #include "cuda/sm90/backward/fused/segments.cuh"
+#include "cuda/sm90/backward/score/blocks.cuh"
+#include "cuda/sm90/backward/score/features.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
-#include "cuda/sm90/score/backward_features.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -101,7 +101,7 @@ struct BackwardProducer {
       const int c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(ring_.stage),
                      grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
-      if constexpr (kIsTold) say(member, block, mask);
+      if constexpr (kIsTold) store_block(member, block, mask);
       const bool has_mask = kLeavesOut && !Kernel::kOfSegments && a_.mask_bits;
       mbarrier_arrive_expect(q, QTile::kBytes + kTileM * 4 + (has_mask ? Kernel::kMaskBytes : 0));
       if (has_mask) load_mask(head, block, q);
@@ -116,9 +116,9 @@ struct BackwardProducer {
       advance();
     }
     __device__ __forceinline__ int asked() const { return asked_; }
-    __device__ __forceinline__ void say_last() {
+    __device__ __forceinline__ void store_last() {
       acquire();
-      say(-1, 0, 0);
+      store_block(-1, 0, 0);
       mbarrier_arrive(shared_.q_barrier(ring_.stage));
     }
 
@@ -145,7 +145,7 @@ struct BackwardProducer {
       shared_.ds_barriers().wait(ds_ring_);
       ds_ring_.advance();
     }
-    __device__ __forceinline__ void say(int member, int block, int rules) const {
+    __device__ __forceinline__ void store_block(int member, int block, int rules) const {
       StagedBlock{member, block << Kernel::kStagedBits | rules}.store(shared_.block(ring_.stage));
     }
 
@@ -183,14 +183,14 @@ struct BackwardProducer {
       } else {
         load_live_blocks<Kernel>(a, tile, masks.spans, loader);
       }
-      if (leader) loader.say_last();
+      if (leader) loader.store_last();
     } else {
       for_each_block<Kernel::kInnerLoop>(a, tile.members, tile.begin, tile.end, walk.x, walk.y,
                                          [&](int member, int block) {
                                            OwedToSections<Kernel>::before_block(a, tile, loader);
                                            loader.load_block(tile.member + member, block, 0);
                                          });
-      if constexpr (kIsTold) loader.say_last();
+      if constexpr (kIsTold) loader.store_last();
     }
   }
 };

@@ -33,6 +33,9 @@
 
 namespace tessera::cuda::sm90 {
 
+// Sums of other tiles are cleared. backward/fused/turns.cuh has 6.
+inline constexpr NamedBarrier kCleared{5};
+
 // The slot in which the statistics of block 0, and its dQ sums, begin.
 __device__ __forceinline__ int64_t slot_of_head(const BackwardParams& a, int head, int slot) {
   return int64_t{head} * a.slots + slot;
@@ -109,13 +112,13 @@ class Section {
     for (int i = index_; exists(i); i += tiles_) {
       clear_sums<Kernel>(a_, block_of(head_ + a_.ahead, i).slot, thread, threads);
     }
-    named_barrier_sync(NamedBarrier::kCleared, threads);
+    named_barrier_sync(kCleared, threads);
     if (thread == 0) count(cleared(head_ + a_.ahead));
   }
   // Called by one thread.
   __device__ __forceinline__ void wait_for_zeros() const { wait(cleared(head_)); }
   // Makes what the thread knows to be added there for all to see. Called by one thread.
-  __device__ __forceinline__ void say_added() const { count(added(head_)); }
+  __device__ __forceinline__ void signal_added() const { count(added(head_)); }
   __device__ __forceinline__ void wait_for_sums() const { wait(added(head_ - a_.ahead)); }
 
   // Called by warpgroup w of two, one of whose parts it converts. The sums of the tile's first
@@ -222,7 +225,7 @@ struct OwedToSections {
     if (threadIdx.x == 0) {
       if constexpr (Kernel::kConverts) {
         mbarrier_wait(shared.added_barrier(), 0);
-        section.say_added();
+        section.signal_added();
       }
     } else if (threadIdx.x >= kWarp) {
       wait_for_predecessors();  // zeros in the counters, and nobody reads the sums any more
@@ -252,7 +255,7 @@ class SumsOfOthers {
     section.load_first<Kernel>(w, sums_);
   }
   // This warp has added all of its tile's own dQ.
-  static __device__ __forceinline__ void say_added(uint32_t barrier) {
+  static __device__ __forceinline__ void signal_added(uint32_t barrier) {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(barrier);
   }
@@ -269,7 +272,7 @@ template <typename Element, GradientKernel Kernel>
 class SumsOfOthers<Element, Kernel, false> {
  public:
   __device__ __forceinline__ void load(const BackwardParams&, const KeyTile&, int, uint32_t) {}
-  static __device__ __forceinline__ void say_added(uint32_t) {}
+  static __device__ __forceinline__ void signal_added(uint32_t) {}
   __device__ __forceinline__ void convert(const BackwardParams&, const KeyTile&, int) {}
 };
 

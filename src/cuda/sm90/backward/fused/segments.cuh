@@ -7,10 +7,10 @@
 
 #include <climits>
 
-#include "cuda/sm90/backward/blocks.cuh"
 #include "cuda/sm90/backward/edges.cuh"
 #include "cuda/sm90/backward/fused/turns.cuh"
 #include "cuda/sm90/backward/schedule/schedule.cuh"
+#include "cuda/sm90/backward/score/blocks.cuh"
 #include "cuda/sm90/backward/tile.h"
 #include "cuda/sm90/machine/fragment.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
@@ -244,7 +244,7 @@ class Segments {
 // spans has intervals of queries, or else ids; spans: of the thread's first key. Called by all
 // lanes.
 template <int kTileM>
-__device__ __forceinline__ void hide_segments(const BackwardParams& a, const KeyTile& tile, int key,
+__device__ __forceinline__ void mask_segments(const BackwardParams& a, const KeyTile& tile, int key,
                                               int block, bool spanned, uint32_t spans,
                                               float (&S)[kTileM / 2]) {
   const int query = block * kTileM + 2 * (threadIdx.x % 4);  // of element 0

@@ -32,7 +32,6 @@
 // backward/fused/kernel.cuh.
 #pragma once
 
-#include "cuda/sm90/backward/blocks.cuh"
 #include "cuda/sm90/backward/fused/dbias.cuh"
 #include "cuda/sm90/backward/fused/lean.cuh"
 #include "cuda/sm90/backward/fused/sections.cuh"
@@ -41,8 +40,9 @@
 #include "cuda/sm90/backward/fused/shared.cuh"
 #include "cuda/sm90/backward/fused/turns.cuh"
 #include "cuda/sm90/backward/schedule/schedule.cuh"
+#include "cuda/sm90/backward/score/blocks.cuh"
+#include "cuda/sm90/backward/score/features.cuh"
 #include "cuda/sm90/machine/smem_tile.cuh"
-#include "cuda/sm90/score/backward_features.cuh"
 
 namespace tessera::cuda::sm90 {
 

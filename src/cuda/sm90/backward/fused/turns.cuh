@@ -35,12 +35,15 @@
 
 #include <climits>
 
-#include "cuda/sm90/backward/blocks.cuh"
 #include "cuda/sm90/backward/schedule/schedule.cuh"
+#include "cuda/sm90/backward/score/blocks.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
+
+// Which tiles stand in line is known. backward/fused/sections.cuh has 5.
+inline constexpr NamedBarrier kLineIsKnown{6};
 
 // True for a row of backward/table.def that is deterministic.
 template <typename Row>
@@ -135,7 +138,7 @@ class Turns {
   }
   // Called by all warps that serve, and by the first one of their warpgroup.
   static __device__ __forceinline__ void wait_for_line() {
-    named_barrier_sync(NamedBarrier::kLine, kWarpgroup);
+    named_barrier_sync(kLineIsKnown, kWarpgroup);
   }
 
  private:

@@ -37,17 +37,17 @@
 #pragma once
 
 #include "cuda/common/element.cuh"
-#include "cuda/sm90/backward/blocks.cuh"
 #include "cuda/sm90/backward/edges.cuh"
 #include "cuda/sm90/backward/fused/turns.cuh"
 #include "cuda/sm90/backward/pair/producer.cuh"
 #include "cuda/sm90/backward/pair/shared.cuh"
 #include "cuda/sm90/backward/products.cuh"
+#include "cuda/sm90/backward/score/blocks.cuh"
+#include "cuda/sm90/backward/score/features.cuh"
 #include "cuda/sm90/backward/tile.h"
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
 #include "cuda/sm90/machine/smem_tile.cuh"
-#include "cuda/sm90/score/backward_features.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -130,6 +130,24 @@ struct BackwardPair {
   static __device__ __forceinline__ int2 walk_of(const KeyTile& tile) {
     return sm90::walk_of<Row, Order>(tile);
   }
+
+  // A block of queries; cut: the band hides some score; mask: of BlockMask.
+  struct Block {
+    int head, block, slot;
+    bool cut;
+    int mask;
+  };
+  // The one whose dQ is next, and where its dS is; slot < 0: there is none before the first.
+  struct Previous {
+    Ring<kBuffers> ring = kBeforeFirst;
+    int slot = -1, block = 0;
+
+    __device__ __forceinline__ void advance(const Block& at) {
+      ring.advance();
+      slot = at.slot;
+      block = at.block;
+    }
+  };
 
   // ---- dQ: both roles, a chunk of its columns each ----
 
@@ -215,26 +233,34 @@ struct BackwardPair {
         }
       }
     }
-    // Adds the last block.
-    __device__ __forceinline__ void finish(const Shared shared, const Ring<kBuffers>& ds_ring,
-                                           int slot, int block) const {
-      float dQ[kColumns / 2];
-      shared.ds_barriers().wait(ds_ring);
-      issue(shared, ds_ring.stage, dQ);
+    // Waits for dQ of `previous`, issued last, and for the product before it, which made `sum` and
+    // after which a stage is free; adds dQ.
+    template <int kCount>
+    __device__ __forceinline__ void add_previous(const Shared shared, const Previous& previous,
+                                                 int lane, uint32_t stage_is_free,
+                                                 float (&sum)[kCount],
+                                                 float (&dQ)[kColumns / 2]) const {
+      wgmma_wait<1>();
+      pin(sum);
+      if (lane == 0) mbarrier_arrive(stage_is_free);
       wgmma_wait<0>();
       pin(dQ);
-      add(ds_ring, slot, block, dQ);
+      if (lane == 0 && previous.slot >= 0) release(shared.ds_barriers(), previous.ring.stage);
+      add(previous.ring, previous.slot, previous.block, dQ);
+    }
+    // Adds the last block.
+    __device__ __forceinline__ void finish(const Shared shared, const Previous& previous) const {
+      float dQ[kColumns / 2];
+      shared.ds_barriers().wait(previous.ring);
+      issue(shared, previous.ring.stage, dQ);
+      wgmma_wait<0>();
+      pin(dQ);
+      add(previous.ring, previous.slot, previous.block, dQ);
     }
   };
 
   // ---- the two roles ----
 
-  // A block of queries; cut: the band hides some score; mask: of BlockMask.
-  struct Block {
-    int head, block, slot;
-    bool cut;
-    int mask;
-  };
   // Walks the blocks of every query head, when their Q has arrived: step(block).
   template <typename Step>
   static __device__ __forceinline__ void for_each_block(const BackwardParams& a,
@@ -301,8 +327,7 @@ struct BackwardPair {
     Ring<kQStages> q_ring;
     Ring<kGradOStages> grad_o_ring;
     Ring<1> weight_ring;
-    Ring<kBuffers> ds_ring = kBeforeFirst;  // of the block whose dQ is next
-    int previous_slot = -1, previous_block = 0;
+    Previous previous;
     Features features(a, tile, tile.key0 + warp_row);
     int head = -1;
     if (tile.begin < tile.end) mbarrier_wait(shared.kv_barrier(), 0);
@@ -324,13 +349,13 @@ struct BackwardPair {
       pin(S);
 
       if constexpr (kRich) {
-        features.weigh_apart(at.block, weights, 0, lse2, S, P, W);
+        features.softmax_apart(at.block, weights, 0, lse2, S, P, W);
         if constexpr (kFeatures & kDropout) {
           store_shared_word(shared.kept(thread), features.kept_bits());
         }
       } else {
         exponentials<kTileM>(c, PairsOfQueries{lse2}, S);
-        if (at.cut) hide<kTileM>(tile, key, at.block, S);
+        if (at.cut) mask_band<kTileM>(tile, key, at.block, S);
 #pragma unroll
         for (int i = 0; i < kTileM / 4; ++i) W[i] = P[i] = pack<Element>(S[2 * i], S[2 * i + 1]);
         mbarrier_wait(weight_barriers.empty(0), weight_ring.phase ^ 1);
@@ -349,22 +374,14 @@ struct BackwardPair {
       const uint64_t grad_o = GradOTile::mn_major(shared.grad_o(grad_o_ring.stage));
       issue_sum<Element, GradOTile, kTileM / kStepK>(dV, P, grad_o);
       // The first time there is no block before: what comes out is thrown away.
-      ds_barriers.wait(ds_ring);
-      part.issue(shared, ds_ring.stage, dQ);
-      wgmma_wait<1>();
-      pin(dV);
-      if (lane == 0) mbarrier_arrive(grad_o_barriers.empty(grad_o_ring.stage));
-      wgmma_wait<0>();
-      pin(dQ);
-      if (lane == 0 && previous_slot >= 0) release(ds_barriers, ds_ring.stage);
-      part.add(ds_ring, previous_slot, previous_block, dQ);
-      ds_ring.advance();
-      previous_slot = at.slot;
-      previous_block = at.block;
+      ds_barriers.wait(previous.ring);
+      part.issue(shared, previous.ring.stage, dQ);
+      part.add_previous(shared, previous, lane, grad_o_barriers.empty(grad_o_ring.stage), dV, dQ);
+      previous.advance(at);
       grad_o_ring.advance();
       weight_ring.advance();
     });
-    part.finish(shared, ds_ring, previous_slot, previous_block);
+    part.finish(shared, previous);
     store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
   }
 
@@ -413,8 +430,8 @@ struct BackwardPair {
     Ring<kQStages> q_ring;
     Ring<kGradOStages> grad_o_ring;
     Ring<1> weight_ring;
-    Ring<kBuffers> ds_ring, previous_ring = kBeforeFirst;
-    int previous_slot = -1, previous_block = 0;
+    Ring<kBuffers> ds_ring;
+    Previous previous;
     if (tile.begin < tile.end) mbarrier_wait(shared.kv_barrier(), 0);
 
     for_each_block(a, tile, shared, q_ring, [&](const Block& at) {
@@ -452,23 +469,15 @@ struct BackwardPair {
       }
       const uint64_t q = QTile::mn_major(shared.q(q_ring.stage));
       issue_sum<Element, QTile, kTileM / kStepK>(dK, dS, q);
-      ds_barriers.wait(previous_ring);
-      part.issue(shared, previous_ring.stage, dQ);
-      wgmma_wait<1>();
-      pin(dK);
-      if (lane == 0) mbarrier_arrive(q_barriers.empty(q_ring.stage));
-      wgmma_wait<0>();
-      pin(dQ);
-      if (lane == 0 && previous_slot >= 0) release(ds_barriers, previous_ring.stage);
-      part.add(previous_ring, previous_slot, previous_block, dQ);
-      previous_ring.advance();
-      previous_slot = at.slot;
-      previous_block = at.block;
+      ds_barriers.wait(previous.ring);
+      part.issue(shared, previous.ring.stage, dQ);
+      part.add_previous(shared, previous, lane, q_barriers.empty(q_ring.stage), dK, dQ);
+      previous.advance(at);
       grad_o_ring.advance();
       weight_ring.advance();
       ds_ring.advance();
     });
-    part.finish(shared, previous_ring, previous_slot, previous_block);
+    part.finish(shared, previous);
     store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
   }
 

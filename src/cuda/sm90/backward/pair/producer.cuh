@@ -43,7 +43,7 @@ class PairLoader {
         }
       }
     }
-    if (Kernel::kRich && leader) say_last();
+    if (Kernel::kRich && leader) store_last();
   }
 
   __device__ __forceinline__ void load_block(int member, int block, int mask) {
@@ -108,7 +108,7 @@ class PairLoader {
   static __device__ __forceinline__ Ring<kStages> ring_at(uint32_t turn) {
     return {static_cast<int>(turn % kStages), turn / kStages % 2};
   }
-  __device__ __forceinline__ void say_last() const {
+  __device__ __forceinline__ void store_last() const {
     const int stage = acquire_q();
     StagedBlock{-1, 0}.store(shared_.block(stage));
     mbarrier_arrive(shared_.q_barriers().full(stage));

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the rich backward kernel does to a block of scores beyond the lean one: bias, softcap,
-// ALiBi, dense masks, key ranges, segments, dropout. The mirror of score/forward_features.cuh in
+// ALiBi, dense masks, key ranges, segments, dropout. The mirror of forward/score/features.cuh in
 // the coordinates of S^T: rows are keys, columns are queries. Everything is switched by uniform
 // run-time branches.
 //
 // A thread has two keys, r = 0 and 1, eight apart, and of each the elements e = 0, 1, ... at
 // queries 8 (e / 2) + e % 2 from its first one. S[4 (e / 2) + 2 r + e % 2] is element e of key r.
 //
-// A step calls, in this order: look() and stage_bias() while the products run, weigh() when S is
+// A step calls, in this order: look() and stage_bias() while the products run, softmax() when S is
 // there, differentiate() when dP is there too. How S becomes P depends on the kernel:
 //
-//   weigh()            S = P. With a softcap only S = tanh or u (see cap()), from which
+//   softmax()            S = P. With a softcap only S = tanh or u (see cap()), from which
 //                      differentiate() makes both P and the cap's slope: no second array is held
-//   weigh_capped()     kernels of softcap alone: P, and S = P times the slope
-//   weigh_apart()      pairs of CTAs, where another warpgroup makes dP: P, and what dS is made of
-//   weigh_distances()  kernels of ALiBi alone: S = P
+//   softmax_capped()     kernels of softcap alone: P, and S = P times the slope
+//   softmax_apart()      pairs of CTAs, where another warpgroup makes dP: P, and what dS is made of
+//   softmax_with_distances()  kernels of ALiBi alone: S = P
 //
-// All but weigh_capped() end in finish_weights(): distances, exponentials, and zeros where hidden.
+// All but softmax_capped() end in finish_softmax(): distances, exponentials, and zeros where
+// hidden.
 //
 // A packed mask comes with a block, by way of shared memory: a word a thread and 64 queries.
 #pragma once
@@ -29,6 +30,7 @@
 #include "cuda/sm90/backward/tile.h"
 #include "cuda/sm90/machine/fragment.cuh"
 #include "cuda/sm90/machine/ptx.cuh"
+#include "cuda/sm90/score/scale.cuh"
 #include "cuda/sm90/score/softcap.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -55,7 +57,7 @@ class BackwardFeatures {
   static constexpr bool kFetchesBias = (kFeatures & kEverything) == kBias;
   static constexpr int kPieceBytes = kMaskPiece * kMaskKeys * 2;  // of bias that a warp stages
   // The kernel of softcap alone has registers for P while dP is being made.
-  static constexpr bool kWeighsAll = kFeatures == kSoftcap && !kInTurn;
+  static constexpr bool kKeepsP = kFeatures == kSoftcap && !kInTurn;
 
   // key0: the first of the 16 keys of this warp.
   __device__ __forceinline__ BackwardFeatures(const BackwardParams& a, const KeyTile& tile,
@@ -150,8 +152,8 @@ class BackwardFeatures {
     __syncwarp();
   }
 
-  // The same as stage_bias(), a step ahead, for a head that may be the next one: weigh() waits for
-  // the copies.
+  // The same as stage_bias(), a step ahead, for a head that may be the next one: softmax() waits
+  // for the copies.
   __device__ __forceinline__ void fetch_bias(int head, int block, uint32_t shared,
                                              uint32_t pitch) const {
     const View& view = p_.tensor[TESSERA_BIAS];
@@ -171,10 +173,10 @@ class BackwardFeatures {
   // Turns S into P; with a softcap only into what differentiate() needs for P and the slope of the
   // cap. A kernel that weighs all there is gets P, and S becomes P times the slope. shared, pitch:
   // where stage_bias() has put the bias; lse2: the thread's first pair.
-  __device__ __forceinline__ void weigh(int block, uint32_t shared, uint32_t pitch, uint32_t lse2,
-                                        float (&S)[kTileM / 2], uint32_t (&P)[kTileM / 4]) {
-    if constexpr (kWeighsAll) {
-      weigh_capped(lse2, S, P);
+  __device__ __forceinline__ void softmax(int block, uint32_t shared, uint32_t pitch, uint32_t lse2,
+                                          float (&S)[kTileM / 2], uint32_t (&P)[kTileM / 4]) {
+    if constexpr (kKeepsP) {
+      softmax_capped(lse2, S, P);
       return;
     }
     const bool before = pre_scale();
@@ -184,28 +186,28 @@ class BackwardFeatures {
       return;
     }
     if (biased() && !before) add_bias(block, shared, pitch, log2_scale(p_), kLog2e, S);
-    finish_weights(block, biased() && !before ? 1.f : log2_scale(p_), PairsOfQueries{lse2}, S);
+    finish_softmax(block, biased() && !before ? 1.f : log2_scale(p_), PairsOfQueries{lse2}, S);
   }
   // S to P in a kernel that knows ALiBi alone. lse2: of the thread's queries, of(group).
   template <typename Queries>
-  __device__ __forceinline__ void weigh_distances(int block, const Queries& lse2,
-                                                  float (&S)[kTileM / 2]) const {
-    finish_weights(block, log2_scale(p_), lse2, S);
+  __device__ __forceinline__ void softmax_with_distances(int block, const Queries& lse2,
+                                                         float (&S)[kTileM / 2]) const {
+    finish_softmax(block, log2_scale(p_), lse2, S);
   }
 
   // Turns S, in a kernel whose other warpgroup makes dP, into P as dropout leaves it, and into what
   // dS is made of, which is P times the slope of the cap.
-  __device__ __forceinline__ void weigh_apart(int block, uint32_t shared, uint32_t pitch,
-                                              uint32_t lse2, float (&S)[kTileM / 2],
-                                              uint32_t (&P)[kTileM / 4],
-                                              uint32_t (&weights_of_ds)[kTileM / 4]) {
-    weigh(block, shared, pitch, lse2, S, P);
-    const bool slopes = !kWeighsAll && capped();
+  __device__ __forceinline__ void softmax_apart(int block, uint32_t shared, uint32_t pitch,
+                                                uint32_t lse2, float (&S)[kTileM / 2],
+                                                uint32_t (&P)[kTileM / 4],
+                                                uint32_t (&weights_of_ds)[kTileM / 4]) {
+    softmax(block, shared, pitch, lse2, S, P);
+    const bool slopes = !kKeepsP && capped();
     float slope[kTileM / 2];
     if (slopes) {
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) slope[e] = slope_of_cap(S[e]);
-      weigh_after_cap(block, shared, pitch, lse2, S);
+      softmax_after_cap(block, shared, pitch, lse2, S);
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) slope[e] *= S[e];
     }
@@ -214,7 +216,7 @@ class BackwardFeatures {
       const int e = 2 * i;
       weights_of_ds[i] =
           slopes ? pack<Element>(slope[e], slope[e + 1]) : pack<Element>(S[e], S[e + 1]);
-      if constexpr (!kWeighsAll) {
+      if constexpr (!kKeepsP) {
         P[i] = drops() ? pack<Element>(kept(e) ? S[e] : 0.f, kept(e + 1) ? S[e + 1] : 0.f)
                        : pack<Element>(S[e], S[e + 1]);
       }
@@ -223,12 +225,12 @@ class BackwardFeatures {
   // A bit for each S[e] of a block of 64 queries that dropout keeps.
   __device__ __forceinline__ uint32_t kept_bits() const { return drops() ? kept_[0] : ~0u; }
 
-  // S to P, if weigh() has not done it, and dP to dS; then P as dropout leaves it, without its
+  // S to P, if softmax() has not done it, and dP to dS; then P as dropout leaves it, without its
   // scale. delta: the thread's first pair.
   __device__ __forceinline__ void differentiate(int block, uint32_t shared, uint32_t pitch,
                                                 uint32_t lse2, uint32_t delta,
                                                 float (&S)[kTileM / 2], float (&dP)[kTileM / 2]) {
-    if (!kWeighsAll && capped()) {
+    if (!kKeepsP && capped()) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const float2 of_query = load_shared_pair(delta + 32 * g);
@@ -238,7 +240,7 @@ class BackwardFeatures {
           dP[e] = (dp - (e % 2 ? of_query.y : of_query.x)) * slope_of_cap(S[e]);
         }
       }
-      weigh_after_cap(block, shared, pitch, lse2, S);
+      softmax_after_cap(block, shared, pitch, lse2, S);
 #pragma unroll
       for (int e = 0; e < kTileM / 2; ++e) dP[e] *= S[e];
       if (!drops()) return;
@@ -265,14 +267,14 @@ class BackwardFeatures {
 
  private:
   // tanh y, as cap() leaves it, to P.
-  __device__ __forceinline__ void weigh_after_cap(int block, uint32_t shared, uint32_t pitch,
-                                                  uint32_t lse2, float (&S)[kTileM / 2]) {
+  __device__ __forceinline__ void softmax_after_cap(int block, uint32_t shared, uint32_t pitch,
+                                                    uint32_t lse2, float (&S)[kTileM / 2]) {
     float c = kLog2e * p_.softcap;
     if (biased() && !pre_scale()) {
       add_bias(block, shared, pitch, c, kLog2e, S);
       c = 1;
     }
-    finish_weights(block, c, PairsOfQueries{lse2}, S);
+    finish_softmax(block, c, PairsOfQueries{lse2}, S);
   }
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
   static __device__ __forceinline__ int quad() { return threadIdx.x % 4; }
@@ -475,13 +477,13 @@ class BackwardFeatures {
   }
   // S = P times the slope of the cap, and P, from raw scores; for logits in units of log2 as the
   // forward pass caps them.
-  __device__ __forceinline__ void weigh_capped(uint32_t lse2, float (&S)[kTileM / 2],
-                                               uint32_t (&P)[kTileM / 4]) const {
+  __device__ __forceinline__ void softmax_capped(uint32_t lse2, float (&S)[kTileM / 2],
+                                                 uint32_t (&P)[kTileM / 4]) const {
     const float inner = p_.softmax_scale / p_.softcap, outer = p_.softcap * kLog2e;
     float largest = 0;
 #pragma unroll
     for (int e = 0; e < kTileM / 2; ++e) largest = fmaxf(largest, fabsf(S[e]));
-    const auto weigh = [&](const auto& logit_and_slope) {
+    const auto softmax = [&](const auto& logit_and_slope) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const float2 of_query = load_shared_pair(lse2 + 32 * g);
@@ -499,20 +501,20 @@ class BackwardFeatures {
       const CapPolynomial logit(inner, outer), tanh(1, 1);
       const float square = inner * inner;
       const float d0 = tanh.c0, d1 = 3 * tanh.c1 * square, d2 = 5 * tanh.c2 * square * square;
-      weigh([&](float s, float lse) {
+      softmax([&](float s, float lse) {
         const float s2 = s * s;
         return float2{logit(s, lse), fmaf(s2, fmaf(s2, d2, d1), d0)};
       });
     } else {
       // u = 1 / (1 + exp(2 |y|)): with it tanh and its slope are right to their last digits, also
       // where tanh is all but 1.
-      weigh([&](float s, float lse) {
+      softmax([&](float s, float lse) {
         const float u = reciprocal_approx(1 + exp2_approx(fabsf(s) * (2 * kLog2e * inner)));
         const float logit = copysignf(fmaf(-2 * outer, u, outer), s);
         return float2{logit - lse, 4 * fmaf(-u, u, u)};
       });
     }
-    hide(S);
+    mask(S);
     if (!masked_) return;
 #pragma unroll
     for (int i = 0; i < kTileM / 4; ++i) {
@@ -531,7 +533,7 @@ class BackwardFeatures {
 
   // S = P: exp2(c S - slope |i + shift - j| - lse2), 0 where hidden.
   template <typename Queries>
-  __device__ __forceinline__ void finish_weights(int block, float c, const Queries& lse2,
+  __device__ __forceinline__ void finish_softmax(int block, float c, const Queries& lse2,
                                                  float (&S)[kTileM / 2]) const {
     if (alibi()) {
       const int first = block * kTileM + 2 * quad() + tile_.band.shift - key();
@@ -551,7 +553,7 @@ class BackwardFeatures {
             s[i] = exp2_approx(fmaf(s[i], c, addend));
           }
         }
-        hide(S);
+        mask(S);
         return;
       }
 #pragma unroll
@@ -563,9 +565,9 @@ class BackwardFeatures {
       c = 1;
     }
     exponentials<kTileM>(c, lse2, S);
-    hide(S);
+    mask(S);
   }
-  __device__ __forceinline__ void hide(float (&S)[kTileM / 2]) const {
+  __device__ __forceinline__ void mask(float (&S)[kTileM / 2]) const {
     if (masked_) zero_unseen(visible_, S);
   }
 

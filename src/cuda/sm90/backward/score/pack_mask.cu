@@ -2,8 +2,10 @@
 // A CTA packs one tile of 128 keys beside one block of queries, 64 queries at a time, a warp 16
 // keys of them: bytes are read along the keys, and bits leave along the threads.
 #include "core/count.h"
-#include "cuda/sm90/score/backward_pack_mask.h"
-#include "cuda/sm90/score/blocks.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/score/block_map.h"
+#include "cuda/sm90/backward/score/pack_mask.h"
+#include "cuda/sm90/machine/ptx.cuh"
 #include "cuda/sm90/score/mask_launch.h"
 
 namespace tessera::cuda::sm90 {

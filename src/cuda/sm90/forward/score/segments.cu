@@ -8,8 +8,8 @@
 
 #include "core/count.h"
 #include "cuda/common/sequence.cuh"
-#include "cuda/sm90/score/blocks.cuh"
-#include "cuda/sm90/score/segments.h"
+#include "cuda/sm90/forward/score/blocks.cuh"
+#include "cuda/sm90/forward/score/segments.h"
 #include "cuda/sm90/score/spans.cuh"
 
 namespace tessera::cuda::sm90 {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What kernels with features do to a block of scores that the lean ones do not, one function a
 // feature, over the fragment of one warpgroup: bias, softcap, ALiBi, dense masks, key ranges,
-// segments. Dropout is in score/dropout.cuh.
+// segments. Dropout is in forward/score/dropout.cuh.
 //
 // kSet says which features are compiled in (common/features.h); kLoadsBias: biases that TMA cannot
 // read, too. A kernel of one feature runs only
@@ -17,9 +17,9 @@
 #include "cuda/common/features.h"
 #include "cuda/common/score/score.cuh"
 #include "cuda/sm90/forward/output.cuh"
+#include "cuda/sm90/forward/score/bias.cuh"
+#include "cuda/sm90/forward/score/blocks.cuh"
 #include "cuda/sm90/machine/fragment.cuh"
-#include "cuda/sm90/score/bias.cuh"
-#include "cuda/sm90/score/blocks.cuh"
 #include "cuda/sm90/score/softcap.cuh"
 
 namespace tessera::cuda::sm90 {

@@ -7,9 +7,9 @@
 
 #include <climits>
 
+#include "cuda/common/score/block_map.h"
 #include "cuda/sm90/backward/schedule/schedule.cuh"
 #include "cuda/sm90/machine/fragment.cuh"
-#include "cuda/sm90/score/blocks.cuh"
 #include "cuda/sm90/score/spans.cuh"
 
 namespace tessera::cuda::sm90 {

@@ -10,9 +10,9 @@
 #include <type_traits>
 
 #include "core/count.h"
-#include "cuda/sm90/score/blocks.cuh"
+#include "cuda/sm90/forward/score/blocks.cuh"
+#include "cuda/sm90/forward/score/pack_mask.h"
 #include "cuda/sm90/score/mask_launch.h"
-#include "cuda/sm90/score/pack_mask.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
