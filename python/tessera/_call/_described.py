@@ -8,6 +8,7 @@ _args; what it may add to that
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 
@@ -48,9 +49,14 @@ class Described:
         _args.fill(a, given)
         if backward:
             self._put_rows(given)
-        inputs = self._inputs(given)
-        self.outputs, written = (self._gradients if backward else self._results)(given, inputs)
-        self.call = Call(operation, tuple(map(str, inputs)), fields_of(a.problem, a), tuple(map(str, written)))
+        self._read = self._inputs(given)
+        self.outputs, self._written = (self._gradients if backward else self._results)(given, self._read)
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """Made when somebody asks: calls on arrays that are reached by address never do."""
+        a = self.arguments
+        return Call(a.operation, tuple(map(str, self._read)), fields_of(a.problem, a), tuple(map(str, self._written)))
 
     @classmethod
     def of(cls, arrays, call: Call, operands, sizes=(), outputs=None) -> Described:
@@ -181,7 +187,7 @@ class Described:
 
     def prepare(self, device: _lib.Device, num_threads: int) -> int:
         """The workspace's bytes. Raises ValueError or Refused for what shapes and options say."""
-        return prepare(self.arguments.problem, device, num_threads, self.call.operation, self.arguments.spelling)
+        return prepare(self.arguments.problem, device, num_threads, self.arguments.operation, self.arguments.spelling)
 
     def validate(self, tensors: dict[int, object]):
         """Raises the ValueError of a call on the CPU, of the arrays of tensors_of()."""

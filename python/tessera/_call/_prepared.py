@@ -56,7 +56,7 @@ class Prepared:
         a = described.arguments
         arrays = self.arrays = a.adapter
         threads = threads_of(arrays)
-        self.call, self.problem, self.spelling = described.call, a.problem, a.spelling
+        self.described, self.problem, self.spelling = described, a.problem, a.spelling
         self.operation = a.operation
         self.address = ctypes.addressof(self.problem)
         self.device = device
@@ -72,6 +72,10 @@ class Prepared:
         self.on_cpu = device.kind == _lib.CPU
         self.is_long = self.on_cpu and _interrupt.is_long(self.problem)
         self.workspace_bytes = described.prepare(device, threads)
+
+    @property
+    def call(self) -> Call:
+        return self.described.call
 
     def operands(self, given: dict) -> tuple:
         """The arrays that go in, as the Call has them."""
