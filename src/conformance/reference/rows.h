@@ -131,25 +131,30 @@ struct Question {
 class Diagonal {
  public:
   Diagonal(const Question& question, int64_t n, const Side& q, const Side& k)
-      : len_q_(q.length), len_k_(k.length), shift_(question.shift(n, q, k) + q.start - k.start) {
-    const Problem& p = question.p;
-    if (has(p, TESSERA_WINDOW)) left_ = p.window_left, right_ = p.window_right;
-    if (has(p, TESSERA_CAUSAL)) right_ = 0;
+      : p_(question.p),
+        len_q_(q.length),
+        len_k_(k.length),
+        shift_(question.shift(n, q, k) + q.start - k.start) {
+    if (has(p_, TESSERA_WINDOW)) left_ = p_.window_left, right_ = p_.window_right;
+    if (has(p_, TESSERA_CAUSAL)) right_ = 0;
   }
 
   bool shows(int64_t i, int64_t j) const {
-    return i < len_q_ && j < len_k_ && !ends_before(i, j) && !begins_after(i, j);
+    const int64_t at = i + shift_;  // the key under the query
+    return i < len_q_ && j < len_k_ && (left_ < 0 || at - j <= left_) &&
+           (right_ < 0 || j - at <= right_);
   }
-  // To any row: the first reaches furthest to the left, the last to the right.
+  // To any row.
   bool shows(int64_t j) const {
-    return len_q_ > 0 && j < len_k_ && !begins_after(0, j) && !ends_before(len_q_ - 1, j);
+    for (int64_t i = 0; i < len_q_; ++i) {
+      if (shows(i, j)) return true;
+    }
+    return false;
   }
   int64_t distance(int64_t i, int64_t j) const { return std::abs(i + shift_ - j); }
 
  private:
-  bool begins_after(int64_t i, int64_t j) const { return left_ >= 0 && i + shift_ - j > left_; }
-  bool ends_before(int64_t i, int64_t j) const { return right_ >= 0 && j - (i + shift_) > right_; }
-
+  const Problem& p_;
   int64_t len_q_, len_k_, shift_;
   int64_t left_ = -1, right_ = -1;
 };

@@ -64,10 +64,10 @@ Layout::Layout(const Problem& problem, int num_threads, void* workspace) {
 int64_t strips_seen(const Problem& problem, const BackwardArgs& args) {
   const Kernels& level = kernels();
   const int64_t all = (args.bound_q + level.strip - 1) / level.strip;
-  const int64_t right = has(problem, TESSERA_CAUSAL) ? 0 : problem.window_right;
-  if (!has(problem, TESSERA_WINDOW) || problem.window_left < 0 || right < 0) return all;
-  const int64_t reach = std::min(problem.window_left, args.bound_q + args.bound_k) +
-                        std::min(right, args.bound_q + args.bound_k);
+  const auto band = band_rule_of<int64_t>(problem);
+  if (band.left < 0 || band.right < 0) return all;
+  const int64_t reach = std::min(band.left, args.bound_q + args.bound_k) +
+                        std::min(band.right, args.bound_q + args.bound_k);
   const int64_t tiles = (level.block + reach + kBackwardTile - 1) / kBackwardTile + 1;
   return std::min(all, tiles * kBackwardTile / level.strip);
 }

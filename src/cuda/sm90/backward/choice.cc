@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/mask/sequence.h"
 #include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/machine/readable.h"
 
@@ -28,7 +29,8 @@ BackwardNeeds needs_of(const Problem& p) {
 bool has_segments_alone(const Problem& p) { return features_of(p) == (kMasks | kSegments); }
 
 bool is_causal(const Problem& p) {
-  return has(p, TESSERA_WINDOW) && p.window_left < 0 && p.window_right == 0;
+  const auto band = band_rule_of<int64_t>(p);
+  return band.left < 0 && band.right == 0;
 }
 
 // ---- where two kernels are faster than the fused one (docs/kernels/sm90_backward_apart.md) ----
@@ -64,10 +66,11 @@ bool is_faster_apart_packed(const Problem& p, const Extent& of, int multiprocess
 
 // True if what a tile walks is short although the sequence is not: the band, when tiles are many.
 bool is_narrow(const Problem& p, const Extent& of) {
-  if (!has(p, TESSERA_WINDOW) || p.window_left < 0 || p.window_right < 0) return false;
-  const int64_t band = std::min(p.window_left, of.rows) + std::min(p.window_right, of.rows) + 1;
+  const auto band = band_rule_of<int64_t>(p);
+  if (band.left < 0 || band.right < 0) return false;
+  const int64_t keys = std::min(band.left, of.rows) + std::min(band.right, of.rows) + 1;
   const int64_t most = !of.in_groups ? 640 : of.small_heads ? 256 : 384;
-  return band <= most && of.tiles >= kManyTiles;
+  return keys <= most && of.tiles >= kManyTiles;
 }
 
 // Tiles of the deterministic fused kernel wait for each other, but hardly where they are few and
@@ -168,7 +171,7 @@ const ApartKernels* choose_apart_kernels(const Problem& p, int multiprocessors) 
   const Sizes s = sizes_of(p);
   const bool sees = s.sq == s.sk && p.shift == 0 && !has_positions(p) && !is_thd_q(p) &&
                     !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
-                    !(has(p, TESSERA_WINDOW) && p.window_left >= 0);
+                    band_rule_of<int64_t>(p).left < 0;
   if (given(p, TESSERA_DSINK) && !sees) return nullptr;
   return find_apart_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/mask/sequence.h"
 #include "core/problem/dtype.h"
 #include "cuda/common/features.h"
 #include "cuda/common/params.h"
@@ -51,7 +52,7 @@ const Fp8Kernel& fp8_kernel_of(const Problem& problem, int multiprocessors) {
   const bool exact = given(problem, TESSERA_LSE), packed = is_thd_k(problem);
   const Fp8Kernel& tall = *find_fp8_kernel(dtype, exact, s.dqk, s.dv);
   const int64_t keys = packed ? s.sk / std::max<int64_t>(s.batch, 1) : s.sk;
-  const bool has_diagonal = has(problem, TESSERA_WINDOW) && problem.window_right >= 0;
+  const bool has_diagonal = band_rule_of<int64_t>(problem).right >= 0;
   const int64_t tiles = num_tile_slots(is_thd_q(problem), static_cast<int>(s.sq),
                                        static_cast<int>(s.batch), tall.tile.tile_m()) *
                         s.hq;
