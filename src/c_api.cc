@@ -201,10 +201,12 @@ std::string describe() {
 #endif
   json.key("backends").begin_array();
   for (const Backend* backend : all_backends()) {
-    const std::string why_not = backend->unavailable();
+    const bool unknown = backend->opens_library();
+    const std::string why_not = unknown ? "" : backend->unavailable();
     json.begin_object();
     json.key("name").string(backend->name());
-    json.key("available").boolean(why_not.empty());
+    json.key("available");
+    unknown ? json.null() : json.boolean(why_not.empty());
     json.key("why_not").string(why_not);
     json.key("description").raw(backend->description_json()).end_object();
   }

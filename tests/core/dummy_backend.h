@@ -45,10 +45,15 @@ class DummyBackend : public Backend {
   }
   Result<std::unique_ptr<Plan>> plan(const Problem&, const Device&) const override {
     ++built;
+    if (!no_plan.empty()) return Status(TESSERA_REFUSED, no_plan);
     return std::unique_ptr<Plan>(std::make_unique<DummyPlan>());
   }
 
+  bool opens_library() const override { return is_opened; }
+
   std::string missing;          // what unavailable() answers
+  bool is_opened = false;       // what opens_library() answers
+  std::string no_plan;          // why plan() refuses; "" where it does not
   std::string slower, kernels;  // what yields() and kernels_for() answer
   mutable std::atomic<int> asked{0}, built{0};
   mutable std::atomic<int> looked_for{0};  // times that unavailable() was asked

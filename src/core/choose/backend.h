@@ -61,6 +61,10 @@ class Backend {
   // driver, which a child of fork() cannot share: asked only for tensors that the backend takes.
   virtual std::string unavailable() const { return {}; }
 
+  // True if unavailable() opens a library that only this backend needs. It is then asked only for a
+  // problem that the backend would run: a process that runs others does not open it.
+  virtual bool opens_library() const { return false; }
+
   // False where only its rules and tables are in this build.
   virtual bool is_built() const { return true; }
 
@@ -83,6 +87,8 @@ class Backend {
   // Blank what plans do not depend on, so that one plan serves many problems.
   virtual Problem canonical(const Problem& problem) const = 0;
 
+  // TESSERA_REFUSED where a library that the backend asks has no kernel for the problem after all:
+  // the next backend is asked then. Anything else that fails fails the call.
   virtual Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
                                              const Device& device) const = 0;
 

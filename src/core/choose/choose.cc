@@ -27,11 +27,22 @@ std::string line_of(std::span<const Reason> reasons) {
   return text;
 }
 
+const Refusal* find_refusal(std::span<const Refusal> refused, const Backend* backend) {
+  for (const Refusal& refusal : refused) {
+    if (refusal.backend == backend) return &refusal;
+  }
+  return nullptr;
+}
+
 // A line for each backend, or for several that say the same; first those of the device.
-std::string refusal(BackendList backends, const Problem& problem, const Device& device) {
+std::string refusal(BackendList backends, const Problem& problem, const Device& device,
+                    std::span<const Refusal> refused) {
   std::vector<std::pair<std::string, std::string>> here, elsewhere;  // names, what they say
   for (const Backend* backend : backends) {
-    const std::vector<Reason> reasons = reasons_of(*backend, problem, device);
+    std::vector<Reason> reasons = reasons_of(*backend, problem, device);
+    if (const Refusal* of_plan = find_refusal(refused, backend)) {
+      reasons.push_back({ReasonId::kPlan, Remedy::kNone, of_plan->text});
+    }
     auto& lines = std::any_of(reasons.begin(), reasons.end(), is_of_device) ? elsewhere : here;
     std::string line = line_of(reasons);
     const std::string name(backend->name());
@@ -91,15 +102,23 @@ Result<Device> import_device(const tessera_device* caller) {
   return *caller;
 }
 
-Result<const Backend*> choose(BackendList backends, const Problem& problem, const Device& device) {
+Result<const Backend*> choose(BackendList backends, const Problem& problem, const Device& device,
+                              std::span<const Refusal> refused) {
   const std::string_view forced = forced_backend(problem);
   const Backend* chosen = nullptr;
+  std::vector<const Backend*> slower;
   for (const Backend* backend : backends) {
     if (!forced.empty() && backend->name() != forced) continue;
-    if (!backend->supports(problem, device) || !backend->unavailable().empty()) continue;
-    const bool yields = forced.empty() && !backend->yields(problem, device).empty();
-    if (!chosen || !yields) chosen = backend;
-    if (!yields) break;
+    if (find_refusal(refused, backend) || !backend->supports(problem, device)) continue;
+    if (forced.empty() && !backend->yields(problem, device).empty()) {
+      slower.push_back(backend);
+    } else if (backend->unavailable().empty()) {
+      chosen = backend;
+      break;
+    }
+  }
+  for (size_t i = 0; !chosen && i < slower.size(); ++i) {
+    if (slower[i]->unavailable().empty()) chosen = slower[i];
   }
   if (chosen) {
     if (log_enabled(Topic::kDispatch)) {
@@ -108,7 +127,7 @@ Result<const Backend*> choose(BackendList backends, const Problem& problem, cons
     }
     return chosen;
   }
-  Status status(TESSERA_REFUSED, refusal(backends, problem, device));
+  Status status(TESSERA_REFUSED, refusal(backends, problem, device, refused));
   log(Topic::kDispatch, "%s", status.message().c_str());
   return status;
 }
@@ -128,7 +147,11 @@ std::vector<Reason> reasons_of(const Backend& backend, const Problem& problem, c
         return r.id == ReasonId::kNotBuilt ||
                (r.id == ReasonId::kDevice && device.kind == TESSERA_CPU);
       });
-  if (!moot && !imagined) {
+  // A library is opened for a problem that would run, and for no other.
+  const bool not_needed =
+      backend.opens_library() &&
+      (!all.empty() || !support || (forced.empty() && !backend.yields(problem, device).empty()));
+  if (!moot && !imagined && !not_needed) {
     std::string why = backend.unavailable();
     if (!why.empty()) all.push_back({ReasonId::kNotLoaded, Remedy::kDeviceCpu, std::move(why)});
   }
@@ -166,7 +189,9 @@ Result<const Backend*> choose_utilities(BackendList backends, const Device& devi
   for (const Backend* backend : backends) {
     const bool owns = backend->owns_utilities(device);
     std::string why;
-    if (owns || device.kind != TESSERA_CPU) why = backend->unavailable();
+    if (owns || (device.kind != TESSERA_CPU && !backend->opens_library())) {
+      why = backend->unavailable();
+    }
     if (owns && why.empty()) return backend;
     text += "\n  " + std::string(backend->name()) + ": " +
             (why.empty() ? "does not own merge and dropout_mask there" : why);

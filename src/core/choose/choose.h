@@ -24,6 +24,12 @@ Result<Problem> with_forced_backend(BackendList backends, const Problem& problem
 // The device struct, or why it is illegal.
 Result<Device> import_device(const tessera_device* caller);
 
+// A backend whose plan() refused the problem, and why.
+struct Refusal {
+  const Backend* backend;
+  std::string text;
+};
+
 // What a backend says of a problem: why it would not run it; and if it would, or would if it were
 // built and loaded, by which kernels, and why another is faster, unless it is forced.
 struct Answer {
@@ -37,10 +43,11 @@ Answer answer_of(const Backend& backend, const Problem& problem, const Device& d
 // without reasons yield, the first of them. -1: none.
 int first_of(std::span<const Answer> answers);
 
-// The backend that runs a normalised problem, as first_of() says. Success allocates nothing but the
-// text of a backend that yields; a refusal lists every backend with all of its reasons and a line
-// that repeats the question.
-Result<const Backend*> choose(BackendList backends, const Problem& problem, const Device& device);
+// The backend that runs a normalised problem, as first_of() says, but for those that are known to
+// refuse its plan. Success allocates nothing but what backends that yield say; a refusal lists every
+// backend with all of its reasons and a line that repeats the question.
+Result<const Backend*> choose(BackendList backends, const Problem& problem, const Device& device,
+                              std::span<const Refusal> refused = {});
 
 // Every reason why this backend would not run the problem: forced by another name, not on this
 // machine or not in this build (unless the device itself is only imagined), and its own.

@@ -111,11 +111,28 @@ std::vector<Remedy> distinct_remedies(std::span<const Reason> reasons) {
   return remedies;
 }
 
-std::optional<int64_t> workspace_of(const Backend& backend, const Question& question) {
-  auto plan = backend.plan(backend.canonical(question.problem), question.device);
-  if (!plan.ok()) return {};
-  const Result<int64_t> bytes = workspace_bytes_of(*plan.value(), question.problem, 0);
-  return bytes.ok() ? std::optional(bytes.value()) : std::nullopt;
+// Which answer is the first to run it, -1 for none, and the workspace that it takes.
+struct First {
+  int index;
+  std::optional<int64_t> workspace_bytes;
+};
+
+// Plans as the plan cache does; a plan() that refuses is one more reason.
+First plan_first(BackendList backends, const Question& question, std::vector<Answer>& answers) {
+  for (;;) {
+    const int first = first_of(answers);
+    if (first < 0) return {first, {}};
+    const Backend& backend = *backends[static_cast<size_t>(first)];
+    const auto plan = backend.plan(backend.canonical(question.problem), question.device);
+    if (plan.ok()) {
+      const Result<int64_t> bytes = workspace_bytes_of(*plan.value(), question.problem, 0);
+      return {first, bytes.ok() ? std::optional(bytes.value()) : std::nullopt};
+    }
+    // Of a device that is not here, rules are all that is known.
+    if (is_imagined(question.device) || plan.status().code() != TESSERA_REFUSED) return {first, {}};
+    answers[static_cast<size_t>(first)].reasons.push_back(
+        {ReasonId::kPlan, Remedy::kNone, plan.status().message()});
+  }
 }
 
 }  // namespace
@@ -149,10 +166,17 @@ void write_text(JsonWriter& json, std::string_view text) {
 }
 
 // One entry of "backends".
-void write_backend(JsonWriter& json, const Backend& backend, const Answer& answer) {
+void write_backend(JsonWriter& json, const Backend& backend, const Answer& answer, bool imagined) {
   json.begin_object();
   json.key("name").string(backend.name());
-  json.key("available").boolean(backend.unavailable().empty());
+  const bool lacks =
+      std::any_of(answer.reasons.begin(), answer.reasons.end(),
+                  [](const Reason& reason) { return reason.id == ReasonId::kNotLoaded; });
+  json.key("available");
+  backend.opens_library() && !lacks &&
+          (imagined || !answer.reasons.empty() || !answer.yields.empty())
+      ? json.null()
+      : json.boolean(!lacks && backend.unavailable().empty());
   json.key("built").boolean(backend.is_built());
   json.key("supported").boolean(answer.reasons.empty());
   json.key("yields");
@@ -181,8 +205,8 @@ void write_suggestion(JsonWriter& json, const Suggestion& suggestion) {
 std::string explain_json(BackendList backends, const Problem& problem, const Device& device,
                          const std::string& case_text) {
   const Question question{problem, device};
-  const std::vector<Answer> answers = answers_of(backends, question);
-  const int first = first_of(answers);
+  std::vector<Answer> answers = answers_of(backends, question);
+  const auto [first, workspace] = plan_first(backends, question, answers);
   const Backend* chosen = first < 0 ? nullptr : backends[static_cast<size_t>(first)];
   JsonWriter json;
   json.begin_object();
@@ -192,7 +216,6 @@ std::string explain_json(BackendList backends, const Problem& problem, const Dev
   write_text(json, chosen ? chosen->name() : "");
   json.key("kernel");
   write_text(json, chosen ? std::string_view(answers[static_cast<size_t>(first)].kernels) : "");
-  const auto workspace = chosen ? workspace_of(*chosen, question) : std::nullopt;
   json.key("workspace_bytes");
   workspace ? json.number(*workspace) : json.null();
   json.key("reasons").begin_object();
@@ -204,7 +227,7 @@ std::string explain_json(BackendList backends, const Problem& problem, const Dev
   json.end_object();
   json.key("backends").begin_array();
   for (size_t i = 0; i < backends.size(); ++i) {
-    write_backend(json, *backends[i], answers[i]);
+    write_backend(json, *backends[i], answers[i], is_imagined(device));
   }
   json.end_array();
   json.key("suggestion");

@@ -30,7 +30,8 @@ std::optional<Suggestion> suggest(BackendList backends, const Problem& problem,
 //   workspace_bytes (null when unknown), reasons {name: [text]},
 //   backends [{name, available, supported, yields, kernel, reasons [{id, text}]}],
 //   suggestion null | {text, case, device, backend}.
-// A backend's yields says why another is faster (null when none is), its kernel what it would run
+// available is null of a backend that would open a library to know, where the problem does not need
+// it. A backend's yields says why another is faster (null when none is), its kernel what it would run
 // if it were built and loaded (null when it cannot).
 // The problem is normalised and went through with_forced_backend(); case_text describes it. Builds
 // a plan to know the workspace.

@@ -38,25 +38,38 @@ Result<std::shared_ptr<const Planned>> PlanCache::find(const Problem& problem,
   if (!forced.ok()) return forced.status();
   auto planned = std::make_shared<Planned>();
   planned->problem = forced.value();
-  Result<const Backend*> chosen = choose(backends_, planned->problem, device);
-  if (chosen.ok()) {
-    planned->backend = chosen.value();
-    Result<std::shared_ptr<const Plan>> plan = plan_of(*planned->backend, planned->problem, device);
-    if (!plan.ok()) return plan.status();
-    planned->plan = std::move(plan).value();
-    if (log_enabled(Topic::kPlan)) {
-      const std::string kernels = planned->backend->kernels_for(planned->problem, device);
-      log(Topic::kPlan, "%.*s%s%s runs %s", static_cast<int>(planned->backend->name().size()),
-          planned->backend->name().data(), kernels.empty() ? "" : " by ", kernels.c_str(),
-          to_case(planned->problem).c_str());
-    }
-  } else {
-    planned->refusal = chosen.status();
-  }
+  TESSERA_RETURN_IF_ERROR(plan_first(*planned, device));
   const std::lock_guard lock(mutex_);
   if (!problems_.find(hash, matches)) problems_.insert(hash, {nullptr, problem, device}, planned);
   if (!planned->plan) return planned->refusal;
   return std::shared_ptr<const Planned>(std::move(planned));
+}
+
+Status PlanCache::plan_first(Planned& planned, const Device& device) {
+  std::vector<Refusal> refused;
+  for (;;) {
+    const Result<const Backend*> chosen = choose(backends_, planned.problem, device, refused);
+    if (!chosen.ok()) {
+      planned.refusal = chosen.status();
+      return {};
+    }
+    const Backend& backend = *chosen.value();
+    Result<std::shared_ptr<const Plan>> plan = plan_of(backend, planned.problem, device);
+    if (plan.ok()) {
+      planned.backend = &backend;
+      planned.plan = std::move(plan).value();
+      if (!log_enabled(Topic::kPlan)) return {};
+      const std::string kernels = backend.kernels_for(planned.problem, device);
+      log(Topic::kPlan, "%.*s%s%s runs %s", static_cast<int>(backend.name().size()),
+          backend.name().data(), kernels.empty() ? "" : " by ", kernels.c_str(),
+          to_case(planned.problem).c_str());
+      return {};
+    }
+    if (plan.status().code() != TESSERA_REFUSED) return plan.status();
+    log(Topic::kPlan, "%.*s has no plan: %s", static_cast<int>(backend.name().size()),
+        backend.name().data(), plan.status().message().c_str());
+    refused.push_back({&backend, plan.status().message()});
+  }
 }
 
 Result<std::shared_ptr<const Plan>> PlanCache::plan_of(const Backend& backend,

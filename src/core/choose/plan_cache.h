@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan cache, two bounded levels: the exact bytes of a problem -> who runs it, and (backend,
 // its canonical problem) -> plan. Refusals are remembered too. Thread-safe; plans are built outside
-// the lock, so that two threads may build one twice and keep the first. A hit allocates nothing.
+// the lock, so that two threads may build one twice and keep the first. A backend whose plan() refuses
+// is passed by. A hit allocates nothing.
 #pragma once
 
 #include <list>
@@ -86,6 +87,8 @@ class PlanCache {
     Problem problem;
     Device device;
   };
+  // Sets plan and backend to those of the first backend whose plan() does not refuse, or refusal.
+  Status plan_first(Planned& planned, const Device& device);
   Result<std::shared_ptr<const Plan>> plan_of(const Backend& backend, const Problem& problem,
                                               const Device& device);
 

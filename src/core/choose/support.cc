@@ -23,6 +23,8 @@ std::string_view reason_name(ReasonId id) {
       return "feature";
     case ReasonId::kSize:
       return "size";
+    case ReasonId::kPlan:
+      return "plan";
     case ReasonId::kQuadratic:
       return "quadratic";
   }

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "core/choose/explain.h"
 #include "core/dummy_backend.h"
 #include "core/problems.h"
 
@@ -70,6 +71,28 @@ TEST(Choose, WhoIsSlowerIsPassedByWhereAnotherRuns) {
   const Answer answer = answer_of(slow, normalised(forward()), kCpu);
   EXPECT_TRUE(answer.reasons.empty());
   EXPECT_EQ(answer.yields, "narrow is faster");
+}
+
+TEST(Choose, ALibraryIsOpenedOnlyForAProblemThatRunsThere) {
+  DummyBackend a("a", testing::fp32_on_cpu), b("b", testing::supports_all);
+  a.is_opened = true;
+  const Backend* const list[] = {&a, &b};
+  const Problem low = normalised(forward(TESSERA_BF16)), p = normalised(forward());
+  EXPECT_EQ(choose(list, low, kCpu).value(), &b);  // not supported
+  (void)reasons_of(a, low, kCpu);
+  a.slower = "b is faster";
+  EXPECT_EQ(choose(list, p, kCpu).value(), &b);  // yields
+  (void)reasons_of(a, p, kCpu);
+  Problem forced = p;
+  std::strcpy(forced.backend, "b");
+  EXPECT_EQ(choose(list, forced, kCpu).value(), &b);
+  (void)reasons_of(a, forced, kCpu);
+  (void)explain_json(list, p, kCpu, "");
+  (void)choose_utilities(list, kCpu);
+  EXPECT_EQ(a.looked_for, 0);
+  std::strcpy(forced.backend, "a");
+  EXPECT_EQ(choose(list, forced, kCpu).value(), &a);
+  EXPECT_EQ(a.looked_for, 1);
 }
 
 TEST(Choose, OfThoseThatAreSlowerTheFirst) {

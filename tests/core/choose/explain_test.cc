@@ -157,6 +157,18 @@ TEST(Explain, RulesOfABackendThatIsNotBuilt) {
             std::string::npos);
 }
 
+TEST(Explain, SaysWhyAPlanIsRefusedWhereTheDeviceIs) {
+  DummyBackend a("a", testing::supports_all);
+  const DummyBackend b("b", testing::supports_all);
+  a.no_plan = "a has no kernel";
+  const Backend* const list[] = {&a, &b};
+  const std::string here = explain_json(list, normalised(forward()), kCpu, "the case");
+  EXPECT_NE(here.find(R"("backend": "b")"), std::string::npos) << here;
+  EXPECT_NE(here.find(R"({"id": "plan", "text": "a has no kernel"})"), std::string::npos) << here;
+  const std::string imagined = explain_json(list, normalised(forward()), kHopper, "the case");
+  EXPECT_NE(imagined.find(R"("backend": "a")"), std::string::npos) << imagined;
+}
+
 TEST(Explain, CarriesTheSuggestion) {
   const Backend* const list[] = {&kNarrow};
   const std::string json = explain_json(list, normalised(forward(TESSERA_FP16)), kCpu, "the case");

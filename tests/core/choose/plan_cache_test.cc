@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -103,6 +104,39 @@ TEST(PlanCache, RefusalsAreRemembered) {
   const auto second = cache.find(forward(TESSERA_BF16), kCpu);
   EXPECT_EQ(second.status().message(), first.status().message());
   EXPECT_EQ(a.asked, asked);
+}
+
+TEST(PlanCache, ABackendWithoutAPlanIsPassedBy) {
+  DummyBackend a("a", testing::supports_all), b("b", testing::supports_all);
+  const DummyBackend c("c", testing::supports_all);
+  a.no_plan = "a has no kernel";
+  b.no_plan = "b has none either";
+  const Backend* const list[] = {&a, &b, &c};
+  PlanCache cache(list);
+  for (int i = 0; i < 2; ++i) {
+    const auto planned = cache.find(forward(), kCpu);
+    ASSERT_TRUE(planned.ok());
+    EXPECT_EQ(planned.value()->backend, &c);
+  }
+  EXPECT_EQ(a.built, 1);
+  EXPECT_EQ(b.built, 1);
+}
+
+TEST(PlanCache, ARefusalHasTheReasonsOfPlans) {
+  DummyBackend a("a", testing::supports_all);
+  const DummyBackend b("b", testing::supports_all);
+  a.no_plan = "a has no kernel";
+  const Backend* const list[] = {&a, &b};
+  PlanCache cache(list);
+  Problem p = forward();
+  std::strcpy(p.backend, "a");
+  for (int i = 0; i < 2; ++i) {
+    const Status status = cache.find(p, kCpu).status();
+    EXPECT_EQ(status.code(), TESSERA_REFUSED);
+    EXPECT_NE(status.message().find("a: a has no kernel"), std::string::npos) << status.message();
+  }
+  EXPECT_EQ(a.built, 1);
+  EXPECT_EQ(b.built, 0);
 }
 
 TEST(PlanCache, IllegalProblemsAreNotRemembered) {
