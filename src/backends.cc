@@ -2,9 +2,12 @@
 // The only file that names concrete backends. A new one takes its header and a line in kBuilt.
 #include "backends.h"
 
-#include <vector>
-
 #include "cpu/backend.h"
+#if TESSERA_WITH_CUDNN
+#include "cuda/cudnn/backend.h"
+#else
+#include "cuda/cudnn/rules.h"
+#endif
 #if TESSERA_WITH_CUDA
 #include "cuda/sm80/backend.h"
 #include "cuda/sm90/backend.h"
@@ -54,6 +57,9 @@ BackendList built_backends() {
   static const Backend* const kBuilt[] = {
 #if TESSERA_WITH_CUDA
     &cuda::sm90::backend(),
+#if TESSERA_WITH_CUDNN
+    &cuda::cudnn::backend(),
+#endif
     &cuda::sm80::backend(),
 #endif
     &cpu::backend(),
@@ -63,18 +69,21 @@ BackendList built_backends() {
 }
 
 BackendList all_backends() {
-#if TESSERA_WITH_CUDA
+#if TESSERA_WITH_CUDNN
   return built_backends();
+#else
+  static const cuda::cudnn::CudnnRules cudnn_rules;
+  static const NotBuilt cudnn(cudnn_rules);
+#if TESSERA_WITH_CUDA
+  const Backend &sm90 = cuda::sm90::backend(), &sm80 = cuda::sm80::backend();
 #else
   static const cuda::sm90::Sm90Rules sm90_rules;
   static const cuda::sm80::Sm80Rules sm80_rules;
   static const NotBuilt sm90(sm90_rules), sm80(sm80_rules);
-  static const std::vector<const Backend*> all = [] {
-    std::vector<const Backend*> list{&sm90, &sm80};
-    list.insert(list.end(), built_backends().begin(), built_backends().end());
-    return list;
-  }();
-  return all;
+#endif
+  static const Backend* const kAll[] = {&sm90, &cudnn, &sm80, &cpu::backend(),
+                                        &reference_backend()};
+  return kAll;
 #endif
 }
 

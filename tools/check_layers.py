@@ -20,6 +20,7 @@ MAY_INCLUDE = {
     "core": set(),
     "cpu": {"core"},
     "cuda/common": {"core"},
+    "cuda/cudnn": {"core", "cuda/common"},
     "cuda/sm80": {"core", "cuda/common"},
     "cuda/sm90": {"core", "cuda/common"},
     "conformance": {"core"},

@@ -22,7 +22,7 @@ enum class ReasonId : uint8_t {
   kLayout,   // a stride or an alignment
   kFeature,  // a mask, bias, ... that this backend does not have
   kSize,
-  kPlan,  // its library has no kernel for it, as only this machine could tell
+  kPlan,       // its library has no kernel for it, as only this machine could tell
   kQuadratic,  // would need O(sq*sk) memory without allow_quadratic
 };
 

@@ -19,7 +19,7 @@ inline constexpr const char* kNotBuilt =
 class Rules : public Backend {
  public:
   std::string unavailable() const override { return kNotBuilt; }
-  Problem canonical(const Problem& problem) const final;
+  Problem canonical(const Problem& problem) const override;
   Result<std::unique_ptr<Plan>> plan(const Problem&, const Device&) const override {
     return Status(TESSERA_REFUSED, kNotBuilt);
   }

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Graph: one problem as cuDNN computes it. The only place that knows cuDNN's front end; no header of
+// it or of cuDNN is seen from here.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "core/status.h"
+
+namespace tessera::cuda::cudnn {
+
+// What a graph depends on. Strides are of the axes [b, h, s, d], in elements.
+struct Shape {
+  int32_t dtype;  // TESSERA_BF16 or TESSERA_FP16
+  int64_t batch, hq, hk, sq, sk, dqk, dv;
+  int64_t q[4], k[4], v[4], o[4], stats[4];
+  // Sequences have lengths of their own and begin at offsets that are read on the device; the
+  // strides of the batch mean nothing then.
+  bool ragged;
+  bool writes_stats;
+  bool bottom_right;    // where the diagonal is
+  int64_t left, right;  // what a query sees beside the diagonal; -1: all
+};
+
+// Device memory of a call. Lengths and offsets are read of a ragged shape.
+struct Pointers {
+  void *q, *k, *v, *o;
+  void* stats;          // fp32: the natural logarithm of a row's sum
+  void *len_q, *len_k;  // int32 [batch]
+  // int64 [batch + 1]: the element where each sequence begins
+  void *offset_q, *offset_k, *offset_v, *offset_o, *offset_stats;
+};
+
+class Graph {
+ public:
+  virtual ~Graph() = default;
+  virtual int64_t workspace_bytes() const = 0;
+  // Queues on the stream of `handle`, which no other thread may use meanwhile. workspace is aligned
+  // to 256 bytes.
+  virtual Status run(void* handle, const Pointers& pointers, float softmax_scale,
+                     void* workspace) const = 0;
+};
+
+// TESSERA_REFUSED, with cuDNN's own text, where it has no kernel for the shape. Compiles kernels: up
+// to a second. handle: a cudnnHandle_t of the current device.
+Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, void* handle);
+
+// Whether cuDNN says that it has a kernel for the shape on a device that need not be here, of this
+// architecture and with this description (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). Builds none.
+Status check_graph(const Shape& shape, int arch, const std::string& device);
+
+}  // namespace tessera::cuda::cudnn
