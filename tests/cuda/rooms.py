@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""rooms.py LIBRARY: which CUDA room takes a problem, by which kernel, and why the other does not, as tessera_explain
+"""rooms.py LIBRARY: which CUDA room takes a problem, by which kernel, and why the others do not, as tessera_explain
 says; that every case of the files has a room on every architecture; that each room refuses what tests/cases/refused.*
 says; and that each kernel of the tables is reached by a case. Needs no GPU, and no CUDA in the library: the
 architecture is given, and rules and tables are in every build."""
@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 CASES = pathlib.Path(__file__).resolve().parents[1] / "cases"
-ARCHITECTURES = (80, 86, 87, 89, 90, 100, 120)
+ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 120)
 SMALL = (86, 89, 120)  # 99 KB of shared memory: too little for the widest heads of fp32 backward
 
 NOT_HERE = {"not_built", "not_loaded"}  # of this build and machine, not of the rules
@@ -35,6 +35,12 @@ EXPECTED = (
     (89, "bwd bf16 b=1 s=128 h=2 d=128", "cuda_sm80", "sm80/backward/fused_d128_lean_smaller", {}),
     (100, "bwd fp16 b=1 s=128 h=2 d=64", "cuda_sm80", "sm80/backward/fused_d64_lean",
      {"cuda_sm90": "arch=100: must be 90 (Hopper)"}),
+    (100, "fwd bf16 b=2 s=128 h=4 d=128 causal", "cudnn", None, {}),
+    (103, "fwd fp16 b=3 s=128 h=4 d=64 layout=thd lens=random:7", "cudnn", None, {}),
+    (90, "fwd bf16 b=2 s=128 h=4 d=64", "cuda_sm90", "sm90/forward/d64_lean_low",
+     {"cudnn": "arch=90: cuda_sm90 is faster (1.15 to 1.58 times)"}),
+    (120, "fwd bf16 b=2 s=128 h=4 d=64", "cuda_sm80", "sm80/forward/d64_lean",
+     {"cudnn": "arch=120: nobody has timed cuDNN on it; cudnn runs by name"}),
     (75, "fwd bf16 b=1 s=128 h=2 d=64", None, None, {"cuda_sm80": "arch=75: must be 80 or later"}),
     (90, "fwd fp32 b=1 s=128 h=2 d=64", "cuda_sm80", "sm80/forward/d64_fp32_lean",
      {"cuda_sm90": "q.dtype=fp32: must be bf16, fp16 or e4m3"}),
@@ -111,7 +117,7 @@ def own_reasons(entry):
 
 def rooms_of(said):
     """{room: its entry} of the CUDA rooms that the rules let run it, the one that takes it first."""
-    able = [entry for entry in said["backends"] if entry["name"].startswith("cuda") and not own_reasons(entry)]
+    able = [entry for entry in said["backends"] if entry["name"].startswith(("cuda", "cudnn")) and not own_reasons(entry)]
     return {entry["name"]: entry for entry in sorted(able, key=lambda entry: entry["yields"] is not None)}
 
 
@@ -145,7 +151,8 @@ def check_expected(explain):
 def check_rooms(explain, answers):
     """Each of smoke.cases and ci.cases runs on every architecture, in the rooms that do not refuse it by rule."""
     of_all = lines_of("refused.cuda")
-    rules = {"cuda_sm80": of_all, "cuda_sm90": of_all + lines_of("refused.cuda_sm90")}
+    rules = {"cuda_sm80": of_all, "cuda_sm90": of_all + lines_of("refused.cuda_sm90"),
+             "cudnn": lines_of("refused.cudnn")}
     for case in lines_of("smoke.cases") + lines_of("ci.cases"):
         for arch in ARCHITECTURES:
             said = answers(case, arch)
@@ -155,7 +162,7 @@ def check_rooms(explain, answers):
             for room in ("cuda_sm80",) if arch != 90 else rules:
                 refused = is_refused(case, rules[room]) or is_refused(said["case"], rules[room])
                 if (room in rooms) == (refused or wide):
-                    yield (f"{case} on sm{arch}: {sorted(rooms)} can run it; the rules of {room}, in refused.cuda*, "
+                    yield (f"{case} on sm{arch}: {sorted(rooms)} can run it; the rules of {room}, in refused.*, "
                            "say otherwise")
 
 

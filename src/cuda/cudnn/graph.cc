@@ -49,15 +49,10 @@ class SdpaGraph final : public Graph {
     return checked(graph_.get_workspace_size(workspace_bytes_));
   }
 
-  Status check(int arch, const std::string& device) {
-    auto properties = std::make_shared<fe::DeviceProperties>();
-    TESSERA_RETURN_IF_ERROR(checked(properties->deserialize({device.begin(), device.end()})));
-    graph_.set_device_properties(std::move(properties)).set_sm_version(arch);
+  Status check(int arch) {
+    graph_.set_sm_version(arch);
     describe();
-    TESSERA_RETURN_IF_ERROR(checked(graph_.validate()));
-    TESSERA_RETURN_IF_ERROR(checked(graph_.build_operation_graph()));
-    TESSERA_RETURN_IF_ERROR(checked(graph_.create_execution_plans({fe::HeurMode_t::A})));
-    return checked(graph_.check_support());
+    return checked(graph_.validate());
   }
 
   int64_t workspace_bytes() const override { return workspace_bytes_; }
@@ -189,8 +184,8 @@ Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, void* handle) {
   });
 }
 
-Status check_graph(const Shape& shape, int arch, const std::string& device) {
-  return guarded([&]() -> Status { return SdpaGraph(shape).check(arch, device); });
+Status check_graph(const Shape& shape, int arch) {
+  return guarded([&]() -> Status { return SdpaGraph(shape).check(arch); });
 }
 
 }  // namespace tessera::cuda::cudnn

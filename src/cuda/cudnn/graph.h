@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 
 #include "core/status.h"
 
@@ -47,8 +46,8 @@ class Graph {
 // to a second. handle: a cudnnHandle_t of the current device.
 Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, void* handle);
 
-// Whether cuDNN says that it has a kernel for the shape on a device that need not be here, of this
-// architecture and with this description (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). Builds none.
-Status check_graph(const Shape& shape, int arch, const std::string& device);
+// What the front end, which has many of cuDNN's rules, says of the shape on an architecture that need
+// not be here. Asks libcudnn for its version alone.
+Status check_graph(const Shape& shape, int arch);
 
 }  // namespace tessera::cuda::cudnn

@@ -89,7 +89,7 @@ def test_a_refusal_on_the_cpu_is_about_the_cpu():
         tessera.attention(*[np.zeros((1, 4, 1, 8))] * 3)
     lines = str(refused.value).splitlines()
     assert lines[1].startswith("  cpu: ") and lines[2].startswith("  reference: "), lines
-    assert lines[3].startswith("  cuda_sm90, cuda_sm80: ") and lines[4].startswith("repro: ") and len(lines) == 5
+    assert lines[3].startswith("  cuda_sm90, cudnn, cuda_sm80: ") and lines[4].startswith("repro: ") and len(lines) == 5
 
 
 def test_explain_takes_words():

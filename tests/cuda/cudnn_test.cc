@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cuDNN backend without a GPU: what becomes of a libcudnn.so.9 that is absent, too old or lacks a
+// function, by stand-ins on LD_LIBRARY_PATH, and the rules against those of cuDNN's front end.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "core/case/case.h"
+#include "cuda/cudnn/library.h"
+#include "cuda/cudnn/rules.h"
+
+namespace tessera::cuda::cudnn {
+namespace {
+
+// TESSERA_TEST_EXPECTED: the text up to what helps; "" where the library is to be taken.
+TEST(CudnnLibrary, SaysWhyItIsNotTaken) {
+  EXPECT_EQ(dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_NOLOAD), nullptr)
+      << "open before it is needed";
+  const char* expected = getenv("TESSERA_TEST_EXPECTED");
+  if (!expected) GTEST_SKIP() << "TESSERA_TEST_EXPECTED is not set";
+  const std::string& why = library_unavailable();
+  EXPECT_EQ(why.substr(0, why.find(';')), expected);
+}
+
+Problem problem_of(const char* text) {
+  const Result<Case> parsed = parse_case(text);
+  EXPECT_TRUE(parsed.ok()) << parsed.status().message();
+  return normalised(geometry_of(parsed.value()).problem);
+}
+
+// What the rules take, the front end takes too, at the least version.
+TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
+  if (!library_unavailable().empty()) GTEST_SKIP() << library_unavailable();
+  constexpr const char* kCases[] = {
+      "fwd bf16 b=2 s=256 h=4 d=64",
+      "fwd fp16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 causal align=bottom_right",
+      "fwd bf16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 window=16,0 align=top_left",
+      "fwd bf16 b=2 sq=300 sk=100 h=2 d=64 causal align=top_left",
+      "fwd bf16 b=2 s=256 h=4 d=64 window=16,8",
+      "fwd bf16 b=2 s=256 h=4 d=64 layout=bhsd no_lse",
+      "fwd bf16 b=2 s=256 h=4 d=64 layout=sbhd",
+      "fwd bf16 b=2 s=256 h=4 dqk=192 dv=128 causal",
+      "fwd bf16 b=3 s=256 h=4 d=64 lens=random:7",
+      "fwd bf16 b=3 sq=64 sk=256 h=4 d=64 lens=random:7 causal align=bottom_right",
+      "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 causal",
+      "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 gaps=3 window=32,0",
+      "fwd bf16 b=3 s=256 h=4 d=256 layout=thd lens=random:7 no_lse",
+      "fwd bf16 b=2 sq=1 sk=300 hq=8 hk=2 d=128",
+  };
+  const CudnnRules rules;
+  int taken = 0;
+  for (const char* text : kCases) {
+    const Problem p = problem_of(text);
+    for (const int arch : {80, 90, 100, 103, 120}) {
+      if (!rules.supports(p, {TESSERA_CUDA, 0, arch, 0})) continue;
+      ++taken;
+      const Status status = check_graph(shape_of(rules.canonical(p)), arch);
+      EXPECT_TRUE(status.ok()) << text << " on sm" << arch << ": " << status.message();
+    }
+  }
+  EXPECT_GT(taken, 50);
+}
+
+// One graph for all lengths, scales and, packed, numbers of tokens of a bucket.
+TEST(CudnnRules, OneGraphServesMany) {
+  const CudnnRules rules;
+  const auto same_graph = [&](const char* a, const char* b) {
+    return same(rules.canonical(problem_of(a)), rules.canonical(problem_of(b)));
+  };
+  EXPECT_TRUE(same_graph("fwd bf16 b=3 s=256 h=4 d=64 lens=random:7",
+                         "fwd bf16 b=3 s=256 h=4 d=64 lens=random:7 scale=0.5 seed=7"));
+  EXPECT_TRUE(same_graph("fwd bf16 b=3 s=250 h=4 d=64 layout=thd lens=random:7",
+                         "fwd bf16 b=4 s=180 h=4 d=64 layout=thd lens=random:7"));
+  EXPECT_FALSE(
+      same_graph("fwd bf16 b=2 s=256 h=4 d=64", "fwd bf16 b=2 s=256 h=4 d=64 layout=bhsd"));
+  EXPECT_FALSE(same_graph("fwd bf16 b=2 s=256 h=4 d=64", "fwd bf16 b=2 s=256 h=4 d=64 causal"));
+}
+
+}  // namespace
+}  // namespace tessera::cuda::cudnn
