@@ -11,15 +11,13 @@ import jax
 from ..._lib import Refused
 from .. import _names
 
-_BUILD = "build the layer from flax.linen and MultiHeadAttention"
-_DENSE = "use flax.linen's"
+_DENSE = "use flax.linen's, or TransformerLayer"
 _SCORES = "a bias, a mask, a window or a sink may do"
 _FP8 = "pass 16-bit arrays"
 _MERGE = "merge the parts of each device with tessera.jax.merge"
 
 # TE's attention for JAX that tessera does not have yet, and what to use meanwhile.
 _LATER = {
-    **dict.fromkeys(("TransformerLayer", "TransformerLayerType"), _BUILD),
     **dict.fromkeys(("DenseGeneral", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP",
                      "module"), _DENSE),
     **dict.fromkeys(("flex_attention", "validate_fused_attn_score_mod",

@@ -262,8 +262,8 @@ def test_refused_by_name():
 
 
 def test_names_that_are_not_here():
-    with pytest.raises(ImportError, match="build the layer from flax.linen"):
-        from tessera.te.jax.attention import TransformerLayer  # noqa: F401
+    with pytest.raises(ImportError, match="use flax.linen's, or TransformerLayer"):
+        from tessera.te.jax.flax import LayerNormMLP  # noqa: F401
     with pytest.raises(AttributeError, match="tessera has TE's attention only"):
         _ = tex.gemm
 

@@ -4,8 +4,8 @@
 from .._words import missing
 from . import transformer
 from .transformer import (DotProductAttention, MultiHeadAttention, RelativePositionBiases,
-                          extend_logical_axis_rules)
+                          TransformerLayer, TransformerLayerType, extend_logical_axis_rules)
 
 __all__ = ["DotProductAttention", "MultiHeadAttention", "RelativePositionBiases",
-           "extend_logical_axis_rules", "transformer"]
+           "TransformerLayer", "TransformerLayerType", "extend_logical_axis_rules", "transformer"]
 __getattr__ = missing(__name__)

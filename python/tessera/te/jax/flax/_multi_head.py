@@ -196,8 +196,8 @@ class MultiHeadAttention(nn.Module):
         joined = (W_JOINED_AXES,) * (len(features) - 1)
         inner, outer = (W_TP_AXES, W_FSDP_AXES) if name == "out" else (W_FSDP_AXES, W_TP_AXES)
         return Projection(
-            features, init, (inner, *joined, outer), self.use_bias, self.bias_init,
-            (*joined, W_NO_SHARD_AXES if name == "out" else W_TP_AXES),
+            init, self.use_bias, self.bias_init, features=features, kernel_axes=(inner, *joined, outer),
+            bias_axes=(*joined, W_NO_SHARD_AXES if name == "out" else W_TP_AXES),
             norm=self.layernorm_type if normed and self.input_layernorm else None,
             epsilon=self.layernorm_epsilon, zero_centered_gamma=self.zero_centered_gamma,
             enable_low_rank_adaptation=lora, low_rank_adaptation_dim=self.low_rank_adaptation_dim,

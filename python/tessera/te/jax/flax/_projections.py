@@ -14,15 +14,11 @@ from .._words import error
 from ..sharding import W_NO_SHARD_AXES, with_sharding_constraint_by_logical_axes
 
 
-class Projection(nn.Module):
-    """x [..., hidden] -> [..., *features], after a norm if there is one; a LoRA of rank
-    low_rank_adaptation_dim is added if enabled. Returns the projection and what the norm gave."""
-    features: tuple[int, ...]
+class Weights(nn.Module):
+    """The fields and the arithmetic that a projection and an MLP share."""
     kernel_init: Callable
-    kernel_axes: tuple[str, ...]
     use_bias: bool = False
     bias_init: Callable = nn.initializers.zeros
-    bias_axes: tuple[str, ...] = ()
     norm: str | None = None                    # "layernorm", "rmsnorm" or None
     epsilon: float = 1e-6
     zero_centered_gamma: bool = False
@@ -32,17 +28,21 @@ class Projection(nn.Module):
     input_axes: tuple[str, ...] | None = None  # of x between norm and projection
     dtype: jnp.dtype = jnp.float32             # of the parameters
 
-    @nn.compact
-    def __call__(self, x):
+    def normed(self, x):
+        """x after the norm if there is one."""
         if self.norm is not None:
             x = with_sharding_constraint_by_logical_axes(self._normed(x), self.input_axes)
-        y = jnp.tensordot(x, self._param("kernel", self.kernel_init, self.kernel_axes,
-                                         (x.shape[-1], *self.features), x.dtype), 1)
+        return x
+
+    def projected(self, x, features, init, kernel_axes, bias_axes, prefix=""):
+        """x [..., hidden] -> [..., *features], by parameters whose names begin with `prefix`."""
+        y = jnp.tensordot(x, self._param(f"{prefix}kernel", init, kernel_axes,
+                                         (x.shape[-1], *features), x.dtype), 1)
         if self.enable_low_rank_adaptation:
-            y += self._low_rank(x)
+            y += self._low_rank(x, features, init, prefix)
         if self.use_bias:
-            y += self._param("bias", self.bias_init, self.bias_axes, self.features, x.dtype)
-        return y, x
+            y += self._param(f"{prefix}bias", self.bias_init, bias_axes, features, x.dtype)
+        return y
 
     def _param(self, name, init, axes, shape, dtype):
         init = nn.with_logical_partitioning(init, axes)
@@ -52,7 +52,7 @@ class Projection(nn.Module):
         name = self.norm.lower().replace("_", "")
         if name not in ("layernorm", "rmsnorm"):
             raise error("layernorm_type", repr(self.norm), 'must be "layernorm" or "rmsnorm"',
-                        "MultiHeadAttention")
+                        self.operation)
         axes, shape = (W_NO_SHARD_AXES,), (x.shape[-1],)
         ones = nn.initializers.zeros if self.zero_centered_gamma else nn.initializers.ones
         scale = self._param("scale", ones, axes, shape, jnp.float32) + self.zero_centered_gamma
@@ -65,14 +65,37 @@ class Projection(nn.Module):
         variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
         return (wide * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(x.dtype)
 
-    def _low_rank(self, x):
+    def _low_rank(self, x, features, init, prefix):
         """One pair of kernels [hidden, rank], [rank, width] for each of the leading features."""
-        *several, width = self.features
+        *several, width = features
         rank, none = self.low_rank_adaptation_dim, (None,) * (len(several) + 2)
-        a = self._param("lora_a_kernel", self.kernel_init, none, (x.shape[-1], *several, rank),
+        a = self._param(f"{prefix}lora_a_kernel", init, none, (x.shape[-1], *several, rank),
                         x.dtype)
-        b = self._param("lora_b_kernel", nn.initializers.zeros, none, (*several, rank, width),
-                        x.dtype)
+        b = self._param(f"{prefix}lora_b_kernel", nn.initializers.zeros, none,
+                        (*several, rank, width), x.dtype)
         alpha = self.low_rank_adaptation_alpha
         low = jnp.tensordot(x, a, 1)
         return jnp.einsum("...r,...ro->...o", low, b) * (1.0 if alpha is None else alpha / rank)
+
+
+class Projection(Weights):
+    """x [..., hidden] -> [..., *features], after a norm if there is one; a LoRA of rank
+    low_rank_adaptation_dim is added if enabled. Returns the projection and what the norm gave."""
+    features: tuple[int, ...] = ()
+    kernel_axes: tuple[str, ...] = ()
+    bias_axes: tuple[str, ...] = ()
+    operation = "MultiHeadAttention"
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.normed(x)
+        return self.projected(x, self.features, self.kernel_init, self.kernel_axes, self.bias_axes), x
+
+
+class Norm(Weights):
+    """The norm alone."""
+    operation = "TransformerLayer"
+
+    @nn.compact
+    def __call__(self, x):
+        return self.normed(x)

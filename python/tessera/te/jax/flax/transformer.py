@@ -13,11 +13,12 @@ from .._words import error, missing
 from ..sharding import get_sharding_map_logic_axis_to_mesh_axis
 from ._dot_product import (DotProductAttention, _FusedDotProductAttention,
                            _UnfusedDotProductAttention)
+from ._layer import TransformerLayer, TransformerLayerType
 from ._multi_head import LoRAScope, MultiHeadAttention
 from ._positions import RelativePositionBiases, rotary_pos_emb
 
 __all__ = ["DotProductAttention", "LoRAScope", "MultiHeadAttention", "RelativePositionBiases",
-           "_FusedDotProductAttention", "_UnfusedDotProductAttention",
+           "TransformerLayer", "TransformerLayerType", "_FusedDotProductAttention", "_UnfusedDotProductAttention",
            "extend_logical_axis_rules", "rotary_pos_emb"]
 __getattr__ = missing(__name__)
 
