@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TE-JAX's context parallelism: which mesh axis splits sequences, and attention over it."""
+"""TE-JAX's context parallelism: which mesh axis splits sequences, and attention over it, in one of two ways.
+
+    by keys    tessera.jax.context_parallel: BSHD of full lengths, without a bias; whatever divides heads
+    by heads   each device has some heads of whole sequences, in their own order, which is a call of one device:
+               everything else, and what has no gradient of its own. XLA's partitioner moves the tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,9 @@ from ...jax import context_parallel
 from ...jax.context_parallel import Shards
 from ...jax.context_parallel._attention import counted
 from . import _translate, sharding
-from ._enums import AttnBiasType, CPStrategy
+from ._enums import AttnBiasType, ReorderStrategy
+from ._reorder import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
+from ._sequences import SequenceDescriptor
 from ._words import error, later
 
 
@@ -28,17 +35,81 @@ def axis_of(context_parallel_axis: str = "") -> str | None:
     return sharding.get_active_resource_axis("cp_resource")
 
 
-def refuse(strategy, axis: str, operation: str, instead: str):
-    """What tessera.te cannot split over a mesh axis."""
-    devices = sharding.get_mesh_axis_size(axis)
-    raise later("context_parallel_axis", f"{axis!r} (context_parallel_strategy={strategy.name}, "
-                f"{devices} devices)", "such context parallelism", instead, operation)
+def goes_by_keys(config: _translate.Config, bias) -> bool:
+    return not config.is_thd and not config.attn_mask_type.is_padding() and bias is None and \
+        config.attn_bias_type == AttnBiasType.NO_BIAS and config.stripe_size is None
 
 
-def attention(config: _translate.Config, axis: str, qkv, bias, softmax_offset, words):
+# ---- by heads ----
+
+class Whole:
+    """A call on arrays whose sequences are split over `axis`, as one of one device: qkv, bias and sequences, whose
+    tokens have their own order and whose heads are split; `split` of its results undoes both."""
+
+    def __init__(self, config: _translate.Config, axis: str, qkv, bias, sequences):
+        self.axis, self.size = axis, sharding.get_mesh_axis_size(axis)
+        self.order = self._order(config)
+        q, k, _ = _translate.separate(qkv, config.qkv_layout)
+        heads, groups = q.shape[-2], k.shape[-2]
+        over_heads = _splitting(("tp_resource", "tpsp_resource"), (axis,), heads, groups)
+        devices = math.prod(map(sharding.get_mesh_axis_size, over_heads)) * self.size
+        if heads % devices or groups % devices:
+            self._refuse(config, f"heads={heads} and num_gqa_groups={groups} must be multiples of {devices} devices; "
+                         "tessera.jax.context_parallel takes any, of lengths that the host knows")
+        self.over_heads = over_heads
+        self.over_batch = _splitting(("dp_resource", "fsdp_resource"), (axis, *over_heads), q.shape[0])
+        if self.order and (bias is not None or not isinstance(sequences, SequenceDescriptor | None)):
+            self._refuse(config, "a bias or a mask has rows and columns of sequences in their own order; leave "
+                         "context_parallel_causal_load_balanced out, or give a SequenceDescriptor")
+        self.qkv = tuple(self.joined(x) for x in qkv)
+        self.bias, self.sequences = bias, self._descriptor(sequences, config.is_thd)
+
+    def split(self, x):
+        """x [b, s, h, d] in the devices' order, split as the call's arrays are."""
+        if self.order:
+            x = reorder_causal_load_balancing(x, *self.order[:1], self.size, 1, *self.order[1:])
+        heads = (None,) * (x.ndim - 4) + (self.over_heads or None, None)
+        return sharding.with_sharding_constraint(x, PartitionSpec(self.over_batch or None, self.axis, *heads))
+
+    def joined(self, x):
+        """split, undone."""
+        heads = (None,) * (x.ndim - 4) + ((*self.over_heads, self.axis), None)
+        x = sharding.with_sharding_constraint(x, PartitionSpec(self.over_batch or None, None, *heads))
+        return self._ordered(x)
+
+    def _ordered(self, x):
+        if not self.order or not x.size:
+            return x
+        return inverse_reorder_causal_load_balancing(x, *self.order[:1], self.size, 1, *self.order[1:])
+
+    def _descriptor(self, sequences, is_thd: bool):
+        """Ids and positions lie as tokens do; lengths and offsets are of whole rows."""
+        if not is_thd or not isinstance(sequences, SequenceDescriptor):
+            return sequences
+        return SequenceDescriptor(sequences.seqlens, sequences.seq_offsets, *(
+            tuple(map(self._ordered, pair)) for pair in (sequences.segment_ids, sequences.segment_pos)))
+
+    @staticmethod
+    def _order(config: _translate.Config) -> tuple:
+        if config.stripe_size is not None and not config.is_thd:
+            raise error("stripe_size", config.stripe_size, f"must be None for {config.qkv_layout.name}, whose order is "
+                        "ReorderStrategy.DualChunkSwap")
+        if not config.context_parallel_load_balanced:
+            return ()
+        if config.is_thd:
+            return ReorderStrategy.Striped, config.stripe_size
+        return ReorderStrategy.DualChunkSwap,
+
+    def _refuse(self, config: _translate.Config, rule: str):
+        raise later("context_parallel_axis", f"{self.axis!r} (context_parallel_strategy={config.cp_strategy.name}, "
+                    f"{self.size} devices)", f"such context parallelism with {_said(config)}", rule)
+
+
+# ---- by keys ----
+
+def attention(config: _translate.Config, axis: str, qkv, softmax_offset, words):
     """(out,) or (out, max_logit) of whole arrays whose sequences are split over `axis`, and their
     batch and heads over the axes of the mesh resource, where they divide."""
-    _check(config, axis, bias)
     q, k, v = (_array(x) for x in _translate.separate(qkv, config.qkv_layout))
     heads = q.shape[2]
     sink = _translate.sink_of(config, softmax_offset, heads)
@@ -73,24 +144,8 @@ def attention(config: _translate.Config, axis: str, qkv, bias, softmax_offset, w
         axis_names={axis, *over_batch, *over_heads})(q, k, v, own, words)
 
 
-def _check(config: _translate.Config, axis: str, bias):
-    """Raises what is said of calls that do not fit."""
-    host = "use tessera.jax.context_parallel, whose Shards hold lengths as host integers"
-    what = (
-        (config.cp_strategy == CPStrategy.RING,
-         "use CPStrategy.ALL_GATHER or DEFAULT, whose result is the same"),
-        (config.is_thd, host),
-        (config.attn_mask_type.is_padding(), host),
-        (config.stripe_size is not None, "leave stripe_size out"),
-        (config.attn_bias_type != AttnBiasType.NO_BIAS or bias is not None, "leave the bias out"))
-    for is_so, instead in what:
-        if is_so:
-            refuse(config.cp_strategy, axis, "fused_attn", f"with {_said(config)}, {instead}")
-
-
 def _said(config: _translate.Config) -> str:
-    stripe = "" if config.stripe_size is None else f", stripe_size={config.stripe_size}"
-    return f"{config.qkv_layout.name}, {config.attn_mask_type.name}, {config.attn_bias_type.name}" + stripe
+    return f"{config.qkv_layout.name}, {config.attn_mask_type.name}, {config.attn_bias_type.name}"
 
 
 def _shards(config: _translate.Config, axis: str, b: int, s: int) -> Shards:

@@ -14,7 +14,6 @@ from .. import _names
 _DENSE = "use flax.linen's, or TransformerLayer"
 _SCORES = "a bias, a mask, a window or a sink may do"
 _FP8 = "pass 16-bit arrays"
-_MERGE = "merge the parts of each device with tessera.jax.merge"
 
 # TE's attention for JAX that tessera does not have yet, and what to use meanwhile.
 _LATER = {
@@ -23,11 +22,6 @@ _LATER = {
     **dict.fromkeys(("flex_attention", "validate_fused_attn_score_mod",
                      "make_fused_attn_score_mod_config"), _SCORES),
     **dict.fromkeys(("quantize", "update_collections", "NVTE_FP8_COLLECTION_NAME"), _FP8),
-    **dict.fromkeys(("FusedAttnCPWithAllGatherFwdPrimitive", "FusedAttnCPWithAllGatherBwdPrimitive",
-                     "FusedAttnCPStripedWithAllGatherFwdPrimitive",
-                     "FusedAttnCPStripedWithAllGatherBwdPrimitive", "FusedRingAttnFwdPrimitive",
-                     "FusedRingAttnBwdPrimitive", "FusedRingAttnStripedFwdPrimitive",
-                     "FusedRingAttnStripedBwdPrimitive"), _MERGE),
 }
 
 missing = functools.partial(_names.missing, later=_LATER)

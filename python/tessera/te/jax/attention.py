@@ -95,18 +95,23 @@ def fused_attn(qkv, bias, sequence_descriptor, seed, attn_bias_type, attn_mask_t
         attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_factor,
         dropout_probability, is_training, max_segments_per_seq, window_size,
         context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis,
-        stripe_size, return_max_logit, may_be_split=True)
+        stripe_size, return_max_logit)
     if max_segments_per_seq > 1 and not config.is_thd:
         warnings.warn(f"fused_attn: max_segments_per_seq={max_segments_per_seq} has no effect with "
                       f"{config.qkv_layout.name}", UserWarning, stacklevel=2)
     words = _translate.rng_words(seed, config.dropout_p)
     axis = _context_parallel.axis_of(context_parallel_axis)
-    if axis is not None:
+    if axis is not None and _context_parallel.goes_by_keys(config, bias):
         out, *max_logit = (checkpoint_name(x, context_checkpoint_name) for x in
-                           _context_parallel.attention(config, axis, qkv, bias, softmax_offset, words))
-    else:
-        out, *max_logit = _fused_attn(config, context_checkpoint_name, tuple(qkv), bias,
-                                      softmax_offset, sequence_descriptor, words)
+                           _context_parallel.attention(config, axis, qkv, softmax_offset, words))
+        return (out, *max_logit) if return_max_logit else out
+    qkv, whole = tuple(qkv), None
+    if axis is not None:
+        whole = _context_parallel.Whole(config, axis, qkv, bias, sequence_descriptor)
+        qkv, sequence_descriptor = whole.qkv, whole.sequences
+    out, *max_logit = _fused_attn(config, context_checkpoint_name, qkv, bias, softmax_offset, sequence_descriptor,
+                                  words)
+    out = out if whole is None else whole.split(out)
     return (out, *max_logit) if return_max_logit else out
 
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import tessera.jax  # noqa: E402
 from tessera.te.jax import autocast, sharding  # noqa: E402
+from tessera.te.jax import cpp_extensions as tex  # noqa: E402
 from tessera.te.jax.attention import (  # noqa: E402
     AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout, ReorderStrategy,
     SequenceDescriptor, fused_attn, inverse_reorder_causal_load_balancing,
@@ -241,34 +242,105 @@ def test_a_sequence_over_an_axis(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-5), found, expected)
 
 
+def packed(order):
+    """Ids of two rows of 24 tokens with gaps, and positions in their segments, in the devices' order."""
+    lengths = [[(1, 7), (0, 2), (2, 9), (3, 4), (0, 2)], [(1, 1), (2, 13), (3, 10)]]
+    ids = jnp.asarray([[n for n, length in row for _ in range(length)] for row in lengths], jnp.int32)
+    at = jnp.asarray([[i for _, length in row for i in range(length)] for row in lengths], jnp.int32)
+    return SequenceDescriptor.from_segment_ids_and_pos(order(ids), order(at))
+
+
+HEADS_CASES = {
+    "striped": dict(qkv_layout=QKVLayout.THD_THD_THD, attn_mask_type=AttnMaskType.PADDING_CAUSAL_MASK,
+                    max_segments_per_seq=3, context_parallel_causal_load_balanced=True,
+                    context_parallel_strategy=CPStrategy.RING),
+    "stripes of 4, window, dropout": dict(
+        qkv_layout=QKVLayout.THD_T2HD, attn_mask_type=AttnMaskType.PADDING_CAUSAL_MASK, max_segments_per_seq=3,
+        stripe_size=4, window_size=(5, 0), dropout_probability=0.3, context_parallel_causal_load_balanced=True),
+    "lengths": dict(attn_mask_type=AttnMaskType.PADDING_CAUSAL_MASK, context_parallel_causal_load_balanced=True),
+    "bias, in order": dict(attn_bias_type=AttnBiasType.POST_SCALE_BIAS),
+}
+
+
 @on_a_mesh
-@pytest.mark.parametrize("more, hint", [
-    (dict(context_parallel_strategy=CPStrategy.RING), "use CPStrategy.ALL_GATHER or DEFAULT"),
-    (dict(attn_mask_type=AttnMaskType.PADDING_MASK), "Shards hold lengths as host integers"),
-    (dict(qkv_layout=QKVLayout.THD_THD_THD, attn_mask_type=AttnMaskType.PADDING_MASK),
-     "Shards hold lengths as host integers"),
-    (dict(stripe_size=1), "leave stripe_size out"),
-])
-def test_what_a_split_sequence_cannot(more, hint):
+@pytest.mark.parametrize("name", HEADS_CASES)
+def test_a_sequence_over_an_axis_by_heads(name):
+    """What TE's ring and its stripes take, and what it refuses, as on one device; and of primitives the same."""
+    given = PLAIN | HEADS_CASES[name]
+    layout, balanced = given["qkv_layout"], given.get("context_parallel_causal_load_balanced")
+    order = (ReorderStrategy.Striped if layout.is_thd() else ReorderStrategy.DualChunkSwap, 2, 1,
+             given.get("stripe_size"))
+
+    def moved(x):
+        return reorder_causal_load_balancing(x, *order) if balanced else x
+
+    def back(x):
+        return inverse_reorder_causal_load_balancing(x, *order) if balanced else x
+    key = jax.random.split(KEY, 4)
+    shapes = [(2, 24, 4, 8), (2, 24, 2, 2, 8)] if layout.is_kvpacked() else [(2, 24, 4, 8)] * 3
+    qkv = tuple(map(jax.random.normal, key, shapes))
+    bias = jax.random.normal(key[3], (1, 4, 24, 24)) if "bias" in name else None
+    d = jax.random.normal(jax.random.key(8), (2, 24, 4, 8))
+
+    def both(qkv, bias, move, back, primitive=False, **axis):
+        sequences = packed(move) if layout.is_thd() else SequenceDescriptor.from_seqlens(jnp.asarray([24, 17]))
+        if not primitive:
+            out, pull = jax.vjp(lambda qkv, bias: back(fused_attn(
+                tuple(map(move, qkv)), bias, sequences, KEY, **given, **axis)), qkv, bias)
+            return out, *pull(d)
+        config = tex.attention.config_of(**{"window_size": None, **given, **axis})
+        operands = [*map(move, qkv), *[jnp.zeros(0)] * (3 - len(qkv)), jnp.zeros(0) if bias is None else bias,
+                    jnp.zeros(0)]
+        leaves = jax.tree.leaves(sequences)
+        seed = jax.random.key_data(KEY)
+        out, aux, words = tex.attention.FusedRingAttnStripedFwdPrimitive.bind(*operands, seed, *leaves, config=config)
+        grads = tex.attention.FusedRingAttnStripedBwdPrimitive.bind(
+            *operands, aux, words, out, move(d), *leaves, config=config)
+        return back(out), tuple(map(back, grads[:len(qkv)])), None if bias is None else grads[3]
+
+    def unmoved(x):
+        return x
+    expected = jax.jit(functools.partial(both, move=unmoved, back=unmoved))(qkv, bias)
+    with split(named=True):
+        for primitive in (False, True):
+            run = jax.jit(functools.partial(both, move=moved, back=back, primitive=primitive,
+                                            context_parallel_axis="cp"))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-5), run(qkv, bias), expected)
+
+
+@on_a_mesh
+def test_what_a_split_sequence_cannot():
     q, k, v = (jax.random.normal(KEY, (4, 12, 4, 8)) for _ in range(3))
     lengths = SequenceDescriptor.from_seqlens(jnp.full((4,), 12))
-    with split(named=True), pytest.raises(tessera.jax.Refused, match=(
-            r"context_parallel_axis='cp' \(context_parallel_strategy=.*, 2 devices\): .*" + hint)):
-        fused_attn((q, k, v), None, lengths, None, **PLAIN | more, context_parallel_axis="cp")
+    call = functools.partial(fused_attn, seed=None, context_parallel_axis="cp",
+                             context_parallel_causal_load_balanced=True)
+    said = r"context_parallel_axis='cp' \(context_parallel_strategy=DEFAULT, 2 devices\): .*"
+    with split(named=True), pytest.raises(tessera.jax.Refused, match=said + "a bias or a mask has rows"):
+        call((q, k, v), jnp.zeros((1, 1, 12, 12)), lengths,
+             **PLAIN | dict(attn_bias_type=AttnBiasType.POST_SCALE_BIAS))
+    with split(named=True), pytest.raises(tessera.jax.Refused, match=said + "heads=3 and num_gqa_groups=3 must be"):
+        call((q[:, :, :3], k[:, :, :3], v[:, :, :3]), None, lengths,
+             **PLAIN | dict(attn_mask_type=AttnMaskType.PADDING_MASK))
+    with split(named=True), pytest.raises(ValueError, match="stripe_size=1: must be None for BSHD_BSHD_BSHD"):
+        call((q, k, v), None, lengths, **PLAIN, stripe_size=1)
     with split(named=True), pytest.raises(ValueError, match="sequence length=10: must be a multiple of 4"):
-        fused_attn((q[:, :10],) * 3, None, lengths, None, **PLAIN, context_parallel_axis="cp",
-                   context_parallel_causal_load_balanced=True)
+        call((q[:, :10],) * 3, None, lengths, **PLAIN)
 
 
 @on_a_mesh
-def test_a_layer_over_an_axis():
+def test_a_layer_over_an_axis(monkeypatch):
     q = jax.random.normal(KEY, (4, 12, 4, 8))
     layer = functools.partial(DotProductAttention, 8, 4)
     alone = layer().apply({}, q, q, q)
     with split(named=False):
-        np.testing.assert_allclose(jax.jit(layer().apply)({}, q, q, q), alone, 1e-4, 2e-5)
-        with pytest.raises(tessera.jax.Refused, match="RING"):
-            layer(context_parallel_strategy="ring").apply({}, q, q, q)
+        ring = layer(context_parallel_strategy="ring")
+        np.testing.assert_allclose(jax.jit(ring.apply)({}, q, q, q), alone, 1e-4, 2e-5)
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+        balanced = layer(context_parallel_causal_load_balanced=True)
+        order = (ReorderStrategy.DualChunkSwap, 2, 1)
+        out = jax.jit(balanced.apply)({}, *[reorder_causal_load_balancing(q, *order)] * 3)
+        np.testing.assert_allclose(inverse_reorder_causal_load_balancing(out, *order), alone, 1e-4, 2e-5)
+    monkeypatch.undo()
     one = Mesh(np.array(jax.devices()[:1]), ("cp",))
     with jax.set_mesh(one), sharding.global_shard_guard(sharding.MeshResource(cp_resource="cp")):
         np.testing.assert_array_equal(layer(context_parallel_strategy="ring").apply({}, q, q, q), alone)

@@ -34,20 +34,14 @@ def config_of(attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_
               dropout_probability, is_training, max_segments_per_seq=1, window_size=None,
               context_parallel_strategy=CPStrategy.DEFAULT,
               context_parallel_causal_load_balanced=False, context_parallel_axis="",
-              stripe_size=None, return_max_logit=False, *, may_be_split=False) -> _FusedAttnConfig:
-    """The config that TE's arguments make. Refuses what is split over a mesh axis of several devices,
-    but for callers that see to it."""
+              stripe_size=None, return_max_logit=False) -> _FusedAttnConfig:
+    """The config that TE's arguments make."""
     deterministic = None if FusedAttnHelper.is_non_deterministic_allowed() else True
-    config = _FusedAttnConfig(
+    return _FusedAttnConfig(
         attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_factor,
         dropout_probability, is_training, max_segments_per_seq, window_size,
         context_parallel_causal_load_balanced, context_parallel_axis, context_parallel_strategy,
         stripe_size, return_max_logit, deterministic)
-    axis = _context_parallel.axis_of(context_parallel_axis)
-    if axis is not None and not may_be_split:
-        _context_parallel.refuse(config.cp_strategy, axis, "fused_attn", "call fused_attn, and "
-                                 "differentiate it")
-    return config
 
 
 def generate_cu_seqlen(actual_seqlen):
@@ -76,7 +70,7 @@ def fused_attn_fwd(qkv, bias, softmax_offset, sequence_descriptor, seed, attn_bi
                        context_parallel_strategy, context_parallel_causal_load_balanced,
                        context_parallel_axis, stripe_size, return_max_logit)
     words = _translate.rng_words(seed, config.dropout_p)
-    return forward(config, qkv, bias, softmax_offset, sequence_descriptor, words)
+    return split_forward(config, qkv, bias, softmax_offset, sequence_descriptor, words)
 
 
 def fused_attn_bwd(qkv, bias, softmax_offset, softmax_aux, rng_state, output, doutput,
@@ -92,8 +86,30 @@ def fused_attn_bwd(qkv, bias, softmax_offset, softmax_aux, rng_state, output, do
                        context_parallel_axis, stripe_size)
     wanted = [True] * len(qkv) + [config.attn_bias_type != AttnBiasType.NO_BIAS,
                                   config.softmax_type == AttnSoftmaxType.LEARNABLE_SOFTMAX]
-    return backward(config, wanted, qkv, bias, softmax_offset, softmax_aux, rng_state, output,
-                    doutput, sequence_descriptor)
+    return split_backward(config, wanted, qkv, bias, softmax_offset, softmax_aux, rng_state, output,
+                          doutput, sequence_descriptor)
+
+
+def split_forward(config: _FusedAttnConfig, qkv, bias, softmax_offset, sequences, words):
+    """forward, of sequences that may be split over a mesh axis; softmax_aux is then of whole sequences."""
+    axis = _context_parallel.axis_of(config.cp_axis)
+    if axis is None:
+        return forward(config, qkv, bias, softmax_offset, sequences, words)
+    whole = _context_parallel.Whole(config, axis, qkv, bias, sequences)
+    out, *rest = forward(config, whole.qkv, bias, softmax_offset, whole.sequences, words)
+    return whole.split(out), *rest
+
+
+def split_backward(config: _FusedAttnConfig, wanted, qkv, bias, softmax_offset, softmax_aux, words, output, doutput,
+                   sequences):
+    """backward, as split_forward is forward."""
+    axis = _context_parallel.axis_of(config.cp_axis)
+    if axis is None:
+        return backward(config, wanted, qkv, bias, softmax_offset, softmax_aux, words, output, doutput, sequences)
+    whole = _context_parallel.Whole(config, axis, qkv, bias, sequences)
+    dqkv, *rest = backward(config, wanted, whole.qkv, bias, softmax_offset, softmax_aux, words, whole.joined(output),
+                           whole.joined(doutput), whole.sequences)
+    return tuple(None if x is None else whole.split(x) for x in dqkv), *rest
 
 
 def forward(config: _FusedAttnConfig, qkv, bias, softmax_offset, sequences, words):
@@ -156,8 +172,8 @@ class FusedAttnFwdPrimitive(_Primitive):
     @staticmethod
     def impl(q, k, v, bias, softmax_offset, seed, *descriptor, config: _FusedAttnConfig):
         words = _translate.rng_words(_given(seed), config.dropout_p)
-        return forward(config, _qkv(config, q, k, v), _given(bias), _given(softmax_offset),
-                       _descriptor(descriptor), words)
+        return split_forward(config, _qkv(config, q, k, v), _given(bias), _given(softmax_offset),
+                             _descriptor(descriptor), words)
 
 
 class FusedAttnBwdPrimitive(_Primitive):
@@ -172,7 +188,7 @@ class FusedAttnBwdPrimitive(_Primitive):
         qkv = _qkv(config, q, k, v)
         wanted = [True] * len(qkv) + [bias.size > 0, softmax_offset.size > 0 and
                                       config.softmax_type == AttnSoftmaxType.LEARNABLE_SOFTMAX]
-        dqkv, dbias, d_offset = backward(
+        dqkv, dbias, d_offset = split_backward(
             config, wanted, qkv, _given(bias), _given(softmax_offset), softmax_aux, rng_state,
             output, doutput, _descriptor(descriptor))
         grads = (*dqkv, *(None,) * (3 - len(dqkv)), dbias, d_offset)
@@ -180,8 +196,14 @@ class FusedAttnBwdPrimitive(_Primitive):
                      for x, grad in zip((q, k, v, bias, softmax_offset), grads))
 
 
+# TE has a pair of primitives for each exchange and order of context parallelism. Here a config says both, and one
+# pair reads it.
 FusedAttnFwdPrimitive.outer_primitive = FusedAttnFwdPrimitive
 FusedAttnBwdPrimitive.outer_primitive = FusedAttnBwdPrimitive
+FusedAttnCPWithAllGatherFwdPrimitive = FusedAttnCPStripedWithAllGatherFwdPrimitive = \
+    FusedRingAttnFwdPrimitive = FusedRingAttnStripedFwdPrimitive = FusedAttnFwdPrimitive
+FusedAttnCPWithAllGatherBwdPrimitive = FusedAttnCPStripedWithAllGatherBwdPrimitive = \
+    FusedRingAttnBwdPrimitive = FusedRingAttnStripedBwdPrimitive = FusedAttnBwdPrimitive
 
 
 def _given(x):

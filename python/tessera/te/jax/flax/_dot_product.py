@@ -15,7 +15,7 @@ from flax import linen as nn
 from .... import backends
 from ...._lib import Refused
 from ..._logging import logger, switch
-from .. import _translate, _words
+from .. import _context_parallel, _translate, _words
 from .. import cpp_extensions as tex
 from .._enums import (AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout,
                       canonicalize_attn_mask_type)
@@ -91,8 +91,11 @@ class _UnfusedDotProductAttention(_Attention):
             raise _error("return_max_logit", True, "needs libtessera; do not set NVTE_FUSED_ATTN=0")
         config = tex.attention.config_of(**self.arguments(deterministic))
         words = _translate.rng_words(dropout_rng, config.dropout_p)
-        return _unfused.attention(config, qkv, bias, self.offset(qkv[0].shape[-2]),
-                                  sequence_descriptor, words)
+        offset, axis = self.offset(qkv[0].shape[-2]), _context_parallel.axis_of(config.cp_axis)
+        if axis is None:
+            return _unfused.attention(config, qkv, bias, offset, sequence_descriptor, words)
+        whole = _context_parallel.Whole(config, axis, qkv, bias, sequence_descriptor)
+        return whole.split(_unfused.attention(config, whole.qkv, bias, offset, whole.sequences, words))
 
 
 class DotProductAttention(nn.Module):

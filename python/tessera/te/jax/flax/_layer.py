@@ -123,8 +123,8 @@ class TransformerLayer(nn.Module):
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decode: bool):
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
-            raise error("inputs.shape", tuple(inputs.shape), f"must be [batch, sequence, hidden_size={self.hidden_size}]",
-                        _NAME)
+            raise error("inputs.shape", tuple(inputs.shape),
+                        f"must be [batch, sequence, hidden_size={self.hidden_size}]", _NAME)
         if self.hidden_size % self.num_attention_heads:
             raise error("hidden_size", self.hidden_size, "must be a multiple of num_attention_heads="
                         f"{self.num_attention_heads}", _NAME)
