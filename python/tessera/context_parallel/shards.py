@@ -91,20 +91,25 @@ class Shards:
         """TransformerEngine's layout: two chunks of equal extent of every padded sequence, as zigzag
         deals them; the padding stays in the buffers. cu_seqlens has the true lengths."""
         size = _positive("te", "size", size)
-        padded = _lengths("te", np.diff(_lengths("te", cu_seqlens_padded)))
-        lengths = padded if cu_seqlens is None else \
-            _lengths("te", np.diff(_lengths("te", cu_seqlens)))
-        if len(lengths) != len(padded):
-            raise _error("te", "cu_seqlens", len(lengths) + 1,
-                         f"must have as many entries as cu_seqlens_padded, {len(padded) + 1}")
-        for length, extent in zip(lengths, padded):
+        padded, lengths = _stored("te", cu_seqlens_padded, cu_seqlens)
+        for extent in padded:
             if extent % (2 * size):
                 raise _error("te", "cu_seqlens_padded", extent,
                              f"each extent must be a multiple of 2 * size = {2 * size}; pad to it, or "
                              "use Shards.zigzag, which needs no padding")
-            if length > extent:
-                raise _error("te", "cu_seqlens", length, f"must not exceed its extent, {extent}")
         return Shards.parse(f"te/{size}/{_join(padded)}/{_join(lengths)}")
+
+    @staticmethod
+    def cut(cu_seqlens_padded: Sequence[int], size: int,
+            cu_seqlens: Sequence[int] | None = None) -> Shards:
+        """A packed buffer, padding included, cut into `size` pieces of equal extent. cu_seqlens has the
+        true lengths."""
+        size = _positive("cut", "size", size)
+        padded, lengths = _stored("cut", cu_seqlens_padded, cu_seqlens)
+        if sum(padded) % size:
+            raise _error("cut", "cu_seqlens_padded", sum(padded), f"the last must be a multiple of size = {size}; "
+                         "pad the last sequence to it")
+        return Shards.parse(f"cut/{size}/{_join(padded)}/{_join(lengths)}")
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -311,8 +316,23 @@ def _te(size, padded, lengths):
     return lengths, runs, extents
 
 
+def _cut(size, padded, lengths):
+    size, padded, lengths = int(size), _split(padded), _split(lengths)
+    stored = np.cumsum([0, *padded]).tolist()
+    own = stored[-1] // size
+    runs = []
+    for begin in range(0, own * size, own) if own else [0] * size:
+        rows = []
+        for first, length in zip(stored, lengths):
+            at = min(max(first, begin), begin + own)
+            start = min(at - first, length) if first < begin + own else 0
+            rows.append(Run(len(rows), start, max(min(first + length, begin + own) - at, 0), at - begin))
+        runs.append(rows)
+    return lengths, runs, [own] * size
+
+
 _KINDS = {"zigzag": _zigzag, "contiguous": _contiguous, "balanced": _balanced, "striped": _striped,
-          "of": _of, "te": _te}
+          "of": _of, "te": _te, "cut": _cut}
 
 
 def _cuts(length: int, chunks: int, align: int) -> list[int]:
@@ -380,6 +400,20 @@ def _lengths(function: str, lengths) -> tuple[int, ...]:
     if lengths and min(lengths) < 0:
         raise _error(function, "lengths", min(lengths), "must not be negative")
     return lengths
+
+
+def _stored(function: str, cu_seqlens_padded, cu_seqlens) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extents and lengths of a packed batch's sequences."""
+    padded = _lengths(function, np.diff(_lengths(function, cu_seqlens_padded)))
+    lengths = padded if cu_seqlens is None else \
+        _lengths(function, np.diff(_lengths(function, cu_seqlens)))
+    if len(lengths) != len(padded):
+        raise _error(function, "cu_seqlens", len(lengths) + 1,
+                     f"must have as many entries as cu_seqlens_padded, {len(padded) + 1}")
+    for length, extent in zip(lengths, padded):
+        if length > extent:
+            raise _error(function, "cu_seqlens", length, f"must not exceed its extent, {extent}")
+    return padded, lengths
 
 
 def _join(values) -> str:

@@ -22,6 +22,7 @@ def every_kind(lengths, size):
     yield Shards.striped(lengths, size, 3)
     padded = [-(-length // (2 * size)) * 2 * size for length in lengths]
     yield Shards.te(np.cumsum([0, *padded]), size, np.cumsum([0, *lengths]))
+    yield Shards.cut(np.cumsum([0, *padded]), size, np.cumsum([0, *lengths]))
 
 
 @pytest.mark.parametrize("size", range(1, 8))
@@ -55,6 +56,15 @@ def test_te_layout_keeps_padding_where_it_is():
     assert shards.positions(0).tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 1, 2, 3, 12, 13, 14, 15]
     assert shards.sequence_ids(0).tolist() == [0] * 4 + [-1] * 4 + [1] * 8
     assert shards.cu_seqlens(0).tolist() == [0, 8, 16] and shards.tokens(0) == 12
+
+
+def test_a_buffer_is_cut_where_it_is():
+    shards = Shards.cut([0, 5, 5, 12, 16], 2, [0, 4, 4, 11, 11])
+    assert [shards.positions(rank).tolist() for rank in (0, 1)] == [[0, 1, 2, 3, 0, 0, 1, 2], [3, 4, 5, 6, 0, 0, 0, 0]]
+    assert shards.sequence_ids(0).tolist() == [0] * 4 + [-1] + [2] * 3
+    assert shards.sequence_ids(1).tolist() == [2] * 4 + [-1] * 4
+    assert shards.cu_seqlens(1).tolist() == [0, 0, 0, 4, 8]
+    assert Shards.cut([0, 0], 3).extents == (0, 0, 0)
 
 
 def pairs(shards, band):
@@ -180,6 +190,9 @@ def test_choice():
     (lambda: Shards.of([[(0, 5, 5), (0, 0, 5)]]), "must ascend"),
     (lambda: Shards.of([[(0, 5)]]), r"must be \(sequence, start, length\)"),
     (lambda: Shards.te([0, 6], 2), "multiple of 2 \\* size = 4; pad to it, or use Shards.zigzag"),
+    (lambda: Shards.cut([0, 7], 2), "cu_seqlens_padded=7: the last must be a multiple of size = 2"),
+    (lambda: Shards.cut([0, 8], 2, [0, 9]), "must not exceed its extent, 8"),
+    (lambda: Shards.te([0, 8], 2, [0, 4, 8]), "cu_seqlens=3: must have as many entries"),
     (lambda: Shards.te([0, 8], 2, [0, 9]), "must not exceed its extent, 8"),
     (lambda: plan(Shards.zigzag([128], 2), hq=2, hk=2, dqk=8, dv=8, exchange="all"), "exchange='all'"),
     (lambda: plan(Shards.zigzag([128], 2), hq=2, hk=2, dqk=8, dv=8, exchange="keys", groups=3),
