@@ -20,7 +20,6 @@ from .pytorch.attention.custom_ops import (convert_bshd_to_thd, convert_thd_to_b
                                            fa_prepare_bwd, fa_prepare_fwd)
 from .pytorch.attention.dot_product_attention import _cp_parts
 from .pytorch.attention.dot_product_attention._fused import get_fused_attn_backend
-from .pytorch.attention.dot_product_attention.context_parallel import _host
 from .pytorch.attention.dot_product_attention.softmax import (
     scaled_aligned_causal_masked_softmax_backward, scaled_aligned_causal_masked_softmax_forward,
     scaled_masked_softmax_backward, scaled_masked_softmax_forward, scaled_softmax_backward, scaled_softmax_forward,
@@ -49,7 +48,7 @@ NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", {
 
 def thd_get_partitioned_indices(cu_seqlens, total_tokens, world_size, rank):
     """Places of a rank's tokens in the packed whole, int32 [total_tokens / world_size]."""
-    shards = Shards.te(_host(cu_seqlens), world_size)
+    shards = Shards.te(_cp_parts.host(cu_seqlens), world_size)
     if sum(shards.lengths) != total_tokens:
         raise ValueError(f"thd_get_partitioned_indices: total_tokens={total_tokens}: must be the end "
                          f"of cu_seqlens, {sum(shards.lengths)}")
@@ -60,14 +59,14 @@ def thd_read_half_tensor(tensor, cu_seqlens, half_idx):
     """The first (0) or second (1) chunks of every sequence, of [t, h, d] or of the pair
     [2, t, h, d]."""
     axis = tensor.dim() - 3
-    return tensor.index_select(axis, _halves(cu_seqlens)[half_idx])
+    return tensor.index_select(axis, _cp_parts.halves(cu_seqlens)[half_idx])
 
 
 def thd_read_second_half_lse(lse, cu_seqlens, lse_packed, second_half_lse_seqlen):
     """lse of the second chunks: [h, second_half_lse_seqlen] packed, else [b, h, second_half_lse_seqlen], zero
     behind them."""
     if lse_packed:
-        found = lse.index_select(1, _halves(cu_seqlens)[1])
+        found = lse.index_select(1, _cp_parts.halves(cu_seqlens)[1])
         return torch.nn.functional.pad(found, (0, second_half_lse_seqlen - found.shape[1]))
     out = lse.new_zeros(*lse.shape[:2], second_half_lse_seqlen)
     for n, (begin, end) in enumerate(_spans(cu_seqlens)):
@@ -79,7 +78,7 @@ def thd_read_second_half_lse(lse, cu_seqlens, lse_packed, second_half_lse_seqlen
 def thd_second_half_lse_correction(lse, lse_per_step, cu_seqlens, lse_packed):
     """lse of the second chunks becomes that of the union with a step's, in place."""
     if lse_packed:
-        rows = _halves(cu_seqlens)[1]
+        rows = _cp_parts.halves(cu_seqlens)[1]
         lse[:, rows] = torch.logaddexp(lse[:, rows], lse_per_step[:, :len(rows)].to(lse.dtype))
         return
     for n, (begin, end) in enumerate(_spans(cu_seqlens)):
@@ -91,7 +90,7 @@ def thd_second_half_lse_correction(lse, lse_per_step, cu_seqlens, lse_packed):
 def thd_out_correction(out, out_per_step, old_lse, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed):
     """Joins a step with out [t, h, d], in place: out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse).
     old_lse is what out was summed by, lse that of the union; with only_second_half the first chunks stay."""
-    rows = _halves(cu_seqlens)[1] if only_second_half else \
+    rows = _cp_parts.halves(cu_seqlens)[1] if only_second_half else \
         torch.arange(out.shape[0], device=out.device)
     old, total, step = (x if lse_packed else _packed(x, cu_seqlens, half) for x, half in
                         ((old_lse, False), (lse, False), (lse_per_step, only_second_half)))
@@ -109,7 +108,7 @@ def thd_grad_correction(grad, grad_per_step, cu_seqlens, first_half, second_half
         if word not in ("add", "copy", "none", "zero"):
             raise ValueError(f'thd_grad_correction: {name}={word!r}: must be "add", "copy", "none" or "zero"')
     axis = grad.dim() - 3
-    halves = _halves(cu_seqlens)
+    halves = _cp_parts.halves(cu_seqlens)
     for word, rows in zip((first_half, second_half), halves):
         if word == "zero":
             grad.index_fill_(axis, rows, 0)
@@ -162,19 +161,8 @@ def multi_tensor_pad_last_dim(inputs, alignment):
 # ---- below: how ----
 
 def _spans(cu_seqlens) -> list[tuple[int, int]]:
-    ends = _host(cu_seqlens)
+    ends = _cp_parts.host(cu_seqlens)
     return list(zip(ends, ends[1:]))
-
-
-def _halves(cu_seqlens):
-    """Rows of the first and of the second chunks."""
-    parts = [[], []]
-    for begin, end in _spans(cu_seqlens):
-        middle = (begin + end) // 2
-        parts[0].append(torch.arange(begin, middle, device=cu_seqlens.device))
-        parts[1].append(torch.arange(middle, end, device=cu_seqlens.device))
-    return [torch.cat(part) if part else cu_seqlens.new_zeros(0, dtype=torch.int64)
-            for part in parts]
 
 
 def _packed(lse, cu_seqlens, half: bool):

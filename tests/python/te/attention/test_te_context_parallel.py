@@ -13,6 +13,7 @@ from cp_ranks import DEVICE  # noqa: E402
 from tessera.te.common.recipe import DelayedScaling  # noqa: E402
 from tessera.te.pytorch import (  # noqa: E402
     DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer)
+from tessera.te.pytorch.constants import CPLoadBalancingStrategy  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import context_parallel as te_cp  # noqa: E402
 from tessera.te.pytorch.quantization import (DelayedScalingRecipeState, FP8GlobalStateManager,  # noqa: E402
                                              autocast)
@@ -97,6 +98,41 @@ def test_packed(pool, kind, size, inner, mask):
     padded = [-(-n // step) * step for n in lengths]
     pool.run(compare, size, inner, size, kind, dict(qkv_format="thd", attn_mask_type=mask), {},
              np.cumsum([0, *lengths]).tolist(), np.cumsum([0, *padded]).tolist())
+
+
+def one_chunk(rank, group, size, kind, mask, window):
+    """NO_LOAD_BALANCE: this rank's share of the packed buffer, padding included, where it lies."""
+    torch.manual_seed(0)
+    cu, padded = (torch.tensor(x, dtype=torch.int32) for x in ([0, 13, 13, 53, 70], [0, 16, 18, 60, 84]))
+    x = [torch.randn(84, h, DIM) for h in (HEADS, GROUPS, GROUPS)]
+    words = dict(qkv_format="thd", attn_mask_type=mask, window_size=window, cu_seqlens_q=cu, cu_seqlens_kv=cu,
+                 cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    alone = CPLoadBalancingStrategy.NO_LOAD_BALANCE
+    index = te_cp.get_thd_partitioned_indices(padded, 84, size, rank, None, alone)
+    batch = te_cp.get_batch_on_this_cp_rank(padded, torch.arange(84), None, None, group, cp_rank=rank,
+                                            load_balancing_strategy=alone) if size == 2 else (index,)
+    assert torch.equal(batch[0], index)
+    whole, local = [y.clone().requires_grad_() for y in x], [y[index].requires_grad_() for y in x]
+    module = DotProductAttention(HEADS, DIM, GROUPS)
+    want = module(*whole, **words)
+    wants = torch.autograd.grad(want.square().sum(), whole)
+    module.set_context_parallel_group(list(group) if isinstance(group, tuple) else group, None, None, kind, alone)
+    out = module(*local, **words)
+    torch.testing.assert_close(out, want[index])
+    for got, full in zip(torch.autograd.grad(out.square().sum(), local), wants):
+        torch.testing.assert_close(got, full[index], rtol=1e-4, atol=1e-4)
+    for bad, said in ((dict(words, qkv_format="bshd"), 'must be DUAL_CHUNK_SWAP for qkv_format="bshd"'),
+                      (dict(words, cu_seqlens_q_padded=padded + padded.sign()), "the last must be a multiple of size")):
+        with pytest.raises(ValueError, match=said):
+            module(*(y[None] if bad["qkv_format"] == "bshd" else y for y in local), **bad)
+    with pytest.raises(ValueError, match="load_balancing_strategy='none': must be a CPLoadBalancingStrategy"):
+        module.set_context_parallel_group(group, None, None, "p2p", "none")
+
+
+@pytest.mark.parametrize("kind, size, inner", KINDS)
+@pytest.mark.parametrize("mask, window", [("padding_causal", None), ("padding", (7, 3))])
+def test_one_chunk_a_rank(pool, kind, size, inner, mask, window):
+    pool.run(one_chunk, size, inner, size, kind, mask, window)
 
 
 @pytest.mark.parametrize("kind, size, inner", KINDS)

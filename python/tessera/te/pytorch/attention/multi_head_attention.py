@@ -112,7 +112,8 @@ class MultiheadAttention(torch.nn.Module):
                                    load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
         """From now on hidden_states are this rank's rows of sequences on the ranks of cp_group, in TE's
         two chunks, and rotary embeddings go by positions of the whole; cp_group=None ends that."""
-        spread = Spread.of(cp_group, cp_comm_type)
+        spread = Spread.of(cp_group, cp_comm_type, load_balancing_strategy)
+        self.cp_load_balancing_strategy = load_balancing_strategy
         self.cp_size, self.cp_rank = (1, 0) if spread is None else (spread.size, spread.rank)
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream,
                                                        cp_comm_type, load_balancing_strategy)
@@ -217,6 +218,10 @@ class MultiheadAttention(torch.nn.Module):
         return heads.split([count * self.groups for count in counts], -2)
 
     def _rotated(self, q, k, rotary_pos_emb, inference_params, cu_seqlens):
+        if self.cp_size > 1 and self.cp_load_balancing_strategy is CPLoadBalancingStrategy.NO_LOAD_BALANCE:
+            raise _words.later("rotary_pos_emb", "...", "rotary embeddings of a rank's one chunk of a packed batch",
+                        "use DUAL_CHUNK_SWAP, or tessera.torch.rotate with Shards.cut(..).positions(rank) and "
+                        "DotProductAttention")
         freqs = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
         start = None if inference_params is None else inference_params.get_seqlens_pre_step()
         if inference_params is not None and self.qkv_format == "thd":

@@ -4,14 +4,24 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .....context_parallel import Shards
 from ... import _words
 from ...constants import CPLoadBalancingStrategy
 
 
+_read = WeakTensorKeyDictionary()  # lengths -> (version, on the host): read once a batch
+
+
 def host(lengths) -> list[int]:
-    return lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(x) for x in lengths]
+    """Lengths as host integers; those on a GPU are waited for once."""
+    if not isinstance(lengths, torch.Tensor):
+        return [int(x) for x in lengths]
+    known = _read.get(lengths)
+    if known is None or known[0] != lengths._version:
+        known = _read[lengths] = lengths._version, lengths.tolist()
+    return known[1]
 
 
 # ---- merging parts ----
@@ -79,12 +89,49 @@ def thd_cp_rank_order_to_sequence_order(x, cu_seqlens, cp_size: int, seq_dim: in
     return x.index_select(seq_dim, _rank_order(cu_seqlens, cp_size, x.device).argsort())
 
 
+def restore_thd_gathered_kv(x, cu_seqlens_padded, cp_size: int, load_balancing_strategy):
+    """Ranks' packed rows, one rank after another -> whole sequences."""
+    if load_balancing_strategy is CPLoadBalancingStrategy.NO_LOAD_BALANCE:
+        return x
+    return thd_cp_rank_order_to_sequence_order(x, cu_seqlens_padded, cp_size)
+
+
+def unrestore_thd_gathered_kv(x, cu_seqlens_padded, cp_size: int, load_balancing_strategy):
+    """restore_thd_gathered_kv undone."""
+    if load_balancing_strategy is CPLoadBalancingStrategy.NO_LOAD_BALANCE:
+        return x
+    return thd_sequence_order_to_cp_rank_order(x, cu_seqlens_padded, cp_size)
+
+
+def halves(cu_seqlens) -> list[torch.Tensor]:
+    """Rows of the first and of the second chunks of packed sequences."""
+    ends = host(cu_seqlens)
+    parts = [[], []]
+    for begin, end in zip(ends, ends[1:]):
+        middle = (begin + end) // 2
+        parts[0].append(torch.arange(begin, middle, device=cu_seqlens.device))
+        parts[1].append(torch.arange(middle, end, device=cu_seqlens.device))
+    return [torch.cat(part) if part else cu_seqlens.new_zeros(0, dtype=torch.int64) for part in parts]
+
+
 def _rank_order(cu_seqlens, cp_size: int, device):
     shards = Shards.te(host(cu_seqlens), cp_size)
     return torch.cat([torch.from_numpy(shards.index(rank)) for rank in range(cp_size)]).to(device)
 
 
 # ---- metadata ----
+
+def get_cu_seqlens_on_cp_rank(cu_seqlens, cu_seqlens_padded_on_cp_rank, cp_size, cp_rank, first_half,
+                              second_half):
+    """Cumulative true lengths of this rank's first chunks, second chunks or both, [batch + 1]."""
+    lengths = cu_seqlens.diff()
+    chunk = cu_seqlens_padded_on_cp_rank.diff() // 2
+    held = torch.zeros_like(lengths)
+    for wanted, number in ((first_half, cp_rank), (second_half, 2 * cp_size - 1 - cp_rank)):
+        if wanted:
+            held += (lengths - number * chunk).clamp(torch.zeros_like(chunk), chunk)
+    return torch.cat([cu_seqlens.new_zeros(1), held.cumsum(0, dtype=cu_seqlens.dtype)])
+
 
 def get_bsh_dims(tensor_format: str) -> tuple[int, int, int]:
     """Axes of b, s and h; of packed tensors t is both b and s."""
@@ -128,6 +175,17 @@ def get_no_load_balance_thd_causal_metadata(cu_seqlens, cu_seqlens_padded, total
     seen = torch.minimum((end - starts).clamp(min=0), lengths)
     q, kv = (torch.nn.functional.pad(x.cumsum(0, dtype=cu_seqlens.dtype), (1, 0)) for x in (held, seen))
     return [q], [cu_seqlens_padded.clamp(begin, end) - begin], [kv]
+
+
+def get_kv_seq_info_after_all_gather(local_chunk_id: int, cp_size: int, max_seqlen_q: int, max_seqlen_kv: int,
+                                     window_size, causal: bool):
+    """((first, end), window): the gathered keys that a chunk of max_seqlen_q queries sees, and its window beside them,
+    whose diagonal ends in the last corner. max_seqlen_kv is of one of the 2 cp_size chunks."""
+    left, right = window_size or (-1, 0 if causal else -1)
+    here, last = (local_chunk_id + 1) * max_seqlen_kv, 2 * cp_size * max_seqlen_kv
+    end = last if right == -1 else min(last, here + right)
+    first = 0 if left == -1 else max(0, here - max_seqlen_q - left)
+    return (first, end), (-1 if left == -1 else left + end - here, -1 if right == -1 else here + right - end)
 
 
 def cp_per_step_configs(cp_comm_type: str, cp_size: int, cp_size_a2a: int, *, max_seqlen_q: int, max_seqlen_kv: int,

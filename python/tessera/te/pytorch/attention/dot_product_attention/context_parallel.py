@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TE's context parallelism: its names, its layout (two equal chunks of every padded sequence on a rank)
-and its exchanges, over tessera.torch.context_parallel.
+"""TE's context parallelism: its names, its layouts (two equal chunks of every padded sequence on a rank, or one of the
+packed batch) and its exchanges, over tessera.torch.context_parallel.
 
     cp_comm_type   "p2p"   "all_gather"   "a2a"     "a2a+p2p"
     exchange       ring    keys           heads     heads inside, ring across
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .....context_parallel import Shards
 from .....torch import context_parallel as cp
@@ -18,14 +17,20 @@ from ...._names import missing
 from ... import _words
 from ..._translate import Call
 from ...constants import CPLoadBalancingStrategy
+from ._cp_exchanges import (flash_attn_a2a_communicate, flash_attn_a2a_communicate_softmax_offset,  # noqa: F401
+                            flash_attn_p2p_communicate)
 from ._cp_parts import (cp_per_step_configs, flash_attn_fwd_incremental_out_correction,  # noqa: F401 - TE has them here
                         flash_attn_fwd_incremental_second_half_out_correction,
                         flash_attn_fwd_second_half_softmax_lse_correction, flash_attn_fwd_softmax_lse_correction,
-                        get_bsh_dims, get_no_load_balance_thd_causal_metadata,
+                        get_bsh_dims, get_cu_seqlens_on_cp_rank, get_kv_seq_info_after_all_gather,
+                        get_no_load_balance_thd_causal_metadata,
                         get_seq_chunk_ids_for_reordering_after_attn, get_seq_chunk_ids_for_reordering_before_attn,
-                        get_thd_partitioned_indices, reorder_seq_chunks_for_a2a_after_attn,
-                        reorder_seq_chunks_for_a2a_before_attn, thd_cp_rank_order_to_sequence_order,
-                        thd_sequence_order_to_cp_rank_order, validate_no_load_balance_thd_metadata)
+                        get_thd_partitioned_indices, host, reorder_seq_chunks_for_a2a_after_attn,
+                        reorder_seq_chunks_for_a2a_before_attn, restore_thd_gathered_kv,
+                        thd_cp_rank_order_to_sequence_order, thd_sequence_order_to_cp_rank_order,
+                        unrestore_thd_gathered_kv, validate_no_load_balance_thd_metadata)
+from ._cp_steps import (cp_p2p_bwd_flash_attn, cp_p2p_bwd_fused_attn, cp_p2p_bwd_prepare_qkv,  # noqa: F401
+                        cp_p2p_fwd_flash_attn, cp_p2p_fwd_fused_attn, cp_p2p_fwd_prepare_qkv, get_fa_args)
 
 __all__ = ["attn_forward_func_with_cp", "generate_positional_ids_for_cp",
            "get_batch_on_this_cp_rank", "get_cu_seqlens_on_cp_rank", "pad_thd_sequences_for_cp"]
@@ -38,10 +43,13 @@ class Spread:
     """A module's cp_group and cp_comm_type, read: `group` for tessera's attention, and `exchange`.
     a2a+p2p with a group of one rank is the other alone."""
 
-    def __init__(self, cp_group, cp_comm_type: str):
+    def __init__(self, cp_group, cp_comm_type: str, strategy):
         if cp_comm_type not in _EXCHANGES:
             raise _words.error("cp_comm_type", cp_comm_type,
                                f"must be one of {_words.quoted(_EXCHANGES)}")
+        if strategy not in (*CPLoadBalancingStrategy,):
+            raise _words.error("load_balancing_strategy", strategy, "must be a CPLoadBalancingStrategy")
+        self.shards_of = Shards.te if strategy is CPLoadBalancingStrategy.DUAL_CHUNK_SWAP else Shards.cut
         groups = list(cp_group) if isinstance(cp_group, (list, tuple)) else [cp_group]
         if len(groups) != 1 + (cp_comm_type == "a2a+p2p"):
             raise _words.error("cp_group", f"{len(groups)} groups", 'must be [a2a_group, p2p_group] for '
@@ -57,11 +65,11 @@ class Spread:
             self.group = groups[sizes[0] == 1]
 
     @staticmethod
-    def of(cp_group, cp_comm_type: str) -> Spread | None:
+    def of(cp_group, cp_comm_type: str, strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP) -> Spread | None:
         """None for no group, and for one of one rank."""
         if cp_group is None or isinstance(cp_group, (list, tuple)) and not cp_group:
             return None
-        spread = Spread(cp_group, cp_comm_type)
+        spread = Spread(cp_group, cp_comm_type, strategy)
         return spread if spread.size > 1 else None
 
     def attention(self, call: Call, dropout: float = 0.0):
@@ -101,10 +109,13 @@ class Spread:
         x, layout = (call.q, call.q_format) if side == "q" else (call.k, call.kv_format)
         lengths = getattr(call, f"cu_seqlens_{side}")
         if layout == "thd":
-            lengths = _host(_words.cu_seqlens(f"cu_seqlens_{side}", lengths, 'qkv_format="thd"'))
+            lengths = host(_words.cu_seqlens(f"cu_seqlens_{side}", lengths, 'qkv_format="thd"'))
             stored = getattr(call, f"cu_seqlens_{side}_padded")
-            stored = lengths if stored is None else _host(stored)
-            return Shards.te(stored, self.size, lengths)
+            stored = lengths if stored is None else host(stored)
+            return self.shards_of(stored, self.size, lengths)
+        if self.shards_of is Shards.cut:
+            raise _words.error("load_balancing_strategy", "NO_LOAD_BALANCE", f"must be DUAL_CHUNK_SWAP for "
+                               f'qkv_format="{layout}"; "thd" packs sequences')
         name = {"q": "query_layer", "kv": "key_layer"}[side]
         at, b = layout.index("s"), x.shape[layout.index("b")]
         if x.shape[at] % 2:
@@ -115,7 +126,7 @@ class Spread:
         whole = x.shape[at] * self.size
         stored = np.arange(b + 1) * whole
         padded = "padding" in call.mask and lengths is not None
-        return Shards.te(stored, self.size, _host(lengths) if padded else None)
+        return Shards.te(stored, self.size, host(lengths) if padded else None)
 
 
 def attn_forward_func_with_cp(
@@ -136,7 +147,6 @@ def attn_forward_func_with_cp(
         if value:
             raise _words.later(name, str(value), "FP8 attention over several ranks",
                                "pass 16-bit tensors")
-    two_chunks(load_balancing_strategy)
     mask = _words.mask_type(attn_mask_type)
     call = Call(q, k, v, qkv_format, qkv_format, mask, _words.check_set_window_size(mask, window_size),
                 _words.bottom_right(mask, bottom_right_diagonal), None, cu_seqlens_q, cu_seqlens_kv,
@@ -144,38 +154,19 @@ def attn_forward_func_with_cp(
                 _words.bias_type(attn_bias_type), attn_bias, None, softmax_scale,
                 _words.softmax_type(softmax_type), softmax_offset, deterministic, return_max_logit,
                 _words.softcap(softcap))
-    spread = Spread.of(cp_group, cp_comm_type)
+    spread = Spread.of(cp_group, cp_comm_type, load_balancing_strategy)
     if spread is None:
         raise _words.error("cp_group", "one rank", "must have at least two; call DotProductAttention")
     return spread.attention(call, dropout_p if is_training else 0.0)
 
 
-def two_chunks(strategy):
-    """Refuses a strategy by which a rank holds anything but two chunks of every sequence."""
-    if strategy != CPLoadBalancingStrategy.DUAL_CHUNK_SWAP:
-        raise _words.later("load_balancing_strategy", str(strategy), "contiguous chunks under TE's names",
-                           "tessera.torch.context_parallel takes any Shards; DUAL_CHUNK_SWAP would work")
-
-
 # ---- data of a rank ----
-
-def get_cu_seqlens_on_cp_rank(cu_seqlens, cu_seqlens_padded_on_cp_rank, cp_size, cp_rank, first_half,
-                              second_half):
-    """Cumulative true lengths of this rank's first chunks, second chunks or both, [batch + 1]."""
-    lengths = cu_seqlens.diff()
-    chunk = cu_seqlens_padded_on_cp_rank.diff() // 2
-    held = torch.zeros_like(lengths)
-    for wanted, number in ((first_half, cp_rank), (second_half, 2 * cp_size - 1 - cp_rank)):
-        if wanted:
-            held += (lengths - number * chunk).clamp(torch.zeros_like(chunk), chunk)
-    return torch.cat([cu_seqlens.new_zeros(1), held.cumsum(0, dtype=cu_seqlens.dtype)])
-
 
 def pad_thd_sequences_for_cp(input_ids, labels, cu_seqlens, divisibility_factor, padding_token_id=0,
                              padding_label_id=-100):
     """(input_ids, labels, cu_seqlens_padded): each sequence of the packed batch [t] or [1, t] padded
     to a multiple of divisibility_factor, 2 * cp_size for context parallelism."""
-    lengths = np.diff(_host(cu_seqlens))
+    lengths = np.diff(host(cu_seqlens))
     padded = -(-lengths // divisibility_factor) * divisibility_factor
     begins, stored = np.cumsum([0, *lengths]), np.cumsum([0, *padded])
     source = _ranges(begins[:-1], lengths)
@@ -191,7 +182,7 @@ def pad_thd_sequences_for_cp(input_ids, labels, cu_seqlens, divisibility_factor,
 
 def generate_positional_ids_for_cp(cu_seqlens, divisibility_factor, dtype=torch.long):
     """Positions 0, 1, ... of each sequence padded to a multiple of divisibility_factor, packed."""
-    lengths = np.diff(_host(cu_seqlens))
+    lengths = np.diff(host(cu_seqlens))
     padded = -(-lengths // divisibility_factor) * divisibility_factor
     return torch.from_numpy(_ranges(np.zeros_like(padded), padded)).to(cu_seqlens.device, dtype)
 
@@ -199,8 +190,8 @@ def generate_positional_ids_for_cp(cu_seqlens, divisibility_factor, dtype=torch.
 def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded,
                               position_ids_padded, cp_group=None, qvk_format="thd",
                               load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP, cp_rank=None):
-    """(input_ids, labels, position_ids) of this rank: its two chunks of each sequence, along the axis that
-    is as long as cu_seqlens_padded says, the second or the first. cp_rank replaces the group's."""
+    """(input_ids, labels, position_ids) of this rank: its two chunks of each sequence, or one of the whole, along the
+    axis that is as long as cu_seqlens_padded says, the second or the first. cp_rank replaces the group's."""
     if qvk_format != "thd":
         raise _words.error("qvk_format", qvk_format, 'must be "thd"; of padded batches take chunks '
                            "along the sequence axis with tessera.torch.context_parallel.shard")
@@ -208,7 +199,7 @@ def get_batch_on_this_cp_rank(cu_seqlens_padded, input_ids_padded, labels_padded
     rank = torch.distributed.get_rank(cp_group) if cp_rank is None else cp_rank
     if size == 1:
         return input_ids_padded, labels_padded, position_ids_padded
-    stored = _host(cu_seqlens_padded)
+    stored = host(cu_seqlens_padded)
     index = get_thd_partitioned_indices(cu_seqlens_padded, stored[-1], size, rank, "cpu", load_balancing_strategy)
     return tuple(None if x is None else x.index_select(_axis_of(name, x, stored[-1]), index.to(x.device))
                  for name, x in (("input_ids_padded", input_ids_padded), ("labels_padded", labels_padded),
@@ -224,19 +215,6 @@ def _axis_of(name: str, x: torch.Tensor, tokens: int) -> int:
             return axis
     raise _words.error(f"{name}.shape", list(x.shape), "the first or the second axis must be "
                        f"cu_seqlens_padded[-1] = {tokens} long; pad_thd_sequences_for_cp pads so")
-
-
-_read = WeakTensorKeyDictionary()  # lengths -> (version, on the host): read once a batch
-
-
-def _host(lengths) -> list[int]:
-    """Lengths as host integers; those on a GPU are waited for once."""
-    if not isinstance(lengths, torch.Tensor):
-        return [int(x) for x in lengths]
-    known = _read.get(lengths)
-    if known is None or known[0] != lengths._version:
-        known = _read[lengths] = lengths._version, lengths.tolist()
-    return known[1]
 
 
 def _ranges(starts, lengths) -> np.ndarray:

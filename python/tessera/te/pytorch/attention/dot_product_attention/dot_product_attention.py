@@ -29,7 +29,7 @@ from ._quantized._emulation import Emulation
 from ._quantized._fp8_state import Float8Module
 from ._choice._selection import AttentionParams, _attention_backends
 from .backends import FlashAttention, FusedAttention, UnfusedDotProductAttention, function_of
-from .context_parallel import Spread, two_chunks
+from .context_parallel import Spread
 
 __all__ = ["DotProductAttention", "_attention_backends"]
 __getattr__ = missing(__name__)
@@ -106,9 +106,8 @@ class DotProductAttention(Float8Module):
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p",
                                    load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
         """From now on q, k and v are this rank's rows of sequences on the ranks of cp_group, in TE's
-        layout, and lengths are the whole batch's. None leaves; a group of one rank is none."""
-        two_chunks(load_balancing_strategy)
-        self._spread = Spread.of(cp_group, cp_comm_type)
+        layouts, and lengths are the whole batch's. None leaves; a group of one rank is none."""
+        self._spread = Spread.of(cp_group, cp_comm_type, load_balancing_strategy)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .... import _words
-from ..context_parallel import _host
+from .._cp_parts import host
 
 _NEEDED = {"sequence_ids", "mask_type", "window_size"}
 
@@ -60,7 +60,7 @@ def _read(number: int, policy) -> dict:
 
 def check_cover(policies, batch: int):
     """Every sequence is in one policy, and a policy names them in ascending order."""
-    listed = [_host(policy["sequence_ids"]) for policy in policies]
+    listed = [host(policy["sequence_ids"]) for policy in policies]
     for number, ids in enumerate(listed):
         if any(a >= b for a, b in zip(ids, ids[1:])):
             raise _words.error(f'thd_attention_policies[{number}]["sequence_ids"]', ids, "must ascend")
