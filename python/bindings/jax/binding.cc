@@ -154,10 +154,9 @@ void attention(const xla_ffi::CallFrame& frame, int32_t kind) {
   buffers.num_threads = runtime.num_threads();
   buffers.parallel_for = on_xla_threads;
   buffers.parallel_context = &runtime;
-  tessera_info info{};
-  info.struct_size = sizeof info;
-  check(tessera_prepare(&problem, &device, buffers.num_threads, &info, &error), error);
-  const CpuWorkspace workspace(buffers, info.workspace_bytes);
+  CpuWorkspace workspace;
+  buffers.allocate = CpuWorkspace::allocate;
+  buffers.allocate_context = &workspace;
   check(tessera_run(&problem, &device, &buffers, &error), error);
 }
 

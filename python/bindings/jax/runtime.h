@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -131,12 +132,22 @@ inline void on_xla_threads(void* runtime_pointer, int64_t n, void (*body)(void*,
   for (int64_t done = loop->done; done != n; done = loop->done) loop->done.wait(done);
 }
 
-// A thread keeps the workspace of its last call on the CPU, up to 16 MiB.
+// The memory of one call on the CPU, of which libtessera says how much when it has found the plan. A
+// thread keeps that of its last call, up to 16 MiB.
 class CpuWorkspace {
  public:
-  CpuWorkspace(tessera_buffers& buffers, int64_t bytes) {
+  // A tessera_allocate; the context is a CpuWorkspace.
+  static void* allocate(void* context, int64_t bytes) {
+    try {
+      return static_cast<CpuWorkspace*>(context)->memory_of(bytes);
+    } catch (const std::bad_alloc&) {
+      return nullptr;
+    }
+  }
+
+ private:
+  void* memory_of(int64_t bytes) {
     constexpr int64_t kKept = 16 << 20, kAlignment = 64;
-    if (bytes == 0) return;
     thread_local std::unique_ptr<char[]> kept;
     thread_local int64_t capacity = 0;
     char* memory = nullptr;
@@ -145,16 +156,15 @@ class CpuWorkspace {
       memory = own_.get();
     } else {
       if (bytes > capacity) {
+        capacity = 0;
         kept.reset(new char[bytes + kAlignment]);
         capacity = bytes;
       }
       memory = kept.get();
     }
-    buffers.workspace = memory + (-reinterpret_cast<uintptr_t>(memory) & (kAlignment - 1));
-    buffers.workspace_bytes = bytes;
+    return memory + (-reinterpret_cast<uintptr_t>(memory) & (kAlignment - 1));
   }
 
- private:
   std::unique_ptr<char[]> own_;
 };
 
