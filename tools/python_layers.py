@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "xformers": {"torch"},
     "hf": {"torch", "context_parallel"},
     "te": {"torch", "jax", "paddle", "context_parallel"},
-    "doors": {"torch", "flash_attn", "hf"},
+    "doors": {"torch", "flash_attn", "hf", "te"},
     "cli": {"torch", "jax", "paddle", "doors"},
     "demo": set(),
     "_call": set(),

@@ -162,8 +162,11 @@ def _padding(config: Config, q, k, sequences) -> dict:
 
 
 def hidden_by(mask, b: int, sq: int, sk: int):
-    """A mask, checked, as booleans."""
+    """A mask, checked, as booleans. As in TE, axes of extent 1 may stand between the first and the last three: MaxText
+    has one more of them."""
     shape = (b, None, sq, sk)
+    if mask.ndim > 4 and set(mask.shape[1:-3]) == {1}:
+        mask = mask.reshape(mask.shape[0], *mask.shape[-3:])
     if mask.ndim != 4 or any(n != 1 and full is not None and n != full
                              for n, full in zip(mask.shape, shape)):
         raise error("mask.shape", tuple(mask.shape), "must be broadcastable to [b, h, sq, skv] "

@@ -75,6 +75,9 @@ class _FusedDotProductAttention(_Attention):
                  deterministic=False):
         if sequence_descriptor is None and not self.attn_mask_type.is_padding():
             sequence_descriptor = SequenceDescriptor()  # which is not read
+        if self.is_initializing():  # parameters alone matter, and MaxText's query has one row, whatever the descriptor
+            rows = jax.tree.leaves(qkv)[0].shape[0]
+            sequence_descriptor = jax.tree.map(lambda x: x[:rows], sequence_descriptor)
         return fused_attn(qkv, bias, sequence_descriptor, dropout_rng,
                           softmax_offset=self.offset(qkv[0].shape[-2]),
                           context_checkpoint_name=self.context_checkpoint_name,
