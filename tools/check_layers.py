@@ -31,6 +31,8 @@ MAY_INCLUDE = {
 MAY_INCLUDE_WITHIN = {
     "cuda/common": {
         "cache": set(),
+        "few": {"score", "work"},
+        "merge": set(),
         "rules": set(),
         "score": set(),
         "work": set(),
@@ -47,6 +49,7 @@ MAY_INCLUDE_WITHIN = {
         "machine": set(),
         "score": {"machine"},  # what both passes share: it knows neither
         "forward": {"machine", "score"},
+        "decode": {"machine"},
         "fp8": {"machine", "score", "forward"},
         "mla": {"machine", "score", "forward"},
         "wide": {"machine", "score", "forward"},

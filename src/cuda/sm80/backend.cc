@@ -3,7 +3,7 @@
 
 #include "cuda/common/cache/cache.h"
 #include "cuda/common/general.h"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/sm80/convert/problem.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/rules.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sm90/backend.h"
 
+#include "core/problem/dtype.h"
 #include "cuda/common/general.h"
 #include "cuda/common/launch.h"
 #include "cuda/sm90/fp8/choice.h"
@@ -18,15 +19,24 @@ class Sm90Backend final : public Sm90Rules {
                                      const Device& device) const override {
     auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
+    const bool latent = has_mla_head_dims(canonical);
+    const auto plan_few_rows = latent ? plan_mla : plan_decode;
+    // A cache in E4M3 beside a q in 16 bits has these kernels alone.
+    if (!is_backward(canonical) && is_fp8(canonical.tensor[TESSERA_K].dtype) &&
+        !is_of_fp8(canonical)) {
+      return plan_few_rows(canonical, device, std::move(fallback).value(), nullptr);
+    }
     auto plan = is_backward(canonical)         ? plan_backward
                 : is_of_fp8(canonical)         ? plan_fp8_forward
                 : is_wide(sizes_of(canonical)) ? plan_wide_forward
                                                : plan_forward;
     auto planned = plan(canonical, device, std::move(fallback).value());
-    if (!planned.ok() || is_backward(canonical) || !has_mla_head_dims(canonical)) return planned;
+    if (!planned.ok() || is_backward(canonical) || !(latent || has_decode_kernel(canonical))) {
+      return planned;
+    }
     auto general = general_backend().plan(canonical, device);
     if (!general.ok()) return general;
-    return plan_mla(canonical, device, std::move(general).value(), std::move(planned).value());
+    return plan_few_rows(canonical, device, std::move(general).value(), std::move(planned).value());
   }
 
  protected:

@@ -47,13 +47,22 @@ Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const 
 Result<std::unique_ptr<Plan>> plan_fp8_forward(const Problem& canonical, const Device& device,
                                                std::unique_ptr<Plan> fallback);
 
-// True of the head dims of latent attention.
+// True of the types and head dims of latent attention.
 bool has_mla_head_dims(const Problem& canonical);
 
 // general: runs the calls of latent attention that takes_call() refuses; other: the problems of the
-// same head dims that are not runs_in_mla().
+// same types and head dims that are not runs_in_mla(), if there are any.
 Result<std::unique_ptr<Plan>> plan_mla(const Problem& canonical, const Device& device,
                                        std::unique_ptr<Plan> general, std::unique_ptr<Plan> other);
+
+// True if the kernels for decoding have these types and head dims.
+bool has_decode_kernel(const Problem& canonical);
+
+// general: runs the calls for decoding that takes_call() refuses; other: the problems of the same
+// types and head dims that are not runs_in_decode(), if there are any.
+Result<std::unique_ptr<Plan>> plan_decode(const Problem& canonical, const Device& device,
+                                          std::unique_ptr<Plan> general,
+                                          std::unique_ptr<Plan> other);
 
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
                                             std::unique_ptr<Plan> fallback);

@@ -10,6 +10,7 @@
 #include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/backward/choice.h"
 #include "cuda/sm90/dbias/choice.h"
+#include "cuda/sm90/decode/choice.h"
 #include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/kernels.h"
@@ -38,7 +39,8 @@ void require_dtypes(Support& support, const Problem& p) {
     return "q.dtype=" + std::string(dtype_name(q)) + ": must be bf16, fp16 or e4m3";
   });
   for (const int index : kTensors) {
-    if (!given(p, index)) continue;
+    const bool is_cache = index == TESSERA_K || index == TESSERA_V;
+    if (!given(p, index) || (is_cache && (runs_in_decode(p) || runs_in_mla(p)))) continue;
     const int dtype = p.tensor[index].dtype;
     support.require(dtype == q, ReasonId::kDtype, Remedy::kUseBf16, [&] {
       return std::string(tensor_rule(index).name) + ".dtype=" + std::string(dtype_name(dtype)) +
@@ -104,7 +106,7 @@ void require_strides(Support& support, const Problem& p, int index) {
 
 void require_features(Support& support, const Problem& p) {
   for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
-    const bool ok = is_of_fp8(p) || (index == TESSERA_PAGE_TABLE_K && runs_in_mla(p));
+    const bool ok = is_of_fp8(p) || runs_in_decode(p) || runs_in_mla(p);
     support.require(!given(p, index) || ok, ReasonId::kFeature, Remedy::kNone, [&] {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
@@ -171,6 +173,7 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
   const Sizes s = sizes_of(problem);
   if (is_of_fp8(problem)) return fp8_kernel_of(problem, multiprocessors).name;
   if (runs_in_mla(problem)) return mla_kernel_of(problem).name;
+  if (runs_in_decode(problem)) return decode_kernel_of(problem).name;
   if (is_wide(s)) {
     const WideKernel& kernel = *find_wide_kernel(problem.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
     const bool alone = runs_alone(p, multiprocessors / kernel.tile.ctas);
@@ -224,7 +227,7 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
 }
 
 std::string Sm90Rules::yields(const Problem& p, const Device&) const {
-  if (is_backward(p) || is_of_fp8(p) || runs_in_mla(p)) return {};
+  if (is_backward(p) || is_of_fp8(p) || runs_in_mla(p) || runs_in_decode(p)) return {};
   std::string why = yields_few_queries(p);
   return why.empty() ? yields_few_tiles(p) : why;
 }
@@ -245,6 +248,7 @@ std::vector<const char*> Sm90Rules::kernel_names() const {
   add(forward_kernels());
   add(fp8_kernels());
   add(mla_kernels());
+  add(decode_kernels());
   add(wide_kernels());
   add(backward_kernels());
   add(apart_kernels());

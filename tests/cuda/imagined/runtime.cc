@@ -5,7 +5,7 @@
 
 #include "cuda/common/checks.h"
 #include "cuda/common/general.h"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
 #include "cuda/sm80/convert/rows.h"

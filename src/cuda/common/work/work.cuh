@@ -143,6 +143,16 @@ struct Piece {
   __device__ int slot_of(int part) const { return part == 0 ? first_slot : next_slots + part; }
 };
 
+// A sequence with its cells.
+struct KnownSequence {
+  Sequence sequence;
+  CellsOf cells;
+
+  __device__ KnownSequence() {}
+  __device__ KnownSequence(const WorkArgs& args, int n, int step_keys)
+      : sequence(unplaced_sequence_of(args.params, n)), cells(args, sequence, step_keys) {}
+};
+
 // Walks the pieces of one run: for (Walk walk(...); walk.next();) ... walk.piece() ...
 class Walk {
  public:
@@ -157,6 +167,15 @@ class Walk {
     if (run >= runs.runs) return;
     at_ = runs.begin(run);
     end_ = runs.begin(run + 1);
+  }
+
+  // The same where the sequence in which the run begins is known.
+  __device__ Walk(const WorkArgs& args, int step_keys, const Runs& runs, const Start& start,
+                  int run, const KnownSequence& first, bool is_known)
+      : Walk(args, step_keys, runs, start, run) {
+    sequence_ = first.sequence;
+    cells_ = first.cells;
+    is_known_ = is_known;
   }
 
   // Goes on to the next piece, the first at first. False: there is none, however often one asks.
@@ -258,11 +277,17 @@ __device__ int cells_apart(const WorkArgs& args, const Counted& all, int most,
 
 #ifdef __CUDACC__
 // Counts all sequences and finds where a run of at most `most` begins: each warp for itself, whose
-// lanes count some each.
+// lanes count some each. Up to 32 sequences have a lane each, which resolves its own once.
 struct Found {
   Runs runs;
   Start start;
-  int units;  // of all sequences
+  int units;            // of all sequences
+  KnownSequence first;  // in which the run begins, if it is known
+  bool knows_first;
+
+  __device__ Walk walk(const WorkArgs& args, int step_keys, int run) const {
+    return Walk(args, step_keys, runs, start, run, first, knows_first);
+  }
 };
 __device__ __forceinline__ Counted sum_up_to_lane(Counted own) {
   const int lane = threadIdx.x % 32;
@@ -274,23 +299,39 @@ __device__ __forceinline__ Counted sum_up_to_lane(Counted own) {
   }
   return own;
 }
-__device__ __forceinline__ Counted of_lane(const Counted& of, int lane) {
-  return {__shfl_sync(~0u, of.cells, lane), __shfl_sync(~0u, of.units, lane)};
+template <typename T>
+__device__ __forceinline__ T of_lane(const T& of, int lane) {
+  static_assert(sizeof(T) % sizeof(int) == 0);
+  T result;
+  const int* const from = reinterpret_cast<const int*>(&of);
+  int* const to = reinterpret_cast<int*>(&result);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / sizeof(int)); ++i) {
+    to[i] = __shfl_sync(~0u, from[i], lane);
+  }
+  return result;
 }
 template <bool kMayCutApart = false>
 __device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys, int run,
                                             int most) {
   const int lane = threadIdx.x % 32, each = (args.params.batch + 31) / 32;
   const int lo = min(lane * each, args.params.batch), hi = min(lo + each, args.params.batch);
-  Counted to = sum_up_to_lane(count(args, step_keys, lo, hi, 1));
+  const bool alone = each == 1;
+  KnownSequence own;
+  if (alone) own = KnownSequence(args, min(lane, args.params.batch - 1), step_keys);
+  const auto count_of_lane = [&](int apart) {
+    if (!alone) return count(args, step_keys, lo, hi, apart);
+    return lo < hi ? own.cells.all(apart) : Counted{0, 0};
+  };
+  Counted to = sum_up_to_lane(count_of_lane(1));
   Counted all = of_lane(to, 31);
   Runs runs(args, all, most);
   if constexpr (kMayCutApart) {
     const int apart = cells_apart(args, all, most, [&](int cells) {
-      return __reduce_add_sync(~0u, count(args, step_keys, lo, hi, cells).cells / cells);
+      return __reduce_add_sync(~0u, count_of_lane(cells).cells / cells);
     });
     if (apart > 0) {
-      to = sum_up_to_lane(count(args, step_keys, lo, hi, apart));
+      to = sum_up_to_lane(count_of_lane(apart));
       all = of_lane(to, 31);
       runs = Runs::cut_apart(apart, all);
     }
@@ -299,7 +340,8 @@ __device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys,
   const unsigned behind = __ballot_sync(~0u, to.in_row(runs.ends) <= runs.begin(run));
   const int lanes = __popc(behind);
   const Counted before = of_lane(to, max(lanes, 1) - 1);
-  return {runs, {lanes * each, lanes > 0 ? before : Counted{0, 0}}, all.units};
+  const Start start{lanes * each, lanes > 0 ? before : Counted{0, 0}};
+  return {runs, start, all.units, of_lane(own, min(lanes, 31)), alone && lanes < 32};
 }
 #endif
 

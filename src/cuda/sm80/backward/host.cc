@@ -9,7 +9,7 @@
 #include <cstddef>
 
 #include "core/workspace.h"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
 #include "cuda/sm80/plan.h"

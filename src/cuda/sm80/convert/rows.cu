@@ -5,7 +5,7 @@
 
 #include "core/problem/scales.h"
 #include "cuda/common/element.cuh"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm80/convert/rows.h"
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "core/workspace.h"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/args.h"
 #include "cuda/sm80/plan.h"

@@ -4,10 +4,10 @@
 #include <algorithm>
 
 #include "core/workspace.h"
+#include "cuda/common/few/args.h"
 #include "cuda/common/work/cut.h"
 #include "cuda/common/work/mark.h"
 #include "cuda/sm80/plan.h"
-#include "cuda/sm80/stream/params.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
@@ -41,11 +41,11 @@ bool has_long_runs(const Problem& problem, const Cut& cut) {
 }
 
 void take_workspace(const StreamKernel& kernel, const Cut& cut, Workspace& workspace,
-                    StreamArgs& args) {
+                    PartsArgs& args) {
   const Count rows = Count{cut.slots} * kernel.tile.rows;
   args.part_o = workspace.take<float>(rows * kernel.tile.bucket, 16);
   args.part_sums = workspace.take<float2>(rows);
-  args.announced = workspace.take<unsigned long long>(cut.slots);
+  args.counters = workspace.take<unsigned long long>(cut.slots);
 }
 
 }  // namespace
@@ -60,7 +60,7 @@ Status prepare(const StreamKernel& kernel) {
 int64_t stream_workspace_bytes(const Problem& problem, const StreamKernel& kernel,
                                const DeviceInfo& device) {
   Workspace workspace;
-  StreamArgs args{};
+  PartsArgs args{};
   take_workspace(kernel, cut_of(problem, kernel, device, device.multiprocessors), workspace, args);
   return workspace.bytes();
 }
@@ -69,7 +69,7 @@ Status run_stream(const Problem& problem, const Buffers& buffers, const Params& 
                   const StreamKernel& kernel, const DeviceInfo& device, cudaStream_t stream) {
   const Cut cut =
       cut_of(problem, kernel, device, multiprocessors_for(buffers, device.multiprocessors));
-  StreamArgs args{};
+  PartsArgs args{};
   static_cast<WorkArgs&>(args) = work_args(params, cut);
   args.least_apart = has_long_runs(problem, cut) ? 1 : 0;
   args.page_size = Divisor::of(std::max(params.page_size, 1));

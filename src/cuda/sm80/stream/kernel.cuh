@@ -20,14 +20,14 @@
 // and the mma; a bf16 q then becomes fp16 times a power of two for each row.
 #pragma once
 
-#include "cuda/sm80/stream/merge.cuh"
-#include "cuda/sm80/stream/rows.cuh"
+#include "cuda/common/few/rows.cuh"
+#include "cuda/sm80/stream/operands.cuh"
 
 namespace tessera::cuda::sm80 {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads)
-    stream_kernel(const __grid_constant__ StreamArgs args) {
+    stream_kernel(const __grid_constant__ PartsArgs args) {
   using T = typename S::Query;
   extern __shared__ __align__(16) char shared[];
   auto& smem = *reinterpret_cast<typename S::Storage*>(shared);
@@ -36,10 +36,11 @@ __global__ void __launch_bounds__(S::kThreads)
   const int team = warp / S::kTeam, thread = threadIdx.x % (32 * S::kTeam);
   const int first_row = warp % S::kTeam * 8 * S::kGroups;
   const Found found = find_start<true>(args, S::kStepKeys, blockIdx.x, gridDim.x);
-  for (Walk walk(args, S::kStepKeys, found.runs, found.start, blockIdx.x); walk.next();) {
+  for (Walk walk = found.walk(args, S::kStepKeys, blockIdx.x); walk.next();) {
     const Piece piece = walk.piece();
     const Sequence& sequence = walk.sequence();
     const int head0 = piece.pack * args.pack, queries = args.queries.divisor;
+    if (threadIdx.x == 0) open_count(args, piece);
     const int kv_head = args.packs_kv.quotient(piece.pack);
     const TileRows rows{piece.row0, head0, args.pack};
     const FewRows tile{p, sequence, rows, queries * args.pack};
@@ -56,14 +57,12 @@ __global__ void __launch_bounds__(S::kThreads)
     load_q<T, S>(smem, query_rows(p, TESSERA_Q, sequence, head0, piece.row0, args.pack, tile.used),
                  p.tensor[TESSERA_Q], p.dqk);
 
-    float to_log2 = logit_scale<T>(p);
-    if (const View& k_scale = p.tensor[TESSERA_K_SCALE]; k_scale.data) {
-      to_log2 *= load_float(k_scale.data, offset_of(k_scale, sequence.n, kv_head), TESSERA_FP32);
-    }
+    const float to_log2 = logit_scale<T>(p) * k_scale_of(p, sequence.n, kv_head);
 
     // ---- the keys: as block `step` is copied, the one kAhead before it is added ----
     constexpr int kAhead = S::kStages - 1;
-    StreamRows<S> result;
+    TransposedRows<S> result;
+    result.set_queries(smem_address(smem.q + first_row * S::kQStride));
     float scale[S::kGroups][2];
     int stage = 0, key0 = key_begin - kAhead * S::kStepKeys;
 #pragma unroll 1
@@ -98,7 +97,8 @@ __global__ void __launch_bounds__(S::kThreads)
       commit_copies();  // empty at the end, so that counting stays simple
       if (step >= 0) {
         const bool all_see = key0 >= clean.lo && key0 + S::kKeys <= clean.hi;
-        result.add(smem.ring[team][next], smem.q + first_row * S::kQStride, scale, key0, all_see,
+        const auto& block = smem.ring[team][next];
+        result.add(smem_address(block.k), smem_address(block.v), scale, key0, all_see, visible,
                    [&](int n, int e) {
                      return sequence.band.row(rows.query(first_row + 8 * n + lane % 4 * 2 + e));
                    });
@@ -109,7 +109,9 @@ __global__ void __launch_bounds__(S::kThreads)
     // ---- the teams' parts, then the rows ----
     wait_for_copies<0>();
     __syncthreads();  // the rings are free
-    result.store(smem.parts, team, first_row);
+    result.add_lanes();
+#pragma unroll
+    for (int n = 0; n < S::kGroups; ++n) result.store(smem.parts, team, first_row + 8 * n, n);
     __syncthreads();
     constexpr int kQuads = S::kD / 4;
     bool finishes = true;
@@ -117,16 +119,13 @@ __global__ void __launch_bounds__(S::kThreads)
 #pragma unroll 1
       for (int i = threadIdx.x; i < tile.used * kQuads; i += S::kThreads) {
         const int row = i / kQuads, column = i % kQuads * 4;
-        const RowSum total = sum_of_teams<S>(smem, row, column);
+        const RowSum total = sum_of_teams(smem.parts, row, column);
         const int64_t at = int64_t{piece.slot_of(piece.part)} * S::kRows + row;
         __stcg(reinterpret_cast<float4*>(args.part_o + at * S::kD + column), total.o);
         if (column == 0) __stcg(args.part_sums + at, make_float2(total.max, total.sum));
       }
       __syncthreads();  // the CTA has written its part
-      if (warp == 0) {
-        const bool last = brings_last(args, piece);
-        if (lane == 0) smem.last = last;
-      }
+      if (threadIdx.x == 0) smem.last = brings_last(args, piece);
       __syncthreads();
       finishes = smem.last;
     }
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(S::kThreads)
 #pragma unroll 1
     for (int i = threadIdx.x; i - lane < quads; i += S::kThreads) {  // by whole warps
       const int row = min(i / kQuads, tile.used - 1), column = i % kQuads * 4;
-      const RowSum total = piece.parts == 1 ? sum_of_teams<S>(smem, row, column)
+      const RowSum total = piece.parts == 1 ? sum_of_teams(smem.parts, row, column)
                                             : sum_of_parts<S>(args, piece, row, column);
       if (i < quads) tile.template finish<T>(row, column, total);
     }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operands of stream/kernel.cuh: K and V on their way to shared memory, Q, and K and V from
-// there as A operands.
+// How K, V and Q come into the shared memory of stream/kernel.cuh.
 #pragma once
 
-#include "cuda/sm80/machine/e4m3.cuh"
+#include "cuda/common/few/args.h"
 #include "cuda/sm80/machine/load.cuh"
 #include "cuda/sm80/stream/shape.cuh"
 
@@ -14,8 +13,8 @@ namespace tessera::cuda::sm80 {
 template <typename S>
 class KeyCopies {
  public:
-  __device__ __forceinline__ KeyCopies(const StreamArgs& args, const Sequence& sequence,
-                                       int kv_head, int thread)
+  __device__ __forceinline__ KeyCopies(const PartsArgs& args, const Sequence& sequence, int kv_head,
+                                       int thread)
       : page_size_(args.page_size), visible_(sequence.band.keys(0, sequence.q.length)) {
     const Params& p = args.params;
     row_ = thread / kChunks;
@@ -169,55 +168,6 @@ __device__ __forceinline__ void load_q(typename S::Storage& smem, const QueryRow
         *reinterpret_cast<uint32_t*>(to + w / 2 * 2 + w % 2 * 8) =
             pack<__half>(f[2 * w] * inverse, f[2 * w + 1] * inverse);
       }
-    }
-  }
-}
-
-// Two k16 steps of 16 keys as A operands.
-template <typename S>
-__device__ __forceinline__ void load_k(uint32_t (&a)[2][4], const char* k, int key, int step) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (S::kFp8) {
-    uint32_t r[4];
-    ldmatrix_x4(r, smem_address(k + (key + lane % 16) * S::kStride + 32 * step + lane / 16 * 16));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      a[i][0] = halves_of_e4m3(r[2 * i]), a[i][1] = halves_of_e4m3(r[2 * i + 1]);
-      a[i][2] = halves_of_e4m3(r[2 * i] >> 16), a[i][3] = halves_of_e4m3(r[2 * i + 1] >> 16);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      ldmatrix_x4(a[i], smem_address(k + (key + lane % 16) * S::kStride +
-                                     (32 * step + 16 * i + lane / 16 * 8) * 2));
-    }
-  }
-}
-
-// Columns 32 piece .. + 31 of 16 keys of v, transposed, as A operands. Of an E4M3 v rows g and
-// g + 8 of an operand are columns 2 g and 2 g + 1.
-template <typename S>
-__device__ __forceinline__ void load_v(uint32_t (&a)[2][4], const char* v, int key, int piece) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (S::kFp8) {
-    uint32_t r[4];
-    ldmatrix_x4_transposed(
-        r, smem_address(v + (key + lane % 16) * S::kStride + 32 * piece + lane / 16 * 16));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t columns = __byte_perm(r[2 * i + half], 0, 0x3120);
-        a[i][2 * half] = halves_of_e4m3(columns),
-                 a[i][2 * half + 1] = halves_of_e4m3(columns >> 16);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = key + lane / 16 * 8 + lane % 8;
-      ldmatrix_x4_transposed(
-          a[i], smem_address(v + row * S::kStride + (32 * piece + 16 * i + lane / 8 % 2 * 8) * 2));
     }
   }
 }

@@ -4,8 +4,7 @@
 
 #include <type_traits>
 
-#include "cuda/common/element.cuh"
-#include "cuda/common/work/work.cuh"
+#include "cuda/common/few/merge.cuh"
 #include "cuda/sm80/stream/tile.h"
 
 namespace tessera::cuda::sm80 {
@@ -27,14 +26,28 @@ struct Stream {
   static constexpr int kQStride = kD + 8;                   // elements
   static_assert(kRows == 8 * kGroups * kTeam && kKeys % 16 == 0 && kKeys <= 32);
 
+  static constexpr bool kKeepsHidden = false;  // zeros stand for what nobody sees
+  static constexpr bool kKeepsQ = false;
+
+  // How rows of K, V and q lie in shared memory (common/few/operands.cuh).
+  static __device__ __forceinline__ uint32_t lane_address(uint32_t tile, int row, int unit) {
+    return tile + row * kStride + unit * 16;
+  }
+  static __device__ __forceinline__ uint32_t at(uint32_t lanes, int unit) {
+    return lanes + unit * 16;
+  }
+  static __device__ __forceinline__ uint32_t q_lane_address(uint32_t tile, int row, int unit) {
+    return tile + row * kQStride * 2 + unit * 16;
+  }
+  static __device__ __forceinline__ uint32_t q_at(uint32_t lanes, int n, int unit) {
+    return lanes + n * 8 * kQStride * 2 + unit * 16;
+  }
+
   struct Stage {
     alignas(16) char k[kKeys * kStride];
     alignas(16) char v[kKeys * kStride];
   };
-  struct Parts {  // of the teams
-    float o[kTeams][kRows][kD + 4];
-    float max[kTeams][kRows], sum[kTeams][kRows];
-  };
+  using Parts = TeamParts<kTeams, kRows, kD>;
   struct Storage {
     Element q[kRows * kQStride];
     float q_scale[kRows];  // what a row of q was divided by

@@ -7,7 +7,7 @@
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/common/work/mark.h"
 #include "cuda/sm90/forward/score/pack_mask.h"

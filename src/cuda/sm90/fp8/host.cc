@@ -4,7 +4,7 @@
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 #include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/fp8/params.h"
 #include "cuda/sm90/fp8/transpose.h"
@@ -16,22 +16,6 @@ namespace {
 
 constexpr int kAlignment = 256;  // of V^T
 constexpr int kRowsOfConsumer = 64;
-
-// A tensor of bytes as one of pairs of bytes.
-MapShape in_pairs(MapShape bytes) {
-  bytes.type = type_of_map(TESSERA_BF16);
-  bytes.head_dim /= 2;
-  bytes.stride_head /= 2;
-  bytes.stride_row /= 2;
-  bytes.stride_batch /= 2;
-  return bytes;
-}
-
-Status map_of_bytes(const Problem& problem, const Buffers& buffers, int index, int box_rows,
-                    CUtensorMap* map) {
-  const MapShape shape = shape_of(problem.tensor[index], box_rows, 0);
-  return make_tensor_map(in_pairs(shape), buffers.data[index], map);
-}
 
 Status map_of_transposed(const Problem& problem, const void* base, int box_rows, CUtensorMap* map) {
   const Sizes s = sizes_of(problem);
@@ -71,8 +55,8 @@ class Fp8Plan final : public Plan {
     const Pieces pieces = take_workspace(problem, workspace);
     Fp8Params a{};
     static_cast<ForwardParams&>(a) = forward_params(problem, buffers);
-    TESSERA_RETURN_IF_ERROR(map_of_bytes(problem, buffers, TESSERA_Q, kRowsOfConsumer, &a.q));
-    TESSERA_RETURN_IF_ERROR(map_of_bytes(problem, buffers, TESSERA_K, Fp8Tile::tile_n, &a.k));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, 0, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, Fp8Tile::tile_n, 0, &a.k));
     TESSERA_RETURN_IF_ERROR(map_of_transposed(problem, pieces.transposed, kernel.tile.dv, &a.v));
     const auto view = [&](int index) {
       return view_of(problem.tensor[index], buffers.data[index]);

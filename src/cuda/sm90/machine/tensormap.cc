@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/problem/dtype.h"
+
 namespace tessera::cuda::sm90 {
 namespace {
 
@@ -44,10 +46,15 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   const cuuint32_t box[5] = {kChunkColumns, static_cast<cuuint32_t>(shape.box_heads),
                              static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
+  // Of rows that are shorter a line more is somebody else's.
+  constexpr int64_t kPromotedBytes = 256;
+  const auto promotion = shape.head_dim * 2 < kPromotedBytes && shape.is_sparse
+                             ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   const CUresult result =
       encode(map, shape.type, 5, reinterpret_cast<void*>(row.base), extent, stride, box, step,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return failed("cuTensorMapEncodeTiled: error %d for [%lld, %lld, %lld, %lld] at %p, reach %d",
                   static_cast<int>(result), static_cast<long long>(shape.batch),
@@ -57,17 +64,27 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   return {};
 }
 
+MapShape in_pairs(MapShape bytes) {
+  bytes.type = type_of_map(TESSERA_BF16);
+  bytes.head_dim /= 2;
+  bytes.stride_head /= 2;
+  bytes.stride_row /= 2;
+  bytes.stride_batch /= 2;
+  return bytes;
+}
+
 MapShape shape_of(const Tensor& t, int box_rows, int reach) {
-  return {.type = type_of_map(t.dtype),
-          .head_dim = t.extent[3],
-          .heads = t.extent[2],
-          .rows = t.extent[1],
-          .batch = t.extent[0],
-          .stride_head = t.stride[2],
-          .stride_row = t.stride[1],
-          .stride_batch = t.stride[0],
-          .box_rows = box_rows,
-          .reach = reach};
+  const MapShape shape{.type = type_of_map(t.dtype),
+                       .head_dim = t.extent[3],
+                       .heads = t.extent[2],
+                       .rows = t.extent[1],
+                       .batch = t.extent[0],
+                       .stride_head = t.stride[2],
+                       .stride_row = t.stride[1],
+                       .stride_batch = t.stride[0],
+                       .box_rows = box_rows,
+                       .reach = reach};
+  return is_fp8(t.dtype) ? in_pairs(shape) : shape;
 }
 
 Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, int reach,

@@ -33,6 +33,7 @@ struct MapShape {
   int box_rows;
   int reach;
   int box_heads = 1;
+  bool is_sparse = false;  // nobody reads the heads beside a box soon
 };
 
 CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type
@@ -40,10 +41,13 @@ CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type
 // base must be aligned to 16 bytes and in_address_space(), and no extent may be 0.
 Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map);
 
-// The shape of q, k, v, o or a gradient [batch, rows, heads, head_dim].
+// A tensor of bytes as one of pairs of bytes.
+MapShape in_pairs(MapShape bytes);
+
+// The shape of q, k, v, o or a gradient [batch, rows, heads, head_dim]; of fp8 in pairs.
 MapShape shape_of(const Tensor& tensor, int box_rows, int reach);
 
-// The same for a 16-bit tensor of a problem.
+// The same for a tensor of a problem.
 Status map_of(const Problem& problem, const Buffers& buffers, int index, int box_rows, int reach,
               CUtensorMap* map);
 

@@ -6,18 +6,10 @@
 #include "core/problem/dtype.h"
 #include "cuda/common/features.h"
 #include "cuda/common/rules/arguments.h"
+#include "cuda/sm90/machine/boxes.h"
 
 namespace tessera::cuda::sm90 {
 namespace {
-
-constexpr int kRowsOfSwizzle = 8;  // a box of TMA begins at a multiple of so many rows
-
-// Pages that blocks of keys are made of, or that are made of blocks.
-bool has_whole_boxes(const Problem& problem) {
-  if (!is_paged(problem)) return true;
-  const int64_t page = problem.tensor[TESSERA_K].extent[1];
-  return page % MlaTile::kKeys == 0 || (MlaTile::kKeys % page == 0 && page % kRowsOfSwizzle == 0);
-}
 
 // Heads that share a unit's rows: a CTA has all of its heads of one query, or whole queries.
 int pack_of_group(int64_t group) {
@@ -28,10 +20,15 @@ int pack_of_group(int64_t group) {
 
 }  // namespace
 
-const MlaKernel* find_mla_kernel(int dtype, int64_t dqk, int64_t dv, int rows) {
+const MlaKernel* find_mla_kernel(const Problem& problem, int rows) {
+  const int dtype = problem.tensor[TESSERA_Q].dtype, stored = problem.tensor[TESSERA_K].dtype;
+  if (stored != dtype && stored != TESSERA_E4M3) return nullptr;
+  const MlaCache cache = stored == dtype ? MlaCache::same : MlaCache::e4m3;
+  const Sizes s = sizes_of(problem);
   for (const MlaKernel& kernel : mla_kernels()) {
     const MlaTile& tile = kernel.tile;
-    if (kernel.dtype == dtype && tile.dqk == dqk && tile.dv == dv && tile.rows() == rows) {
+    if (kernel.dtype == dtype && tile.cache == cache && tile.dqk == s.dqk && tile.dv == s.dv &&
+        tile.rows() == rows) {
       return &kernel;
     }
   }
@@ -39,26 +36,23 @@ const MlaKernel* find_mla_kernel(int dtype, int64_t dqk, int64_t dv, int rows) {
 }
 
 const MlaKernel& mla_kernel_of(const Problem& problem) {
-  const Sizes s = sizes_of(problem);
-  const int dtype = problem.tensor[TESSERA_Q].dtype;
-  return *find_mla_kernel(dtype, s.dqk, s.dv, mla_tile_of(problem).rows);
+  return *find_mla_kernel(problem, mla_tile_of(problem).rows);
 }
 
 bool runs_in_mla(const Problem& problem) {
   constexpr int64_t kFewQueries = 64;
   const Sizes s = sizes_of(problem);
-  const int dtype = problem.tensor[TESSERA_Q].dtype;
   if (is_backward(problem) || !has(problem, TESSERA_V_IN_K) ||
-      !find_mla_kernel(dtype, s.dqk, s.dv, MlaTile::kRows)) {
+      !find_mla_kernel(problem, MlaTile::kRows) ||
+      problem.tensor[TESSERA_V].dtype != problem.tensor[TESSERA_K].dtype ||
+      problem.tensor[TESSERA_O].dtype != problem.tensor[TESSERA_Q].dtype) {
     return false;
   }
-  for (const int index : {TESSERA_K, TESSERA_V, TESSERA_O}) {
-    if (problem.tensor[index].dtype != dtype) return false;
-  }
+  const bool converts = problem.tensor[TESSERA_K].dtype == TESSERA_E4M3;
   const bool plain = (features_of(problem) & kEverything) == kLean && !has_positions(problem) &&
                      !given(problem, TESSERA_MAX_LOGIT) && !has(problem, TESSERA_ACCUMULATE);
-  if (!plain || !has_whole_boxes(problem)) return false;
-  if (!is_paged(problem) && most_queries(problem) > kFewQueries) return false;
+  if (!plain || !(converts || has_whole_boxes(problem, MlaTile::kKeys))) return false;
+  if (!is_paged(problem) && !converts && most_queries(problem) > kFewQueries) return false;
   const CutTile tile = mla_tile_of(problem);
   const int64_t steps = s.sk / tile.step_keys + 1;
   return units_of(problem, tile.rows, tile.pack) < kMostCells / steps;
@@ -74,11 +68,6 @@ CutTile mla_tile_of(const Problem& problem) {
           .step_keys = MlaTile::kKeys,
           .least_keys = kLeastKeys,
           .most_parts = kMostParts};
-}
-
-int keys_of_box(const Problem& problem) {
-  const int64_t page = is_paged(problem) ? problem.tensor[TESSERA_K].extent[1] : MlaTile::kKeys;
-  return static_cast<int>(std::min<int64_t>(page, MlaTile::kKeys));
 }
 
 }  // namespace tessera::cuda::sm90

@@ -3,6 +3,7 @@
 // CTA, and the softmax of every other block.
 #pragma once
 
+#include "cuda/common/few/operands.cuh"
 #include "cuda/sm90/forward/softmax.cuh"
 #include "cuda/sm90/mla/rows.cuh"
 #include "cuda/sm90/mla/shape.cuh"
@@ -71,6 +72,10 @@ class MlaConsumer {
     }
     visible_ = {uniform(work.visible.lo), uniform(work.visible.hi)};
     clean_ = {uniform(work.clean.lo), uniform(work.clean.hi)};
+    if constexpr (Kernel::kFp8) {
+      c_ = fmaxf(args_.params.softmax_scale * kLog2e, kZeroScale) *
+           k_scale_of(args_.params, work.sequence.n, work.kv_head);
+    }
 #pragma unroll
     for (float& x : O) x = 0;
   }
@@ -264,6 +269,7 @@ class MlaConsumer {
     }
     // What the producer may overwrite when both have asked for the next piece is read before.
     const int parts = uniform(work.piece.parts), part = uniform(work.piece.part);
+    const int n = uniform(work.sequence.n);
     const int slot = uniform(work.piece.slot_of(part)), unit = uniform(work.piece.unit);
     const int row0 = uniform(work.piece.row0), head0 = uniform(work.head0);
     const Rows rows = work.sequence.q;
@@ -280,7 +286,7 @@ class MlaConsumer {
     if (parts > 1) {
       store_part(slot, rows, row0, head0);
     } else {
-      store_rows(rows, row0, head0);
+      store_rows(n, rows, row0, head0);
     }
   }
 
@@ -301,7 +307,7 @@ class MlaConsumer {
     }
   }
 
-  __device__ __forceinline__ void store_rows(const Rows& rows, int row0, int head0) {
+  __device__ __forceinline__ void store_rows(int n, const Rows& rows, int row0, int head0) {
     Element* o[2];
     float factor[2];
     bool owned[2];
@@ -310,6 +316,7 @@ class MlaConsumer {
       const MlaRow row =
           row_of_unit(args_, rows, row0, head0, rank_ * Kernel::kRows + row_ + 8 * r);
       factor[r] = finish_row(args_.params, row, reference_[r], sum_[r], w_ == 0 && lane_ % 4 == 0);
+      if constexpr (Kernel::kFp8) factor[r] *= v_scale_of(args_.params, n, row.head);
       owned[r] = row.owned;
       o[r] = static_cast<Element*>(args_.params.tensor[TESSERA_O].data) + row.o +
              w_ * Kernel::kColumns + first_traded_column(lane_);
@@ -322,8 +329,8 @@ class MlaConsumer {
   Storage& storage_;
   const Shared shared_;
   const int rank_, w_, thread_, lane_,
-      row_;        // row_: of the CTA; the thread has the one 8 below too
-  const float c_;  // from scores to units of log2
+      row_;  // row_: of the CTA; the thread has the one 8 below too
+  float c_;  // from scores to units of log2
   Interval keys_[2], visible_, clean_;
   float reference_[2], sum_[2];
   float O[Kernel::kColumns / 2], S[kKeys / 2];

@@ -6,6 +6,7 @@
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/work/mark.h"
+#include "cuda/sm90/machine/boxes.h"
 #include "cuda/sm90/machine/tensormap.h"
 #include "cuda/sm90/mla/choice.h"
 #include "cuda/sm90/mla/params.h"
@@ -40,7 +41,7 @@ class MlaPlan final : public Plan {
       : multiprocessors_(multiprocessors), general_(std::move(general)), other_(std::move(other)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    if (!runs_in_mla(problem)) return other_->workspace_bytes(problem, num_threads);
+    if (!runs_in_mla(problem)) return other().workspace_bytes(problem, num_threads);
     Workspace workspace;
     MlaArgs args{};
     take_workspace(mla_kernel_of(problem), cut_for(problem, multiprocessors_, multiprocessors_),
@@ -49,7 +50,7 @@ class MlaPlan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!runs_in_mla(problem)) return other_->run(problem, buffers, device);
+    if (!runs_in_mla(problem)) return other().run(problem, buffers, device);
     if (!takes_call(problem, buffers)) return general_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
@@ -62,7 +63,7 @@ class MlaPlan final : public Plan {
     static_cast<WorkArgs&>(args) = work_args(params_of(problem, buffers), cut);
     args.least_apart = least_blocks(problem);
     args.pack_shift = __builtin_ctz(static_cast<unsigned>(args.pack));
-    args.box_keys = keys_of_box(problem);
+    args.box_keys = keys_of_box(problem, MlaTile::kKeys);
     args.page_size = Divisor::of(std::max(args.params.page_size, 1));
     args.mark = next_mark();
     TESSERA_RETURN_IF_ERROR(make_maps(problem, buffers, args));
@@ -82,11 +83,14 @@ class MlaPlan final : public Plan {
   }
 
  private:
+  const Plan& other() const { return other_ ? *other_ : *general_; }
+
   static Status make_maps(const Problem& problem, const Buffers& buffers, MlaArgs& args) {
     const int heads = std::min(args.pack, MlaTile::kRows);
     MapShape q = shape_of(problem.tensor[TESSERA_Q], MlaTile::kRows / heads, 0);
     q.box_heads = heads;
     TESSERA_RETURN_IF_ERROR(make_tensor_map(q, buffers.data[TESSERA_Q], &args.q));
+    if (problem.tensor[TESSERA_K].dtype == TESSERA_E4M3) return {};
     return map_of(problem, buffers, TESSERA_K, args.box_keys, 0, &args.k);
   }
 
@@ -106,8 +110,7 @@ class MlaPlan final : public Plan {
 }  // namespace
 
 bool has_mla_head_dims(const Problem& canonical) {
-  const Sizes s = sizes_of(canonical);
-  return find_mla_kernel(canonical.tensor[TESSERA_Q].dtype, s.dqk, s.dv, MlaTile::kRows) != nullptr;
+  return find_mla_kernel(canonical, MlaTile::kRows) != nullptr;
 }
 
 Result<std::unique_ptr<Plan>> plan_mla(const Problem& canonical, const Device& device,
@@ -116,10 +119,8 @@ Result<std::unique_ptr<Plan>> plan_mla(const Problem& canonical, const Device& d
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  const Sizes s = sizes_of(canonical);
-  const int dtype = canonical.tensor[TESSERA_Q].dtype;
   for (const int ctas : {1, 2}) {
-    const MlaCode& code = *find_mla_kernel(dtype, s.dqk, s.dv, ctas * MlaTile::kRows)->code;
+    const MlaCode& code = *find_mla_kernel(canonical, ctas * MlaTile::kRows)->code;
     TESSERA_RETURN_IF_ERROR(
         cuda_status(cudaFuncSetAttribute(code.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          code.shared_bytes),

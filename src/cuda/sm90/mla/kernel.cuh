@@ -13,6 +13,8 @@
 // advance; the last of them frees it. Parts of units go to the workspace and are summed by a second
 // kernel, which starts while the first ends.
 //
+// An E4M3 cache is converted on its way (converter.cuh), which four warps do; all else is the same.
+//
 // q [b, sq, hq, dqk], k [b, sk, hk, dqk] or pages of it, o [b, sq, hq, dv], in 16 bits, any strides.
 #pragma once
 
@@ -33,7 +35,7 @@ __global__ void __launch_bounds__(Row::kTile.kThreads, 1)
   const int rank = blockIdx.x % Kernel::kCtas;
   if (threadIdx.x == 0) {
     tma_prefetch(&args.q);
-    tma_prefetch(&args.k);
+    if constexpr (!Kernel::kFp8) tma_prefetch(&args.k);
     shared.init();
   }
   __syncthreads();
@@ -41,8 +43,9 @@ __global__ void __launch_bounds__(Row::kTile.kThreads, 1)
   launch_dependents();
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
-    if (uniform(threadIdx.x / kWarp) == 0) {
-      MlaProducer<Kernel>(args, storage.work, shared, rank)
+    const int warp = uniform(threadIdx.x / kWarp);
+    if (warp < Kernel::kBringers) {
+      MlaProducer<Kernel>(args, storage.work, shared, rank, warp)
           .produce(blockIdx.x / Kernel::kCtas, gridDim.x / Kernel::kCtas);
     }
   } else {

@@ -7,11 +7,15 @@
 
 namespace tessera::cuda::sm90 {
 
+// What the cache is stored in: the type of q, or E4M3.
+enum class MlaCache : uint8_t { same, e4m3 };
+
 // The columns of the table. A CTA is a producer and two consumer warpgroups, which share its rows
 // and divide the columns of O.
 struct MlaTile {
   int dqk, dv;  // head dims; v is the first dv columns of k
   int ctas;     // that divide a unit's rows; each reads all of its keys
+  MlaCache cache = MlaCache::same;
 
   static constexpr int kRows = 64;  // of a CTA: queries by heads
   static constexpr int kKeys = 64;  // of a block

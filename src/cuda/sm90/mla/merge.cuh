@@ -54,7 +54,7 @@ struct MlaMerge {
       }
       __syncthreads();  // the sums are free
     }
-    if (group == 0) store(args, to, thread, total);
+    if (group == 0) store(args, cut.n, to, thread, total);
   }
 
  private:
@@ -85,9 +85,10 @@ struct MlaMerge {
     return total;
   }
 
-  static __device__ __forceinline__ void store(const MlaArgs& args, const MlaRow& to, int thread,
-                                               const MlaSum& total) {
-    const float factor = finish_row(args.params, to, total.reference, total.sum, thread == 0);
+  static __device__ __forceinline__ void store(const MlaArgs& args, int n, const MlaRow& to,
+                                               int thread, const MlaSum& total) {
+    float factor = finish_row(args.params, to, total.reference, total.sum, thread == 0);
+    if constexpr (Mla<Element, Row>::kFp8) factor *= v_scale_of(args.params, n, to.head);
     // What nobody sees is 0 whatever was added up.
     const bool any = factor != 0;
     const float4& o = total.o;

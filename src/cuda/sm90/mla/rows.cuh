@@ -4,6 +4,7 @@
 
 #include <cfloat>
 
+#include "cuda/common/finish.cuh"
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/mla/params.h"
 

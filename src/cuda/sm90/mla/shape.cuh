@@ -37,7 +37,11 @@ struct Mla {
   static constexpr int kCtas = kTile.ctas, kRows = kTile.kRows, kKeys = kTile.kKeys;
   static constexpr int kUnitRows = kTile.rows();
   static constexpr int kConsumers = 2, kColumns = kTile.dv / kConsumers;  // of O, a consumer's
-  static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+  static constexpr bool kFp8 = kTile.cache == MlaCache::e4m3;
+  // Those who bring an E4M3 cache have values in hand.
+  static constexpr int kProducerRegisters = kFp8 ? 88 : 72;
+  static constexpr int kConsumerRegisters = kFp8 ? 208 : 216;
+  static constexpr int kBringers = kFp8 ? 4 : 1;  // warps
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
   using QTile = SmemTile<kRows, kTile.dqk>;
   using KTile = SmemTile<kKeys, kTile.dqk>;
@@ -92,7 +96,8 @@ struct Mla {
       mbarrier_init(q_full(), 1);
       mbarrier_init(q_empty(), kConsumers);
       for (int buffer = 0; buffer < 2; ++buffer) {
-        for (int chunk = 0; chunk < kChunks; ++chunk) mbarrier_init(k_full(buffer, chunk), 1);
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+          mbarrier_init(k_full(buffer, chunk), kBringers);
         mbarrier_init(k_empty(buffer, 0), 1);
         // The left consumer reads P of the second block, which lies there.
         mbarrier_init(k_empty(buffer, 1), buffer == 0 ? 1 : kConsumers);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the rows of a tile come from the parts of teams and CTAs.
+// How few rows come from the parts of a CTA's warps, or teams of them, and of several CTAs.
 #pragma once
 
-#include "cuda/sm80/machine/epilogue.cuh"
-#include "cuda/sm80/machine/load.cuh"
-#include "cuda/sm80/stream/params.h"
-#include "cuda/sm80/stream/shape.cuh"
+#include "cuda/common/few/args.h"
+#include "cuda/common/finish.cuh"
+#include "cuda/common/score/score.cuh"
+#include "cuda/common/work/work.cuh"
 
-namespace tessera::cuda::sm80 {
+namespace tessera::cuda {
 
 // Four columns of a row, summed over parts: each is worth 2^(its max - max).
 struct RowSum {
@@ -36,13 +36,14 @@ struct FewRows {
   TileRows rows;
   int used;  // rows
 
-  template <typename T>
+  // kPlain: o is of T and has rows of 16 aligned bytes, and nobody asks for the largest logit.
+  template <typename T, bool kPlain = false>
   __device__ __forceinline__ void finish(int row, int column, const RowSum& total) const {
     const int query = rows.query(row), head = rows.head(row);
     if (query < sequence.q.owned_lo || query >= sequence.q.owned_hi) return;
     const bool exists = query >= 0 && query < sequence.q.length;
     const View& max_logit = p.tensor[TESSERA_MAX_LOGIT];
-    if (max_logit.data && exists && column == 0 && total.max > -kInfinity) {
+    if (!kPlain && max_logit.data && exists && column == 0 && total.max > -kInfinity) {
       atomic_max(static_cast<float*>(max_logit.data) + head * max_logit.stride[0],
                  total.max * kLn2);
     }
@@ -56,10 +57,11 @@ struct FewRows {
     const View& out = p.tensor[TESSERA_O];
     const int64_t at = offset_of(out, sequence.q.batch, stored, head) + column;
     constexpr int kDtype = __is_same(T, __half) ? TESSERA_FP16 : TESSERA_BF16;
-    if (out.dtype == kDtype && out.vector_bytes >= 8 && column + 4 <= p.dv) {
+    if (kPlain ? column < p.dv
+               : out.dtype == kDtype && out.vector_bytes >= 8 && column + 4 <= p.dv) {
       *reinterpret_cast<uint2*>(static_cast<T*>(out.data) + at) = {pack<T>(values[0], values[1]),
                                                                    pack<T>(values[2], values[3])};
-    } else {
+    } else if (!kPlain) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (column + i < p.dv) store_float(out.data, at + i, out.dtype, values[i]);
@@ -72,20 +74,27 @@ struct FewRows {
   }
 };
 
-// Four columns of a row of a tile from the teams' parts.
-template <typename S>
-__device__ __forceinline__ RowSum sum_of_teams(const typename S::Storage& smem, int row,
-                                               int column) {
+// The parts of a CTA's teams, of kPartRows rows.
+template <int kPartTeams, int kPartRows, int kD>
+struct TeamParts {
+  static constexpr int kTeams = kPartTeams;
+  float o[kTeams][kPartRows][kD + 4];
+  float max[kTeams][kPartRows], sum[kTeams][kPartRows];
+};
+
+// Four columns of a row from the teams' parts.
+template <typename Parts>
+__device__ __forceinline__ RowSum sum_of_teams(const Parts& parts, int row, int column) {
   float most = -kInfinity;
 #pragma unroll
-  for (int t = 0; t < S::kTeams; ++t) most = fmaxf(most, smem.parts.max[t][row]);
+  for (int t = 0; t < Parts::kTeams; ++t) most = fmaxf(most, parts.max[t][row]);
   RowSum total;
   const float top = total.raise(most);
 #pragma unroll
-  for (int t = 0; t < S::kTeams; ++t) {
-    const float weight = exp2_approx(smem.parts.max[t][row] - top);
-    total.sum += smem.parts.sum[t][row] * weight;
-    total.add(*reinterpret_cast<const float4*>(&smem.parts.o[t][row][column]), weight);
+  for (int t = 0; t < Parts::kTeams; ++t) {
+    const float weight = exp2_approx(parts.max[t][row] - top);
+    total.sum += parts.sum[t][row] * weight;
+    total.add(*reinterpret_cast<const float4*>(&parts.o[t][row][column]), weight);
   }
   return total;
 }
@@ -107,7 +116,7 @@ __device__ __forceinline__ void load_if(bool exists, float4& x, const float* fro
 // other CTAs may be waiting for this one. Lanes that have a row together divide the sums of its
 // parts.
 template <typename S>
-__device__ __forceinline__ RowSum sum_of_parts(const StreamArgs& args, const Piece& piece, int row,
+__device__ __forceinline__ RowSum sum_of_parts(const PartsArgs& args, const Piece& piece, int row,
                                                int column) {
   constexpr int kLanes = 16;  // of a row, and parts at once
   static_assert(S::kD / 4 % kLanes == 0);
@@ -146,39 +155,40 @@ __device__ __forceinline__ RowSum sum_of_parts(const StreamArgs& args, const Pie
   return total;
 }
 
-// Announces a piece of several to the others of its unit, by a warp that comes from a barrier of
-// the CTA; true for one of them, which then sees what all of them have written.
+// ---- who brings the last part of a unit ----
 //
-// A part is announced by the launch's mark in the word of its slot: the workspace's content is
-// unknown, and a word that is not the mark announces nothing. Each word is written by one CTA (a
-// counter would have all of them queue up), and whoever is last to write sees all others'. If
-// several see all, the first to take part 0's word back is the one. All words end as 0, because a
-// graph launches again with the same mark.
-__device__ inline bool brings_last(const StreamArgs& args, const Piece& piece) {
-  const int lane = threadIdx.x % 32;
-  const auto word = [&](int part) -> volatile unsigned long long& {
-    return args.announced[piece.slot_of(part)];
-  };
-  if (lane == 0) {
-    // What the CTA has written comes before the word.
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    *const_cast<volatile unsigned long long*>(args.announced + piece.slot_of(piece.part)) =
-        args.mark;
-    __threadfence();  // the word before the looks: one of any two sees the other's
-  }
-  __syncwarp();
-  bool all = true;
-#pragma unroll 1
-  for (int part = lane; part < piece.parts; part += 32) all &= word(part) == args.mark;
-  if (!__all_sync(~0u, all)) return false;
-  bool first = false;
-  if (lane == 0) {
-    first = atomicCAS(args.announced + piece.slot_of(0), args.mark, 0ull) == args.mark;
-  }
-  if (!__shfl_sync(~0u, first, 0)) return false;
-#pragma unroll 1
-  for (int part = 1 + lane; part < piece.parts; part += 32) word(part) = 0;
-  __threadfence();
-  return true;
+// The counter is the word of the unit's first slot: the launch's mark, and below it how many pieces
+// are there. The workspace's content is unknown, and a word of another mark counts nothing: each
+// piece opens the counter when it begins, while nobody waits, and counts itself at its end. The last
+// leaves 0, because a graph launches again with the same mark. Both are called by one thread.
+
+constexpr int kCountBits = 16;
+
+__device__ inline unsigned long long* counter_of(const PartsArgs& args, const Piece& piece) {
+  return args.counters + piece.slot_of(0);
 }
-}  // namespace tessera::cuda::sm80
+__device__ inline unsigned long long count_of_none(const PartsArgs& args) {
+  return args.mark << kCountBits;
+}
+
+__device__ inline void open_count(const PartsArgs& args, const Piece& piece) {
+  if (piece.parts == 1) return;
+  unsigned long long* const word = counter_of(args, piece);
+  const unsigned long long none = count_of_none(args), found = __ldcg(word);
+  if (found >> kCountBits != none >> kCountBits) atomicCAS(word, found, none);
+}
+
+// Behind a barrier of the CTA; true for the last piece, which then sees what all have written.
+__device__ inline bool brings_last(const PartsArgs& args, const Piece& piece) {
+  unsigned long long* const word = counter_of(args, piece);
+  unsigned long long before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;"
+               : "=l"(before)
+               : "l"(word)
+               : "memory");
+  const bool last = before + 1 == count_of_none(args) + piece.parts;
+  if (last) *word = 0;
+  return last;
+}
+
+}  // namespace tessera::cuda

@@ -3,7 +3,7 @@
 
 #include "core/mask/philox.h"
 #include "cuda/common/element.cuh"
-#include "cuda/common/merge.h"
+#include "cuda/common/merge/merge.h"
 
 namespace tessera::cuda {
 namespace {

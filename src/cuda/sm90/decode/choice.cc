@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm90/decode/choice.h"
+
+#include <algorithm>
+
+#include "core/problem/dtype.h"
+#include "cuda/common/features.h"
+#include "cuda/common/rules/arguments.h"
+#include "cuda/sm90/machine/boxes.h"
+
+namespace tessera::cuda::sm90 {
+namespace {
+
+// The least row that holds the head dims and so many rows; null: none does.
+const DecodeKernel* find_kernel(int dtype, int cache, int64_t head_dim, int64_t rows) {
+  if (!is_16bit(dtype) || (cache != dtype && cache != TESSERA_E4M3)) return nullptr;
+  const DecodeCache stored = cache == dtype ? DecodeCache::same : DecodeCache::e4m3;
+  for (const DecodeKernel& kernel : decode_kernels()) {
+    const DecodeTile& tile = kernel.tile;
+    if (kernel.dtype == dtype && tile.cache == stored && tile.bucket >= head_dim &&
+        tile.rows >= rows) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+int64_t rows_of(const Problem& problem) {
+  return std::max<int64_t>(most_queries(problem), 1) * sizes_of(problem).group();
+}
+
+const DecodeKernel* find_kernel(const Problem& problem, int64_t rows) {
+  const Sizes s = sizes_of(problem);
+  return find_kernel(problem.tensor[TESSERA_Q].dtype, problem.tensor[TESSERA_K].dtype,
+                     std::max(s.dqk, s.dv), rows);
+}
+
+}  // namespace
+
+bool has_decode_kernel(const Problem& canonical) { return find_kernel(canonical, 1) != nullptr; }
+
+bool runs_in_decode(const Problem& problem) {
+  // Beyond so many queries of whole keys in the type of q the kernels of forward/ are faster.
+  constexpr int64_t kFewQueries = 16;
+  if (is_backward(problem)) return false;
+  const int cache = problem.tensor[TESSERA_K].dtype;
+  const bool plain_keys = !is_paged(problem) && cache == problem.tensor[TESSERA_Q].dtype;
+  if (plain_keys && most_queries(problem) > kFewQueries) return false;
+  if (problem.tensor[TESSERA_V].dtype != cache ||
+      problem.tensor[TESSERA_O].dtype != problem.tensor[TESSERA_Q].dtype ||
+      !find_kernel(problem, rows_of(problem))) {
+    return false;
+  }
+  const bool plain = (features_of(problem) & kEverything) == kLean && !has_positions(problem) &&
+                     !given(problem, TESSERA_MAX_LOGIT) && !has(problem, TESSERA_ACCUMULATE);
+  if (!plain || !has_whole_boxes(problem, DecodeTile::kKeys)) return false;
+  const CutTile tile = decode_tile_of(problem);
+  const int64_t steps = sizes_of(problem).sk / tile.step_keys + 1;
+  return units_of(problem, tile.rows, tile.pack) < kMostCells / steps;
+}
+
+const DecodeKernel& decode_kernel_of(const Problem& problem) {
+  return *find_kernel(problem, rows_of(problem));
+}
+
+CutTile decode_tile_of(const Problem& problem) {
+  // A part that does not depend on the batch has so many keys that bringing it costs little beside
+  // reading them.
+  constexpr int kLeastKeys = 256, kLeastKeysOfRow = 16, kMostChunks = 256;
+  const int rows = decode_kernel_of(problem).tile.rows;
+  return {.rows = rows,
+          .pack = static_cast<int>(sizes_of(problem).group()),
+          .step_keys = DecodeTile::kKeys,
+          .least_keys = std::max(kLeastKeys, kLeastKeysOfRow * rows),
+          .most_parts = kMostChunks};
+}
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which problems run in the kernels for decoding, and in which row of decode/table.def. No CUDA
+// header.
+#pragma once
+
+#include "core/problem/problem.h"
+#include "cuda/common/work/cut.h"
+#include "cuda/sm90/decode/kernels.h"
+
+namespace tessera::cuda::sm90 {
+
+// True of a forward pass of few queries without features whose keys and values are of q's 16-bit type
+// or E4M3, from pages of whole groups of 8 keys or none.
+bool runs_in_decode(const Problem& problem);
+
+// What the units of such a problem are, and the row that it runs in.
+CutTile decode_tile_of(const Problem& problem);
+const DecodeKernel& decode_kernel_of(const Problem& problem);
+
+}  // namespace tessera::cuda::sm90

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// The producer of decode/kernel.cuh: one warp that walks a CTA's pieces, says what they are and brings
+// Q, K and V.
+#pragma once
+
+#include "cuda/sm90/decode/shape.cuh"
+#include "cuda/sm90/machine/box_walk.cuh"
+#include "cuda/sm90/machine/pipeline.cuh"
+
+namespace tessera::cuda::sm90 {
+
+template <typename S>
+class DecodeProducer {
+ public:
+  using Shared = typename S::Shared;
+
+  __device__ DecodeProducer(const DecodeArgs& args, DecodeWork* works, const Shared& shared)
+      : args_(args), works_(works), shared_(shared), lane_(threadIdx.x % kWarp) {}
+
+  // Called by a whole warp.
+  __device__ void produce() {
+    const Found found = find_start<true>(args_, S::kStepKeys, blockIdx.x, gridDim.x);
+    int count = 0;
+    for (Walk walk = found.walk(args_, S::kStepKeys, blockIdx.x); walk.next(); ++count) {
+      const Piece piece = walk.piece();
+      const Sequence& sequence = walk.sequence();
+      const int queries = args_.queries.divisor;
+      DecodeWork work;
+      work.last = 0;
+      work.sequence = sequence;
+      work.piece = piece;
+      work.kv_head = args_.packs_kv.quotient(piece.pack);
+      work.head0 = piece.pack * args_.pack;
+      work.visible = sequence.band.keys(piece.row0, piece.row0 + queries);
+      work.clean = sequence.band.keys_of_all(piece.row0, piece.row0 + queries);
+      const Interval keys{piece.key_begin, min(piece.key_end, work.visible.hi)};
+      work.blocks = max((keys.hi - keys.lo + S::kStepKeys - 1) / S::kStepKeys, 1);
+      const Params& p = args_.params;
+      BoxWalk<S::kStepKeys> boxes(p, args_.page_size, args_.box_keys, sequence, keys, lane_);
+      // The copies are on their way before it is said what they are.
+      const int slot = count % 2;
+      mbarrier_wait(shared_.q_empty(slot), count / 2 % 2 ^ 1);
+      if (lane_ == 0) load_queries(work, slot);
+#pragma unroll 1
+      for (int block = 0; block < work.blocks; ++block) {
+        load_keys(boxes, work.kv_head, block % S::kTeams);
+        if (block == 0 && lane_ == 0) {
+          works_[slot] = work;
+          mbarrier_arrive_expect(shared_.q_full(slot),
+                                 S::QTile::kChunks * queries * args_.pack * kChunkRowBytes);
+        }
+      }
+    }
+    const int slot = count % 2;
+    mbarrier_wait(shared_.q_empty(slot), count / 2 % 2 ^ 1);
+    if (lane_ == 0) {
+      works_[slot].last = 1;
+      mbarrier_arrive(shared_.q_full(slot));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_queries(const DecodeWork& work, int slot) {
+    using Tile = typename S::QTile;
+    const Rows& rows = work.sequence.q;
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+      tma_load(shared_.q(slot) + chunk * Tile::kChunkBytes, &args_.q, shared_.q_full(slot),
+               chunk * kChunkColumns, work.head0, rows.first + work.piece.row0, 0, rows.batch);
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(BoxWalk<S::kStepKeys>& boxes, int head, int team) {
+    boxes.next();
+    Ring<S::kStages> ring = team == 0 ? first_ : second_;
+    const uint32_t full = shared_.full(team, ring.stage);
+    mbarrier_wait(shared_.empty(team, ring.stage), ring.phase ^ 1);
+    if (lane_ == 0) mbarrier_arrive_expect(full, 2 * S::kTileBytes);
+    __syncwarp();
+    if (boxes.has_box()) {
+      const uint32_t k = shared_.k(team, ring.stage) + lane_ * args_.box_keys * kChunkRowBytes;
+#pragma unroll
+      for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+        tma_load(k + chunk * S::kChunkBytes, &args_.k, full, chunk * kChunkColumns, head, boxes.row,
+                 0, boxes.page_k);
+      }
+#pragma unroll
+      for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+        tma_load(k + S::kTileBytes + chunk * S::kChunkBytes, &args_.v, full, chunk * kChunkColumns,
+                 head, boxes.row, 0, boxes.page_v);
+      }
+    }
+    ring.advance();
+    (team == 0 ? first_ : second_) = ring;
+  }
+
+  const DecodeArgs& args_;
+  DecodeWork* const works_;
+  const Shared shared_;
+  const int lane_;
+  static_assert(S::kTeams == 2);
+  Ring<S::kStages> first_, second_;  // of the teams
+};
+
+}  // namespace tessera::cuda::sm90
