@@ -13,7 +13,7 @@ _BATCHES = cycle((
 _BANDS = cycle((
     {"causal": True, "align": "bottom_right"}, {}, {"window": "70,0", "align": "bottom_right"}, {"sink": "learnable"},
     {"window": "33,5", "align": "bottom_right", "max_logit": True}))
-_PAGES = cycle((None, 16, 1, 64, 3, 256, 16))
+_PAGES = cycle((None, 16, 1, 64, 3, 256, 8, 32))
 _LAYOUTS = cycle((None, "bhsd", None, "sbhd"))
 
 
@@ -83,6 +83,20 @@ def latent(full):
     for page in (8, 16, 32, 64, 128, 256):
         yield line("fwd", dtype=next(types), b=3, sq=3, sk=500, hq=16, hk=1, page=page, window="100,0",
                    align="bottom_right", lens_k="random:3", **more)
+    # Caches in E4M3, which are converted on their way.
+    for tokens in ({"b": 1, "sq": 1, "sk": 1300, "hq": 128, "hk": 1}, {"b": 1, "sq": 1, "sk": 1, "hq": 128, "hk": 1},
+                   {"b": 3, "sq": 2, "sk": 300, "hq": 128, "hk": 1, "page": 64, "lens_k": "300,0,65", **bottom_right},
+                   {"b": 9, "sq": 1, "sk": 177, "hq": 32, "hk": 1, "lens_k": "random:3"},
+                   {"b": 2, "sq": 3, "sk": 190, "hq": 6, "hk": 2, "layout": "bhsd"},
+                   {"b": 2, "sq": 7, "sk": 400, "hq": 24, "hk": 1, "page": 3, "lens_k": "400,31", "window": "150,0",
+                    "align": "bottom_right", "sink": "learnable"},
+                   {"b": 3, "sq": 1, "sk": 1200, "hq": 16, "hk": 1, "page": 16, "lens_k": "1200,5,600",
+                    "batch_invariant": True},
+                   {"b": 4, "sq": 5, "sk": 100, "hq": 16, "hk": 1, "layout": "thd", "lens_q": "random:2",
+                    "lens_k": "random:4", "gaps": "random:6", **bottom_right},
+                   {"b": 2, "sq": 1, "sk": 150, "hq": 16, "hk": 1, "page": 1, "lens_k": "150,31"},
+                   {"b": 70, "sq": 1, "sk": 129, "hq": 64, "hk": 1, "page": 32, "lens_k": "random:5"}):
+        yield line("fwd", dtype=next(types), kv="e4m3", **tokens, **more)
     if not full:
         return
     for page, (b, sk, hq) in product((None, 64), ((1, 20000, 128), (5, 3000, 128), (66, 700, 128), (200, 300, 16))):
