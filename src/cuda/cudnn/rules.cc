@@ -180,6 +180,24 @@ void require_right(Support& support, const Problem& p) {
                   });
 }
 
+// Rows of the longest sequence of queries, as far as the host knows.
+int64_t longest_q(const Problem& p) {
+  if (!is_thd_q(p) || !has(p, TESSERA_MAX_SEQLEN_Q)) return sizes_of(p).sq;
+  return std::max<int64_t>(p.max_seqlen_q, 1);
+}
+
+// Of one query beside lengths, cuDNN 9.19 wrote 4 of 16 lse on sm90 (hq=8, hk=2, two sequences): as
+// many as there are groups, so the kernel that decodes seems to take heads of a group for rows. Two
+// queries and more are right.
+void require_rows(Support& support, const Problem& p) {
+  if (!is_ragged(p)) return;
+  support.require(longest_q(p) > 1, ReasonId::kSize, Remedy::kNone, [&] {
+    const char* name = is_thd_q(p) && has(p, TESSERA_MAX_SEQLEN_Q) ? "max_seqlen_q" : "sq";
+    return std::string(name) +
+           "=1: beside lengths, must be at least 2; cuDNN 9.19 leaves lse of heads unwritten";
+  });
+}
+
 int64_t rounded_up(int64_t extent) {
   constexpr int64_t kStep = 512, kLargeStep = 32768;
   if (extent <= kStep) return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(extent)));
@@ -267,6 +285,7 @@ Support CudnnRules::supports(const Problem& p, const Device& device) const {
   require_features(support, p);
   require_band(support, p);
   require_right(support, p);
+  require_rows(support, p);
   require_built(support, p);
   return support;
 }
@@ -295,8 +314,8 @@ Problem CudnnRules::canonical(const Problem& problem) const {
   if (!is_ragged(problem)) return p;
   const Sizes s = sizes_of(problem);
   const int64_t batch = rounded_up(s.batch);
-  const bool max_q = has(problem, TESSERA_MAX_SEQLEN_Q), max_k = has(problem, TESSERA_MAX_SEQLEN_K);
-  const int64_t rows = rounded_up(max_q ? std::max<int64_t>(problem.max_seqlen_q, 1) : s.sq);
+  const bool max_k = has(problem, TESSERA_MAX_SEQLEN_K);
+  const int64_t rows = rounded_up(longest_q(problem));
   const int64_t keys = rounded_up(max_k ? std::max<int64_t>(problem.max_seqlen_k, 1) : s.sk);
   for (const int index : {TESSERA_Q, TESSERA_O}) {
     round_up(p.tensor[index], is_thd_q(problem), batch, rows);
