@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 import torch
 
 from .._names import missing
@@ -19,10 +22,21 @@ def get_device_compute_capability(device=None) -> tuple[int, int]:
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of PyTorch's cuDNN, (0, 0, 0) without one. tessera uses none."""
-    version = torch.backends.cudnn.version() or 0
+    """(major, minor, patch) of the cuDNN that the process has, else of the one inside PyTorch; (0, 0, 0) without
+    one. Opens none: tessera does when its backend of that name first runs."""
+    version = _loaded_cudnn() or torch.backends.cudnn.version() or 0
     size = 10000 if version >= 90000 else 1000
     return version // size, version % size // 100, version % 100
+
+
+def _loaded_cudnn() -> int:
+    """As cuDNN counts, 91900; 0 where none is loaded."""
+    try:
+        library = ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return 0
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    return library.cudnnGetVersion()
 
 
 def is_bf16_available(return_reason: bool = False):

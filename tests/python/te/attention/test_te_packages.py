@@ -199,3 +199,68 @@ def test_what_a_package_lacks_is_refused(package, more, message, monkeypatch):
     q, k = torch.zeros(1, 3, 2, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises((tessera.torch.Refused, ValueError), match=message):
         backends.FlashAttention(package)(q, k, k, layout=("bshd", "bshd"), **more)
+
+
+# ---- FusedAttention(package="cudnn") ----
+
+def _module_of_cudnn(**options):
+    module = DotProductAttention(2, 8, attn_mask_type="causal", **options)
+    module.fused_attention = backends.FusedAttention(package="cudnn")
+    return module
+
+
+@pytest.mark.parametrize("level", ["0", "2"])
+def test_cudnn_by_name_is_the_backend_that_is_forced(level, monkeypatch):
+    asked = []
+
+    def attention(q, k, v, *, backend=None, **keywords):
+        asked.append(backend)
+        return tessera.torch.attention(q, k, v, **keywords)
+    monkeypatch.setattr(backends, "attention", attention)
+    monkeypatch.setattr(backends.fused_logger, "isEnabledFor", lambda _: level == "2")
+    q = torch.randn(5, 2, 2, 8, generator=torch.Generator().manual_seed(0))
+    module = _module_of_cudnn()
+    outs = [module(q, q, q) for _ in range(2)]  # of a plan that was kept, too
+    assert asked == ["cudnn"] * 2
+    direct = backends.FusedAttention(package="cudnn")(q, q, q, qkv_layout="sbhd_sbhd_sbhd")
+    assert asked == ["cudnn"] * 3
+    module.fused_attention = backends.FusedAttention()
+    for out in (*outs, direct):
+        assert torch.equal(out, module(q, q, q))
+    assert asked[3:] == [None] * 3
+
+
+def test_cudnn_by_name_says_why_it_does_not_run():
+    q = torch.zeros(5, 2, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(tessera.torch.Refused, match=r'backend="cudnn" is forced(.|\n)*cudnn.*must be a CUDA device'):
+        _module_of_cudnn()(q, q, q)
+
+
+def test_a_package_of_cudnn_s_is_known():
+    with pytest.raises(ValueError, match="FusedAttention: package='flash_attn': must be \"cudnn\", or None"):
+        backends.FusedAttention(package="flash_attn")
+    assert backends.FusedAttention(0.25, package="cudnn").softmax_scale == 0.25
+
+
+def test_cudnn_by_name_is_refused_in_fp8():
+    from tessera.te.common.recipe import DelayedScaling
+    from tessera.te.pytorch import autocast
+
+    q = torch.zeros(5, 2, 2, 16, dtype=torch.bfloat16)
+    module = DotProductAttention(2, 16)
+    module.fused_attention = backends.FusedAttention(package="cudnn")
+    with autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True)), \
+            pytest.raises(tessera.torch.Refused, match="package='cudnn': .*FP8 attention of packages"):
+        module(q, q, q)
+
+
+@pytest.mark.parametrize("name, backend", [("fused_attention", backends.FusedAttention(package="cudnn")),
+                                           ("flash_attention", backends.FlashAttention("flash_attn"))])
+def test_a_package_by_name_is_refused_over_ranks(name, backend, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", str(int(name == "fused_attention")))
+    q = torch.zeros(5, 2, 2, 8)
+    module = DotProductAttention(2, 8)
+    setattr(module, name, backend)
+    module._spread = SimpleNamespace(size=2)
+    with pytest.raises(tessera.torch.Refused, match=f"package='{backend.package}': .*context parallelism of packages"):
+        module(q, q, q)

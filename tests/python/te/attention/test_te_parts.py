@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Around tessera.te.pytorch.DotProductAttention: selection, utilities, cpp_extensions, names."""
 
+import ctypes
 import importlib
 import logging
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -245,9 +247,24 @@ def test_what_the_machine_is(monkeypatch):
     from tessera.te.pytorch.utils import get_cudnn_version
     assert get_device_compute_capability("cpu") == (9, 0)
     assert is_bf16_available() and is_bf16_available(return_reason=True) == (True, "")
+    def absent(name, mode):
+        raise OSError
+    monkeypatch.setattr(ctypes, "CDLL", absent)
     for version, parts in ((8907, (8, 9, 7)), (90100, (9, 1, 0)), (92101, (9, 21, 1)), (None, (0, 0, 0))):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         assert get_cudnn_version() == parts
+
+
+def test_the_version_is_that_of_the_cudnn_that_is_loaded(monkeypatch):
+    from tessera.te.pytorch.utils import get_cudnn_version
+
+    def loaded(name, mode):
+        assert name == "libcudnn.so.9" and mode & os.RTLD_NOLOAD
+        return library
+    library = SimpleNamespace(cudnnGetVersion=lambda: 91900)
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92101)
+    assert get_cudnn_version() == (9, 19, 0)
 
 
 def test_the_submodule_is_found_from_the_top():

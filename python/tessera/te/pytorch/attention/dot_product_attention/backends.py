@@ -8,9 +8,9 @@ TE's keywords, as TE documents:
 
 or by those of tessera.torch.attention: out [b, s, h, dv].
 
-FlashAttention and FusedAttention run tessera's kernels, the former also the public flash-attn
-packages, for those who ask for one by name. UnfusedDotProductAttention is plain
-PyTorch, on any device, and the only one that materialises the scores.
+FlashAttention and FusedAttention run tessera's kernels, and for those who ask for one by name, the former
+also the public flash-attn packages, the latter cuDNN. UnfusedDotProductAttention is plain PyTorch, on any
+device, and the only one that materialises the scores.
 """
 
 from __future__ import annotations
@@ -92,6 +92,15 @@ class FlashAttention(_Backend):
 
 
 class FusedAttention(_Backend):
+    """package="cudnn" forces tessera's backend of that name, which is cuDNN itself, and refuses what it does not
+    take: the backward pass among others."""
+
+    def __init__(self, softmax_scale=None, *, package: str | None = None, **options):
+        if package not in (None, "cudnn"):
+            raise ValueError(f'FusedAttention: package={package!r}: must be "cudnn", or None for tessera\'s kernels')
+        super().__init__(softmax_scale, **options)
+        self.package = package
+
     def forward(self, query_layer, key_layer, value_layer, fused_attention_backend=None, **words):
         if fused_attention_backend is not None and \
                 FusedAttnBackend.cast(fused_attention_backend) == FusedAttnBackend.FP8:
@@ -100,9 +109,9 @@ class FusedAttention(_Backend):
         return super().forward(query_layer, key_layer, value_layer, **words)
 
     def function(self):
-        if torch.compiler.is_compiling() or not fused_logger.isEnabledFor(logging.DEBUG):
-            return attention
-        return _logged
+        logs = not torch.compiler.is_compiling() and fused_logger.isEnabledFor(logging.DEBUG)
+        function = _logged if logs else attention
+        return functools.partial(function, backend=self.package) if self.package else function
 
 
 class UnfusedDotProductAttention(_Backend):

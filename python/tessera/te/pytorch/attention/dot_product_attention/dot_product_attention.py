@@ -221,6 +221,7 @@ class DotProductAttention(Float8Module):
         if self._switched_backend() is self.unfused_attention:
             raise _words.error("cp_group", f"{self._spread.size} ranks", "context parallelism needs "
                                "NVTE_FLASH_ATTN or NVTE_FUSED_ATTN; unset one of them")
+        _no_package(self._switched_backend(), "context parallelism")
         dropout = self.attention_dropout if self.training else 0.0
 
         def attend(q, k, v):
@@ -258,6 +259,8 @@ class DotProductAttention(Float8Module):
         self._select(dataclasses.replace(
             params, fp8=True, fp8_meta=meta, fp8_output=bool(fp8_output), inference_params=inference_params,
             qkv_type=type(q), context_parallel=self._spread is not None))
+        if _attention_backends["use_fused_attention"]:
+            _no_package(self.fused_attention, "FP8 attention")
         wide = _fp8.wants_wide_backward(bf16_backward)
         logger.debug("Running with fp8_recipe.fp8_mha=%s, fp8_recipe.fp8_dpa=%s, and NVTE_FP8_DPA_BWD=%s",
                      recipe.fp8_mha, recipe.fp8_dpa, int(not wide))
@@ -456,6 +459,12 @@ class DotProductAttention(Float8Module):
                         cache["flash_attention_backend"])
         else:
             logger.info("Running with UnfusedDotProductAttention backend")
+
+
+def _no_package(backend: torch.nn.Module, feature: str):
+    package = getattr(backend, "package", None)
+    if package is not None:
+        raise _words.later("package", repr(package), f"{feature} of packages", "leave package= out for tessera's kernels")
 
 
 def _nothing_fits(reasons: dict) -> str:
