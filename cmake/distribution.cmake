@@ -31,5 +31,33 @@ if(TESSERA_CUDA)
   install(FILES ${TESSERA_CUDA_LICENCE} DESTINATION ${SKBUILD_METADATA_DIR}/licenses
           RENAME NVIDIA-CUDA-EULA.txt COMPONENT python)
 endif()
+if(TESSERA_WITH_CUDNN)
+  # The front end is headers alone, compiled in; libcudnn itself is neither linked nor shipped.
+  tessera_version_in(${TESSERA_CUDNN_FRONTEND_INCLUDE}/cudnn_frontend_version.h version
+    CUDNN_FRONTEND_MAJOR_VERSION CUDNN_FRONTEND_MINOR_VERSION CUDNN_FRONTEND_PATCH_VERSION)
+  string(APPEND SBOM_PARTS ",
+    {
+      \"type\": \"library\",
+      \"bom-ref\": \"cudnn-frontend\",
+      \"name\": \"NVIDIA cuDNN front end (headers)\",
+      \"version\": \"${version}\",
+      \"purl\": \"pkg:pypi/nvidia-cudnn-frontend@${version}\",
+      \"licenses\": [{\"expression\": \"Apache-2.0 AND MIT\"}]
+    }")
+  string(APPEND SBOM_DEPENDS ", \"cudnn-frontend\"")
+  # Beside the headers as PyPI's package lays them out, or in the folder over them as its sources do.
+  file(GLOB places ${TESSERA_CUDNN_FRONTEND_INCLUDE}/../nvidia_cudnn_frontend-${version}.dist-info/licenses)
+  list(APPEND places ${TESSERA_CUDNN_FRONTEND_INCLUDE}/..)
+  foreach(file IN ITEMS LICENSE.txt LICENSE-MIT.txt NOTICE)
+    string(MAKE_C_IDENTIFIER "TESSERA_CUDNN_FRONTEND_${file}" found)
+    find_file(${found} NAMES ${file} NO_DEFAULT_PATH PATHS ${places})
+    mark_as_advanced(${found})
+    if(NOT ${found})
+      message(FATAL_ERROR "${file} of cuDNN's front end was not found: a wheel that holds its code must hold it too; "
+                          "pip install nvidia-cudnn-frontend, set ${found}, or TESSERA_CUDNN=OFF")
+    endif()
+    install(FILES ${${found}} DESTINATION ${SKBUILD_METADATA_DIR}/licenses RENAME cudnn-frontend-${file} COMPONENT python)
+  endforeach()
+endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/sbom.cdx.json.in ${PROJECT_BINARY_DIR}/tessera.cdx.json @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/tessera.cdx.json DESTINATION ${SKBUILD_METADATA_DIR}/sboms COMPONENT python)

@@ -112,6 +112,9 @@ parts = json.loads((information / "sboms/tessera.cdx.json").read_text())
 assert parts["bomFormat"] == "CycloneDX"
 cuda = (information / "licenses/NVIDIA-CUDA-EULA.txt").exists()
 assert cuda == any(part["bom-ref"] == "cudart" for part in parts["components"])
+front_end = any(part["bom-ref"] == "cudnn-frontend" for part in parts["components"])
+assert all((information / f"licenses/cudnn-frontend-{name}").is_file() == front_end
+           for name in ("LICENSE.txt", "LICENSE-MIT.txt", "NOTICE"))
 assert not [path for path in prefix.rglob("*") if path.suffix in (".cc", ".cu")]
 PYTHON
   python -c "import ctypes; ctypes.CDLL('$1/libtessera_jax.so')"
