@@ -29,6 +29,21 @@ Problem problem_of(const char* text) {
   return normalised(geometry_of(parsed.value()).problem);
 }
 
+// A plan that cuDNN refuses is TESSERA_REFUSED, upon which the library asks the next backend, with its text.
+TEST(CudnnLibrary, RefusesPlans) {
+  const char* expected = getenv("TESSERA_TEST_EXPECTED");
+  if (!expected || *expected) GTEST_SKIP() << "not the stand-in that is taken";
+  ASSERT_EQ(library_unavailable(), "");
+  const CudnnRules rules;
+  const Shape shape = shape_of(rules.canonical(problem_of("fwd bf16 b=2 s=256 h=4 d=64")));
+  int handle = 0;
+  const auto graph = build_graph(shape, 90, &handle);
+  ASSERT_FALSE(graph.ok());
+  EXPECT_EQ(graph.status().code(), TESSERA_REFUSED);
+  EXPECT_NE(graph.status().message().find("NOT_SUPPORTED"), std::string::npos)
+      << graph.status().message();
+}
+
 // What the rules take, the front end takes too, at the least version.
 TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
   if (!library_unavailable().empty()) GTEST_SKIP() << library_unavailable();

@@ -130,7 +130,7 @@ class CudnnBackend final : public CudnnRules {
     if (!handle.ok()) return handle.status();
     const Shape shape = shape_of(canonical);
     const std::lock_guard lock(handle.value()->mutex);
-    auto graph = build_graph(shape, handle.value()->cudnn);
+    auto graph = build_graph(shape, info.value().arch, handle.value()->cudnn);
     if (!graph.ok()) return graph.status();
     if (graph.value()->workspace_bytes() > most_workspace(shape)) {
       return Status(TESSERA_REFUSED, "cuDNN's workspace of " +

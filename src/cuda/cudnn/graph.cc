@@ -39,9 +39,8 @@ class SdpaGraph final : public Graph {
  public:
   explicit SdpaGraph(const Shape& shape) : shape_(shape) {}
 
-  Status build(cudnnHandle_t handle) {
-    describe();
-    TESSERA_RETURN_IF_ERROR(checked(graph_.validate()));
+  Status build(int arch, cudnnHandle_t handle) {
+    TESSERA_RETURN_IF_ERROR(check(arch));
     TESSERA_RETURN_IF_ERROR(checked(graph_.build_operation_graph(handle)));
     TESSERA_RETURN_IF_ERROR(checked(graph_.create_execution_plans({fe::HeurMode_t::A})));
     TESSERA_RETURN_IF_ERROR(checked(graph_.check_support()));
@@ -176,10 +175,10 @@ auto guarded(const Body& body) -> decltype(body()) {
 
 }  // namespace
 
-Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, void* handle) {
+Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, int arch, void* handle) {
   return guarded([&]() -> Result<std::unique_ptr<Graph>> {
     auto graph = std::make_unique<SdpaGraph>(shape);
-    TESSERA_RETURN_IF_ERROR(graph->build(static_cast<cudnnHandle_t>(handle)));
+    TESSERA_RETURN_IF_ERROR(graph->build(arch, static_cast<cudnnHandle_t>(handle)));
     return std::unique_ptr<Graph>(std::move(graph));
   });
 }

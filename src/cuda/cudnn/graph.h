@@ -43,8 +43,8 @@ class Graph {
 };
 
 // TESSERA_REFUSED, with cuDNN's own text, where it has no kernel for the shape. Compiles kernels: up
-// to a second. handle: a cudnnHandle_t of the current device.
-Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, void* handle);
+// to a second. arch, handle: of the current device; a cudnnHandle_t.
+Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, int arch, void* handle);
 
 // What the front end, which has many of cuDNN's rules, says of the shape on an architecture that need
 // not be here. Asks libcudnn for its version alone.
