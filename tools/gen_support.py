@@ -71,7 +71,7 @@ def cell(backend: str, tokens: str) -> str:
 
 
 def table() -> str:
-    places = ("CPUs", "GPUs from 8.0 on", "H100, H200, GH200", "B200, B300; no GPU has run it")
+    places = ("CPUs", "GPUs from 8.0 on", "H100, H200, GH200", "B200, B300; an H200 alone has run it")
     heads = [f"`{name}`: {where}" for name, where in zip(BACKENDS, places)]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(BACKENDS) + 1) + "|"]
     lines += [f"| {feature} | {' | '.join(cell(name, tokens) for name in BACKENDS)} |"
