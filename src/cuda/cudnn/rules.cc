@@ -300,15 +300,19 @@ std::string CudnnRules::yields(const Problem&, const Device& device) const {
 }
 
 Problem CudnnRules::canonical(const Problem& problem) const {
-  Problem p{};
-  p.struct_size = problem.struct_size;
-  p.pass = problem.pass;
-  p.flags = problem.flags & TESSERA_WINDOW;
-  p.align = problem.align;
-  p.window_left = problem.window_left;
-  p.window_right = problem.window_right;
-  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
-    p.tensor[index] = problem.tensor[index];
+  // What no graph depends on. A band stays, with all that says where it lies.
+  constexpr uint32_t kElsewhere = TESSERA_SOFTMAX_SCALE | TESSERA_DETERMINISTIC |
+                                  TESSERA_ALLOW_QUADRATIC | TESSERA_SAME_LENGTHS |
+                                  TESSERA_MAX_SEQLEN_Q | TESSERA_MAX_SEQLEN_K | TESSERA_V_IN_K;
+  Problem p = problem;
+  p.flags &= ~kElsewhere;
+  p.format_q = p.format_kv = 0;
+  p.max_seqlen_q = p.max_seqlen_k = 0;
+  std::fill(std::begin(p.backend), std::end(p.backend), '\0');
+  for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
+    const bool kept =
+        std::find(std::begin(kTensors), std::end(kTensors), index) != std::end(kTensors);
+    if (!kept) p.tensor[index] = {};
   }
   p.tensor[TESSERA_LSE].dtype = problem.tensor[TESSERA_LSE].dtype;
   if (!is_ragged(problem)) return p;
