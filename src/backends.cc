@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that names concrete backends. A new one takes its header and a line in kBuilt.
+// The only file that names concrete backends. A new one takes its header and a line in kBackends.
 #include "backends.h"
+
+#include <vector>
 
 #include "cpu/backend.h"
 #if TESSERA_WITH_CUDNN
@@ -53,27 +55,8 @@ class NotBuilt final : public Backend {
 
 }  // namespace
 
-BackendList built_backends() {
-  static const Backend* const kBuilt[] = {
-#if TESSERA_WITH_CUDA
-    &cuda::sm90::backend(),
-#if TESSERA_WITH_CUDNN
-    &cuda::cudnn::backend(),
-#endif
-    &cuda::sm80::backend(),
-#endif
-    &cpu::backend(),
-    &reference_backend(),
-  };
-  return kBuilt;
-}
-
+// In the order in which they are asked. One that this build leaves out stands there by its rules.
 BackendList all_backends() {
-#if TESSERA_WITH_CUDNN
-  return built_backends();
-#else
-  static const cuda::cudnn::CudnnRules cudnn_rules;
-  static const NotBuilt cudnn(cudnn_rules);
 #if TESSERA_WITH_CUDA
   const Backend &sm90 = cuda::sm90::backend(), &sm80 = cuda::sm80::backend();
 #else
@@ -81,10 +64,27 @@ BackendList all_backends() {
   static const cuda::sm80::Sm80Rules sm80_rules;
   static const NotBuilt sm90(sm90_rules), sm80(sm80_rules);
 #endif
-  static const Backend* const kAll[] = {&sm90, &cudnn, &sm80, &cpu::backend(),
-                                        &reference_backend()};
-  return kAll;
+#if TESSERA_WITH_CUDNN
+  const Backend& cudnn = cuda::cudnn::backend();
+#else
+  static const cuda::cudnn::CudnnRules cudnn_rules;
+  static const NotBuilt cudnn(cudnn_rules);
 #endif
+  static const Backend* const kBackends[] = {
+      &sm90, &cudnn, &sm80, &cpu::backend(), &reference_backend(),
+  };
+  return kBackends;
+}
+
+BackendList built_backends() {
+  static const auto& built = *new const std::vector<const Backend*>([] {
+    std::vector<const Backend*> list;
+    for (const Backend* backend : all_backends()) {
+      if (backend->is_built()) list.push_back(backend);
+    }
+    return list;
+  }());
+  return built;
 }
 
 }  // namespace tessera

@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-// Those of this build, and before them a stand-in for each one that was left out of it: explain
+// Those of this build, and in its place a stand-in for each one that was left out of it: explain
 // says why it is not there.
 BackendList all_backends();
 

@@ -123,7 +123,7 @@ def tree(tmp_path_factory):
         (tree / "src" / "dummy" / name).write_text(text)
     backends = tree / "src" / "backends.cc"
     insert(backends, "#if TESSERA_WITH_CUDA\n#include", '#include "dummy/backend.h"')
-    insert(backends, "    &cpu::backend(),", "    &dummy::backend(),")
+    replace(backends, "&cpu::backend(),", "&dummy::backend(), &cpu::backend(),")
 
     run("cmake", "-G", "Ninja", "-B", "build", "-S", ".", "-DCMAKE_BUILD_TYPE=Release",
         "-DTESSERA_TESTS=OFF", "-DTESSERA_TORCH=OFF", cwd=tree)
