@@ -124,7 +124,8 @@ def own_reasons(entry):
 
 def rooms_of(said):
     """{room: its entry} of the CUDA rooms that the rules let run it, the one that takes it first."""
-    able = [entry for entry in said["backends"] if entry["name"].startswith(("cuda", "cudnn")) and not own_reasons(entry)]
+    able = [entry for entry in said["backends"]
+            if entry["name"].startswith(("cuda", "cudnn")) and not own_reasons(entry)]
     return {entry["name"]: entry for entry in sorted(able, key=lambda entry: entry["yields"] is not None)}
 
 

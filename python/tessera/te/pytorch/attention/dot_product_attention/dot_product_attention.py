@@ -464,7 +464,8 @@ class DotProductAttention(Float8Module):
 def _no_package(backend: torch.nn.Module, feature: str):
     package = getattr(backend, "package", None)
     if package is not None:
-        raise _words.later("package", repr(package), f"{feature} of packages", "leave package= out for tessera's kernels")
+        raise _words.later("package", repr(package), f"{feature} of packages",
+                           "leave package= out for tessera's kernels")
 
 
 def _nothing_fits(reasons: dict) -> str:
