@@ -17,6 +17,8 @@ FUNCTION(cudnnBackendGetAttribute)
 FUNCTION(cudnnBackendSetAttribute)
 FUNCTION(cudnnCreate)
 const char* cudnnGetErrorString(int status) { return status == 3000 ? "NOT_SUPPORTED" : "other"; }
-void cudnnGetLastErrorString(char* message, size_t size) { snprintf(message, size, "a stand-in plans nothing"); }
+void cudnnGetLastErrorString(char* message, size_t size) {
+  snprintf(message, size, "a stand-in plans nothing");
+}
 FUNCTION(cudnnGetStream)
 FUNCTION(cudnnSetStream)
