@@ -62,7 +62,8 @@ bool runs_in_decode(const Problem& problem) {
   constexpr int64_t kManySteps = 4096;
   const bool has_low_boxes =
       is_fp8(cache) && keys_of_box(problem, DecodeTile::kKeys) < DecodeTile::kKeys;
-  if (has_low_boxes && units > kManySteps / steps) return false;
+  const bool may_depend_on_batch = !has(problem, TESSERA_BATCH_INVARIANT);
+  if (has_low_boxes && may_depend_on_batch && units > kManySteps / steps) return false;
   return units < kMostCells / steps;
 }
 
