@@ -8,11 +8,14 @@
 
 namespace tessera::cuda::sm90 {
 
-// True if pages are made of blocks of so many keys, or blocks of pages; or if there are no pages.
+// True if pages are made of blocks of so many keys, or blocks of pages; or if there are no pages. No
+// box is brought from an empty pool.
 inline bool has_whole_boxes(const Problem& problem, int block_keys) {
   constexpr int kRowsOfSwizzle = 8;  // a box begins at a multiple of so many rows
   if (!is_paged(problem)) return true;
-  const int64_t page = problem.tensor[TESSERA_K].extent[1];
+  const Tensor &k = problem.tensor[TESSERA_K], &v = problem.tensor[TESSERA_V];
+  if (k.extent[0] == 0 || v.extent[0] == 0) return false;
+  const int64_t page = k.extent[1];
   return page % block_keys == 0 || (block_keys % page == 0 && page % kRowsOfSwizzle == 0);
 }
 

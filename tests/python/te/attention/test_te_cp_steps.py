@@ -262,7 +262,7 @@ def test_gathered_keys_come_into_order():
 
 def exchanges(rank, group):
     torch.manual_seed(3)
-    there, back = (getattr(te_cp, f"get_seq_chunk_ids_for_reordering_{when}_attn")(2, "cpu")
+    there, back = (getattr(te_cp, f"get_seq_chunk_ids_for_reordering_{when}_attn")(2, torch.empty(0).device)
                    for when in ("before", "after"))
     for layout, shape in (("bshd", (2, 8, H, D)), ("sbhd", (8, 2, H, D)), ("bhsd", (2, H, 8, D))):
         whole = [torch.randn(shape) for _ in range(3)]
