@@ -54,6 +54,32 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
   return halves.x | static_cast<uint32_t>(halves.y) << 16;
 }
 
+// Eight elements of a row of q, of which as many lanes side by side have one, as pairs of fp16 whose
+// finite values are below 2^15 in each row. Returns what they have been divided by.
+template <typename T, int kLanes>
+__device__ __forceinline__ float halves_of_query(const uint4& x, uint32_t (&pairs)[4]) {
+  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+  float f[8], most = 0;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float2 pair = unpack<T>(words[w]);
+    f[2 * w] = pair.x, f[2 * w + 1] = pair.y;
+  }
+#pragma unroll
+  for (const float value : f) most = fmaxf(most, fabsf(value) < kInfinity ? fabsf(value) : 0);
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+  }
+  // 2^e with most 2^-e in [2^14, 2^15); fp16 has its own range.
+  int exponent = 0;
+  if (!__is_same(T, __half) && most > 0) exponent = max(ilogbf(most), -112) - 14;
+  const float inverse = ldexpf(1.f, -exponent);
+#pragma unroll
+  for (int w = 0; w < 4; ++w) pairs[w] = pack<__half>(f[2 * w] * inverse, f[2 * w + 1] * inverse);
+  return ldexpf(1.f, exponent);
+}
+
 // What an fp8 k of this sequence and head was divided by; 1 without.
 __device__ inline float k_scale_of(const Params& p, int n, int kv_head) {
   const View& scales = p.tensor[TESSERA_K_SCALE];

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "core/count.h"
+
 namespace tessera::cuda {
 namespace {
 
@@ -14,10 +16,10 @@ constexpr int64_t kChunksOfSequence = 512;
 int64_t units_of(const Problem& problem, int rows, int pack) {
   const Sizes s = sizes_of(problem);
   const int64_t queries = rows / pack, batch = std::max<int64_t>(s.batch, 1);
-  // num_tile_slots, in 64 bits.
-  const int64_t slots =
-      is_thd_q(problem) ? s.sq / queries + batch + 1 : (s.sq + queries - 1) / queries * batch;
-  return s.hq / pack * slots;
+  // num_tile_slots, of any sizes.
+  const Count slots =
+      is_thd_q(problem) ? Count{s.sq / queries} + batch + 1 : Count{s.sq}.pieces(queries) * batch;
+  return (slots * (s.hq / pack)).value();
 }
 
 Cut cut_of(const Problem& problem, const CutTile& tile, int64_t ctas, int64_t most_ctas) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/few/args.h"
+#include "cuda/common/few/operands.cuh"
 #include "cuda/sm80/machine/load.cuh"
 #include "cuda/sm80/stream/shape.cuh"
 
@@ -143,30 +144,14 @@ __device__ __forceinline__ void load_q(typename S::Storage& smem, const QueryRow
       } else if (from && column < columns) {
         x = first_of(reinterpret_cast<const uint16_t*>(from) + column, columns - column);
       }
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-      float f[8], most = 0;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 pair = unpack<T>(words[w]);
-        f[2 * w] = pair.x, f[2 * w + 1] = pair.y;
-      }
-#pragma unroll
-      for (const float value : f) most = fmaxf(most, fabsf(value) < kInfinity ? fabsf(value) : 0);
-#pragma unroll
-      for (int lanes = 1; lanes < kVectors; lanes *= 2) {
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-      }
-      // 2^e with most 2^-e in [2^14, 2^15); fp16 has its own range.
-      int exponent = 0;
-      if (!__is_same(T, __half) && most > 0) exponent = max(ilogbf(most), -112) - 14;
-      if (column == 0) smem.q_scale[row] = ldexpf(1.f, exponent);
-      const float inverse = ldexpf(1.f, -exponent);
+      uint32_t pairs[4];
+      const float scale = halves_of_query<T, kVectors>(x, pairs);
+      if (column == 0) smem.q_scale[row] = scale;
       // Columns 4 q + {0, 1} are elements 2 q and 2 q + 1 of a step, 4 q + {2, 3} those 8 on.
       __half* to = smem.q + row * S::kQStride + column / 16 * 16 + column % 16 / 2;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        *reinterpret_cast<uint32_t*>(to + w / 2 * 2 + w % 2 * 8) =
-            pack<__half>(f[2 * w] * inverse, f[2 * w + 1] * inverse);
+        *reinterpret_cast<uint32_t*>(to + w / 2 * 2 + w % 2 * 8) = pairs[w];
       }
     }
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/count.h"
 #include "core/problem/dtype.h"
 #include "cuda/common/features.h"
 #include "cuda/common/rules/arguments.h"
@@ -26,7 +27,8 @@ const DecodeKernel* find_kernel(int dtype, int cache, int64_t head_dim, int64_t 
 }
 
 int64_t rows_of(const Problem& problem) {
-  return std::max<int64_t>(most_queries(problem), 1) * sizes_of(problem).group();
+  const Count queries = std::max<int64_t>(most_queries(problem), 1);
+  return (queries * sizes_of(problem).group()).value();
 }
 
 const DecodeKernel* find_kernel(const Problem& problem, int64_t rows) {

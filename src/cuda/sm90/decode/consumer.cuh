@@ -136,30 +136,14 @@ class DecodeConsumer {
     for (int i = threadIdx.x; i < S::kRows * kUnits; i += S::kConsumers) {
       const int row = i / kUnits, unit = i % kUnits;
       const uint4 x = load_shared_unit(Tile::unit(q, row, unit));
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-      float f[8], most = 0;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 pair = unpack<T>(words[w]);
-        f[2 * w] = pair.x, f[2 * w + 1] = pair.y;
-      }
-#pragma unroll
-      for (const float value : f) most = fmaxf(most, fabsf(value) < kInfinity ? fabsf(value) : 0);
-#pragma unroll
-      for (int lanes = 1; lanes < kUnits; lanes *= 2) {
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-      }
-      // 2^e with most 2^-e in [2^14, 2^15); fp16 has its own range.
-      int exponent = 0;
-      if (!__is_same(T, __half) && most > 0) exponent = max(ilogbf(most), -112) - 14;
-      if (unit == 0) storage_.q_scale[row] = ldexpf(1.f, exponent);
-      const float inverse = ldexpf(1.f, -exponent);
-      // Columns 4 j + {0, 1} are elements 2 j and 2 j + 1 of a step, 4 j + {2, 3} those 8 on.
+      uint32_t pairs[4];
+      const float scale = halves_of_query<T, kUnits>(x, pairs);
+      if (unit == 0) storage_.q_scale[row] = scale;
+        // Columns 4 j + {0, 1} are elements 2 j and 2 j + 1 of a step, 4 j + {2, 3} those 8 on.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t to = Tile::unit(shared_.q_half(), row, unit / 2 * 2 + half) + unit % 2 * 8;
-        store_shared_pair(to, pack<__half>(f[2 * half] * inverse, f[2 * half + 1] * inverse),
-                          pack<__half>(f[2 * half + 4] * inverse, f[2 * half + 5] * inverse));
+        store_shared_pair(to, pairs[half], pairs[half + 2]);
       }
     }
     meet();

@@ -62,7 +62,7 @@ CutTile mla_tile_of(const Problem& problem) {
   constexpr int kRows = MlaTile::kRows, kLeastKeys = 512;
   constexpr int kMostParts = 64;  // of 256 KB each
   const int pack = pack_of_group(sizes_of(problem).group());
-  const bool one = std::max<int64_t>(most_queries(problem), 1) * pack <= kRows;
+  const bool one = std::max<int64_t>(most_queries(problem), 1) <= kRows / pack;
   return {.rows = one ? kRows : 2 * kRows,
           .pack = pack,
           .step_keys = MlaTile::kKeys,
