@@ -11,19 +11,8 @@
 namespace tessera::nvte {
 
 TESSERA_EVERYWHERE inline void clear_piece(char* to, int64_t bytes) {
-  switch (bytes) {
-    case 16:
-      *reinterpret_cast<Sixteen*>(to) = Sixteen{};
-      break;
-    case 4:
-      *reinterpret_cast<int32_t*>(to) = 0;
-      break;
-    case 2:
-      *reinterpret_cast<int16_t*>(to) = 0;
-      break;
-    default:
-      *to = 0;
-  }
+  const Sixteen zeros{};
+  move_piece(to, reinterpret_cast<const char*>(&zeros), bytes);
 }
 
 // b sequences, whose boundaries are cu_seqlens divided by some number: what a half or a rank holds.
@@ -150,7 +139,7 @@ struct Lse {
   int64_t heads, extent;
   bool packed;
 
-  // Of token i of sequence n, which begins at `start` where they are packed.
+  // The place of token i of sequence n, which begins at `start` where sequences are packed.
   TESSERA_EVERYWHERE float* at(int64_t n, int64_t head, int64_t start, int64_t i) const {
     const int64_t row = packed ? head : n * heads + head, column = packed ? start + i : i;
     return column < extent ? data + row * extent + column : nullptr;
