@@ -12,34 +12,27 @@
 namespace tessera::cuda::sm90 {
 namespace {
 
-// The least row that holds the head dims and so many rows; null: none does.
-const DecodeKernel* find_kernel(int dtype, int cache, int64_t head_dim, int64_t rows) {
+int64_t rows_of(const Problem& problem) {
+  const Count queries = std::max<int64_t>(most_queries(problem), 1);
+  return (queries * sizes_of(problem).group()).value();
+}
+
+}  // namespace
+
+const DecodeKernel* find_decode_kernel(const Problem& problem, int64_t rows) {
+  const int dtype = problem.tensor[TESSERA_Q].dtype, cache = problem.tensor[TESSERA_K].dtype;
   if (!is_16bit(dtype) || (cache != dtype && cache != TESSERA_E4M3)) return nullptr;
   const DecodeCache stored = cache == dtype ? DecodeCache::same : DecodeCache::e4m3;
+  const Sizes s = sizes_of(problem);
   for (const DecodeKernel& kernel : decode_kernels()) {
     const DecodeTile& tile = kernel.tile;
-    if (kernel.dtype == dtype && tile.cache == stored && tile.bucket >= head_dim &&
+    if (kernel.dtype == dtype && tile.cache == stored && tile.bucket >= std::max(s.dqk, s.dv) &&
         tile.rows >= rows) {
       return &kernel;
     }
   }
   return nullptr;
 }
-
-int64_t rows_of(const Problem& problem) {
-  const Count queries = std::max<int64_t>(most_queries(problem), 1);
-  return (queries * sizes_of(problem).group()).value();
-}
-
-const DecodeKernel* find_kernel(const Problem& problem, int64_t rows) {
-  const Sizes s = sizes_of(problem);
-  return find_kernel(problem.tensor[TESSERA_Q].dtype, problem.tensor[TESSERA_K].dtype,
-                     std::max(s.dqk, s.dv), rows);
-}
-
-}  // namespace
-
-bool has_decode_kernel(const Problem& canonical) { return find_kernel(canonical, 1) != nullptr; }
 
 bool runs_in_decode(const Problem& problem) {
   // Beyond so many queries of whole keys in the type of q the kernels of forward/ are faster.
@@ -50,7 +43,7 @@ bool runs_in_decode(const Problem& problem) {
   if (plain_keys && most_queries(problem) > kFewQueries) return false;
   if (problem.tensor[TESSERA_V].dtype != cache ||
       problem.tensor[TESSERA_O].dtype != problem.tensor[TESSERA_Q].dtype ||
-      !find_kernel(problem, rows_of(problem))) {
+      !find_decode_kernel(problem, rows_of(problem))) {
     return false;
   }
   const bool plain = (features_of(problem) & kEverything) == kLean && !has_positions(problem) &&
@@ -70,7 +63,7 @@ bool runs_in_decode(const Problem& problem) {
 }
 
 const DecodeKernel& decode_kernel_of(const Problem& problem) {
-  return *find_kernel(problem, rows_of(problem));
+  return *find_decode_kernel(problem, rows_of(problem));
 }
 
 CutTile decode_tile_of(const Problem& problem) {

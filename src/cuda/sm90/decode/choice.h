@@ -13,6 +13,9 @@ namespace tessera::cuda::sm90 {
 // or E4M3, from pages of whole groups of 8 keys or none.
 bool runs_in_decode(const Problem& problem);
 
+// The row for so many rows of queries and heads; null: none has these types and head dims.
+const DecodeKernel* find_decode_kernel(const Problem& problem, int64_t rows);
+
 // What the units of such a problem are, and the row that it runs in.
 CutTile decode_tile_of(const Problem& problem);
 const DecodeKernel& decode_kernel_of(const Problem& problem);

@@ -85,6 +85,10 @@ class DecodePlan final : public Plan {
 
 }  // namespace
 
+bool has_decode_kernel(const Problem& canonical) {
+  return find_decode_kernel(canonical, 1) != nullptr;
+}
+
 Result<std::unique_ptr<Plan>> plan_decode(const Problem& canonical, const Device& device,
                                           std::unique_ptr<Plan> general,
                                           std::unique_ptr<Plan> other) {
@@ -92,11 +96,13 @@ Result<std::unique_ptr<Plan>> plan_decode(const Problem& canonical, const Device
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  for (const DecodeKernel& kernel : decode_kernels()) {
-    if (kernel.dtype != canonical.tensor[TESSERA_Q].dtype) continue;
+  // The kernels of these types and head dims alone: asking anything of one loads it.
+  for (const int rows : DecodeTile::kRows) {
+    const DecodeKernel* kernel = find_decode_kernel(canonical, rows);
+    if (!kernel) continue;
     TESSERA_RETURN_IF_ERROR(cuda_status(
-        cudaFuncSetAttribute(kernel.code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kernel.code->shared_bytes),
+        cudaFuncSetAttribute(kernel->code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel->code->shared_bytes),
         "cudaFuncSetAttribute"));
   }
   return std::unique_ptr<Plan>(std::make_unique<DecodePlan>(info.value().multiprocessors,

@@ -17,7 +17,8 @@ struct DecodeTile {
   int stages;  // of blocks of K and V, of each team
   DecodeCache cache = DecodeCache::same;
 
-  static constexpr int kKeys = 64;  // of a block
+  static constexpr int kKeys = 64;             // of a block
+  static constexpr int kRows[] = {8, 16, 32};  // all that a row of the table may have
   static constexpr int kTeams = 2, kWarpsOfTeam = 4;
   static constexpr int kThreads = 32 * (kTeams * kWarpsOfTeam + 1);
 };
