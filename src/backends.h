@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-// Those of this build, and in its place a stand-in for each one that was left out of it: explain
-// says why it is not there.
+// All backends, in the order in which they are asked. One that this build leaves out is represented
+// by a stand-in, which tells explain why it is not there.
 BackendList all_backends();
 
 // The list without the stand-ins.

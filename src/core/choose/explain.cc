@@ -128,7 +128,7 @@ First plan_first(BackendList backends, const Question& question, std::vector<Ans
       const Result<int64_t> bytes = workspace_bytes_of(*plan.value(), question.problem, 0);
       return {first, bytes.ok() ? std::optional(bytes.value()) : std::nullopt};
     }
-    // Of a device that is not here, rules are all that is known.
+    // No plan can be tried for a device that is not here: its rules are all that is known.
     if (is_imagined(question.device) || plan.status().code() != TESSERA_REFUSED) return {first, {}};
     answers[static_cast<size_t>(first)].reasons.push_back(
         {ReasonId::kPlan, Remedy::kNone, plan.status().message()});

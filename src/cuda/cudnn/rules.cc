@@ -186,9 +186,8 @@ int64_t longest_q(const Problem& p) {
   return std::max<int64_t>(p.max_seqlen_q, 1);
 }
 
-// Of one query beside lengths, cuDNN 9.19 wrote 4 of 16 lse on sm90 (hq=8, hk=2, two sequences): as
-// many as there are groups, so the kernel that decodes seems to take heads of a group for rows. Two
-// queries and more are right.
+// cuDNN 9.19 writes too few lse for one query beside lengths: 4 of 16 on sm90 (hq=8, hk=2, two
+// sequences), one for each key head of each sequence. Two queries and more are right.
 void require_rows(Support& support, const Problem& p) {
   if (!is_ragged(p)) return;
   support.require(longest_q(p) > 1, ReasonId::kSize, Remedy::kNone, [&] {

@@ -52,7 +52,7 @@ def types_of(arguments: str) -> tuple[str, ...]:
     for argument in filter(lambda a: a.strip() not in ("", "void"), arguments.split(",")):
         kind = re.sub(r"\b\w+\s*$", "", argument.strip()) if len(argument.split()) > 1 or "*" in argument else argument
         kind = re.sub(r"\s*([*&])\s*", r"\1", " ".join(kind.split()))
-        # By value const says nothing to the caller.
+        # const of an argument that is passed by value is not part of a signature.
         found.append(kind if kind[-1:] in "*&" else kind.removeprefix("const "))
     return tuple(found)
 

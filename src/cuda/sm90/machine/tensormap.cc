@@ -46,7 +46,8 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   const cuuint32_t box[5] = {kChunkColumns, static_cast<cuuint32_t>(shape.box_heads),
                              static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
-  // Of rows that are shorter a line more is somebody else's.
+  // A shorter row ends before 256 bytes do: the rest of them belongs to the next head, which this
+  // CTA does not read.
   constexpr int64_t kPromotedBytes = 256;
   const auto promotion = shape.head_dim * 2 < kPromotedBytes && shape.is_sparse
                              ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B

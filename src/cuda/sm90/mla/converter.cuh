@@ -51,7 +51,7 @@ class MlaConverter {
     find_rows();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // Of each row the lane has every fourth line.
+      // The four lanes of a row ask for its lines by turns.
       for (int line = lane_ % 4; rows_[i] && line * kLine < Kernel::kTile.dqk; line += 4) {
         l2_prefetch(rows_[i] - lane_ % 4 * kBytes + line * kLine);
       }

@@ -38,7 +38,7 @@ struct Mla {
   static constexpr int kUnitRows = kTile.rows();
   static constexpr int kConsumers = 2, kColumns = kTile.dv / kConsumers;  // of O, a consumer's
   static constexpr bool kFp8 = kTile.cache == MlaCache::e4m3;
-  // Those who bring an E4M3 cache have values in hand.
+  // Warps that convert an E4M3 cache hold values in registers, which TMA does not.
   static constexpr int kProducerRegisters = kFp8 ? 88 : 72;
   static constexpr int kConsumerRegisters = kFp8 ? 208 : 216;
   static constexpr int kBringers = kFp8 ? 4 : 1;  // warps
