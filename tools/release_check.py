@@ -14,7 +14,8 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def open_items(version: str, changelog: str, status: str, tags: list[str], wheels: list[str]) -> list[str]:
+def open_items(version: str, changelog: str, citation: str, status: str, tags: list[str],
+               wheels: list[str]) -> list[str]:
     """What is still to be done, a sentence each."""
     items = []
     section = re.search(rf"^## {re.escape(version)}, (.+)$", changelog, re.MULTILINE)
@@ -22,6 +23,9 @@ def open_items(version: str, changelog: str, status: str, tags: list[str], wheel
         items.append(f"CHANGELOG.md: needs a section `## {version}, YYYY-MM-DD`")
     elif not re.fullmatch(r"\d{4}-\d\d-\d\d", section[1]):
         items.append(f"CHANGELOG.md: {version} is {section[1]!r}: must be a date")
+    cited = re.search(r"^version: (.+)$", citation, re.MULTILINE)
+    if not cited or cited[1] != version:
+        items.append(f"CITATION.cff: version {cited and cited[1]}: must be {version}")
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         items.append(f"CMakeLists.txt: version {version}: must be MAJOR.MINOR.PATCH")
     if status:
@@ -37,8 +41,8 @@ def open_items(version: str, changelog: str, status: str, tags: list[str], wheel
 def main() -> int:
     version = re.search(r"project\(tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
     wheels = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("build/dist/**/*.whl")]
-    items = open_items(version, (ROOT / "CHANGELOG.md").read_text(), git("status", "--porcelain"),
-                       git("tag").split(), wheels)
+    items = open_items(version, (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text(),
+                       git("status", "--porcelain"), git("tag").split(), wheels)
     for item in items:
         print(f"open: {item}")
     print(f"tessera {version}: {len(items)} items open; then docs/releasing.md from 4 on")

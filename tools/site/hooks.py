@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What MkDocs cannot know of this project: pages made from docstrings, tessera.h and the command line; pictures of
 masks and layouts, drawn by the library from the case that a page names; plots of bench results from the file that a
-page names; and links that leave docs/."""
+page names; the changelog; and links that leave docs/."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _OUTSIDE_LINK = re.compile(_OUTSIDE.pattern + r"((?:#[^)]*)?)\)")
 
 def on_files(files, config):
     pages = {path: make() for path, make in reference.pages().items()}
+    pages["changelog.md"] = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     for page in list(files.documentation_pages()):
         for link in _OUTSIDE.findall(page.content_string):
             target = _target(link, page.src_path)
-            if not target.startswith("docs/") and (ROOT / target).exists():
+            if target != "CHANGELOG.md" and not target.startswith("docs/") and (ROOT / target).exists():
                 pages[f"source/{target}.md"] = _listing(target)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -43,7 +44,8 @@ def on_page_markdown(markdown, page, config, files):
 
     def source(match):
         target = _target(match[1], path)
-        inside = target.removeprefix("docs/") if target.startswith("docs/") else f"source/{target}.md"
+        inside = target.removeprefix("docs/") if target.startswith("docs/") else \
+            "changelog.md" if target == "CHANGELOG.md" else f"source/{target}.md"
         return f"]({posixpath.relpath(inside, folder)}{match[2]})"
 
     markdown = _PICTURE.sub(lambda match: _drawn(match[1], match[2].strip(), page, config, files), markdown)

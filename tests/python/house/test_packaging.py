@@ -105,11 +105,20 @@ def test_release_list():
     wheels = [f"{folder}/tessera_attention-1.2.3-py3-none-manylinux_2_34_x86_64.whl"
               for folder in ("build/dist", "build/dist/cpu")]
     dated = "# Changelog\n\n## 1.2.3, 2030-01-31\n"
-    assert release_check.open_items("1.2.3", dated, "", ["v1.2.2"], wheels) == []
-    items = release_check.open_items("1.2.3", "## 1.2.3, unreleased", " M a\n M b", ["v1.2.3"], wheels[:1])
-    for words in ("must be a date", "2 files", "the tag v1.2.3 exists", "./dev wheel --cpu"):
+    assert release_check.open_items("1.2.3", dated, "version: 1.2.3\n", "", ["v1.2.2"], wheels) == []
+    items = release_check.open_items("1.2.3", "## 1.2.3, unreleased", "version: 1.2.2\n", " M a\n M b", ["v1.2.3"],
+                                     wheels[:1])
+    for words in ("must be a date", "must be 1.2.3", "2 files", "the tag v1.2.3 exists", "./dev wheel --cpu"):
         assert any(words in item for item in items), (words, items)
-    assert len(items) == 4
+    assert len(items) == 5
+
+
+def test_the_citation_has_the_version():
+    version = re.search(r"project\(tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\n" in citation
+    for key in ("cff-version", "message", "title", "authors", "license"):  # the first four the format asks for
+        assert re.search(rf"^{key}:", citation, re.MULTILINE), key
 
 
 def test_package_page_has_no_relative_link():
