@@ -88,7 +88,11 @@ def _roofline(plt, results, against):
              if result.get("percent_of_bandwidth")]
     for i, dtype in enumerate(dtypes):
         mine = [(x, result) for name, x, result in points if name == dtype]
-        peak = statistics.median(_peak(result) for _, result in mine)
+        peaks = [_peak(result) for _, result in mine if "percent_of_peak" in result]
+        if not peaks:
+            raise case_lines.UsageError(f"--plot-as roofline: no case of {dtype} has percent_of_peak; give a file that "
+                                        "bench --json wrote")
+        peak = statistics.median(peaks)
         ridge = peak * 1e12 / statistics.median(rates) if rates else min(reach)
         if rates:
             left = min(min(reach) / 2, ridge)

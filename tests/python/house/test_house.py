@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The house is in order: layers point down, documents name what exists, their code runs."""
 
+import json
 import re
 import subprocess
 import sys
@@ -183,6 +184,19 @@ def test_tables_in_comments_stay_tables():
     assert "ReflowComments: false" in (ROOT / ".clang-format").read_text().splitlines()
 
 
+@pytest.mark.parametrize("name", ["cpu.json", "hopper.json"])
+def test_plotted_figures_are_those_of_the_tables(name):
+    """A plot's data has the times that docs/performance.md shows beside the same case."""
+    shown = {case: cells.split("|") for case, cells in
+             re.findall(r"^\| `([^`]+)` \|(.+)\|$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE)[::-1]}
+    saved = json.loads((ROOT / "docs/data" / name).read_text())
+    assert len(saved) > 20
+    for entry in saved:
+        times = [entry["ms"], *(peer["ms"] for peer in entry["peers"].values())]
+        cells = {float(cell) for cell in shown[entry["case"]] if re.fullmatch(r" [\d.]+ ", cell)}
+        assert set(times) <= cells, entry["case"]
+
+
 VARIABLE = re.compile(r'["\'`](TESSERA_[A-Z_]+)["\'`]')
 READS = re.compile(r"(?:variable|getenv|environ\.get|environ\[|environ:|in os\.environ|switch)|^[A-Z_]+ = ")
 
@@ -215,5 +229,7 @@ def python_blocks():
 
 @pytest.mark.parametrize("code", list(python_blocks()))
 def test_python_block_runs(code, tmp_path, monkeypatch):
+    if re.search(r"^import jax$", code, re.MULTILINE):
+        pytest.importorskip("jax")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "<document>", "exec"), {"__name__": "document"})
