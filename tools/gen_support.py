@@ -13,6 +13,8 @@ import tessera
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- support: written by tools/gen_support.py -->", "<!-- end of support -->"
 BACKENDS = {"cpu": "cpu", "cuda_sm80": "sm80", "cuda_sm90": "sm90", "cudnn": "sm100"}  # name -> device to ask about
+CARDS = ("CPU: {}", "A100, RTX 30, 40 and 50: {}", "H100, H200, GH200: {}",
+         "B200, B300: {}, which only an H200 has run")
 FEATURES = {
     "causal, windows, both alignments": "causal",
     "dense boolean mask": "keep=random:0.5/bhqk",
@@ -71,8 +73,7 @@ def cell(backend: str, tokens: str) -> str:
 
 
 def table() -> str:
-    places = ("CPUs", "GPUs from 8.0 on", "H100, H200, GH200", "B200, B300; an H200 alone has run it")
-    heads = [f"`{name}`: {where}" for name, where in zip(BACKENDS, places)]
+    heads = [card.format(f"`{name}`") for name, card in zip(BACKENDS, CARDS)]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(BACKENDS) + 1) + "|"]
     lines += [f"| {feature} | {' | '.join(cell(name, tokens) for name in BACKENDS)} |"
               for feature, tokens in FEATURES.items()]
