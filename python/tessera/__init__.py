@@ -6,8 +6,8 @@
     dq, dk, dv = tessera.attention_backward(do, q, k, v, o, lse, causal=True)
     print(tessera.explain(q, k, v, causal=True))                               # which backend, why
 
-Arrays are NumPy's (bf16 and fp8 through ml_dtypes). docs/semantics.md is the contract; the command
-line is `python -m tessera --help`.
+Arrays are NumPy's; bf16 and fp8 need the package ml_dtypes. docs/semantics.md says what every call computes. The
+command line is `python -m tessera --help`.
 """
 
 from ._attention import Gradients, attention, attention_backward, set_num_threads

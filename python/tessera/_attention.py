@@ -22,8 +22,8 @@ _Array = TypeVar("_Array")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradients(Generic[_Array]):
-    """What attention_backward returns; a gradient that was not asked for is None. Those that were unpack in this
-    order, whatever the order of grads: dq, dk, dv = attention_backward(...)."""
+    """What attention_backward returns. A gradient that was not asked for is None. The others unpack in the order
+    below, whatever the order of grads: dq, dk, dv = attention_backward(...)."""
     dq: _Array = None  # type: ignore[assignment]  # for those who asked it is none of None
     dk: _Array = None  # type: ignore[assignment]
     dv: _Array = None  # type: ignore[assignment]
@@ -50,12 +50,13 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
 @documented(_keywords.FORWARD, np.ndarray)
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
               **keywords: Unpack[_keywords.Forward]) -> np.ndarray | tuple[np.ndarray, ...]:
-    """softmax(q kᵀ · softmax_scale + bias, masked) v.
+    """Computes o = softmax(q kᵀ · softmax_scale + bias, masked) v.
 
-    q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
-    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8, and q with them. hq is a
-    multiple of hk. Returns o[, lse][, max_logit][, amax_o]. docs/semantics.md is the contract.
+    q is [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] and o [b, sq, hq, dv]; hq is a multiple of hk. Pass
+    layout="sbhd" or "bhsd" for another order of axes, "thd" for packed sequences [t, h, d].
+    All have one dtype: float32, bfloat16 or float16, or float64 with backend="reference". k and v may be fp8 beside
+    another q, or all three fp8. Returns o, or a tuple (o[, lse][, max_logit][, amax_o]) of what the keywords ask for.
+    docs/semantics.md says exactly what is computed.
 
     >>> o = tessera.attention(q, k, v, causal=True)
     >>> o, lse = tessera.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
@@ -70,12 +71,12 @@ def attention_backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarr
                        lse: np.ndarray, dlse: np.ndarray | None = None,
                        grads: tuple[str, ...] | dict[str, np.ndarray] = ("dq", "dk", "dv"),
                        **keywords: Unpack[_keywords.Backward]) -> Gradients[np.ndarray]:
-    """Gradients of attention, from its o and lse and the gradients do of o and dlse of lse.
+    """Computes the gradients of attention from do, the gradient of o, and dlse, the gradient of lse.
 
-    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to arrays
-    to write into (with accumulate: to add to), of their inputs' shapes and dtypes; dq, dk, dv may be
-    float32 beside 16-bit inputs. Every other keyword must be as it was in the forward call.
+    q, k, v, o and lse are those of the forward call, and the other keywords must be as they were there. do has o's
+    shape, dlse lse's; dlse=None is 0. grads names the gradients to compute, of dq, dk, dv, dbias, dsink and
+    dalibi_slopes. It may also map these names to arrays to write into, or with accumulate to add to; they have the
+    shapes and dtypes of the inputs, and dq, dk and dv may be float32 if the inputs have 16 bits.
 
     >>> dq, dk, dv = tessera.attention_backward(do, q, k, v, o, lse, causal=True)
     >>> g = tessera.attention_backward(do, q, k, v, o, lse, bias=bias, grads=("dq", "dbias"))
@@ -89,8 +90,8 @@ def attention_backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarr
 
 
 def set_num_threads(n: int | None) -> None:
-    """Use at most n threads in every call on NumPy arrays or Paddle tensors from now on; None: the
-    library's default."""
+    """Limits each later call on NumPy arrays or Paddle tensors to n threads; None restores the library's default.
+    ValueError: n is not a positive integer."""
     if n is not None and (isinstance(n, bool) or not isinstance(n, (int, np.integer)) or
                           not 1 <= n < 2**31):
         raise ValueError(f"tessera.set_num_threads: n={n}: must be a positive integer, or None for "

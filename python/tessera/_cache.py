@@ -111,14 +111,15 @@ def append_call(adapter, k, v, k_cache, v_cache, seqlens_k, *, layout: str, cu_s
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | None = None, *,
            interleaved: bool = False, layout: _keywords.Format = "bshd",
            out: np.ndarray | None = None) -> np.ndarray:
-    """Rotary position embedding (Su et al., arXiv:2104.09864): a new x' of x's shape and dtype.
+    """Applies rotary position embedding (Su et al., arXiv:2104.09864) and returns a new array of x's shape and dtype.
 
-    x [b, s, h, d] for layout="bshd", float32, bfloat16, float16 or float64; "sbhd" and "bhsd" permute,
-    "thd" is packed [t, h, d]. cos, sin fp32 [max_pos, r/2], as rope_table returns them; the first r <= d elements of a
-    head turn, the others pass: pairs are (i, i + r/2), or (2i, 2i + 1) if interleaved. positions int32 or
-    int64: [b] of each sequence's first row, [b, s] of each row, [t] for "thd"; default 0, 1, 2, ...
-    out: the array to write, x itself for in place. ValueError: anything else, a position outside the
-    tables.
+    x is [b, s, h, d] for layout="bshd", in float32, bfloat16, float16 or float64. "sbhd" and "bhsd" are other orders of
+    axes; "thd" is packed [t, h, d]. cos and sin are fp32 [max_pos, r/2], as rope_table returns them. The first r <= d
+    elements of a head turn, and the others stay. Element i turns with element i + r/2; if interleaved, 2i with 2i + 1.
+
+    positions, int32 or int64, are [b] for the position of each sequence's first row, or [b, s] (with "thd" [t]) for
+    that of each row; None counts 0, 1, 2, ... out is an array to write into, which may be x itself. ValueError:
+    anything else, or a position outside the tables.
 
     >>> q = tessera.rotate(q, *tessera.rope_table(4096, 128), positions=seqlens_k)
     """
@@ -137,18 +138,21 @@ def append_kv(k: np.ndarray, v: np.ndarray | None, k_cache: np.ndarray, v_cache:
               rope: tuple[np.ndarray, np.ndarray] | None = None, interleaved: bool = False,
               k_scale: np.ndarray | None = None, v_scale: np.ndarray | None = None
               ) -> np.ndarray | None:
-    """Writes new keys and values behind those that a cache holds; returns q turned, or None without q.
+    """Appends new keys and values to a cache. Returns q, turned by rope, or None if q is not given.
 
-    k [b, s, hk, dqk], v [b, s, hk, dv] for layout="bshd" (float32, bfloat16, float16; "sbhd" and "bhsd"
-    permute, "thd" is packed [t, hk, d] with cu_seqlens [b + 1]) go to places seqlens_k[n], seqlens_k[n] + 1, ... of
-    sequence n, so seqlens_k [b] int32 or int64 are the lengths before the call; seqlens_q [b] says how many
-    of the s tokens of a sequence are new, by default all. k_cache [b, sk, hk, dqk]
-    and v_cache [b, sk, hk, dv], or pools [pages, page_size, hk, d] with page_table int32 [b, max_pages];
-    no two sequences may append to one page. v=None, v_cache=None: one cache for both (MLA).
-    The dtype of the caches decides the conversion; fp8 is round(x / scale), saturating, with k_scale and
-    v_scale fp32 [hk] or [b, hk]. rope=(cos, sin), as rope_table returns: k and q [b, s, hq, dqk] turn by
-    their position, in pairs as rotate's, interleaved or not. ValueError: anything else, a token past the end of the
-    cache; nothing is written then.
+    k is [b, s, hk, dqk] and v [b, s, hk, dv] for layout="bshd", in float32, bfloat16 or float16. "sbhd" and "bhsd"
+    are other orders of axes; "thd" is packed [t, hk, d] with cu_seqlens [b + 1]. seqlens_k [b], int32 or int64, are
+    the lengths before the call: the tokens of sequence n go to places seqlens_k[n], seqlens_k[n] + 1, ... seqlens_q
+    [b] says how many of the s tokens of each sequence are new; by default all are.
+
+    k_cache is [b, sk, hk, dqk] and v_cache [b, sk, hk, dv]; or both are pools [pages, page_size, hk, d], with
+    page_table int32 [b, max_pages]. No two sequences may append to one page. With v=None and v_cache=None one cache
+    serves both (MLA). Values are converted to the dtype of the cache; fp8 is round(x / scale), saturating, with
+    k_scale and v_scale fp32 [hk] or [b, hk].
+
+    rope=(cos, sin), as rope_table returns them, turns k and q [b, s, hq, dqk] by their positions, in pairs as
+    rotate's, interleaved or not. ValueError: anything else, or a token past the end of the cache; then nothing is
+    written.
 
     >>> tessera.append_kv(k, v, k_cache, v_cache, lengths)
     >>> o = tessera.attention(q, k_cache, v_cache, seqlens_k=lengths + 1)

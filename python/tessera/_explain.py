@@ -81,10 +81,10 @@ def explain(q: np.ndarray | str, k: np.ndarray | None = None, v: np.ndarray | No
             grads: tuple[str, ...] | dict[str, np.ndarray] = ("dq", "dk", "dv"),
             dlse: np.ndarray | None = None, device: str = "cpu",
             **keywords: Unpack[_keywords.Every]) -> Explanation:
-    """Which backend attention(q, k, v, **keywords) would use, or attention_backward.
+    """Says which backend attention(q, k, v, **keywords) would use, or attention_backward, and why.
 
-    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
-    attention_backward, as are grads and dlse. device is "cpu", "sm80", "sm90" or "sm100"; the
+    explain(text) asks about a case line instead. keywords are those of attention. With backward=True they are those of
+    attention_backward, and grads and dlse too. device is "cpu", "sm80", "sm90" or "sm100"; the
     hardware need not be there. Raises the ValueErrors that attention would raise, and computes
     nothing.
 

@@ -14,12 +14,12 @@ from ._call import _args, _keywords, _prepared
 
 def merge(parts: Sequence[tuple[np.ndarray, np.ndarray]], *, layout: _keywords.Format = "bshd",
           out_dtype: object = None) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over the union of disjoint key sets, from the (o, lse) of each.
+    """Combines the results of attention over disjoint sets of keys into the result over all of them.
 
-    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
-    "sbhd", "bhsd" or "thd". Returns a new (o, lse); o has the parts' dtype, or out_dtype, float32
-    beside parts of 16 bits or the other way round. A part's o is not read where its lse is -inf; a
-    sink belongs to one part only. ValueError: anything else.
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd", "sbhd", "bhsd"
+    or "thd". Returns a new (o, lse). o has the dtype of the parts, or out_dtype, which may be float32 for 16-bit
+    parts and 16 bits for float32 parts. Rows of a part whose lse is -inf are not read. If there is a sink, give it to
+    one part only. ValueError: anything else.
 
     >>> o, lse = tessera.merge([(o1, lse1), (o2, lse2)])
     """
@@ -66,7 +66,7 @@ def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
 
     b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset) or
     (seed, offset, first, stride), int64 or integers; q_start and k_start, int32 or int64 [b], are the
-    positions of each sequence's first row and key, None: 0. ValueError: anything else.
+    positions of the first row and the first key of each sequence; None is 0. ValueError: anything else.
 
     >>> keep = tessera.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
     """
@@ -93,9 +93,10 @@ def masked(arrays, b, hq, sq, sk, dropout_p, rng_state, q_start=None, k_start=No
 
 
 def alibi_slopes(hq: int) -> np.ndarray:
-    """The usual ALiBi slopes, fp32 [hq]: 2^(-8i/n) for a power of two n, i = 1..n; for other hq the
-    series of the power of two below, then every other slope of the one above. hq is the number of
-    query heads, >= 1, or it is a ValueError.
+    """Returns the usual ALiBi slopes, fp32 [hq], for hq >= 1 query heads.
+
+    If hq is a power of two, they are 2^(-8i/hq) for i = 1..hq. Otherwise they are the slopes of the power of two
+    below, then every other slope of the power of two above. ValueError: hq is below 1.
 
     >>> o = tessera.attention(q, k, v, alibi_slopes=tessera.alibi_slopes(16), align="top_left")
     """

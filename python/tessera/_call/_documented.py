@@ -13,9 +13,8 @@ from . import _keywords
 
 _HEAD = """
 
-Keywords. A value of the wrong type, shape or dtype is a ValueError, and so is what is said to be
-illegal or missing its partner; what every backend still refuses is Refused where it would change the
-result.
+Keywords. ValueError: a value of the wrong type, shape or dtype, a combination that is called illegal below, or a
+keyword without another that it needs. Refused: a legal call that no backend can run.
 
 """
 
@@ -47,8 +46,8 @@ def documented(table: dict[str, _keywords.Keyword], array: type,
 
 
 def _entry(row: _keywords.Keyword, default, more: str) -> str:
-    refused = "Every backend still refuses it." if row.refused else \
-        "Beside fp8 q." if row.raw else ""
+    refused = "No backend has it yet: a call that it would change is Refused." if row.refused else \
+        "For fp8 q." if row.raw else ""
     text = " ".join(filter(None, (row.doc, more, refused)))
     return f"{row.name}={default!r}: {row.form}\n" + textwrap.fill(
         text, 96, initial_indent="    ", subsequent_indent="    ")

@@ -281,164 +281,167 @@ class Keywords(TypedDict, total=False):
     layout: Annotated[Format | tuple[Format, Format], Option(
         values='"bshd", "sbhd", "bhsd" or "thd", or a pair', default="bshd", check=_check_layout,
         encode=_encode_layout, decode=_decode_layout, fields=("format_q", "format_kv"),
-        doc="Order of the axes of q, k, v and o; a pair gives q, o and k, v orders of their own.")]
+        doc="Order of the axes of q, k, v and o. A pair gives the order of q and o, then that of k and v.")]
     softmax_scale: Annotated[float | None, _number(
         "softmax_scale", _lib.SOFTMAX_SCALE,
-        doc="Factor on q kᵀ; None is 1/sqrt(dqk). Must be finite and >= 0.")]
+        doc="Factor on q kᵀ, finite and >= 0. None is 1/sqrt(dqk).")]
     causal: Annotated[bool, _flag(
-        _lib.CAUSAL, doc="Query i sees no key beyond i + shift; see align.")]
+        _lib.CAUSAL, doc="Query i sees no key after key i + shift; align says what shift is.")]
     window: Annotated[tuple[int, int] | None, Option(
         values="(left, right)", check=_check_window, encode=_encode_window, decode=_decode_window,
         fields=("window_left", "window_right"),
-        doc="Query i sees keys i + shift - left to i + shift + right; -1 is unbounded. Both must be "
-            ">= -1, and with causal right must be -1 or 0.")]
+        doc="Query i sees keys i + shift - left to i + shift + right, both included; align says what shift is. "
+            "-1 means no bound on that side. With causal, right must be -1 or 0.")]
     align: Annotated[Literal["top_left", "bottom_right"] | int | Array | None, Option(
         values='"top_left" or "bottom_right"', check=_check_align, encode=_encode_align,
         decode=_decode_align, fields=("align", "shift"),
-        doc="The diagonal, under which query i has key i + shift: shift is 0, or len_k - len_q of "
-            "each sequence. Must be given where causal, window or alibi_slopes are on, unless both "
-            "sides are known to be equally long. An integer, or an integer array [b], is the shift "
-            "itself, within +-2^60.")]
+        doc='Where the diagonal lies: query i is at key i + shift. "top_left" is shift 0; "bottom_right" is shift '
+            "len_k - len_q of each sequence. An integer, or an integer array [b], is the shift itself, within "
+            "+-2^60. Must be given with causal, window or alibi_slopes, unless queries and keys are known to be "
+            "equally many.")]
     seqlens_q: Annotated[Array | None, Tensor(
         axes="b", dtype=_LENGTHS,
-        doc="True query lengths of a padded batch, 0 to sq; None is full. Illegal with thd.")]
+        doc="How many queries of each sequence of a padded batch are real, 0 to sq. None: all. Illegal with thd.")]
     seqlens_k: Annotated[Array | None, Tensor(
         axes="b", dtype=_LENGTHS,
-        doc="True key lengths of a padded batch or of pages, 0 to sk; None is full. Illegal with thd; "
-            "must be given with page_table.")]
+        doc="How many keys of each sequence of a padded batch, or in its pages, are real, 0 to sk. None: all. "
+            "Illegal with thd. Must be given with page_table.")]
     cu_seqlens_q: Annotated[Array | None, Tensor(
         axes="b + 1", dtype=_LENGTHS,
-        doc="Where each query sequence of a packed buffer begins, from 0, never falling, and the end. "
-            "Must be given with thd, and with nothing else.")]
+        doc="Where each query sequence of a packed buffer begins, and last where the last one ends: it starts "
+            "with 0 and never falls. Must be given with thd; illegal with other layouts.")]
     cu_seqlens_k: Annotated[Array | None, Tensor(
         axes="b + 1", dtype=_LENGTHS, doc="As cu_seqlens_q, for keys.")]
     cu_seqlens_q_padded: Annotated[Array | None, Tensor(
         axes="b + 1", dtype=_LENGTHS,
-        doc="Where each query sequence is stored, if there are gaps: start + length <= next start. "
-            "Must come with cu_seqlens_q.")]
+        doc="Where each query sequence is stored, if there are gaps between sequences: start + length <= next "
+            "start. The lengths are those of cu_seqlens_q, which must be given.")]
     cu_seqlens_k_padded: Annotated[Array | None, Tensor(
         axes="b + 1", dtype=_LENGTHS, doc="As cu_seqlens_q_padded, for keys.")]
     max_seqlen_q: Annotated[int | None, _integer(
         "max_seqlen_q", _lib.MAX_SEQLEN_Q,
-        doc="A bound on the lengths of cu_seqlens_q, with which it must come; must be given with a "
-            "dense mask or bias of packed queries.")]
+        doc="An upper bound on the lengths of cu_seqlens_q, which must be given. Packed queries with a dense mask "
+            "or bias need it.")]
     max_seqlen_k: Annotated[int | None, _integer(
         "max_seqlen_k", _lib.MAX_SEQLEN_K, doc="As max_seqlen_q, for keys.")]
     keep: Annotated[Array | None, Tensor(
         axes="b, hq, sq, sk", dtype="bool", tensors=("mask",), broadcasts=True,
-        doc="Mask, broadcastable to these axes: True = visible. Illegal with drop or key_ranges.")]
+        doc="Mask that broadcasts to these axes: True = visible. Illegal with drop or key_ranges.")]
     drop: Annotated[Array | None, Tensor(
         axes="b, hq, sq, sk", dtype="bool", tensors=("mask",), broadcasts=True, flag=_lib.MASK_DROP,
-        doc="Mask, broadcastable to these axes: True = hidden. Illegal with keep or key_ranges.")]
+        doc="Mask that broadcasts to these axes: True = hidden. Illegal with keep or key_ranges.")]
     key_ranges: Annotated[Array | None, Tensor(
         axes="b|1, hq|1, sq|1, 2|4", dtype="int32", packs=("q",),
-        doc="One or two half-open intervals [start, end) of keys that a query sees, their union; "
-            "packed [hq|1, t|1, 2|4]. Illegal with keep or drop.")]
+        doc="The keys that each query sees: one interval [start, end), or two, whose union counts. With thd "
+            "[hq|1, t|1, 2|4]. Illegal with keep or drop.")]
     segment_ids: Annotated[Array | tuple[Array, Array] | None, Tensor(
         axes="b, s", dtype="int32", tensors=("segment_ids_q", "segment_ids_k"), packs=("q", "k"),
         shared=True,
-        doc="A query sees keys of its own segment only; packed [t]. One array is for both sides, whose "
-            "extents must agree; a pair is for q and for k.")]
+        doc="A query sees only the keys with its own id. With thd [t]. One array serves queries and keys, which "
+            "must then be equally many; a pair is for q and for k.")]
     bias: Annotated[Array | None, Tensor(
         axes="b, hq, sq, sk", dtype="q's dtype or float32", broadcasts=True, differentiable=True,
-        doc="Added to scores, broadcastable to these axes; -inf hides a key, and so does what brings its score "
-            "to -2**24 or below (finfo.min, -1e9).")]
+        doc="Is added to the scores; it broadcasts to these axes. -inf hides a key, and so does any value that "
+            "brings its score to -2**24 or below, such as finfo.min or -1e9.")]
     bias_at: Annotated[Literal["post_scale", "pre_scale"], Option(
         values='"post_scale" or "pre_scale"', default="post_scale",
         check=lambda a, name, value: a.choice(name, value, ("post_scale", "pre_scale")),
         encode=lambda at: (_lib.BIAS_PRE_SCALE if at == "pre_scale" else 0,),
         decode=lambda flags: "pre_scale" if flags & _lib.BIAS_PRE_SCALE else "post_scale",
-        doc="Whether bias is added after softmax_scale and softcap, or before.")]
+        doc="Where bias is added: after softmax_scale and softcap, or before both.")]
     alibi_slopes: Annotated[Array | None, Tensor(
         axes="b, hq", dtype="float32 or q's dtype", broadcasts=True, differentiable=True,
-        doc="slope * |i + shift - j| is taken from scores; [hq] for all sequences.")]
+        doc="ALiBi: slope * |i + shift - j| is subtracted from the score of query i and key j. [hq] serves all "
+            "sequences.")]
     softcap: Annotated[float, _number(
         "softcap", _lib.SOFTCAP, default=0.0,
-        doc="Scores x become softcap * tanh(x / softcap); 0 is off. Must be finite and >= 0.")]
+        doc="A score x becomes softcap * tanh(x / softcap). Finite and >= 0; 0 turns it off.")]
     sink: Annotated[Literal["off_by_one"] | Array | None, Tensor(
         axes="hq", dtype="float32 or q's dtype", differentiable=True,
         words={"off_by_one": _lib.SINK_OFF_BY_ONE},
-        doc='One more logit in the sum of each row, without a value; "off_by_one" is 0.')]
+        doc='One more logit in the softmax of each row, with no value: it takes weight and adds nothing to o. '
+            '"off_by_one" is a logit of 0.')]
     dropout_p: Annotated[float, _number(
         "dropout_p", _lib.DROPOUT, default=0.0,
-        doc="Probability that a weight is dropped, in [0, 1). Needs rng_state.")]
+        doc="Probability, in [0, 1), that a weight is dropped. Needs rng_state.")]
     rng_state: Annotated[Array | tuple[int, ...] | list[int] | None, Tensor(
         axes="2|4", dtype="int64",
-        doc="(seed, offset) of dropout: an array, or a tuple or list of integers. With (seed, offset, "
-            "first, stride) head h of sequence n is head first + n * stride + h of the mask, as it is in "
-            "a larger problem.")]
+        doc="The state of dropout, (seed, offset): an array, or a tuple or list of integers. The same state gives the "
+            "same mask. For a part of a larger problem pass (seed, offset, first, stride): head h of sequence n then "
+            "takes the mask of head first + n * stride + h.")]
     page_table: Annotated[Array | tuple[Array, Array] | None, Tensor(
         axes="b, max_pages", dtype="int32", tensors=("page_table_k", "page_table_v"),
-        doc="Pages of each sequence in the pools k and v, which are then [pages, page_size, hk, d]; a "
-            "pair gives k and v tables of their own. Needs seqlens_k.")]
+        doc="The pages of each sequence, in order. k and v are then pools [pages, page_size, hk, d]. A pair gives k "
+            "and v a table each. Needs seqlens_k.")]
     k_scale: Annotated[Array | None, Tensor(
         axes="b, hk, nk", dtype="float32", blocks=True,
-        doc="What an fp8 k is multiplied by: [], [hk] or [b, hk], or blocks of keys as well. "
-            "Illegal for a k that is not fp8.")]
+        doc="Factor on an fp8 k: one for all [], one a head [hk], or one a sequence and head [b, hk]; a third axis "
+            "gives one a block of keys. Illegal for a k that is not fp8.")]
     v_scale: Annotated[Array | None, Tensor(
         axes="b, hk, nk", dtype="float32", blocks=True, doc="As k_scale, for v.")]
     q_start: Annotated[Array | None, Tensor(
         axes="b", dtype=_LENGTHS,
-        doc="Position of the first query of each sequence, >= 0; None is 0. Diagonal, ALiBi and dropout, and "
-            "dense masks and biases of packed sequences, count from there.")]
+        doc="Position of the first query of each sequence, >= 0; None is 0. The diagonal, ALiBi and dropout count "
+            "from there; so do dense masks and biases of packed sequences.")]
     k_start: Annotated[Array | None, Tensor(
         axes="b", dtype=_LENGTHS,
-        doc="As q_start, for keys; key ranges are positions too.")]
+        doc="As q_start, for keys. key_ranges hold positions, too.")]
     q_scale: Annotated[Array | None, Tensor(
         axes="b, hq, nq", dtype="float32", blocks=True, raw=True,
-        doc="What an fp8 q is multiplied by, as k_scale.")]
+        doc="Factor on an fp8 q, as k_scale.")]
     o_scale: Annotated[Array | None, Tensor(
         axes="1", dtype="float32", broadcasts=True, raw=True,
-        doc="What an fp8 o is multiplied by: its elements are value / o_scale, rounded and saturated.")]
+        doc="Factor of an fp8 o: an element is value / o_scale, rounded and saturated, so o * o_scale is the value.")]
     deterministic: Annotated[bool | None, _flag(
-        _lib.DETERMINISTIC, default=True, doc="The same call gives the same bits at every run.")]
+        _lib.DETERMINISTIC, default=True, doc="The same call gives the same bits every time.")]
     batch_invariant: Annotated[bool, _flag(
         _lib.BATCH_INVARIANT,
-        doc="A sequence's result does not depend on its neighbours. Illegal in the backward pass and "
-            "with dropout.")]
+        doc="The result of a sequence has the same bits whatever else is in the batch. Illegal in the backward pass "
+            "and with dropout.")]
     backend: Annotated[str | None, Option(
         values="str", check=_check_backend, encode=lambda name: (0, name or ""),
         decode=lambda flags, name: name or None, fields=("backend",),
-        doc="The backend to run, of tessera.backends(), or Refused with its reasons; None chooses.")]
+        doc="The backend that must run the call, a name of tessera.backends(); Refused if it cannot. None: the "
+            "library chooses.")]
     allow_quadratic: Annotated[bool, _flag(
         _lib.ALLOW_QUADRATIC,
-        doc="Permits memory of sq * sk elements, whose bytes are logged.")]
+        doc="Allows a call that needs memory of sq * sk elements. Its size is logged.")]
     accumulate: Annotated[bool, _flag(
         _lib.ACCUMULATE,
-        doc="Adds to what the outputs hold: out= and lse= become those of the keys that they were made "
-            "from and of this call's together (a row whose lse is -inf holds none, and its o is not "
-            "read); gradients are summed into the arrays of grads=. cuda_sm90 leaves it to cuda_sm80.")]
+        doc="Adds this call to what the outputs hold. out= and lse= become the result over their keys and this "
+            "call's keys together; a row whose lse is -inf holds no keys yet, and its o is not read. Gradients are "
+            "added to the arrays of grads=. On GPUs cuda_sm80 runs it.")]
     sm_margin: Annotated[int, Option(
         values="int", default=0, check=_check_margin, encode=lambda n: (0, n or 0),
         decode=lambda flags, n: n, fields=("sm_margin",),
-        doc="Multiprocessors of a GPU that kernels whose CTAs take tile after tile leave to others, 0 or "
-            "more; without effect elsewhere.")]
+        doc="How many multiprocessors of a GPU to leave to others, >= 0. It affects only kernels that take tile after "
+            "tile on each multiprocessor.")]
     precision: Annotated[Literal["fp8"] | None, _word(
-        {"fp8": _lib.FP8_PRODUCTS}, refused=True, doc="Products in fp8.")]
+        {"fp8": _lib.FP8_PRODUCTS}, refused=True, doc="Computes the matrix products in fp8.")]
     smooth: Annotated[Literal["none", "mean", "mean+hadamard"] | None, _word(
         SMOOTH, refused=True,
-        doc='How inputs are evened out before products in fp8; None is "mean+hadamard". Needs '
+        doc='How outliers of the inputs are smoothed before products in fp8. None is "mean+hadamard". Needs '
             'precision="fp8".')]
     scale_block: Annotated[tuple[int, int] | None, Option(
         values="(rows of q, keys)", check=_check_blocks, encode=lambda blocks: (0, *(blocks or ())),
         decode=lambda flags, q, k: (q, k) if q or k else None, fields=("q_scale_block", "k_scale_block"), raw=True,
-        doc="Rows and keys that share a scale, both >= 0.")]
+        doc="How many rows of q, and how many keys, share a scale; both >= 0.")]
 
 
 class Single(Keywords, total=False):
     """What attention takes where it returns o alone."""
 
     out_dtype: Annotated[object, _dtype(
-        "out_dtype", doc="dtype of o; None is q's, and bfloat16 beside fp8 q. float32 goes beside 16 bits, and "
-                         "any but float64 beside fp8.")]
+        "out_dtype", doc="dtype of o. None is q's dtype, or bfloat16 if q is fp8. With 16-bit q it may also be "
+                         "float32; with fp8 q any but float64.")]
     out: Annotated[Array | None, Output(
         axes="b, sq, hq, dv",
-        doc="Array to write o into and to return, of q's dtype (or out_dtype) and any strides; its "
-            "elements must not meet those of another argument.")]
+        doc="Array to write o into; the call returns it. Its dtype is q's or out_dtype, its strides are free. It must "
+            "not overlap another argument.")]
     lse: Annotated[Array | None, Output(
         axes="b, hq, sq",
-        doc="With accumulate, the lse of what out holds: float32, packed [hq, t], contiguous; it becomes "
-            "that of both. Illegal without.")]
+        doc="The lse of what out holds, float32 and contiguous, with thd [hq, t]. The call overwrites it with the lse "
+            "of the sum. Illegal without accumulate.")]
 
 
 class Forward(Single, total=False):
@@ -446,14 +449,14 @@ class Forward(Single, total=False):
 
     return_lse: Annotated[bool, _switch(
         "return_lse",
-        doc="Returns lse too, float32 [b, hq, sq], packed [hq, t]: the natural logarithm of each row's "
-            "sum; -inf for a row that sees nothing.")]
+        doc="Also returns lse, float32 [b, hq, sq], with thd [hq, t]: the natural logarithm of the sum of exp(score) "
+            "in each row, the sink included; -inf for a row that sees no key.")]
     return_amax: Annotated[bool, _switch(
         "return_amax", raw=True,
-        doc="Returns amax_o too, float32 []: the largest |value| of o before it is scaled and rounded. For "
-            "fp8 q only.")]
+        doc="Also returns amax_o, float32 []: the largest |value| of o before scaling and rounding. For fp8 q "
+            "only.")]
     return_max_logit: Annotated[bool, _switch(
-        "return_max_logit", doc="Returns the largest visible score of each head too, float32 [hq].")]
+        "return_max_logit", doc="Also returns the largest visible score of each head, float32 [hq].")]
 
 
 class Backward(Keywords, total=False):
@@ -461,27 +464,28 @@ class Backward(Keywords, total=False):
 
     do_scale: Annotated[Array | None, Tensor(
         axes="b, hq, nq", dtype="float32", blocks=True, raw=True,
-        doc="What an fp8 do is multiplied by, as k_scale.")]
+        doc="Factor on an fp8 do, as k_scale.")]
     dq_scale: Annotated[Array | None, Tensor(
         axes="1", dtype="float32", broadcasts=True, raw=True,
-        doc="What an fp8 dq is multiplied by.")]
+        doc="Factor of an fp8 dq, as o_scale.")]
     dk_scale: Annotated[Array | None, Tensor(
         axes="1", dtype="float32", broadcasts=True, raw=True,
-        doc="What an fp8 dk is multiplied by.")]
+        doc="Factor of an fp8 dk, as o_scale.")]
     dv_scale: Annotated[Array | None, Tensor(
         axes="1", dtype="float32", broadcasts=True, raw=True,
-        doc="What an fp8 dv is multiplied by.")]
+        doc="Factor of an fp8 dv, as o_scale.")]
     partial: Annotated[bool, _flag(
         _lib.PARTIAL,
-        doc="o and lse are those of a union of keys of which this call is a part (merge): each weight "
-            "is exp(x - lse) as it is, and the parts' gradients of q add up.")]
+        doc="This call is one part of the keys, and o and lse are the merged ones of all parts: a weight is "
+            "exp(score - lse). The gradients of q of all parts add up to the whole.")]
     grad_dtype: Annotated[object, _dtype(
-        "grad_dtype", doc="dtype of dq, dk and dv; None is that of their inputs, beside fp8 q that of o where it "
-                          "has 16 bits and else bfloat16. float32 goes beside 16 bits; 16 bits and fp8 beside fp8.")]
+        "grad_dtype", doc="dtype of dq, dk and dv. None is the dtype of the inputs; if q is fp8, that of o if o has 16 "
+                          "bits, else bfloat16. With 16-bit inputs it may also be float32; with fp8 "
+                          "inputs 16 bits or fp8.")]
     return_amax: Annotated[bool, _switch(
         "return_amax", raw=True,
-        doc="amax_dq, amax_dk and amax_dv, float32 [], are the largest |value| of each gradient that was asked for, "
-            "before it is scaled and rounded. For fp8 q only.")]
+        doc="Also returns amax_dq, amax_dk and amax_dv, float32 []: the largest |value| of each gradient that was "
+            "asked for, before scaling and rounding. For fp8 q only.")]
 
 
 class Every(Forward, Backward, total=False):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tessera on JAX arrays: the functions of ``tessera``, under JAX's transformations.
+"""The functions of ``tessera`` on JAX arrays, for grad, jit, vmap and meshes.
 
     o      = tessera.jax.attention(q, k, v, causal=True)           # jax.grad, jit, vmap, ... work
     o, lse = tessera.jax.attention(q, k, v, causal=True, return_lse=True)
     print(tessera.jax.explain(q, k, v, causal=True))               # which backend, why
 
-Shards of a mesh compute their own sequences and heads without communication. docs/jax.md says what
-goes together, docs/semantics.md is the contract.
+Each shard of a mesh computes its own sequences and heads, without communication. docs/jax.md has the details,
+docs/semantics.md says what every call computes.
 """
 
 import jax as _jax

@@ -59,14 +59,16 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array,
 @documented(FORWARD, jax.Array, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Unpack[_keywords.Forward]
               ) -> jax.Array | tuple[jax.Array, ...]:
-    """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
+    """Computes o = softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
 
-    q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
-    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8, and, without gradients, q
-    with them. hq is a multiple of hk. Each may be a tessera.jax.Slice of an interleaved array. Returns
-    o[, lse][, max_logit][, amax_o]; gradients reach q, k, v, bias, sink and alibi_slopes, through o
-    and lse. docs/semantics.md is the contract.
+    q is [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] and o [b, sq, hq, dv]; hq is a multiple of hk. Pass
+    layout="sbhd" or "bhsd" for another order of axes, "thd" for packed sequences [t, h, d].
+    Each may be a tessera.jax.Slice of an interleaved array. All have one dtype: float32, bfloat16 or float16, or
+    float64 with backend="reference". k and v may be fp8 beside another q; all three may be fp8 in calls without
+    gradients.
+
+    Returns o, or a tuple (o[, lse][, max_logit][, amax_o]) of what the keywords ask for. Gradients flow through o and
+    lse to q, k, v, bias, sink and alibi_slopes. docs/semantics.md says exactly what is computed.
 
     >>> o = tessera.jax.attention(q, k, v, causal=True)
     >>> o, lse = tessera.jax.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
@@ -82,13 +84,13 @@ def attention_backward(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, 
                        lse: jax.Array, dlse: jax.Array | None = None,
                        grads: tuple[str, ...] = ("dq", "dk", "dv"),
                        **keywords: Unpack[_keywords.Backward]) -> Gradients[jax.Array]:
-    """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
-    and lse themselves, parts of a union (partial=True) above all.
+    """Computes the gradients of attention, as tessera.attention_backward does. It is for programs that keep o and lse
+    themselves, for example of parts of the keys (partial=True).
 
-    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes); keywords are those of the
-    forward call, and partial. Returns an object with a member for each gradient, None where it was
-    not asked for; gradients of slices of one array are that array's.
+    q, k, v, o and lse are those of the forward call, and the keywords must be as they were there. do has o's shape,
+    dlse lse's; dlse=None is 0. grads names the gradients to compute, of dq, dk, dv, dbias, dsink and dalibi_slopes.
+    Returns an object with a member for each gradient, None if it was not asked for. If q, k and v are slices of one
+    array, each of dq, dk and dv is the gradient of that whole array.
 
     >>> g = tessera.jax.attention_backward(do, q, k, v, o, lse, causal=True)
     """
@@ -108,10 +110,10 @@ def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None 
             backward: bool = False, grads: tuple[str, ...] = ("dq", "dk", "dv"),
             dlse: jax.Array | None = None, device: str | None = None,
             **keywords: Unpack[_keywords.Every]) -> _explain.Explanation:
-    """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
+    """Says which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
 
-    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
-    attention_backward, as are grads and dlse. device is that of q unless given, or JAX's default for
+    explain(text) asks about a case line instead. keywords are those of attention. With backward=True they are those of
+    attention_backward, and grads and dlse too. device is that of q unless given, or JAX's default for
     a traced q: "cpu", "sm80", "sm90" or "sm100"; the hardware need not be there. Arrays may be
     jax.ShapeDtypeStruct. Raises the ValueErrors that attention would raise.
 

@@ -16,11 +16,11 @@ from . import _arrays, _binding
 
 def merge(parts: Sequence[tuple[jax.Array, jax.Array]], *, layout: _keywords.Format = "bshd"
           ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of disjoint key sets, from the (o, lse) of each; differentiable.
+    """Combines the results of attention over disjoint sets of keys into the result over all of them; differentiable.
 
     parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
-    "sbhd", "bhsd" or "thd". Returns a new (o, lse). A part's o is not read where its lse is -inf; a
-    sink belongs to one part only. ValueError: anything else.
+    "sbhd", "bhsd" or "thd". Returns a new (o, lse). Rows of a part whose lse is -inf are not read. If there is a sink,
+    give it to one part only. ValueError: anything else.
 
     >>> o, lse = tessera.jax.merge([(o1, lse1), (o2, lse2)])
     """

@@ -19,17 +19,17 @@ def dot_product_attention(
         return_residual: bool = False, dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0, broadcast_dropout: bool = False, deterministic: bool = False,
         dtype=None, precision=None, module=None) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of query [b, t, n, h] to key and value [b, s, k, h], without b or, as in flax, with several such axes;
-    n is a multiple of k.
+    """Computes attention with the arguments of jax.nn.dot_product_attention, and with those that flax passes.
 
-    bias and mask (True = visible) broadcast to [b, n, t, s]; scale, a number or a scalar array, is 1/sqrt(h) unless
-    given; a causal mask and local_window_size, (left, right) or one number for both, begin at the top left; lengths are
-    int32 [b]. Returns the output, and with return_residual (output, lse [b, t, n] in key's dtype), lse
-    without gradient. A row that sees nothing is 0, where jax.nn gives it the mean of all values.
+    query is [b, t, n, h], key and value [b, s, k, h], and n is a multiple of k. b may be missing or, as in flax, be
+    several axes. bias and mask (True = visible) broadcast to [b, n, t, s]. scale is a number or a scalar array; None is
+    1/sqrt(h). is_causal and local_window_size, which is (left, right) or one number for both, count from the top left.
+    Lengths are int32 [b]. Returns the output; with return_residual (output, lse), where lse [b, t, n] has key's dtype
+    and no gradient. A row that sees no key is 0; jax.nn gives it the mean of all values.
 
-    Flax: dropout_rate drops weights by dropout_rng, unless deterministic, for each weight of its own:
-    broadcast_dropout, module (sow_weights) and a precision are Refused. dtype is what query, key and
-    value are cast to. implementation must be None; ValueError: what tessera.jax.attention calls so.
+    From flax: unless deterministic, dropout_rate drops each weight on its own, by dropout_rng. query, key and value are
+    cast to dtype. Refused: broadcast_dropout with dropout, module (sow_weights), and a precision. ValueError: an
+    implementation other than None, and all that tessera.jax.attention calls one.
     """
     _refuse(dropout_rate and not deterministic and broadcast_dropout, "broadcast_dropout=True: weights "
             "are dropped one by one; pass broadcast_dropout=False")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tessera on PyTorch tensors: the functions of ``tessera``, in the dispatcher and in autograd.
+"""The functions of ``tessera`` on PyTorch tensors, with autograd.
 
     o      = tessera.torch.attention(q, k, v, causal=True)         # o.sum().backward() works
     o, lse = tessera.torch.attention(q, k, v, causal=True, return_lse=True)
     print(tessera.torch.explain(q, k, v, causal=True))             # which backend, why
 
-Tensors are used where they are, whatever their strides. They run under torch.compile without graph
-breaks, under autocast, checkpointing and vmap. docs/semantics.md is the contract.
+Tensors of any strides are used in place. The functions work under torch.compile (without graph breaks), autocast,
+checkpointing and vmap; docs/torch.md has the details, docs/semantics.md says what every call computes.
 """
 
 from .._lib import Refused

@@ -94,15 +94,17 @@ torch.library.register_autograd("tessera::rotate", _turn_back, setup_context=_sa
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
            positions: torch.Tensor | None = None, *, interleaved: bool = False,
            layout: _keywords.Format = "bshd", out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rotary position embedding (Su et al., arXiv:2104.09864): x' of x's shape and dtype.
+    """Applies rotary position embedding (Su et al., arXiv:2104.09864) and returns a tensor of x's shape and dtype.
 
-    x [b, s, h, d] for layout="bshd", float32, bfloat16, float16 or float64; "sbhd" and "bhsd" permute,
-    "thd" is packed [t, h, d]. cos, sin fp32 [max_pos, r/2] on x's device, as tessera.rope_table makes them; the first
-    r <= d elements of a head turn, the others pass: pairs are (i, i + r/2), or (2i, 2i + 1) if
-    interleaved. positions int32 or int64: [b] of each sequence's first row, [b, s] of each row, [t] for
-    "thd"; default 0, 1, 2, ... Differentiable with respect to x. out: the tensor to write, x itself for
-    in place, where no gradient is wanted. ValueError: anything else, on the CPU also a position outside
-    the tables.
+    x is [b, s, h, d] for layout="bshd", in float32, bfloat16, float16 or float64. "sbhd" and "bhsd" are other orders
+    of axes; "thd" is packed [t, h, d]. cos and sin are fp32 [max_pos, r/2], on x's device, as tessera.rope_table
+    makes them. The first r <= d elements of a head turn, and the others stay. Element i turns with element i + r/2;
+    if interleaved, 2i with 2i + 1.
+
+    positions, int32 or int64, are [b] for the position of each sequence's first row, or [b, s] (with "thd" [t]) for
+    that of each row; None counts 0, 1, 2, ... The result is differentiable with respect to x. out is a tensor to
+    write into, which may be x itself, for calls without gradients. ValueError: anything else, and on the CPU a
+    position outside the tables.
 
     >>> cos, sin = map(torch.from_numpy, tessera.rope_table(4096, 128))
     >>> q = tessera.torch.rotate(q, cos, sin, positions=seqlens_k)
@@ -125,16 +127,21 @@ def append_kv(k: torch.Tensor, v: torch.Tensor | None, k_cache: torch.Tensor,
               rope: tuple[torch.Tensor, torch.Tensor] | None = None, interleaved: bool = False,
               k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
               ) -> torch.Tensor | None:
-    """Writes new keys and values behind those that a cache holds; returns q turned, or None without q.
+    """Appends new keys and values to a cache. Returns q, turned by rope, or None if q is not given.
 
-    k [b, s, hk, dqk], v [b, s, hk, dv] for layout="bshd" (float32, bfloat16, float16; "sbhd" and "bhsd"
-    permute, "thd" is packed [t, hk, d] with cu_seqlens [b + 1]) go to places seqlens_k[n],
-    seqlens_k[n] + 1, ... of sequence n; seqlens_q [b] says how many of the s tokens are new, by default
-    all. k_cache [b, sk, hk, dqk], v_cache [b, sk, hk, dv], or pools [pages, page_size, hk, d] with
-    page_table int32 [b, max_pages]; fp8 caches with k_scale and v_scale fp32 [hk] or [b, hk]. v=None and
-    v_cache=None: one cache for both. rope=(cos, sin): k and q [b, s, hq, dqk] turn by their position,
-    interleaved or not. More is said at tessera.append_kv. Refused: a gradient is wanted of k, v or q;
-    ValueError: anything else, and nothing is written then.
+    k is [b, s, hk, dqk] and v [b, s, hk, dv] for layout="bshd", in float32, bfloat16 or float16. "sbhd" and "bhsd"
+    are other orders of axes; "thd" is packed [t, hk, d] with cu_seqlens [b + 1]. seqlens_k [b], int32 or int64, are
+    the lengths before the call: the tokens of sequence n go to places seqlens_k[n], seqlens_k[n] + 1, ... seqlens_q
+    [b] says how many of the s tokens of each sequence are new; by default all are.
+
+    k_cache is [b, sk, hk, dqk] and v_cache [b, sk, hk, dv]; or both are pools [pages, page_size, hk, d], with
+    page_table int32 [b, max_pages]. No two sequences may append to one page. With v=None and v_cache=None one cache
+    serves both (MLA). Values are converted to the dtype of the cache; fp8 is round(x / scale), saturating, with
+    k_scale and v_scale fp32 [hk] or [b, hk].
+
+    rope=(cos, sin), as rope_table returns them, turns k and q [b, s, hq, dqk] by their positions, in pairs as
+    rotate's, interleaved or not. ValueError: anything else, and on the CPU a token past the end of the cache; then
+    nothing is written. On CUDA such a token is dropped. Refused: k, v or q needs a gradient.
 
     >>> tessera.torch.append_kv(k, v, k_pool, v_pool, lengths, page_table=table)
     >>> o = tessera.torch.attention(q, k_pool, v_pool, seqlens_k=lengths + 1, page_table=table)

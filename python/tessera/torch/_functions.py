@@ -50,15 +50,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 @documented(_keywords.FORWARD, torch.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unpack[_keywords.Forward]
               ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
+    """Computes o = softmax(q kᵀ · softmax_scale + bias, masked) v, with autograd.
 
-    q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
-    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8, and, without gradients, q
-    with them. hq is a multiple of hk. Jagged nested tensors [b, j, h, d] (layout="bhsd": [b, h, j, d]) are packed
-    sequences, o is one too. Returns o[, lse][, max_logit]; gradients reach q, k, v, bias, sink and alibi_slopes,
-    through o and lse. autocast casts q, k, v. `out` is for where no gradient is wanted. docs/semantics.md is the
-    contract.
+    q is [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] and o [b, sq, hq, dv]; hq is a multiple of hk. Pass
+    layout="sbhd" or "bhsd" for another order of axes, "thd" for packed sequences [t, h, d].
+    Jagged nested tensors [b, j, h, d] (with layout="bhsd" [b, h, j, d]) are packed sequences too, and o is then nested.
+    All have one dtype: float32, bfloat16 or float16, or float64 with backend="reference". k and v may be fp8 beside
+    another q; all three may be fp8 in calls without gradients. autocast casts q, k and v.
+
+    Returns o, or a tuple (o[, lse][, max_logit]) of what the keywords ask for. Gradients flow through o and lse to q,
+    k, v, bias, sink and alibi_slopes. `out` is for calls without gradients. docs/semantics.md says exactly what is
+    computed.
 
     >>> o = tessera.torch.attention(q, k, v, causal=True)
     >>> o, lse = tessera.torch.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
@@ -113,13 +115,13 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
                        o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None = None,
                        grads: tuple[str, ...] | dict[str, torch.Tensor] = ("dq", "dk", "dv"),
                        **keywords: Unpack[_keywords.Backward]) -> Gradients[torch.Tensor]:
-    """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
-    and lse themselves, parts of a union (partial=True) above all. No autograd.
+    """Computes the gradients of attention without autograd, as tessera.attention_backward does. It is for programs that
+    keep o and lse themselves, for example of parts of the keys (partial=True).
 
-    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to tensors to
-    write into, or with accumulate=True to add to; keywords are those of the forward call, and partial.
-    Returns an object with a member for each gradient, None where it was not asked for.
+    q, k, v, o and lse are those of the forward call, and the keywords must be as they were there. do has o's shape,
+    dlse lse's; dlse=None is 0. grads names the gradients to compute, of dq, dk, dv, dbias, dsink and dalibi_slopes, or
+    maps these names to tensors to write into, or with accumulate=True to add to. Returns an object with a member for
+    each gradient, None if it was not asked for.
 
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
@@ -142,12 +144,12 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
 
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywords.Format = "bshd",
           out_dtype: torch.dtype | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint key sets, from the (o, lse) of each; differentiable.
+    """Combines the results of attention over disjoint sets of keys into the result over all of them; differentiable.
 
-    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
-    "sbhd", "bhsd" or "thd". Returns a new (o, lse); o has the parts' dtype, or out_dtype, float32
-    beside parts of 16 bits or the other way round. A part's o is not read where its lse is -inf; a
-    sink belongs to one part only. ValueError: anything else.
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd", "sbhd", "bhsd"
+    or "thd". Returns a new (o, lse). o has the dtype of the parts, or out_dtype, which may be float32 for 16-bit
+    parts and 16 bits for float32 parts. Rows of a part whose lse is -inf are not read. If there is a sink, give it to
+    one part only. ValueError: anything else.
 
     >>> o, lse = tessera.torch.merge([(o1, lse1), (o2, lse2)])
     """
@@ -175,7 +177,7 @@ def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
 
     b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset) or
     (seed, offset, first, stride), int64 or integers; q_start and k_start, int32 or int64 [b], are the
-    positions of each sequence's first row and key, None: 0. ValueError: anything else.
+    positions of the first row and the first key of each sequence; None is 0. ValueError: anything else.
 
     >>> keep = tessera.torch.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
     """
@@ -193,10 +195,10 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
             backward: bool = False, grads: tuple[str, ...] = ("dq", "dk", "dv"),
             dlse: torch.Tensor | None = None, device: str | None = None,
             **keywords: Unpack[_keywords.Every]) -> _explain.Explanation:
-    """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
+    """Says which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
 
-    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
-    attention_backward, as are grads and dlse. device is that of q unless given: "cpu", "sm80", "sm90"
+    explain(text) asks about a case line instead. keywords are those of attention. With backward=True they are those of
+    attention_backward, and grads and dlse too. device is that of q unless given: "cpu", "sm80", "sm90"
     or "sm100"; the hardware need not be there. Raises the ValueErrors that attention would raise.
 
     >>> print(tessera.torch.explain(q, k, v, causal=True))

@@ -25,18 +25,18 @@ def attention_shared_prefix(q: torch.Tensor, k_prefix: torch.Tensor, v_prefix: t
                             k: torch.Tensor, v: torch.Tensor, *,
                             prefix_table: torch.Tensor | None = None, return_lse: bool = False,
                             **keywords: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """tessera.torch.attention over keys that are a prefix common to all sequences, then each
-    sequence's own; differentiable.
+    """Computes attention of sequences that begin with the same keys, and reads these keys once; differentiable.
 
-    q [b, sq, hq, dqk]; k_prefix, v_prefix [1, sp, hk, d], or with prefix_table int32 [1, n] the first n
-    pages of the pool that k and v are; k, v and the other keywords are attention's, for the own keys:
-    causal (along the bottom right, as queries are the last tokens), seqlens_q, seqlens_k, page_table,
-    sink, softmax_scale, softcap. Returns o, with return_lse also lse [b, hq, sq].
+    Each sequence sees the common prefix, then its own keys. q is [b, sq, hq, dqk]. k_prefix and v_prefix are [1, sp,
+    hk, d]; or pass prefix_table int32 [1, n] in their place, if the prefix is n pages of the pools k and v. k, v and
+    the keywords describe each sequence's own keys, as in attention: causal (the last query is at the last key),
+    seqlens_q, seqlens_k, page_table, sink, softmax_scale and softcap. Returns o, and with return_lse also lse [b, hq,
+    sq].
 
-    The b·sq rows run as one sequence over the prefix, which is then read once, and each over its own;
-    the parts are merged. Where all keys are pages of one pool and that would not pay (the prefix costs
-    less than 10 us to read again, or a key head has 16 rows or fewer), it is one call over a joint
-    table. ValueError as attention; Refused: keywords whose meaning leans on positions.
+    All b·sq queries run over the prefix as one sequence, then each over its own keys, and the parts are merged. That
+    does not pay if a key head has 16 rows or fewer, or if reading the prefix again would take less than 10 us; then,
+    if all keys are pages of one pool, it is one call over a joint table. ValueError: as attention. Refused: keywords
+    that depend on positions (windows, ALiBi, bias, masks, dropout).
 
     >>> o = tessera.torch.attention_shared_prefix(q, k_prompt, v_prompt, k, v, seqlens_k=lengths)
     """
@@ -75,10 +75,11 @@ def explain_shared_prefix(q: torch.Tensor, k_prefix: torch.Tensor, v_prefix: tor
                           k: torch.Tensor, v: torch.Tensor, *, prefix_table: torch.Tensor | None = None,
                           return_lse: bool = False, device: str | None = None,
                           **keywords: object) -> PrefixExplanation:
-    """Whether attention_shared_prefix would take the two-part path, why, and what would run each call.
+    """Says whether attention_shared_prefix would make two calls or one, why, and which backend would run each.
 
-    q, k_prefix, v_prefix, k, v, prefix_table, return_lse and keywords are its; device is explain's, by
-    default that of q. Nothing is computed. ValueError and Refused as it.
+    q, k_prefix, v_prefix, k, v, prefix_table, return_lse and the keywords are those of attention_shared_prefix.
+    device is as in explain, by default that of q. Nothing is computed. It raises the errors that
+    attention_shared_prefix would raise.
 
     >>> print(tessera.torch.explain_shared_prefix(q, None, None, k, v, prefix_table=prompt, page_table=own))
     """

@@ -29,18 +29,20 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
                                  attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
                                  is_causal: bool = False, *, scale: float | None = None,
                                  enable_gqa: bool = False) -> torch.Tensor:
-    """softmax(query keyᵀ · scale + attn_mask) value, as torch.nn.functional has it.
+    """Computes softmax(query keyᵀ · scale + attn_mask) value, with the arguments of torch.nn.functional's function.
 
-    query [..., hq, sq, e], key [..., hk, sk, e], value [..., hk, sk, ev] -> [..., hq, sq, ev]; two axes
-    at least, others broadcast; or nested tensors [b, h, j, e], of which jagged ones are one call and strided ones
-    a call for each sequence. attn_mask broadcasts to
-    [..., hq, sq, sk]: boolean, True = visible, or added to the scores, of query's dtype or float32, with
-    a gradient; or a torch.nn.attention.bias.CausalBias. is_causal is query i sees keys up to i.
-    enable_gqa lets hq be a multiple of hk. A row that sees nothing is 0. Up to four axes, the result lies
-    in memory as query does: [b, s, h, e].transpose(1, 2) makes it [b, s, h, ev] there.
+    query is [..., hq, sq, e], key [..., hk, sk, e], value [..., hk, sk, ev] and the result [..., hq, sq, ev]. They
+    have two axes or more, and leading axes broadcast. They may also be nested tensors [b, h, j, e]: jagged ones are
+    one call, strided ones a call for each sequence. With enable_gqa hq may be a multiple of hk.
 
-    Raises a ValueError that is a RuntimeError too for what is illegal, and tessera.Refused, a
-    RuntimeError, for what is legal but no backend has: float64, dropout_p=1.
+    attn_mask broadcasts to [..., hq, sq, sk]. A boolean one is True where a key is visible. A floating one, of
+    query's dtype or float32, is added to the scores and has a gradient. It may also be a
+    torch.nn.attention.bias.CausalBias. With is_causal query i sees the keys up to i. A row that sees no key is 0.
+    With up to four axes, the result is laid out in memory as query is: for query = x.transpose(1, 2) of x [b, s, h,
+    e], memory holds [b, s, h, ev].
+
+    An illegal call raises a ValueError that is a RuntimeError too. A legal call that no backend can run (float64,
+    dropout_p=1) raises tessera.Refused, a RuntimeError.
 
     >>> o = tessera.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
@@ -204,13 +206,13 @@ def _scripts_as_pytorch(function):
 
 
 class patch_sdpa:
-    """Sends torch.nn.functional.scaled_dot_product_attention through tessera, wherever a module that is
-    loaded has it by name.
+    """Makes tessera run torch.nn.functional.scaled_dot_product_attention, in every loaded module that has that name.
 
-    It holds from the call on; as a context manager until the end of the block, or until undo(). With
-    fallback=True what tessera refuses goes to PyTorch's own, with one warning for each reason; without,
-    it is Refused. It holds for all threads. Calls that PyTorch makes below Python stay PyTorch's own: those of
-    the fused encoder layer of eval mode, of what torch.jit.script compiles, and of torch.onnx.export by TorchScript.
+    The patch holds for all threads, from this call on; used as a context manager it ends with the block, and undo()
+    ends it at any time. With fallback=True PyTorch's own function runs what tessera refuses, with one warning for
+    each reason; otherwise such a call is Refused. The patch does not reach calls that PyTorch makes below Python:
+    those of the fused encoder layer in eval mode, of what torch.jit.script compiles, and of torch.onnx.export by
+    TorchScript.
 
     >>> with tessera.torch.patch_sdpa():
     ...     logits = model(images)
@@ -229,7 +231,7 @@ class patch_sdpa:
             setattr(module, name, function)
 
     def undo(self):
-        """Restores what was there."""
+        """Ends the patch: every module has its own function again."""
         while self._places:
             setattr(*self._places.pop(), self._before)
 
