@@ -35,14 +35,16 @@ def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
 @documented(_keywords.FORWARD, paddle.Tensor, deterministic=_DETERMINISTIC, rng_state=_RNG_STATE)
 def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
               **keywords: Unpack[_keywords.Forward]) -> paddle.Tensor | tuple[paddle.Tensor, ...]:
-    """softmax(q kᵀ · softmax_scale + bias, masked) v, differentiable.
+    """Computes o = softmax(q kᵀ · softmax_scale + bias, masked) v, with gradients.
 
-    q [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] -> o [b, sq, hq, dv], for
-    layout="bshd"; "sbhd" and "bhsd" permute, "thd" is packed [t, h, d]. They share float32, bfloat16
-    or float16 (float64 in the backend "reference"); k and v may be fp8, and, without gradients, q
-    with them. hq is a multiple of hk. Returns o[, lse][, max_logit][, amax_o]; gradients reach q, k,
-    v, bias, sink and alibi_slopes, through o and lse. amp.auto_cast casts q, k, v. `out` is for where
-    no gradient is wanted. docs/semantics.md is the contract.
+    q is [b, sq, hq, dqk], k [b, sk, hk, dqk], v [b, sk, hk, dv] and o [b, sq, hq, dv]; hq is a multiple of hk. Pass
+    layout="sbhd" or "bhsd" for another order of axes, "thd" for packed sequences [t, h, d].
+    All have one dtype: float32, bfloat16 or float16, or float64 with backend="reference". k and v may be fp8 beside
+    another q; all three may be fp8 in calls without gradients. amp.auto_cast casts q, k and v.
+
+    Returns o, or a tuple (o[, lse][, max_logit][, amax_o]) of what the keywords ask for. Gradients flow through o and
+    lse to q, k, v, bias, sink and alibi_slopes. `out` is for calls without gradients. docs/semantics.md says exactly
+    what is computed.
 
     >>> o = tessera.paddle.attention(q, k, v, causal=True)
     >>> o, lse = tessera.paddle.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
@@ -66,13 +68,13 @@ def attention_backward(do: paddle.Tensor, q: paddle.Tensor, k: paddle.Tensor, v:
                        o: paddle.Tensor, lse: paddle.Tensor, dlse: paddle.Tensor | None = None,
                        grads: tuple[str, ...] | dict[str, paddle.Tensor] = ("dq", "dk", "dv"),
                        **keywords: Unpack[_keywords.Backward]) -> Gradients[paddle.Tensor]:
-    """Gradients of attention from its o and lse, as tessera.attention_backward: for those who keep o
-    and lse themselves, parts of a union (partial=True) above all. No autograd.
+    """Computes the gradients of attention without autograd, as tessera.attention_backward does. It is for programs
+    that keep o and lse themselves, for example of parts of the keys (partial=True).
 
-    q, k, v, o and lse are those of the forward call, do is of o's shape, dlse of lse's; None is 0.
-    grads names what to compute (dq, dk, dv, dbias, dsink, dalibi_slopes), or maps names to tensors to
-    write into; keywords are those of the forward call, and partial. Returns an object with a member
-    for each gradient, None where it was not asked for.
+    q, k, v, o and lse are those of the forward call, and the keywords must be as they were there. do has o's shape,
+    dlse lse's; dlse=None is 0. grads names the gradients to compute, of dq, dk, dv, dbias, dsink and dalibi_slopes, or
+    maps these names to tensors to write into. Returns an object with a member for each gradient, None if it was not
+    asked for.
 
     >>> g = tessera.paddle.attention_backward(do, q, k, v, o, lse, causal=True)
     """
