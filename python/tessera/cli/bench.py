@@ -323,11 +323,11 @@ def _printer(cases, against, *print_line):
         if "error" in result:
             rows.row([result["case"]] + ["-"] * (len(columns) - 1), f"    {result['error']}")
             return
-        dram = result["percent_of_bandwidth"]
-        row = [result["case"], f"{result['ms']:.3f}", f"{result['min_ms']:.3f}",
-               f"{result['tflops']:.3f}", f"{result['percent_of_peak']:.1f}",
-               f"{result['bytes_per_s'] / 1e9:.1f}", f"{dram:.1f}" if dram else "-",
-               f"{result['byte_rule_ms']:.3f}" if result.get("byte_rule_ms") else "-",
+        def of(key, digits, factor=1.0):  # a file may hold a page's figures, which are fewer
+            return f"{result[key] * factor:.{digits}f}" if result.get(key) else "-"
+
+        row = [result["case"], of("ms", 3), of("min_ms", 3), of("tflops", 3), of("percent_of_peak", 1),
+               of("bytes_per_s", 1, 1e-9), of("percent_of_bandwidth", 1), of("byte_rule_ms", 3),
                {True: "pass", False: "fail"}.get(result.get("within_byte_rule"), "-")]
         peers_of = [result["peers"].get(name, {}) for name in against]
         row += [f"{peer['ms']:.3f}" if "ms" in peer else "-" for peer in peers_of]

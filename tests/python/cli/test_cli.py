@@ -319,7 +319,23 @@ def test_bench_plot(tmp_path):
         assert drawn.read_bytes()[:4] == b"\x89PNG", kind
     done = run("bench", "--from", tmp_path / "none.json", "--plot", path)
     assert done.returncode == 2 and "none.json" in done.stderr
+    first, second = json.loads(saved.read_text())
+    del second["percent_of_peak"]
+    saved.write_text(json.dumps([first, second]))
+    lines_of(run("bench", "--from", saved, "--plot", tmp_path / "roof.png", "--plot-as", "roofline"))
+    saved.write_text(json.dumps([second]))
+    done = run("bench", "--from", saved, "--plot", path, "--plot-as", "roofline")
+    assert done.returncode == 2 and "no case of fp32 has percent_of_peak" in done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["ratio cpu", "roofline cpu", "ratio hopper", "bytes decode"])
+def test_bench_draws_what_the_pages_show(tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    kind, name = kind.split()
+    saved = Path(__file__).resolve().parents[3] / "docs" / "data" / f"{name}.json"
+    lines_of(run("bench", "--from", saved, "--plot", tmp_path / "plot.png", "--plot-as", kind))
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_bench_usage():
