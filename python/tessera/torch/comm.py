@@ -39,12 +39,17 @@ class Processes:
     def __init__(self, group: dist.ProcessGroup):
         self._group, self.name = group, group.group_name
         self.rank, self.size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)  # of all processes
 
     def all_to_all(self, sent, sizes, received_sizes):
         received = sent.new_empty(sum(received_sizes))
         work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._group,
                                       async_op=True)
         return received, work
+
+    def abort(self):
+        """Ends what is under way; nothing can be sent afterwards."""
+        self._group.abort()
 
 
 class Alone:

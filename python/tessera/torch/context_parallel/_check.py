@@ -4,7 +4,6 @@ same. What one rank refuses, all refuse, with one text."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import torch
@@ -13,37 +12,62 @@ from ... import _lib
 from ..._call import _args
 from .. import _describe, _tensors
 from ..comm import Topology
+from . import _calls
+from ._calls import Said
 from ._spec import Spec
 
 OPERATION = "context_parallel.attention"
 _MAX_KEPT = 4096
-_agreed: dict[tuple, bytes] = {}  # calls that every rank has agreed to -> their digest, oldest first
+_agreed: dict[tuple, tuple] = {}  # calls that every rank has agreed to -> (what it said, its Calls), oldest first
 
 
 def agree(key: tuple, topology: Topology, device: torch.device, check, fields):
     """Runs check() and compares fields() with all ranks, once for each key; on the CPU, where ranks
     can be asked without waiting for a device, at every call. Raises the same error everywhere."""
     key = (*key, topology.inner.name, topology.outer.name, topology.rank)
-    digest, refusal, text = _agreed.get(key), None, b""
-    if digest is not None and device.type != "cpu":
+    said, calls = _agreed.get(key, (None, None))
+    if said is not None and not _compares_always(device):
+        if calls is not None:
+            if calls.differing is not None:
+                _raise(calls.differing)
+            calls.passed(said)
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(f"tessera.{OPERATION}: a CUDA graph is being captured, and this call was never "
                          "made: call context_parallel.prepare, or make the call once, before")
-    if digest is None:
+    refusal = None
+    if said is None:
         try:
             check()
         except (ValueError, TypeError, _lib.Refused) as error:
             refusal = [type(error).__name__, str(error)]
-        text = _text(refusal, fields)
-        digest = hashlib.sha256(text).digest()
-    everyone = topology.gather(digest, device, fixed=True)
-    if refusal or any(one != digest for one in everyone):
-        text = text or _text(None, fields)
-        _raise([json.loads(x) for x in topology.gather(text, device)])
+        said = Said.of(_text(refusal, fields))
+    calls = None if _compares_always(device) else _calls.of(topology, device)
+    texts = _gathered(said, topology, device) if calls is None else calls.differing or calls.ask(said)
+    if refusal and not texts:
+        texts = [said.text]
+    if texts:
+        _raise(texts)
     while len(_agreed) >= _MAX_KEPT:
         _agreed.pop(next(iter(_agreed)))
-    _agreed[key] = digest
+    _agreed[key] = said, calls
+
+
+def _compares_always(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _gathered(said: Said, topology: Topology, device) -> list[bytes] | None:
+    """The texts of all ranks if they differ."""
+    everyone = topology.gather(said.digest, device, fixed=True)
+    return None if all(x == said.digest for x in everyone) else topology.gather(said.text, device)
+
+
+def tell(topology: Topology):
+    """Raises what was found, if it was, in calls that some ranks had passed."""
+    calls = _calls.known(topology)
+    if calls is not None and calls.differing is not None:
+        _raise(calls.differing)
 
 
 def _text(refusal, fields) -> bytes:
@@ -51,8 +75,9 @@ def _text(refusal, fields) -> bytes:
     return json.dumps(said, sort_keys=True, default=str).encode()
 
 
-def _raise(said: list[dict]):
+def _raise(texts: list[bytes]):
     """The error that what the ranks said makes."""
+    said = [json.loads(x) for x in texts]
     for rank, one in enumerate(said):
         if one["refuses"]:
             kind, text = one["refuses"]

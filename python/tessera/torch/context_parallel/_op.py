@@ -11,6 +11,7 @@ What is not wanted, or not kept, is empty.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -115,6 +116,20 @@ class _Run:
         return x
 
 
+def _told(one_pass):
+    """The pass with the reason for what it raises, if ranks have parted ways before."""
+    @functools.wraps(one_pass)
+    def told(*arguments):
+        try:
+            return one_pass(*arguments)
+        except RuntimeError:
+            spec, *names = arguments[-3:]
+            _check.tell(topology_of(*names, Spec.parse(spec).exchange))
+            raise
+    return told
+
+
+@_told
 def _forward(inputs, sizes, text, spec, inner, outer):
     run = _Run(inputs, sizes, text, spec, inner, outer)
     run.agree((*inputs, *sizes, text))
@@ -132,8 +147,10 @@ def _forward(inputs, sizes, text, spec, inner, outer):
     return o, lse, peak, lse.new_empty(0, dtype=torch.int64) if rng is None else rng.clone(), *kept
 
 
+@_told
 def _backward(inputs, kept, sizes, text, spec, inner, outer):
     run = _Run(inputs, sizes, text, spec, inner, outer)
+    _check.tell(run.topology)
     run.log("backward")
     names = list(run.call.places_of_results)
     places = run.call.places
