@@ -130,15 +130,15 @@ def _workspace(call: Call, operands, places) -> int:
 def apply(call: Call, operands) -> list[jax.Array]:
     """The results of the call, without gradients."""
     operands = aligned(operands)
-    mesh = jax.typeof(operands[0]).sharding.mesh
-    run = jax.custom_batching.custom_vmap(_partitioned(call, mesh))
+    run = jax.custom_batching.custom_vmap(_partitioned(call, jax.typeof(operands[0]).sharding.mesh))
     run.def_vmap(functools.partial(_vmap.rule, apply, call))
     return run(*operands)
 
 
 @functools.lru_cache(maxsize=1024)
 def _partitioned(call: Call, mesh):
-    return _partition.partitioned(call, mesh, functools.partial(_call_p.bind, call=call))
+    run = functools.partial(_call_p.bind, call=call)
+    return run if _partition.is_whole(mesh) else _partition.partitioned(call, mesh, run)
 
 
 def aligned(operands) -> list[jax.Array]:

@@ -192,6 +192,14 @@ def partitioned(call: Call, mesh_type, run):
     return function
 
 
+def is_whole(mesh_type) -> bool:
+    """True inside a shard_map that leaves no axis of more than one device to the partitioner: nothing is to be split.
+    Of a mesh whose other axes have one device each, XLA tells custom_partitioning what JAX cannot read."""
+    kinds = dict(zip(mesh_type.axis_names, mesh_type.axis_types))
+    return AxisType.Manual in kinds.values() and all(
+        mesh_type.shape[name] == 1 for name, kind in kinds.items() if kind == AxisType.Auto)
+
+
 def _decoded(places: Places, mesh_type, operands) -> tuple[Mesh, list[P]]:
     """The mesh of a program, and how each operand is split over it. JAX knows no names where only some
     axes of a mesh are of type Auto: they are found by trying those of `mesh_type`."""

@@ -4,6 +4,7 @@ below run in one of their own."""
 
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -306,6 +307,63 @@ def test_a_sequence_over_an_axis_by_heads(name):
             run = jax.jit(functools.partial(both, move=moved, back=back, primitive=primitive,
                                             context_parallel_axis="cp"))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-5), run(qkv, bias), expected)
+
+
+def rows_of(is_thd, is_padded, order, b, s):
+    """Sequences of rows, in the devices' order, and which tokens are in one, [b, s]."""
+    if not is_thd:
+        lengths = jnp.asarray([s - 5 - 3 * row if is_padded else s for row in range(b)], jnp.int32)
+        return SequenceDescriptor.from_seqlens(lengths), order(jnp.arange(s)[None] < lengths[:, None])
+    ids, at = np.zeros((2, b, s), np.int32)
+    for row in range(b):
+        for n, (begin, end) in enumerate(itertools.pairwise((0, 9 + row, 22, s))):
+            ids[row, begin:end - 2 * is_padded], at[row, begin:end] = n + 1, range(end - begin)
+    ids, at = order(jnp.asarray(ids)), order(jnp.asarray(at))
+    return SequenceDescriptor.from_segment_ids_and_pos(ids, at), ids > 0
+
+
+@on_a_mesh
+@pytest.mark.every(3)
+@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("is_thd", [False, True], ids=["bshd", "thd"])
+@pytest.mark.parametrize("strategy", [CPStrategy.RING, CPStrategy.ALL_GATHER])
+@pytest.mark.parametrize("b, extents", [(2, (1, 1, 2)), (2, (2, 1, 2)), (2, (1, 2, 2)), (2, (1, 1, 4)), (1, (2, 1, 2))])
+def test_meshes_with_axes_of_one_device(b, extents, strategy, is_thd, is_padded):
+    """TE's meshes have all three axes always; the results and gradients of one device."""
+    s, kinds = 32, AttnMaskType
+    for is_causal in (False, True):
+        size = extents[-1] if is_causal else 0
+        masks = (kinds.PADDING_MASK, kinds.PADDING_CAUSAL_MASK) if is_thd or is_padded else \
+            (kinds.NO_MASK, kinds.CAUSAL_MASK)
+        given = PLAIN | dict(attn_mask_type=masks[is_causal], max_segments_per_seq=3 if is_thd else 1,
+                             qkv_layout=QKVLayout.THD_THD_THD if is_thd else QKVLayout.BSHD_BSHD_BSHD)
+        order = ReorderStrategy.Striped if is_thd else ReorderStrategy.DualChunkSwap, size, 1
+
+        def moved(x):
+            return reorder_causal_load_balancing(x, *order) if is_causal else x
+
+        def back(x):
+            return inverse_reorder_causal_load_balancing(x, *order) if is_causal else x
+
+        def both(qkv, d, order, **axis):
+            sequences, live = rows_of(is_thd, is_padded, order, b, s)
+
+            def attend(qkv):
+                return jnp.where(live[..., None, None], fused_attn(qkv, None, sequences, KEY, **given, **axis), 0)
+            out, pull = jax.vjp(attend, qkv)
+            return out, *pull(d)[0]
+        arrays = [jax.random.normal(jax.random.key(i), (b, s, 4, 8)) for i in range(4)]
+        expected = jax.jit(functools.partial(both, order=lambda x: x))(tuple(arrays[:3]), arrays[3])
+        devices = Mesh(np.array(jax.devices()[:np.prod(extents)]).reshape(extents), ("dp", "tpsp", "cp"))
+        names = sharding.MeshResource(dp_resource="dp", tpsp_resource="tpsp", cp_resource="cp")
+        with jax.set_mesh(devices), sharding.global_shard_guard(names):
+            spec = PartitionSpec("dp" if b > 1 else None, "cp", "tpsp")
+            placed = [jax.device_put(moved(x), NamedSharding(devices, spec)) for x in arrays]
+            run = functools.partial(both, order=moved, context_parallel_axis="cp", context_parallel_strategy=strategy,
+                                    context_parallel_causal_load_balanced=is_causal)
+            found = jax.jit(run)(tuple(placed[:3]), placed[3])
+        for mine, other in zip(found, expected):
+            np.testing.assert_allclose(back(mine), other, 1e-4, 2e-5)
 
 
 @on_a_mesh
