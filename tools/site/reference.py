@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import io
 import re
@@ -15,16 +14,18 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import stand_ins  # beside this file
+
 ROOT = Path(__file__).resolve().parents[2]
-# page -> (title, module, the framework it needs)
+# page -> (title, module)
 _FRONT_ENDS = {
-    "numpy": ("tessera: NumPy", "tessera", "numpy"),
-    "torch": ("tessera.torch", "tessera.torch", "torch"),
-    "hf": ("tessera.hf", "tessera.hf", "transformers"),
-    "jax": ("tessera.jax", "tessera.jax", "jax"),
-    "paddle": ("tessera.paddle", "tessera.paddle", "paddle"),
-    "flash_attn": ("tessera.flash_attn", "tessera.flash_attn", "torch"),
-    "xformers": ("tessera.xformers", "tessera.xformers", "torch"),
+    "numpy": ("tessera: NumPy", "tessera"),
+    "torch": ("tessera.torch", "tessera.torch"),
+    "hf": ("tessera.hf", "tessera.hf"),
+    "jax": ("tessera.jax", "tessera.jax"),
+    "paddle": ("tessera.paddle", "tessera.paddle"),
+    "flash_attn": ("tessera.flash_attn", "tessera.flash_attn"),
+    "xformers": ("tessera.xformers", "tessera.xformers"),
 }
 _COMMANDS = ("env", "explain", "mask", "check", "bench", "demo")
 
@@ -37,7 +38,7 @@ def pages() -> dict[str, Callable[[], str]]:
 
 def _front_ends() -> list[str]:
     """Those that there are in this checkout."""
-    places = {name: ROOT / "python" / module.replace(".", "/") for name, (_, module, _) in _FRONT_ENDS.items()}
+    places = {name: ROOT / "python" / module.replace(".", "/") for name, (_, module) in _FRONT_ENDS.items()}
     return [name for name, place in places.items() if place.is_dir() or place.with_suffix(".py").exists()]
 
 
@@ -49,10 +50,9 @@ def _index() -> str:
 
 # ---- Python ----
 
-def _front_end(title: str, name: str, framework: str) -> str:
-    if importlib.util.find_spec(framework) is None:
-        return f"# {title}\n\nThis copy of the site was built without {framework}; see the docstrings of `{name}`.\n"
-    module = importlib.import_module(name)
+def _front_end(title: str, name: str) -> str:
+    with stand_ins.frameworks():
+        module = importlib.import_module(name)
     names = getattr(module, "__all__", None) or \
         [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name and key[0] != "_"]
     parts = [f"# {title}", _prose(inspect.getdoc(module) or "")]
