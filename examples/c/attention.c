@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Causal attention from C. After `cmake --install`:
+ * example (tessera): causal attention from C
+ * After `cmake --install`:
  *   cc attention.c $(pkg-config --cflags --libs tessera) -o attention && ./attention
  */
 #include <stdio.h>

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (jax): documents of many lengths in one buffer, said in three ways
 """Documents of many lengths in one buffer, without padding and without a mask of s x s: three ways to say
 it, one result. The lengths are data: one program serves all of them.
 
-    ./dev python examples/jax/packed.py
+    ./dev example jax/packed
 """
 import jax
 import jax.numpy as jnp

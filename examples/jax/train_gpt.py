@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (jax): the same GPT in flax, over data and tensor parallel devices
 """The byte-level GPT of examples/torch/train_gpt.py in flax: the same model, data and optimizer, so that
 with the same weights the losses are PyTorch's. Data and tensor parallel over the devices there are.
 
-    ./dev python examples/jax/train_gpt.py
-    ./dev python examples/jax/train_gpt.py --attention tessera jax.nn --steps 50
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 ./dev python examples/jax/train_gpt.py --mesh 2,2
-    ./dev python examples/jax/train_gpt.py --weights gpt.npz       (a PyTorch state_dict, by numpy.savez)
+    ./dev example jax/train_gpt
+    ./dev example jax/train_gpt --attention tessera jax.nn --steps 50
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 ./dev example jax/train_gpt --mesh 2,2
+    ./dev example jax/train_gpt --weights gpt.npz       (a PyTorch state_dict, by numpy.savez)
 """
 import argparse
 import math

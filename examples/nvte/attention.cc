@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// example (tessera_nvte): a program against TransformerEngine's C header, both passes
 // Attention over packed sequences, both passes, as a program against TransformerEngine's C header
 // writes it, by both generations of its calls: no name of tessera's is in it. After `cmake --install`:
 //   c++ -std=c++17 -I. attention.cc $(pkg-config --cflags tessera) -L... -ltessera_nvte -ltessera

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (paddle): the same GPT in Paddle, from PyTorch's weights if you like
 """Train a small byte-level GPT on the sources of Python's standard library, with tessera's attention in
 Paddle and with Paddle's own: the model, data and optimizer of examples/torch/train_gpt.py.
 
-    python examples/paddle/train_gpt.py --steps 60                 (a minute on a CPU)
+    ./dev example paddle/train_gpt --steps 60                 (a minute on a CPU)
 
 From PyTorch's initial weights and batches the losses are PyTorch's:
 
-    python examples/torch/train_gpt.py --steps 60 --export start.npz
-    python examples/paddle/train_gpt.py --steps 60 --start-from start.npz
+    ./dev example torch/train_gpt --steps 60 --export start.npz
+    ./dev example paddle/train_gpt --steps 60 --start-from start.npz
 """
 import argparse
 import math

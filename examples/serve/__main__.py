@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (torch): a server that batches continuously, over pages of keys and values
 """Serve many requests at once on one decoder, with tessera's paged attention: continuous batching.
 
 Requests arrive one after the other, join the batch between two steps, and leave it as they finish.
@@ -19,12 +20,12 @@ from small_model import ROOT, Bytes
 
 EPILOG = """\
 examples:
-  ./dev python examples/serve                               12 requests; the small model is trained first
-  ./dev python examples/serve "Attention is" --new 200      one answer, streamed
-  ./dev python examples/serve --check                       ... and every answer again, one request at a time
-  ./dev python examples/serve --pages 24 --check            too few pages: sequences are sent back, answers stay
-  ./dev python examples/serve --budget 16                   short steps: prompts delay the others less
-  ./dev python examples/serve --model ~/models/my-llama     a decoder of transformers on disk, with its tokenizer
+  ./dev example serve                               12 requests; the small model is trained first
+  ./dev example serve "Attention is" --new 200      one answer, streamed
+  ./dev example serve --check                       ... and every answer again, one request at a time
+  ./dev example serve --pages 24 --check            too few pages: sequences are sent back, answers stay
+  ./dev example serve --budget 16                   short steps: prompts delay the others less
+  ./dev example serve --model ~/models/my-llama     a decoder of transformers on disk, with its tokenizer
 
 Read engine.py for how: Engine.step is the loop, paged_attention the two calls of tessera. The last table
 says where the time went; `rest of the model` is projections, norms and the MLP, which are PyTorch's.

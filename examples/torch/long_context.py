@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (torch): training on packed documents whose tokens lie on several processes
 """Train the byte-level GPT of train_gpt.py on packed documents, the files of Python's standard library, whose
 tokens lie on several ranks; and on one device, to the same losses.
 
-    ./dev python examples/torch/long_context.py                  (2 processes on a CPU: half a minute)
-    ./dev python examples/torch/long_context.py --ranks 4 --kind zigzag --exchange ring --steps 10
+    ./dev example torch/long_context                  (2 processes on a CPU: half a minute)
+    ./dev example torch/long_context --ranks 4 --kind zigzag --exchange ring --steps 10
     torchrun --nproc-per-node 8 examples/torch/long_context.py --context 131072 --alone 0
 
 What makes a training script context parallel is marked with numbers in this file:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (torch matplotlib): a small GPT: losses, speed and memory beside PyTorch's attention
 """Train a small byte-level GPT on the sources of Python's standard library, which every machine has,
 with tessera's attention and with PyTorch's: the loss curves in one plot, tokens per second and
 memory of each.
 
-    ./dev python examples/torch/train_gpt.py                    (within three minutes on a CPU)
-    ./dev python examples/torch/train_gpt.py --attention tessera cudnn flex --steps 500
+    ./dev example torch/train_gpt                    (within three minutes on a CPU)
+    ./dev example torch/train_gpt --attention tessera cudnn flex --steps 500
 """
 import argparse
 import functools

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# example (torch): a vision transformer that knows nothing of tessera, through patch_sdpa()
 """A vision transformer whose code knows nothing of tessera, trained through tessera: patch_sdpa() sends
 its F.scaled_dot_product_attention there. The task, telling stripes across, stripes down and checks
 apart in noise, needs no download.
 
-    ./dev python examples/torch/vit.py                  (half a minute on a CPU)
-    ./dev python examples/torch/vit.py --steps 300 --device cuda --dtype bfloat16
+    ./dev example torch/vit                  (half a minute on a CPU)
+    ./dev example torch/vit --steps 300 --device cuda --dtype bfloat16
 """
 import argparse
 import contextlib

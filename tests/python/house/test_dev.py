@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site's reference is what real frameworks would make."""
+"""./dev tells of every command and lists every example; the site's reference is what real frameworks would make."""
 
+import ast
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def dev(*arguments):
+    return subprocess.run([ROOT / "dev", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_usage_lists_every_command():
+    commands = re.findall(r"^  ([a-z]+)\)", (ROOT / "dev").read_text().split("\ncase $command in\n")[1], re.MULTILINE)
+    assert {"demo", "example", "test"} < set(commands)
+    assert set(re.findall(r"^  ([a-z]+) ", dev("help"), re.MULTILINE)) == set(commands)
+
+
+def imported(program: Path, functions: bool = True) -> set[str]:
+    """Packages that a program imports, in its functions too, and modules beside it as they are imported."""
+    found: set[str] = set()
+    tree = ast.parse(program.read_text())
+    for node in ast.walk(tree) if functions else tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
+            [node.module] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            beside = program.with_name(f"{name}.py")
+            found |= imported(beside, functions=False) if beside.exists() else {name.partition(".")[0]}
+    return found
+
+
+def test_each_example_is_listed_with_what_it_needs():
+    listed = dict(re.findall(r"^  (\S+) .*; needs (.*)$", dev("example"), re.MULTILINE))
+    programs = {path for path in (ROOT / "examples").rglob("*.*") if path.suffix in (".c", ".cc") or
+                path.suffix == ".py" and re.search("__main__", path.name + path.read_text())}
+    names = {path.relative_to(ROOT / "examples").with_suffix("").as_posix().removesuffix("/__main__"): path
+             for path in programs}
+    assert set(listed) == set(names)
+    for name, path in names.items():
+        if path.suffix == ".py":
+            asked = imported(path) & {"torch", "jax", "paddle", "matplotlib"}
+            assert set(listed[name].split(", ")) == asked, f"{name} imports {asked}"
+
+
+def test_an_unknown_example_is_refused():
+    done = subprocess.run([ROOT / "dev", "example", "torch/none"], capture_output=True, text=True)
+    assert done.returncode == 1 and "torch/none: no such example" in done.stderr
+
 
 PAGES = ("torch", "hf", "flash_attn", "xformers")
 MADE = f"""
