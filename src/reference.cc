@@ -61,7 +61,7 @@ class ReferenceBackend final : public Backend {
         !is_backward(p) || is_fp8(p.tensor[TESSERA_Q].dtype) || !is_fp8(p.tensor[TESSERA_K].dtype),
         ReasonId::kDtype, Remedy::kUseFp32,
         [] { return std::string("k.dtype: must be q's dtype in the backward pass"); });
-    require_built(support, p, Fp8Inputs::kBuilt);
+    require_built(support, p, Fp8Inputs::kRounded);
     return support;
   }
 

@@ -94,10 +94,12 @@ void ConformanceCase::allocate() {
   }
 }
 
-// o and lse as the forward pass would have left them: rounded, and poisoned beside their rows.
+// o and lse as the forward pass would have left them: rounded, and poisoned beside their rows. With
+// precision="fp8" they are those of the rounded q, k and v.
 void ConformanceCase::fill_backward_inputs() {
-  exact_ = reference::reference_forward(problem(), buffers_, reference::Arithmetic::kExact, 1);
-  if (case_.has(TESSERA_PARTIAL)) join_part();
+  reference::ReferenceValues forward =
+      reference::reference_forward(problem(), buffers_, reference::Arithmetic::kStored, 1);
+  if (case_.has(TESSERA_PARTIAL)) join_part(forward);
   const std::vector<bool> rows = valid_query_rows(geometry_);
   for (int index : {TESSERA_O, TESSERA_LSE}) {
     const Tensor& t = problem().tensor[index];
@@ -110,14 +112,16 @@ void ConformanceCase::fill_backward_inputs() {
             const int64_t row = seq_axis == 1 ? b : c;
             if (case_.poison && !rows[a * t.extent[seq_axis] + row]) continue;
             const int64_t at = offset_of(t, a, b, c, index == TESSERA_O ? d : 0);
-            store_scaled(buffers_.data[index], at, t.dtype, exact_->value[index][next],
+            store_scaled(buffers_.data[index], at, t.dtype, forward.value[index][next],
                          scale_at(problem(), buffers_, scale_of(index), 0, 0, 0));
           }
   }
+  given_o_ = std::move(forward.value[TESSERA_O]);
+  given_lse_ = std::move(forward.value[TESSERA_LSE]);
 }
 
 // Rows outside their sequences belong to no union.
-void ConformanceCase::join_part() {
+void ConformanceCase::join_part(reference::ReferenceValues& forward) const {
   const Tensor& o = problem().tensor[TESSERA_O];
   const std::vector<bool> valid = valid_query_rows(geometry_);
   std::vector<int64_t> statistic;  // of each row of o
@@ -126,7 +130,7 @@ void ConformanceCase::join_part() {
       for (int64_t h = 0; h < o.extent[2]; ++h)
         statistic.push_back(valid[a * o.extent[1] + i] ? (a * o.extent[2] + h) * o.extent[1] + i
                                                        : -1);
-  join_other_part(case_, o.extent[3], exact_->value[TESSERA_O], exact_->value[TESSERA_LSE],
+  join_other_part(case_, o.extent[3], forward.value[TESSERA_O], forward.value[TESSERA_LSE],
                   statistic);
 }
 
@@ -134,24 +138,32 @@ void ConformanceCase::compute_references() {
   using reference::Arithmetic;
   if (low_) return;
   const Problem& p = problem();
-  if (!exact_) exact_ = reference::reference_forward(p, buffers_, Arithmetic::kExact, 1, &held_);
   const bool fp64 = p.tensor[TESSERA_Q].dtype == TESSERA_FP64;
   if (!is_backward(p)) {
+    exact_ = reference::reference_forward(p, buffers_, Arithmetic::kExact, 1, &held_);
     low_ = fp64 ? *exact_ : reference::reference_forward(p, buffers_, Arithmetic::kLow, 1, &held_);
     return;
   }
   // low gets o and lse as a kernel does: rounded.
-  const auto rounded = [&](int index) {
-    std::vector<double> values = exact_->value[index];
+  const auto rounded = [&](int index, std::vector<double> values) {
     for (double& value : values) value = reference::rounded_as(p, buffers_, index, value);
     return values;
   };
-  const std::vector<double>&o = given_o_ = exact_->value[TESSERA_O],
-        &lse = given_lse_ = exact_->value[TESSERA_LSE];
-  low_ = fp64 ? reference::reference_backward(p, buffers_, Arithmetic::kExact, 1, o, lse, &held_)
-              : reference::reference_backward(p, buffers_, Arithmetic::kLow, 1, rounded(TESSERA_O),
-                                              rounded(TESSERA_LSE), &held_);
-  exact_ = reference::reference_backward(p, buffers_, Arithmetic::kExact, 1, o, lse, &held_);
+  const auto backward = [&](Arithmetic arithmetic, const std::vector<double>& o,
+                            const std::vector<double>& lse) {
+    return reference::reference_backward(p, buffers_, arithmetic, 1, o, lse, &held_);
+  };
+  low_ = fp64 ? backward(Arithmetic::kExact, given_o_, given_lse_)
+              : backward(Arithmetic::kLow, rounded(TESSERA_O, given_o_),
+                         rounded(TESSERA_LSE, given_lse_));
+  if (!has(p, TESSERA_FP8_PRODUCTS)) {
+    exact_ = backward(Arithmetic::kExact, given_o_, given_lse_);
+    return;
+  }
+  reference::ReferenceValues forward =
+      reference::reference_forward(p, buffers_, Arithmetic::kExact, 1);
+  if (case_.has(TESSERA_PARTIAL)) join_part(forward);
+  exact_ = backward(Arithmetic::kExact, forward.value[TESSERA_O], forward.value[TESSERA_LSE]);
 }
 
 void ConformanceCase::poison_outputs() {
@@ -283,7 +295,11 @@ CaseReport ConformanceCase::compare() {
     const std::vector<double>&ref = exact_->value[index], &low = low_->value[index];
     const std::vector<double>& terms = exact_->terms[index];
     Comparison comparison;
-    if (index == TESSERA_LSE || index == TESSERA_MAX_LOGIT) {
+    const bool statistic = index == TESSERA_LSE || index == TESSERA_MAX_LOGIT;
+    if (has(problem(), TESSERA_FP8_PRODUCTS)) {
+      const double floor = statistic ? 1e-3 : 0x1p-22 * reference::largest_of(terms);
+      comparison = compare_rounded(out, ref, low, problem().tensor[index].dtype, floor);
+    } else if (statistic) {
       comparison = compare_statistic(out, ref, terms, q_type, fp8_share);
     } else if (fp8_keys) {
       comparison = compare_fp8(out, ref, low);

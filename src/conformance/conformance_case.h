@@ -51,7 +51,7 @@ class ConformanceCase {
   ConformanceCase() = default;
   void allocate();
   void fill_backward_inputs();
-  void join_part();
+  void join_part(reference::ReferenceValues& forward) const;
   void compute_references();
   Status run_here(const Problem& problem, const Device& device, int num_threads);
   Status run_there(const Problem& problem, const Device& device);
@@ -68,7 +68,7 @@ class ConformanceCase {
   Status run_status_;
   reference::ReferenceValues held_;  // by the outputs of accumulate, before the call
   std::optional<reference::ReferenceValues> exact_, low_, floor_;
-  std::vector<double> given_o_, given_lse_;  // of the backward pass, as the reference has them
+  std::vector<double> given_o_, given_lse_;  // of the backward pass, before rounding to their dtype
 };
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <vector>
 
 #include "core/problem/dtype.h"
 
@@ -156,6 +157,38 @@ Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
   } else if (!(rmse <= result.mean_limit)) {
     result.failure =
         text("RMSE %.3g, the emulated path times 1.1 has %.3g", rmse, result.mean_limit);
+  }
+  return result;
+}
+
+Comparison compare_rounded(std::span<const double> out, std::span<const double> ref,
+                           std::span<const double> low, int32_t dtype, double floor) {
+  Comparison result;
+  if (first_not_finite(low, ref) >= 0) {  // no limit: fp32 cannot hold the scores
+    result.max_limit = result.mean_limit = kInfinity;
+    return result;
+  }
+  if (const int64_t at = first_not_finite(out, ref); at >= 0) {
+    result.max_err = kInfinity;
+    result.failure =
+        text("element %lld is %g, must be %g", static_cast<long long>(at), out[at], ref[at]);
+    return result;
+  }
+  const double most = ref.size() < 64 ? 5 : ref.size() < 4096 ? 1.5 : 1.1, u = half_ulp(dtype);
+  const std::vector<double> nothing(ref.size(), 0.0);
+  const Distance of_out = distance(out, ref), of_low = distance(low, ref),
+                 of_ref = distance(nothing, ref);
+  result.max_err = of_out.max;
+  result.max_limit = 2 * most * of_low.max + 2 * u * of_ref.max + floor;
+  result.mean_err = of_out.rms;
+  result.mean_limit = most * of_low.rms + u * of_ref.rms + floor;
+  if (!(result.mean_err <= result.mean_limit)) {
+    result.failure = text("RMSE %.3g > %.3g", result.mean_err, result.mean_limit);
+  } else if (!(result.max_err <= result.max_limit)) {
+    const int64_t at = of_out.at;
+    result.failure =
+        text("max error %.3g > %.3g at element %lld: is %.9g, must be %.9g", result.max_err,
+             result.max_limit, static_cast<long long>(at), out[at], ref[at]);
   }
   return result;
 }

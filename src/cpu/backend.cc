@@ -10,6 +10,7 @@
 #include "cpu/cache/cache.h"
 #include "cpu/dropout_mask.h"
 #include "cpu/forward/run.h"
+#include "cpu/fp8/products.h"
 #include "cpu/fp8/run.h"
 #include "cpu/merge.h"
 #include "cpu/pool.h"
@@ -22,6 +23,7 @@ class CpuPlan final : public Plan {
  public:
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
     if (is_fp8(problem.tensor[TESSERA_Q].dtype)) return fp8_workspace_bytes(problem, num_threads);
+    if (has(problem, TESSERA_FP8_PRODUCTS)) return products_workspace_bytes(problem, num_threads);
     return is_backward(problem) ? backward_workspace_bytes(problem, num_threads)
                                 : forward_workspace_bytes(problem, num_threads);
   }
@@ -29,6 +31,8 @@ class CpuPlan final : public Plan {
   Status run(const Problem& problem, const Buffers& buffers, const Device&) const override {
     if (is_fp8(problem.tensor[TESSERA_Q].dtype)) {
       TESSERA_RETURN_IF_ERROR(run_fp8(problem, buffers));
+    } else if (has(problem, TESSERA_FP8_PRODUCTS)) {
+      TESSERA_RETURN_IF_ERROR(run_products(problem, buffers));
     } else if (is_backward(problem)) {
       run_backward(problem, buffers);
     } else {
@@ -78,7 +82,7 @@ class CpuBackend final : public Backend {
                       return "k.dtype=" + std::string(dtype_name(k)) +
                              ": must be q's dtype in the backward pass";
                     });
-    require_built(support, problem, Fp8Inputs::kBuilt);
+    require_built(support, problem, Fp8Inputs::kRounded);
     return support;
   }
 

@@ -131,5 +131,27 @@ TEST(ErrorRule, Fp8IsJudgedByRmse) {
   EXPECT_FALSE(compare_fp8(out, ref, low).ok());  // 0.11 of the range
 }
 
+TEST(RoundedRule, GoesByWhatTheEmulatedPathLoses) {
+  constexpr size_t kCount = 5000;
+  std::vector<double> ref(kCount), low(kCount), out(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    ref[i] = std::sin(static_cast<double>(i));
+    low[i] = ref[i] + (i % 2 ? 0.05 : -0.05);
+    out[i] = ref[i] + (i % 3 ? 0.05 : -0.05);
+  }
+  const auto passes = [&] { return compare_rounded(out, ref, low, TESSERA_BF16, 0).ok(); };
+  EXPECT_TRUE(passes());
+  for (size_t i = 0; i < kCount; ++i) out[i] = ref[i] + 0.06;
+  EXPECT_FALSE(passes());  // 1.2 times its RMSE, of which 0.055 + 2^-8 / sqrt(2) is allowed
+  out = ref;
+  EXPECT_TRUE(passes());
+  out[77] += 0.2;  // one element, which the RMSE hides
+  EXPECT_FALSE(passes());
+  out[77] = std::nan("");
+  EXPECT_FALSE(passes());
+  low[77] = std::nan("");  // no limit
+  EXPECT_TRUE(passes());
+}
+
 }  // namespace
 }  // namespace tessera

@@ -261,6 +261,12 @@ class Builder {
     flag(0.2, "out");
     flag(0.8, "poison");
     size("seed", below(100000));
+    const bool rounds = dtype_ == "bf16" || dtype_ == "fp16";
+    if (rounds && !fp8_keys_ && !paged_ && words_.find(" accumulate") == Text::npos &&
+        chance(0.05)) {
+      word("precision=fp8");
+      if (chance(0.4)) word("smooth=" + pick({"none", "mean"}));
+    }
   }
 
   // Exactly one thing that is illegal whatever else was drawn.

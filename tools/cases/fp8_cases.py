@@ -78,10 +78,54 @@ b=9 sq=193 sk=130 h=8 d=64 qscale=row poison
 b=12 sq=193 sk=2100 hq=6 hk=2 d=64 lens_q=random:4 causal align=bottom_right poison
 """
 
+# 16-bit inputs that are rounded inside: scores of what the quantiser makes of them, with the features that see scores
+# (sinks, softcap, biases, lse), blocks of 128 keys that bands, lengths and packed sequences cut, and its distributions.
+PRODUCTS = """\
+b=2 s=33 h=2 d=16 smooth=none amax poison
+b=2 s=33 h=2 d=16 smooth=mean poison
+b=2 s=33 h=2 d=16 amax poison
+b=2 s=300 hq=4 hk=2 d=96 causal poison
+b=2 sq=40 sk=300 hq=4 hk=2 d=128 causal align=bottom_right sink=learnable SINK poison
+b=3 s=300 hq=4 hk=2 dqk=40 dv=24 layout=thd lens=random:3 gaps=1 causal STATISTIC poison
+b=3 sq=40 sk=350 hq=4 hk=2 dqk=96 dv=80 layout=thd_bshd_bshd lens_q=0,40,17 lens_k=350,0,129 int64 poison
+b=2 s=129 h=2 d=64 layout=sbhd window=16,3 align=top_left softcap=5 DO poison
+b=2 s=64 hq=4 hk=1 d=96 layout=bhsd dropout=0.2 bias=post/hqk BIAS smooth=mean poison
+b=1 s=50 h=2 d=33 bias=pre/bk BIAS STATISTIC poison
+b=2 s=140 h=2 d=32 alibi align=top_left keep=keys:0.5/bk strided sink=off_by_one poison
+b=2 sq=1 sk=600 hq=8 hk=2 d=64 lens_k=random:1 batch poison
+b=2 s=64 h=3 d=32 layout=bs3hd lens=random:4 segments=3 smooth=mean poison
+b=2 s=64 h=2 d=64 causal align=top_left q_start=64,0 k_start=0,32 poison
+b=1 s=40 h=2 dqk=48 dv=32 vink poison
+b=1 s=400 h=2 d=128 window=100,0 align=top_left deterministic poison
+b=1 s=256 h=2 d=128 data=channels causal poison
+b=1 s=256 h=2 d=128 data=channels smooth=none poison
+b=1 s=256 h=2 d=64 data=outliers poison
+b=2 s=130 h=2 d=256 data=sink poison
+b=1 s=200 h=2 d=128 data=positive scale=0.5 poison
+b=1 s=1 h=1 d=1 amax poison
+b=1 sq=8 sk=0 h=2 d=16 amax poison
+b=1 sq=0 sk=8 h=2 d=16 poison
+"""
+# Words of one pass alone.
+OWN_WORDS = {"SINK": ("max_logit", "grads=dsink"), "STATISTIC": ("max_logit", "dlse"), "DO": ("", "do=e5m2"),
+             "BIAS": ("", "grads=dbias"), "batch": ("batch_invariant", ""), "vink": ("vink", "partial")}
+
+
+def products():
+    for i, case in enumerate(PRODUCTS.splitlines()):
+        for own, name in enumerate(("fwd", "bwd")):
+            words = [OWN_WORDS.get(word, (word, word))[own] for word in case.split()]
+            yield " ".join([name, ("bf16", "fp16")[(i + own) % 3 == 2], *filter(None, words), "precision=fp8"])
+    yield "fwd bf16 b=2 s=33 h=2 d=16 o=fp32 precision=fp8 poison"
+    yield "bwd bf16 b=2 s=33 h=2 d=16 o=fp32 grad=fp32 precision=fp8 poison"
+    yield "fwd bf16 b=2 sq=5 sk=33 h=2 d=16 page=16 precision=fp8"
+    yield "fwd bf16 b=2 s=33 h=2 d=16 accumulate precision=fp8"
+
 
 def inputs():
     yield from FORWARD.splitlines()
     yield from BACKWARD.splitlines()
+    yield from products()
     for case in LEAN.splitlines():
         yield f"fwd e4m3 {case}"
         yield f"fwd e4m3 {case.replace(' poison', ' no_lse poison')}"

@@ -19,14 +19,20 @@ namespace {
 template <typename T>
 class Pass : Walk<T> {
  public:
-  Pass(const Question& question, bool low, ReferenceValues& out)
-      : Walk<T>(question, out), low_(low) {
+  Pass(const Question& question, Arithmetic arithmetic, ReferenceValues& out)
+      : Walk<T>(question, out,
+                arithmetic != Arithmetic::kExact && has(question.p, TESSERA_FP8_PRODUCTS)),
+        low_(arithmetic == Arithmetic::kLow) {
     // Kernels multiply P with V in v's dtype when v is fp8, else in q's. Beside fp8 q, P forward is
     // E4M3 of 256 exp(x - m), and P and dS backward are bf16.
     const int32_t v_type = p_.tensor[TESSERA_V].dtype, q_type = p_.tensor[TESSERA_Q].dtype;
     fp8_ = is_fp8(q_type);
-    product_type_ = !low ? TESSERA_FP64 : fp8_ ? TESSERA_BF16 : is_fp8(v_type) ? v_type : q_type;
-    if (!low && is_backward(p_) && (s_.hq != s_.hk || fp8_)) sum_dk_dv_terms_ = true;
+    product_type_ = !low_             ? TESSERA_FP64
+                    : fp8_ || rounds_ ? TESSERA_BF16
+                    : is_fp8(v_type)  ? v_type
+                                      : q_type;
+    do_type_ = rounds_ && low_ ? q_type : product_type_;
+    if (!low_ && is_backward(p_) && (s_.hq != s_.hk || fp8_)) sum_dk_dv_terms_ = true;
   }
 
   void forward(int64_t head_k) {
@@ -71,7 +77,7 @@ class Pass : Walk<T> {
       peak = std::max(peak, sink);
       sum = std::exp(sink - peak);
     }
-    if (low_ && fp8_) {
+    if (low_ && (fp8_ || rounds_)) {
       fp8_output(i, h, row_peak, peak, sum, lse);
       return;
     }
@@ -80,7 +86,7 @@ class Pass : Walk<T> {
     o_row_.assign(s_.dv, 0);
     for (size_t at = 0; at < keys_.size(); ++at) {
       const T weight = this->dropped(product(x_[at] / sum), keys_[at]);
-      if (weight != 0) add_scaled(o_row_.data(), weight, &v_[keys_[at] * s_.dv], s_.dv);
+      if (weight != 0) add_scaled(o_row_.data(), weight, &this->v()[keys_[at] * s_.dv], s_.dv);
     }
     std::copy(o_row_.begin(), o_row_.end(), &out_.value[TESSERA_O][this->row_index(i, h, s_.dv)]);
   }
@@ -94,7 +100,7 @@ class Pass : Walk<T> {
       sum += std::exp(x_[at] - peak);
       const T weight =
           this->dropped(static_cast<T>(rounded(256 * e, TESSERA_E4M3)) / 256, keys_[at]);
-      if (weight != 0) add_scaled(o_row_.data(), weight, &v_[keys_[at] * s_.dv], s_.dv);
+      if (weight != 0) add_scaled(o_row_.data(), weight, &this->v()[keys_[at] * s_.dv], s_.dv);
     }
     lse = static_cast<double>(peak + std::log(sum));
     const T factor = std::exp(row_peak - peak) / sum;
@@ -108,12 +114,20 @@ class Pass : Walk<T> {
     this->score_row(false);
     this->load_row(TESSERA_DO, i, h, s_.dv, do_row_);
     if (!fp8_) {
-      for (T& x : do_row_) x = product(x);
+      for (T& x : do_row_) x = static_cast<T>(rounded(x, do_type_));
     }
+    if (rounds_) {
+      if (is_fp8(p_.tensor[TESSERA_DO].dtype)) {
+        stored_do_ = do_row_;
+      } else {
+        this->rounded_row(do_row_, nullptr, nullptr, stored_do_);
+      }
+    }
+    const std::vector<T>& d_o = this->d_o();
     o_row_.resize(s_.dv);
     for (int64_t c = 0; c < s_.dv; ++c)
       o_row_[c] = static_cast<T>((*o_)[this->row_index(i, h, s_.dv) + c]);
-    const T delta = dot(do_row_.data(), o_row_.data(), s_.dv);
+    const T delta = dot(d_o.data(), o_row_.data(), s_.dv);
     const T dlse = this->dlse_of(i, h);
     if (given(p_, TESSERA_DSINK)) {
       const T p = std::exp(static_cast<T>(question_.sink(h)) - static_cast<T>(lse));
@@ -124,12 +138,13 @@ class Pass : Walk<T> {
     const T delta_terms = fp8_ ? dot_of_absolutes(do_row_.data(), o_row_.data(), s_.dv) : T{0};
     dq_row_.assign(s_.dqk, 0);
     dq_terms_.assign(s_.dqk, 0);
+    T lost = 0;  // of dy by rounding: k less its mean is what the rounded dS multiplies
     for (size_t at = 0; at < keys_.size(); ++at) {
       const int64_t j = keys_[at];
       const T p = std::exp(x_[at] - static_cast<T>(lse));
       const T weight = this->dropped(product(p), j);
       const T dp =
-          weight == 0 ? T{0} : this->dropped(dot(do_row_.data(), &v_[j * s_.dv], s_.dv), j);
+          weight == 0 ? T{0} : this->dropped(dot(d_o.data(), &this->v()[j * s_.dv], s_.dv), j);
       const T dx = p * (dp - delta + dlse), dy = dx * slope_of_cap_[at];
       if (given(p_, TESSERA_DBIAS))
         add_term(TESSERA_DBIAS, rules_->dense_index(TESSERA_DBIAS, j), pre ? scale * dy : dx);
@@ -141,6 +156,7 @@ class Pass : Walk<T> {
       const T ds = product(dy);
       if (weight != 0) add_scaled(&dv_[j * s_.dv], weight, do_row_.data(), s_.dv);
       add_scaled(dq_row_.data(), ds, &k_[j * s_.dqk], s_.dqk);
+      lost += dy - ds;
       add_scaled(&dk_[j * s_.dqk], ds, q_.data(), s_.dqk);
       if (!sum_dk_dv_terms_) continue;
       for (int64_t c = 0; c < s_.dv; ++c) dv_terms_[j * s_.dv + c] += std::abs(weight * do_row_[c]);
@@ -156,6 +172,9 @@ class Pass : Walk<T> {
     }
     if (out_.value[TESSERA_DQ].empty()) return;
     double* dq = &out_.value[TESSERA_DQ][this->row_index(i, h, s_.dqk)];
+    for (int64_t c = 0; rounds_ && c < s_.dqk; ++c) {
+      dq_row_[c] += lost * static_cast<T>(this->mean_[c]);
+    }
     for (int64_t c = 0; c < s_.dqk; ++c) dq[c] = scale * dq_row_[c];
     if (low_ || !fp8_) return;
     double* dq_terms = &out_.terms[TESSERA_DQ][this->row_index(i, h, s_.dqk)];
@@ -174,12 +193,12 @@ class Pass : Walk<T> {
   using Walk<T>::rules_, Walk<T>::q_side_, Walk<T>::k_side_, Walk<T>::k_, Walk<T>::v_, Walk<T>::q_;
   using Walk<T>::do_row_, Walk<T>::o_row_, Walk<T>::dq_row_, Walk<T>::dk_, Walk<T>::dv_;
   using Walk<T>::dk_terms_, Walk<T>::dv_terms_, Walk<T>::keys_, Walk<T>::x_;
-  using Walk<T>::slope_of_cap_, Walk<T>::magnitude_;
+  using Walk<T>::slope_of_cap_, Walk<T>::magnitude_, Walk<T>::rounds_, Walk<T>::stored_do_;
 
   const bool low_;
   bool fp8_ = false;  // q
   std::vector<T> dq_terms_;
-  int32_t product_type_;
+  int32_t product_type_, do_type_;
   const std::vector<double>* o_ = nullptr;
   const std::vector<double>* lse_ = nullptr;
 };
@@ -206,17 +225,19 @@ void round_results(const Problem& p, const Buffers& buffers, ReferenceValues& ou
 }
 
 template <typename T>
-void run_forward(const Question& question, bool low, int num_threads, ReferenceValues& out) {
+void run_forward(const Question& question, Arithmetic arithmetic, int num_threads,
+                 ReferenceValues& out) {
   parallel_heads(question.sizes.hk, num_threads,
-                 [&](int64_t head) { Pass<T>(question, low, out).forward(head); });
+                 [&](int64_t head) { Pass<T>(question, arithmetic, out).forward(head); });
 }
 
 template <typename T>
-void run_backward(const Question& question, bool low, int num_threads, const std::vector<double>& o,
-                  const std::vector<double>& lse, ReferenceValues& out) {
+void run_backward(const Question& question, Arithmetic arithmetic, int num_threads,
+                  const std::vector<double>& o, const std::vector<double>& lse,
+                  ReferenceValues& out) {
   const bool shared_dbias = given(question.p, TESSERA_DBIAS);
   parallel_heads(question.sizes.hk, shared_dbias ? 1 : num_threads,
-                 [&](int64_t head) { Pass<T>(question, low, out).backward(head, o, lse); });
+                 [&](int64_t head) { Pass<T>(question, arithmetic, out).backward(head, o, lse); });
 }
 
 }  // namespace
@@ -252,9 +273,9 @@ ReferenceValues reference_forward(const Problem& p, const Buffers& buffers, Arit
   if (!low) {
     out.terms[TESSERA_LSE].assign(rows, 0);
     if (given(p, TESSERA_MAX_LOGIT)) out.terms[TESSERA_MAX_LOGIT].assign(s.hq, 0);
-    run_forward<double>(question, low, num_threads, out);
+    run_forward<double>(question, arithmetic, num_threads, out);
   } else {
-    run_forward<float>(question, low, num_threads, out);
+    run_forward<float>(question, arithmetic, num_threads, out);
   }
   if (held) add_held(p, *held, out);
   if (low) round_results(p, buffers, out);
@@ -275,9 +296,9 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
     if (sum && !low) reset(p, index, 0, out.terms[index]);
   }
   if (low) {
-    run_backward<float>(question, low, num_threads, o, lse, out);
+    run_backward<float>(question, arithmetic, num_threads, o, lse, out);
   } else {
-    run_backward<double>(question, low, num_threads, o, lse, out);
+    run_backward<double>(question, arithmetic, num_threads, o, lse, out);
   }
   if (held) add_held(p, *held, out);
   if (low) round_results(p, buffers, out);

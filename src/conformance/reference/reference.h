@@ -5,6 +5,9 @@
 // Exact arithmetic is fp64 throughout: the oracle. Low arithmetic is what the error rule measures
 // kernels against: fp32, every sum in the order of its terms, with P (and dS) rounded to the input
 // dtype before their products and every result rounded to its dtype.
+//
+// precision="fp8" is rounding too: exact arithmetic is of the caller's values, low arithmetic of
+// what the quantiser makes of them. Stored arithmetic is fp64 of the latter.
 #pragma once
 
 #include <vector>
@@ -13,7 +16,7 @@
 
 namespace tessera::reference {
 
-enum class Arithmetic { kExact, kLow };
+enum class Arithmetic { kExact, kStored, kLow };
 
 // Results by tensor index, dense in the axis order of enum tessera_index with the extents of the
 // problem; empty when not computed. Values at bytes outside the problem are what the library writes

@@ -9,6 +9,7 @@
 #include "conformance/reference/arithmetic.h"
 #include "conformance/reference/reference.h"
 #include "conformance/reference/rows.h"
+#include "core/quantise/quantise.h"
 
 namespace tessera::reference {
 
@@ -17,8 +18,14 @@ namespace tessera::reference {
 template <typename T>
 class Walk {
  public:
-  Walk(const Question& question, ReferenceValues& out)
-      : question_(question), p_(question.p), s_(question.sizes), out_(out) {}
+  // rounds: products are those of q, k, v and do that precision="fp8" rounds.
+  Walk(const Question& question, ReferenceValues& out, bool rounds = false)
+      : question_(question),
+        p_(question.p),
+        s_(question.sizes),
+        out_(out),
+        rounds_(rounds),
+        rotation_(question.p) {}
 
  protected:
   template <typename RowFunction, typename Finish>
@@ -29,6 +36,7 @@ class Walk {
       k_side_ = question_.side(n, false);
       load_keys(TESSERA_K, n, head_k, s_.dqk, k_);
       load_keys(TESSERA_V, n, head_k, s_.dv, v_);
+      if (rounds_) round_keys_and_values();
       if (is_backward(p_)) {
         for (auto* sum : {&dk_, &dk_terms_}) sum->assign(k_side_.length * s_.dqk, 0);
         for (auto* sum : {&dv_, &dv_terms_}) sum->assign(k_side_.length * s_.dv, 0);
@@ -39,6 +47,7 @@ class Walk {
         for (int64_t i = 0; i < q_side_.length && !interrupted(); ++i) {
           rules.move_to(i);
           load_row(TESSERA_Q, i, h, s_.dqk, q_);
+          if (rounds_) of_mean_ = rounded_row(q_, mean_.data(), &rotation_, stored_q_);
           row(n, h, i);
         }
       }
@@ -72,6 +81,53 @@ class Walk {
     }
   }
 
+  // ---- precision="fp8" ----
+
+  // What products see of q, of k and v [keys, d], and of do.
+  const std::vector<T>& q() const { return rounds_ ? stored_q_ : q_; }
+  const std::vector<T>& k() const { return rounds_ ? stored_k_ : k_; }
+  const std::vector<T>& v() const { return rounds_ ? stored_v_ : v_; }
+  const std::vector<T>& d_o() const { return rounds_ ? stored_do_ : do_row_; }
+
+  T rounded_row(const std::vector<T>& row, const float* mean, const Rotation* rotation,
+                std::vector<T>& stored) const {
+    std::vector<float> values(row.begin(), row.end());
+    const float of_mean =
+        round_query(values.data(), static_cast<int64_t>(row.size()), mean, rotation);
+    stored.assign(values.begin(), values.end());
+    return static_cast<T>(of_mean);
+  }
+
+  void round_keys_and_values() {
+    const Diagonal diagonal(question_, n_, q_side_, k_side_);
+    int64_t lo = 0, hi = k_side_.length;  // keys that some row sees; the others may hold anything
+    while (lo < hi && !diagonal.shows(lo)) ++lo;
+    while (lo < hi && !diagonal.shows(hi - 1)) --hi;
+    std::vector<float> k(k_.begin(), k_.end()), v(v_.begin(), v_.end()), sum;
+    const auto each_block = [&](const auto& visit) {
+      for (int64_t begin = lo; begin < hi;) {
+        const int64_t end = std::min(begin / kScaledKeys * kScaledKeys + kScaledKeys, hi);
+        visit(begin, end - begin);
+        begin = end;
+      }
+    };
+    mean_.assign(s_.dqk, 0);
+    if (has(p_, TESSERA_SMOOTH_MEAN) && lo < hi) {
+      each_block([&](int64_t first, int64_t keys) {
+        sum.assign(s_.dqk, 0);
+        add_keys(&k[first * s_.dqk], keys, s_.dqk, sum.data());
+        add_keys(sum.data(), 1, s_.dqk, mean_.data());
+      });
+      for (float& mean : mean_) mean /= static_cast<float>(hi - lo);
+    }
+    each_block([&](int64_t first, int64_t keys) {
+      round_keys(&k[first * s_.dqk], keys, s_.dqk, mean_.data(), &rotation_);
+      round_keys(&v[first * s_.dv], keys, s_.dv, nullptr, nullptr);
+    });
+    stored_k_.assign(k.begin(), k.end());
+    stored_v_.assign(v.begin(), v.end());
+  }
+
   // keys_: the visible ones with a score above kHiddenScore (or NaN); x_: their scores;
   // slope_of_cap_: d(capped) / d(scaled); magnitudes_, if asked for: the sums of absolute terms
   // behind the scores.
@@ -84,9 +140,9 @@ class Walk {
     for (int64_t j = 0; j < k_side_.length; ++j) {
       if (!rules_->visible(j)) continue;
       const T bias = biased ? static_cast<T>(rules_->bias(j)) : T{0};
-      const T* k = &k_[j * s_.dqk];
+      const T* k = &this->k()[j * s_.dqk];
       const T distance = static_cast<T>(rules_->distance(j));
-      T x = scale * (dot(q_.data(), k, s_.dqk) + (pre ? bias : T{0})), cap_slope = 1;
+      T x = scale * (dot(q().data(), k, s_.dqk) + of_mean_ + (pre ? bias : T{0})), cap_slope = 1;
       if (cap > 0) {
         const T grown = std::cosh(x / cap);  // 1 - tanh^2 has no digits where tanh is all but 1
         cap_slope = 1 / (grown * grown);
@@ -96,7 +152,7 @@ class Walk {
       if (x <= static_cast<T>(kHiddenScore)) continue;
       keys_.push_back(j), x_.push_back(x), slope_of_cap_.push_back(cap_slope);
       if (!with_magnitude) continue;
-      const double before = dot_of_absolutes(q_.data(), k, s_.dqk) + (pre ? std::abs(bias) : T{0});
+      const double before = dot_of_absolutes(q().data(), k, s_.dqk) + (pre ? std::abs(bias) : T{0});
       const double after = (pre ? 0.0 : std::abs(bias)) + std::abs(slope * distance);
       magnitudes_.push_back(question_.scale * before + after);
       magnitude_ = std::max(magnitude_, magnitudes_.back());
@@ -156,6 +212,8 @@ class Walk {
   const Problem& p_;
   const Sizes& s_;
   ReferenceValues& out_;
+  const bool rounds_;
+  const Rotation rotation_;
   bool sum_dk_dv_terms_ = false;
 
   int64_t n_ = 0;
@@ -163,6 +221,9 @@ class Walk {
   Side q_side_{}, k_side_{};
   std::vector<T> k_, v_, q_, do_row_, o_row_, dq_row_;
   std::vector<T> dk_, dv_, dk_terms_, dv_terms_;
+  std::vector<T> stored_q_, stored_k_, stored_v_, stored_do_;
+  std::vector<float> mean_;  // of the keys of the sequence and head
+  T of_mean_ = 0;            // <q_, mean_>
   std::vector<int64_t> keys_;
   std::vector<T> x_, slope_of_cap_;
   std::vector<double> magnitudes_;

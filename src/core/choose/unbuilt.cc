@@ -18,8 +18,9 @@ void refuse_tensor(Support& support, const Problem& p, int index) {
 
 void require_built(Support& support, const Problem& p, Fp8Inputs fp8) {
   if (given(p, TESSERA_KEEP_TAIL)) refuse_tensor(support, p, TESSERA_KEEP_TAIL);
-  const bool is_q_fp8 = is_fp8(p.tensor[TESSERA_Q].dtype);
-  const bool built = fp8 == Fp8Inputs::kBuilt && is_q_fp8;
+  const bool is_q_fp8 = is_fp8(p.tensor[TESSERA_Q].dtype), products = has(p, TESSERA_FP8_PRODUCTS);
+  const bool rounded = products && fp8 == Fp8Inputs::kRounded;
+  const bool built = rounded || (is_q_fp8 && fp8 != Fp8Inputs::kUnbuilt);
   for (int i = TESSERA_Q_SCALE; !built && i <= TESSERA_AMAX_DV; ++i) {
     if (given(p, i)) refuse_tensor(support, p, i);
   }
@@ -29,7 +30,12 @@ void require_built(Support& support, const Problem& p, Fp8Inputs fp8) {
   if (is_q_fp8 && has(p, TESSERA_ACCUMULATE)) {
     refuse(support, ReasonId::kFeature, "accumulate=True beside fp8 q");
   }
-  if (has(p, TESSERA_FP8_PRODUCTS)) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
+  if (!products) return;
+  if (!rounded) refuse(support, ReasonId::kFeature, "precision=\"fp8\"");
+  if (has(p, TESSERA_ACCUMULATE)) {
+    refuse(support, ReasonId::kFeature, "accumulate=True beside precision=\"fp8\"");
+  }
+  if (is_paged(p)) refuse(support, ReasonId::kFeature, "page_table beside precision=\"fp8\"");
 }
 
 }  // namespace tessera

@@ -98,8 +98,14 @@ class Backward : BackwardRows<S, kPairs, T> {
       const int rows = static_cast<int>(smaller<int64_t>(M, args_.bias_extent[2] - m0));
       for (int i = 0; i < rows; ++i) {
         char* row = const_cast<char*>(at(bias, plane, plane_head, m0 + i, n0));
-        store_row<S>(reinterpret_cast<T*>(row), x_.bias_tile + i * B, nullptr, scale, keys,
-                     call_.adds);
+        const auto store = [&](auto* to) {
+          store_row<S>(to, x_.bias_tile + i * B, nullptr, scale, keys, call_.adds);
+        };
+        if (bias.dtype == TESSERA_BF16) {
+          store(reinterpret_cast<Bf16*>(row));
+        } else {
+          store(reinterpret_cast<Fp16*>(row));
+        }
       }
     }
   }

@@ -32,17 +32,6 @@ const Table& table_of(int32_t dtype) {
   return dtype == TESSERA_E4M3 ? e4m3 : e5m2;
 }
 
-void widen(const void* from, int64_t at, int32_t dtype, float scale, int64_t count, float* to) {
-  if (is_fp8(dtype)) {
-    const Table& table = table_of(dtype);
-    const auto* bytes = static_cast<const uint8_t*>(from) + at;
-    for (int64_t c = 0; c < count; ++c) to[c] = scale * table[bytes[c]];
-    return;
-  }
-  std::fill_n(to, count, 0.0f);
-  kernels().add_row(dtype, static_cast<const char*>(from) + at * size_of(dtype), count, scale, to);
-}
-
 void narrow(const float* from, float scale, int64_t count, void* to, int64_t at, int32_t dtype) {
   if (!is_fp8(dtype)) {
     return kernels().round_row(dtype, from, count, static_cast<char*>(to) + at * size_of(dtype));
@@ -70,6 +59,17 @@ bool is_key_side(int index) { return index == TESSERA_K || index == TESSERA_V; }
 
 }  // namespace
 
+void widen_row(const void* data, int64_t at, int32_t dtype, float scale, int64_t count, float* to) {
+  if (is_fp8(dtype)) {
+    const Table& table = table_of(dtype);
+    const auto* bytes = static_cast<const uint8_t*>(data) + at;
+    for (int64_t c = 0; c < count; ++c) to[c] = scale * table[bytes[c]];
+    return;
+  }
+  std::fill_n(to, count, 0.0f);
+  kernels().add_row(dtype, static_cast<const char*>(data) + at * size_of(dtype), count, scale, to);
+}
+
 void widen_rows(const Problem& p, const Buffers& b, int index, float* to) {
   const Tensor& t = p.tensor[index];
   const bool keys = is_key_side(index);
@@ -85,13 +85,13 @@ void widen_rows(const Problem& p, const Buffers& b, int index, float* to) {
       for (int64_t h = 0; h < heads; ++h) {
         float* row = to + ((batch * t.extent[1] + first + i) * heads + h) * columns;
         const auto factor = static_cast<float>(scale_at(p, b, scale, s.n, h, i));
-        widen(b.data[index], offset_of(t, batch, first + i, h), t.dtype, factor, columns, row);
+        widen_row(b.data[index], offset_of(t, batch, first + i, h), t.dtype, factor, columns, row);
       }
     }
   });
 }
 
-void narrow_rows(const Problem& p, const Buffers& b, int index, const float* from) {
+void narrow_rows(const Problem& p, const Buffers& b, int index, const float* from, int64_t step) {
   const Tensor& t = p.tensor[index];
   const int64_t heads = t.extent[2], columns = t.extent[3], rows = t.extent[0] * t.extent[1];
   const int amax = amax_of(index);
@@ -100,14 +100,16 @@ void narrow_rows(const Problem& p, const Buffers& b, int index, const float* fro
   const auto factor = static_cast<float>(scale_at(p, b, scale_of(index), 0, 0, 0));
   parallel_for(b, (rows + kTaskRows - 1) / kTaskRows, [&](int64_t task, int) {
     const int64_t begin = task * kTaskRows, end = std::min(rows, begin + kTaskRows);
-    const float* row = from + begin * heads * columns;
-    if (largest) raise_to(largest, largest_bits(row, (end - begin) * heads * columns));
+    const float* row = from + begin * heads * step;
+    uint32_t most = 0;
     for (int64_t r = begin; r < end; ++r) {
-      for (int64_t h = 0; h < heads; ++h, row += columns) {
+      for (int64_t h = 0; h < heads; ++h, row += step) {
         const int64_t at = offset_of(t, r / t.extent[1], r % t.extent[1], h);
         narrow(row, factor, columns, b.data[index], at, t.dtype);
+        if (largest) most = std::max(most, largest_bits(row, columns));
       }
     }
+    if (largest) raise_to(largest, most);
   });
 }
 

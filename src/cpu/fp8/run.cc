@@ -57,7 +57,7 @@ Status run_fp8(const Problem& problem, const Buffers& buffers) {
   }
   for (const int index : kScaledTensors) {
     if (!given(problem, index) || !is_output(problem, index)) continue;
-    narrow_rows(problem, buffers, index, inner.data[index]);
+    narrow_rows(problem, buffers, index, inner.data[index], problem.tensor[index].extent[3]);
   }
   return {};
 }
