@@ -417,11 +417,13 @@ class Keywords(TypedDict, total=False):
         doc="How many multiprocessors of a GPU to leave to others, >= 0. It affects only kernels that take tile after "
             "tile on each multiprocessor.")]
     precision: Annotated[Literal["fp8"] | None, _word(
-        {"fp8": _lib.FP8_PRODUCTS}, refused=True, doc="Computes the matrix products in fp8.")]
+        {"fp8": _lib.FP8_PRODUCTS},
+        doc='Rounds 16-bit q, k and v, and backward do, to E4M3 for the matrix products. Results stay in 16 bits. '
+            '"fp8" runs on CPUs, to show what rounding costs and not for speed; GPUs refuse it so far.')]
     smooth: Annotated[Literal["none", "mean", "mean+hadamard"] | None, _word(
-        SMOOTH, refused=True,
-        doc='How outliers of the inputs are smoothed before products in fp8. None is "mean+hadamard". Needs '
-            'precision="fp8".')]
+        SMOOTH,
+        doc='How q and k are smoothed before they are rounded, which changes no score: the mean of the keys is taken '
+            'off k, and a Hadamard matrix turns q and k. None is "mean+hadamard". Needs precision="fp8".')]
     scale_block: Annotated[tuple[int, int] | None, Option(
         values="(rows of q, keys)", check=_check_blocks, encode=lambda blocks: (0, *(blocks or ())),
         decode=lambda flags, q, k: (q, k) if q or k else None, fields=("q_scale_block", "k_scale_block"), raw=True,

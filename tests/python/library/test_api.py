@@ -551,18 +551,6 @@ def test_scalars_beyond_fp32(scale, cap):
         assert all(np.isfinite(g).all() for g in (grads.dq, grads.dk, grads.dv))
 
 
-UNBUILT = {
-    "precision": "fp8",
-}
-
-
-@pytest.mark.parametrize("name", UNBUILT)
-def test_what_no_backend_has_yet_is_refused_by_name(name):
-    q = np.ones((2, 8, 2, 16), np.float32).astype(ml_dtypes.bfloat16)
-    with pytest.raises(tessera.Refused, match=f"{name}="):
-        tessera.attention(q, q.copy(), q.copy(), return_lse=True, **{name: UNBUILT[name]})
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_parts_are_added_up_in_place(dtype):
     """Parts of the keys, one after the other, into one o, lse, dq, dk and dv: fp32, from nothing."""

@@ -114,3 +114,95 @@ def test_what_is_illegal_and_what_is_refused():
     with pytest.raises(tessera.Refused, match="page_table"):
         tessera.attention(q, k, v, page_table=np.zeros((2, 1), np.int32), seqlens_k=np.full(2, 7),
                           backend="cpu")
+
+
+# ---- precision="fp8" ----
+
+SMOOTH = ("none", "mean", "mean+hadamard")
+
+
+def halves(sk=300, dtype=BF16, mean=0.0):
+    """q, k, v, do [2, 40 or sk, 2, 64]; some channels of k have a mean."""
+    q, k, v, do = (RNG.standard_normal((2, n, 2, 64)).astype(F32) for n in (40, sk, sk, 40))
+    k[..., ::21] += mean
+    return [x.astype(dtype) for x in (q, k, v, do)]
+
+
+def both(q, k, v, do, **kw):
+    o, lse = tessera.attention(q, k, v, return_lse=True, **kw)
+    g = tessera.attention_backward(do, q, k, v, o, lse, **kw)
+    return [x.astype(np.float64) for x in (o, lse, g.dq, g.dk, g.dv)]
+
+
+def distances(got, exact):
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, exact)]
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_products_in_fp8_are_as_far_from_exact_as_fp8_is(backend, dtype):
+    x = halves(dtype=dtype)
+    exact = both(*(a.astype(F32) for a in x))
+    for smooth in SMOOTH:
+        for far, bound in zip(distances(both(*x, precision="fp8", smooth=smooth, backend=backend), exact),
+                              (0.08, 0.01, 0.12, 0.12, 0.08)):
+            assert 1e-5 < far < bound
+
+
+@BACKENDS
+def test_smoothing_is_nearer_where_channels_have_a_mean(backend):
+    x = halves(mean=12)
+    exact = both(*(a.astype(F32) for a in x))
+    none, mean, both_of_them = (distances(both(*x, precision="fp8", smooth=smooth, backend=backend), exact)
+                                for smooth in SMOOTH)
+    for result in (0, 2):  # o, dq
+        assert mean[result] < 0.7 * none[result]
+        assert both_of_them[result] < 1.1 * mean[result]
+
+
+@BACKENDS
+def test_what_is_exact_in_fp8_stays(backend):
+    """One key: the weight is 1, and v is among E4M3's values beside a power of two."""
+    q, k, v, _ = halves(sk=1)
+    v = (np.round(v.astype(F32) * 2) / 2).clip(-4, 4).astype(BF16)
+    o = tessera.attention(q, k, v, precision="fp8", backend=backend)
+    np.testing.assert_array_equal(o, np.broadcast_to(v, o.shape))
+
+
+def test_a_sequence_does_not_hang_on_its_neighbours():
+    q, k, v, _ = halves()
+    lens = np.array([300, 130], np.int32)
+    kw = dict(precision="fp8", return_lse=True)
+    o, lse = tessera.attention(q, k, v, seqlens_k=lens, **kw)
+    k[1, 130:], v[1, 130:] = np.nan, np.nan
+    alone, lse_alone = tessera.attention(q[1:], k[1:, :130], v[1:, :130], **kw)
+    np.testing.assert_array_equal(o[1:], alone)
+    np.testing.assert_array_equal(lse[1:], lse_alone)
+    np.testing.assert_array_equal(tessera.attention(q, k, v, seqlens_k=lens, **kw)[0], o)
+
+
+def test_the_largest_value_and_an_fp32_result():
+    q, k, v, _ = halves()
+    o, amax = tessera.attention(q, k, v, precision="fp8", out_dtype="float32", return_amax=True)
+    assert o.dtype == F32 and amax == np.abs(o).max()
+
+
+@pytest.mark.parametrize("dtype,words,message", [
+    (F32, dict(precision="fp8"), 'precision="fp8": rounds 16-bit'),
+    (BF16, dict(smooth="mean"), 'smooth=.*belongs to precision="fp8"'),
+    (BF16, dict(precision="fp4"), "precision='fp4'.*fp8"),
+    (BF16, dict(precision="fp8", smooth="median"), "smooth='median'.*mean")])
+def test_words_that_do_not_fit(dtype, words, message):
+    q, k, v, _ = halves(dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        tessera.attention(q, k, v, **words)
+
+
+def test_what_products_in_fp8_do_not_have_is_refused_by_name():
+    q, k, v, _ = halves()
+    table = np.zeros((2, 1), np.int32)
+    with pytest.raises(tessera.Refused, match='page_table beside precision="fp8"'):
+        tessera.attention(q, k, v, precision="fp8", page_table=table, seqlens_k=np.array([5, 5], np.int32))
+    o, lse = tessera.attention(q, k, v, precision="fp8", return_lse=True)
+    with pytest.raises(tessera.Refused, match='accumulate=True beside precision="fp8"'):
+        tessera.attention(q, k, v, precision="fp8", accumulate=True, out=o, lse=lse)

@@ -489,7 +489,8 @@ def test_refused_before_anything_compiles():
         program.lower()
     half = q.astype(jnp.bfloat16)
     with pytest.raises(tj.Refused, match="no backend supports"):
-        tj.attention(half, half, half, precision="fp8")
+        tj.attention(half, half, half, precision="fp8", page_table=jnp.zeros((1, 1), jnp.int32),
+                     seqlens_k=jnp.full((1,), 4))
 
 
 def test_wrong_lengths(on_cpu):

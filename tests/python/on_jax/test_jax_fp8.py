@@ -170,3 +170,24 @@ def test_does_not_travel():
     mesh = jax.make_mesh((1,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     with pytest.raises(tj.Refused, match="q.dtype=float8_e4m3fn: does not travel"):
         sharded(mesh, "cp", shards=Shards.zigzag([S] * B, size=1))(*qkv())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="no GPU backend has it")
+def test_products_in_fp8_and_their_gradients():
+    q, k, v, do = (normal(seed, B, S, H, D, dtype=jnp.bfloat16) for seed in range(4))
+    words = dict(precision="fp8", causal=True)
+
+    @jax.jit
+    def both_passes(q, k, v, do):
+        o, pull = jax.vjp(lambda *x: tj.attention(*x, **words), q, k, v)
+        return o, *pull(do)
+    got = both_passes(q, k, v, do)
+    o, lse = tj.attention(q, k, v, return_lse=True, **words)
+    g = tj.attention_backward(do, q, k, v, o, lse, **words)
+    for a, b in zip(got, (o, g.dq, g.dk, g.dv)):
+        same(a, b)
+    plain = tj.attention(q, k, v, causal=True)
+    assert (plain != o).any()
+    assert jnp.abs(plain.astype(jnp.float32) - o.astype(jnp.float32)).max() < 0.5
+    mapped = jax.vmap(lambda *x: tj.attention(*(y[None] for y in x), **words)[0])(q, k, v)
+    same(mapped, o)

@@ -113,3 +113,16 @@ def test_is_explained():
                      dict(backward=True, do_scale=scale, o_scale=paddle.ones([1]))):
         explained = tp.explain(q, k, v, q_scale=uniform(3, B, H), device="cpu", **keywords)
         assert explained.backend == "cpu" and "e4m3" in explained.answer["case"]
+
+
+def test_products_in_fp8_and_their_gradients():
+    q, k, v, do = (stored(seed, dtype="bfloat16") for seed in range(4))
+    for x in (q, k, v):
+        x.stop_gradient = False
+    words = dict(precision="fp8", causal=True)
+    o, lse = tp.attention(q, k, v, return_lse=True, **words)
+    got = paddle.grad(o, [q, k, v], do)
+    g = tp.attention_backward(do, q.detach(), k.detach(), v.detach(), o.detach(), lse.detach(), **words)
+    for a, b in zip(got, (g.dq, g.dk, g.dv)):
+        assert equal(a, b)
+    assert not equal(o, tp.attention(q, k, v, causal=True))

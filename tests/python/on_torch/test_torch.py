@@ -465,12 +465,15 @@ def test_sums_in_place():
             torch.func.vmap(add)(*(x[None] for x in (q, k, v)))
 
 
-@pytest.mark.parametrize("more", [
-    {"precision": "fp8"}], ids=lambda more: next(iter(more)))
-def test_what_no_backend_has_yet_is_refused(more):
+def test_what_no_backend_has_yet_is_refused():
     q = torch.randn(2, 6, 2, 16).bfloat16()
-    with pytest.raises(tt.Refused):
-        tt.attention(q, q.clone(), q.clone(), **more)
+    with pytest.raises(tt.Refused, match="page_table"):
+        tt.attention(q, q.clone(), q.clone(), precision="fp8", page_table=torch.zeros(2, 1, dtype=torch.int32),
+                     seqlens_k=torch.tensor([6, 6]))
+
+
+def test_an_integer_aligns():
+    q = torch.randn(2, 6, 2, 16).bfloat16()
     torch.testing.assert_close(tt.attention(q, q, q, causal=True, align=0),
                                tt.attention(q, q, q, causal=True))
 

@@ -249,3 +249,49 @@ def test_a_graph_reads_scales_when_it_runs():
             assert torch.equal(ours.float(), eager.float())
         assert before is None or not torch.equal(before, outputs[1])
         before = outputs[1].clone()
+
+
+# ---- precision="fp8": on CPUs so far ----
+
+def halves(grad=True):
+    return [torch.randn(B, s, H, D, generator=torch.Generator().manual_seed(s + seed)).bfloat16().requires_grad_(grad)
+            for seed, s in enumerate((SQ, SK, SK))]
+
+
+ROUNDED = dict(precision="fp8", causal=True, align="bottom_right")
+
+
+def test_autograd_is_that_of_the_rounded_pass():
+    q, k, v = halves()
+    o, lse = tt.attention(q, k, v, return_lse=True, **ROUNDED)
+    do = torch.randn(o.shape).bfloat16()
+    got = torch.autograd.grad(o, (q, k, v), do)
+    g = tt.attention_backward(do, q.detach(), k.detach(), v.detach(), o.detach(), lse.detach(), **ROUNDED)
+    for a, b in zip(got, (g.dq, g.dk, g.dv)):
+        assert torch.equal(a, b)
+    plain = torch.autograd.grad(tt.attention(q, k, v, causal=True, align="bottom_right"), (q, k, v), do)
+    for a, b in zip(got, plain):
+        assert not torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=0, atol=0.2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("smooth", ["none", "mean", None])
+def test_a_rounded_pass_is_compiled_whole(smooth):
+    def step(q, k, v):
+        return tt.attention(q, k, v, smooth=smooth, **ROUNDED)
+    torch._dynamo.reset()
+    q, k, v = halves()
+    expected = step(q, k, v)
+    grads = torch.autograd.grad(expected.sum(), (q, k, v))
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(got, expected)
+    for a, b in zip(torch.autograd.grad(got.sum(), (q, k, v)), grads):
+        assert torch.equal(a, b)
+
+
+def test_a_rounded_pass_is_mapped_and_explained():
+    q, k, v = halves(grad=False)
+    expected = tt.attention(q, k, v, **ROUNDED)
+    mapped = torch.func.vmap(lambda *x: tt.attention(*(y[None] for y in x), **ROUNDED)[0])(q, k, v)
+    assert torch.equal(mapped, expected)
+    assert tt.explain(q, k, v, **ROUNDED).backend == "cpu"
