@@ -5,9 +5,9 @@ waits for a device, or for a rank that went on.
     call n is known here   passed(it): noted, and no more
     call n is new here     ask(it): posts a digest, waits for everyone's, and returns the texts if they differ
 
-A thread of each rank looks twice a second. It posts for its rank what others ask about calls that the rank passed, and
-compares the passed calls of its rank and of the rank before, whom nobody may have asked. Where digests differ, everyone
-posts a text and has all texts.
+A thread of each rank looks twice a second, and down to once in ten seconds while nobody asks, as all ranks share one
+store. It posts for its rank what others ask about calls that the rank passed, and compares the passed calls of its rank
+and of the rank before, whom nobody may have asked. Where digests differ, everyone posts a text and has all texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from ..comm import Processes, Topology
 
-_TICK = 0.5      # seconds between looks
+_TICK = 0.5      # seconds between looks at first,
+_LONGEST = 10.0  # and when nobody has asked for a while
 _KEPT = 1024     # passed calls that a rank can still answer for
 _COMPARED = 128  # passed calls that are compared at each look
 _LAG = 8         # asks after which one's own entries go from the store: by then everyone has read them
@@ -113,11 +114,14 @@ class Calls:
     # ---- the thread, which waits for no rank ----
 
     def _watch(self):
-        while self.differing is None and not self._ends.wait(_TICK):
+        pause = _TICK
+        while self.differing is None and not self._ends.wait(pause):
+            asks = self._asks
             try:
                 self._look()
             except RuntimeError:  # the store is gone, and its processes with it
                 return
+            pause = min(1.5 * pause, _LONGEST) if asks == self._asks and not self._awaited else _TICK
         if self._is_on_gpu and self.differing is not None:
             for group in self._topology:  # what was sent can meet nothing, and the program may wait for it
                 if isinstance(group, Processes):
