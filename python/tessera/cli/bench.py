@@ -136,8 +136,9 @@ def main(args) -> int:
 
 
 def _origin(device) -> dict:
-    """Where, when and how: of every entry, so that a picture of it can say so."""
-    return {"machine": device.machine, "date": datetime.date.today().isoformat(),
+    """Where, when, what and how: of every entry, so that a picture of it can say so."""
+    import tessera
+    return {"machine": device.machine, "version": tessera.__version__, "date": datetime.date.today().isoformat(),
             "command": shlex.join(["python", "-m", "tessera", *sys.argv[1:]])}
 
 

@@ -11,7 +11,8 @@ import time
 import numpy as np
 
 from .._call import _prepared
-from . import case_lines, env, work
+from .._machine import cpu_model
+from . import case_lines, work
 
 _HALF = ("return_lse", "return_max_logit", "batch_invariant")  # keywords of the forward pass alone
 
@@ -43,7 +44,7 @@ class Cpu:
 
     def __init__(self, threads: int | None):
         self._threads = threads
-        self.machine = f"{env.cpu_model()}, {threads or len(os.sched_getaffinity(0))} threads"
+        self.machine = f"{cpu_model()}, {threads or len(os.sched_getaffinity(0))} threads"
 
     def problem(self, arguments: dict, tokens, backward: bool):
         """(o, do | None, a function of one call) of a case with these arguments."""

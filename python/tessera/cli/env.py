@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from .._machine import cpu_model
 from . import case_lines, terminal
 
 _PACKAGES = ("tessera-attention", "numpy", "ml_dtypes", "torch", "jax", "paddlepaddle",
@@ -81,17 +82,6 @@ def prefix() -> Path:
         raise case_lines.UsageError("tessera.env: --prefix: this is a source checkout, which has none; install "
                                     "the wheel, or `cmake --install build/cpu --prefix PLACE`")
     return package
-
-
-def cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith(("model name", "Model")):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def gpus() -> list[dict]:

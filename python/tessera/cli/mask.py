@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import textwrap
 
 import numpy as np
 
@@ -171,31 +172,49 @@ def lines(visible: np.ndarray) -> list[str]:
 
 
 def plot(pictures: list[Picture], path: str, title: str):
-    """A PNG with a panel for each of the first four sequences."""
+    """A PNG with a panel for each of the first four sequences; a pair has one size in all of them."""
     from .plot import require_matplotlib
     require_matplotlib()
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
     shown = [picture for picture in pictures if picture.visible.size][:4]
     if not shown:
         raise ValueError("tessera.mask: --plot: no sequence has a query and a key, so there is nothing to draw")
-    figure, panels = plt.subplots(1, len(shown), squeeze=False, figsize=(1 + 3.6 * len(shown), 4))
-    for axes, picture in zip(panels[0], shown):
-        axes.imshow(picture.visible, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="equal")
-        queries, keys = picture.visible.shape
-        if max(queries, keys) <= 40:  # a line around each pair
-            axes.set_xticks(np.arange(-0.5, keys), minor=True)
-            axes.set_yticks(np.arange(-0.5, queries), minor=True)
-            axes.grid(which="minor", color="white", linewidth=0.8)
-            axes.tick_params(which="minor", length=0)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.set_xlabel("key")
-        axes.set_ylabel("query")
-        axes.set_title(f"sequence {picture.sequence}" if len(pictures) > 1 else "", fontsize=9)
-    figure.suptitle(title, fontsize=9, family="monospace")
-    figure.tight_layout()
+    queries = max(picture.visible.shape[0] for picture in shown)
+    keys = sum(picture.visible.shape[1] for picture in shown)
+    square = min(0.17, 8 / keys, 5 / queries)  # inches of a pair, but where a panel would be too thin to see
+    wide, high = max(square, 0.3 / keys), max(square, 0.3 / queries)
+    left, right, below, gap = 0.7, 0.15, 0.55, 0.75
+    width = max(5, left + keys * wide + (len(shown) - 1) * gap + right)
+    titles = textwrap.wrap(title, int(width / 0.08))
+    above = 0.2 + 0.17 * len(titles) + (0.2 if len(pictures) > 1 else 0)
+    height = above + queries * high + below
+    figure = plt.figure(figsize=(width, height))
+    for picture in shown:
+        rows, columns = picture.visible.shape
+        bottom = height - above - rows * high
+        axes = figure.add_axes((left / width, bottom / height, columns * wide / width, rows * high / height))
+        _panel(axes, picture.visible, wide, high)
+        axes.set_title(f"sequence {picture.sequence}" if len(pictures) > 1 else "", fontsize=9, loc="left")
+        left += columns * wide + gap
+    figure.text(0.1 / width, 1 - 0.1 / height, "\n".join(titles), fontsize=9, family="monospace", va="top")
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
+
+
+def _panel(axes, visible: np.ndarray, wide: float, high: float):
+    """wide, high: inches of a pair."""
+    from matplotlib.ticker import MaxNLocator
+    axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
+    queries, keys = visible.shape
+    if min(wide, high) > 0.06:  # a line around each pair
+        axes.set_xticks(np.arange(-0.5, keys), minor=True)
+        axes.set_yticks(np.arange(-0.5, queries), minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.8)
+        axes.tick_params(which="minor", length=0)
+    for axis, inches in ((axes.xaxis, keys * wide), (axes.yaxis, queries * high)):
+        axis.set_major_locator(MaxNLocator(max(1, min(8, int(inches / 0.28))), integer=True, min_n_ticks=1))
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("key", fontsize=9)
+    axes.set_ylabel("query", fontsize=9)

@@ -7,6 +7,9 @@ import importlib.util
 import itertools
 import math
 import statistics
+import textwrap
+
+import numpy as np
 
 from . import case_lines
 
@@ -25,20 +28,44 @@ def draw(kind: str, results, against, path: str):
     if not results:
         raise case_lines.UsageError("--plot: no case ran, so there is nothing to draw")
     figure = _KINDS[kind](plt, results, against)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_TITLES[kind])
-    figure.text(0.01, 0.005, _origin(results), fontsize=6, color="grey", va="bottom")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    axes, = figure.axes
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_TITLES[kind], x=0.01, ha="left")
+    width, height = figure.get_size_inches()
+    origin = _origin(results, round(width * 20))
+    figure.text(0.01, 0.05 / height, origin, fontsize=6, color="grey", va="bottom")
+    figure.tight_layout(rect=(0, (0.1 + 0.1 * origin.count("\n") + 0.1) / height, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _origin(results) -> str:
-    """Machine, date and command of the results; of files of several runs, each that differs."""
+def _origin(results, width: int) -> str:
+    """Machine, version, date and command of the results, in lines of `width`; of several runs, each that differs."""
     def of(key):
         return " | ".join(dict.fromkeys(result.get(key, f"{key} not recorded") for result in results))
-    return f"{of('machine')}, {of('date')}\n{of('command')}"
+    command = textwrap.shorten(of("command"), 3 * width, placeholder=" …")  # a list of many cases says little
+    versions = {f"tessera {result['version']}, " for result in results if "version" in result}
+    return "\n".join([f"{of('machine')}, {''.join(sorted(versions))}{of('date')}", *textwrap.wrap(command, width)])
+
+
+def _legend(axes, entries: int):
+    """Above the axes, where it hides nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(entries, 5), fontsize=8, frameon=False)
+
+
+def _speed(results) -> tuple[str, float]:
+    """The unit of an axis of speeds, and how many of it a TFLOP/s is."""
+    return ("TFLOP/s", 1) if max(result["tflops"] for result in results) >= 1 else ("GFLOP/s", 1e3)
+
+
+def _plain_numbers(axis):
+    """Powers of 10 on a logarithmic axis, and as many numbers between as there is room for."""
+    from matplotlib.ticker import LogLocator, NullLocator
+    low, high = axis.get_view_interval()
+    between = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 8) if high < 10 * low else (1, 2, 5) if high < 1e5 * low else (1,)
+    axis.set_major_locator(LogLocator(subs=between, numticks=20))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def _of_peer(result, name: str, key: str):
@@ -47,27 +74,36 @@ def _of_peer(result, name: str, key: str):
 
 
 def _peak(result) -> float:
-    return 100 * result["tflops"] / result["percent_of_peak"]
+    """TFLOP/s; nan where a file does not tell."""
+    share = result.get("percent_of_peak")
+    return 100 * result["tflops"] / share if share else math.nan
 
 
 def _bars(plt, results, against):
-    """One row of bars for each case: TFLOP/s of tessera and of the peers, the peak as a tick."""
+    """One row of bars for each case: speed of tessera and of the peers, the peak as a tick."""
     names = ["tessera", *against]
+    unit, factor = _speed(results)
+    peaks = [factor * _peak(result) for result in results]
     height = 0.8 / len(names)
-    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.45 * len(results) * max(1, len(names) / 2)))
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.45 * len(results) * max(1, len(names) / 2)))
     for i, name in enumerate(names):
         places = [row + i * height for row in range(len(results))]
-        bars = axes.barh(places, [_of_peer(result, name, "tflops") for result in results],
-                         height * 0.92, label=name)
-        if name == "tessera":
-            labels = [f" {result['percent_of_peak']:.0f} % of peak" for result in results]
-            axes.bar_label(bars, labels, fontsize=8)
-    for row, result in enumerate(results):
-        axes.plot([_peak(result)] * 2, [row - height / 2, row + 0.8 - height / 2], color="black",
-                  linewidth=1.5, label="peak of the machine" if row == 0 else None)
+        axes.barh(places, [factor * _of_peer(result, name, "tflops") for result in results], height * 0.92, label=name)
+    if known := [row for row, peak in enumerate(peaks) if not math.isnan(peak)]:
+        tops = np.array(known) - height / 2
+        axes.vlines([peaks[row] for row in known], tops, tops + 0.8, color="black", linewidth=1.5,
+                    label="peak of the machine")
+    room = 0.16 * axes.get_xlim()[1]
+    for row in known:  # beside the bar, or behind the tick, where it would run through the label
+        end = factor * results[row]["tflops"]
+        axes.annotate(f"{results[row]['percent_of_peak']:.0f} % of peak",
+                      (end if end + room < peaks[row] else max(end, peaks[row]), row), xytext=(4, 0), fontsize=8,
+                      textcoords="offset points", va="center")
     _name_rows(axes, results, 0.4 - height / 2)
-    axes.set_xlabel("TFLOP/s of useful work")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.margins(x=0.12 if known else 0.05, y=0.02)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"{unit} of useful work")
+    _legend(axes, len(names) + 1)
     return figure
 
 
@@ -78,8 +114,12 @@ def _name_rows(axes, results, offset: float):
 
 
 def _roofline(plt, results, against):
-    """TFLOP/s over operations for each byte of inputs and outputs, under the roof of each dtype."""
+    """Speed over operations for each byte of inputs and outputs, under the roof of each dtype."""
+    results = [result for result in results if result.get("bytes_per_s")]
+    if not results:
+        raise case_lines.UsageError("--plot-as roofline: no case has bytes_per_s; give a file that bench --json wrote")
     figure, axes = plt.subplots(figsize=(8, 5.5))
+    unit, factor = _speed(results)
     dtypes = sorted({_dtype(result) for result in results})
     points = [(_dtype(result), 1e12 * result["tflops"] / result["bytes_per_s"], result)
               for result in results]
@@ -88,27 +128,28 @@ def _roofline(plt, results, against):
              if result.get("percent_of_bandwidth")]
     for i, dtype in enumerate(dtypes):
         mine = [(x, result) for name, x, result in points if name == dtype]
-        peaks = [_peak(result) for _, result in mine if "percent_of_peak" in result]
+        peaks = [factor * _peak(result) for _, result in mine if "percent_of_peak" in result]
         if not peaks:
             raise case_lines.UsageError(f"--plot-as roofline: no case of {dtype} has percent_of_peak; give a file that "
                                         "bench --json wrote")
         peak = statistics.median(peaks)
-        ridge = peak * 1e12 / statistics.median(rates) if rates else min(reach)
+        ridge = peak / factor * 1e12 / statistics.median(rates) if rates else min(reach)
         if rates:
             left = min(min(reach) / 2, ridge)
             axes.plot([left, ridge], [peak * left / ridge, peak], color=f"C{i}", linewidth=1)
         axes.plot([min(ridge, max(reach)), 2 * max(reach)], [peak] * 2, color=f"C{i}", linewidth=1,
-                  label=f"roof of {dtype}: {peak * 1e3:.0f} GFLOP/s")
+                  label=f"roof of {dtype}: {peak:.0f} {unit}")
         for direction, marker in (("fwd", "o"), ("bwd", "s")):
-            chosen = [(x, result["tflops"]) for x, result in mine if result["pass"] == direction]
+            chosen = [(x, factor * result["tflops"]) for x, result in mine if result["pass"] == direction]
             if chosen:
                 axes.scatter(*zip(*chosen), color=f"C{i}", marker=marker, s=28,
                              label=f"{direction} {dtype}")
-    axes.set(xscale="log", yscale="log", xlabel="useful operations for each byte of inputs and outputs",
-             ylabel="TFLOP/s of useful work")
-    if rates:
-        axes.set_title(f"memory read at {statistics.median(rates) / 1e9:.0f} GB/s", fontsize=9)
-    axes.legend(fontsize=7)
+    memory = f"; memory is read at {statistics.median(rates) / 1e9:.0f} GB/s" if rates else ""
+    axes.set(xscale="log", yscale="log", xlabel=f"useful operations for each byte of inputs and outputs{memory}",
+             ylabel=f"{unit} of useful work")
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_numbers(axis)
+    _legend(axes, 3)  # a line of the legend for each dtype
     return figure
 
 
@@ -124,7 +165,7 @@ def _ratio(plt, results, against):
     results = [result for result in results
                if any("times" in result["peers"].get(name, {}) for name in against)]
     height = 0.8 / len(against)
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(results) * max(1, len(against) / 2)))
+    figure, axes = plt.subplots(figsize=(9, 1.9 + 0.3 * len(results) * max(1, len(against) / 2)))
     for i, name in enumerate(against):
         ratios = [_of_peer(result, name, "times") if name in result["peers"] else math.nan
                   for result in results]
@@ -135,40 +176,47 @@ def _ratio(plt, results, against):
     axes.axvline(1, color="black", linewidth=1)
     _name_rows(axes, results, 0.4 - height / 2)
     axes.set(xscale="log", xlabel="time of the peer / time of tessera")
-    axes.margins(y=0.01)
-    for of_axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-        of_axis("{x:g}")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.margins(x=0.1, y=0.01)
+    _plain_numbers(axes.xaxis)
+    _legend(axes, len(against))
     return figure
 
 
 def _scaling(plt, results, against):
-    """Speed over the length of the sequence, a line for each kind of case and number of threads."""
-    figure, axes = plt.subplots(figsize=(8, 5))
-    lines: dict[str, list] = {}
+    """Speed over the length of the sequence: a colour for each kind of case and number of threads, a kind of line for
+    tessera and each peer."""
+    unit, factor = _speed(results)
+    lines: dict[str, dict[str, list]] = {}
     for result in results:
         words = result["case"].split()
         sizes = dict(word.split("=", 1) for word in words if "=" in word)
         length = sizes.get("s") or sizes.get("sk")
         rest = " ".join(word for word in words if not word.startswith(("s=", "sk=")))
-        threads = f" threads={result['threads']}" if result.get("threads") else ""
+        rest += f" threads={result['threads']}" if result.get("threads") else ""
         for name in ("tessera", *against):
-            label = f"{name}: {rest}{threads}"
-            lines.setdefault(label, []).append((int(length), _of_peer(result, name, "tflops")))
-    for label, points in lines.items():
-        points.sort()
-        axes.plot(*zip(*points), label=label, marker="o", markersize=3,
-                  linestyle="-" if label.startswith("tessera") else ":")
-    axes.set(xscale="log", xlabel="length of the sequence", ylabel="TFLOP/s of useful work", ylim=0)
-    ticks = sorted({x for points in lines.values() for x, _ in points})
+            point = int(length), factor * _of_peer(result, name, "tflops")
+            lines.setdefault(rest, {}).setdefault(name, []).append(point)
+    names = ["tessera", *against]
+    figure, axes = plt.subplots(figsize=(11, max(5, 1.5 + 0.2 * (len(lines) + len(names)))))
+    styles = dict(zip(names, itertools.cycle([("-", "o"), (":", "x"), ("--", "s"), ("-.", "^")])))
+    for i, (rest, of_names) in enumerate(lines.items()):
+        axes.plot([], [], color=f"C{i}", linewidth=4, label=rest)
+        for name, points in of_names.items():
+            axes.plot(*zip(*sorted(points)), color=f"C{i}", linestyle=styles[name][0], marker=styles[name][1],
+                      markersize=4)
+    for name, (line, marker) in styles.items():
+        axes.plot([], [], color="black", linestyle=line, marker=marker, markersize=4, label=name)
+    axes.set(xscale="log", xlabel="length of the sequence", ylabel=f"{unit} of useful work", ylim=0)
+    ticks = sorted({x for of_names in lines.values() for points in of_names.values() for x, _ in points})
     axes.set_xticks(ticks, [str(x) for x in ticks], fontsize=8)
     axes.minorticks_off()
-    axes.legend(fontsize=7)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False)
     return figure
 
 
 def _bytes(plt, results, against):
     """Time over the bytes that a case reads, of tessera and the peers, above the time of a loop that reads as many."""
+    from matplotlib.ticker import EngFormatter
     results = [result for result in results if result.get("percent_of_bandwidth")]
     if not results:
         raise case_lines.UsageError("--plot-as bytes: no case is bound by memory; take --suite decode or --grid goals")
@@ -176,15 +224,18 @@ def _bytes(plt, results, against):
     read = [result["bytes_per_s"] * result["ms"] / 1e3 for result in results]
     rate = statistics.median(result["bytes_per_s"] * 100 / result["percent_of_bandwidth"] for result in results)
     for name, marker in zip(("tessera", *against), itertools.cycle("oxs+^v")):
-        axes.scatter(read, [1e3 * _of_peer(result, name, "ms") for result in results], marker=marker, s=22, label=name)
+        axes.scatter(read, [_of_peer(result, name, "ms") / 1e3 for result in results], marker=marker, s=22, label=name)
     ends = [min(read), max(read)]
-    axes.plot(ends, [1e6 * x / rate for x in ends], color="black", linewidth=1,
+    axes.plot(ends, [x / rate for x in ends], color="black", linewidth=1,
               label=f"a loop that reads: {rate / 1e9:.0f} GB/s")
-    ruled = sorted((x, 1e3 * result["byte_rule_ms"]) for x, result in zip(read, results) if result.get("byte_rule_ms"))
+    ruled = sorted((x, result["byte_rule_ms"] / 1e3) for x, result in zip(read, results) if result.get("byte_rule_ms"))
     if ruled:
         axes.plot(*zip(*ruled), color="grey", linewidth=0.8, linestyle="--", label="the byte rule")
-    axes.set(xscale="log", yscale="log", xlabel="bytes of q, k, v and o", ylabel="us")
-    axes.legend(fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="bytes of q, k, v and o", ylabel="time of a call")
+    for axis, sign in ((axes.xaxis, "B"), (axes.yaxis, "s")):
+        _plain_numbers(axis)
+        axis.set_major_formatter(EngFormatter(sign))
+    _legend(axes, 5)
     return figure
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's three pictures. Colours are told apart by colour-blind readers (Okabe and Ito)."""
 
+import datetime
+import os
 import textwrap
 import warnings
 
@@ -9,6 +11,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+
+import tessera
+
+from .._machine import cpu_model
 
 BLUE, ORANGE, INK, FAINT = "#0072B2", "#D55E00", "#222222", "#8a8a8a"
 MOST_LABELS = 60  # sentences beyond this are not named beside the heat map
@@ -61,13 +67,13 @@ def similarity(path, texts, similarities):
     _save(figure, path)
 
 
-def words(path, pair):
-    """What each word brought to the similarity of two sentences (a pair of attribution.Shares)."""
+def words(path, pair, sentences):
+    """What each word brought to the similarity of two sentences, which name the panels. pair: of attribution.Shares."""
     drawn = [_strongest(s) for s in pair]
     digits = 2 if max(np.abs(s.share).max(initial=0) for s in pair) >= 0.1 else 3
     rows = max(len(d[0]) for d in drawn)
-    figure, both = plt.subplots(1, 2, figsize=(10, 0.29 * rows + 1.4), sharex=True)
-    for axes, shares, (names, values) in zip(both, pair, drawn):
+    figure, both = plt.subplots(1, 2, figsize=(10, 0.29 * rows + 1.8), sharex=True)
+    for axes, shares, sentence, (names, values) in zip(both, pair, sentences, drawn):
         y = np.arange(len(names))
         axes.barh(y, values, height=0.66, color=np.where(values < 0, ORANGE, BLUE))
         for at, value in zip(y, values):
@@ -88,15 +94,11 @@ def words(path, pair):
         axes.margins(x=0.14)
         left_out = len(shares.words) - len(names)
         note = f"; {left_out} weaker words not drawn" if left_out else ""
-        axes.set_title(
-            _minus(
-                f"from {shares.hidden:.2f} with every word hidden to {shares.similarity:.2f}{note}"
-            ),
-            loc="left",
-            fontsize=8.5,
-            color=FAINT,
-        )
-    figure.suptitle("What each word brings to the similarity of the two", x=0.012, ha="left")
+        rise = f"from {shares.hidden:.2f} with every word hidden to {shares.similarity:.2f}{note}"
+        axes.set_title(_minus(rise), loc="left", fontsize=8.5, color=FAINT)
+        short = textwrap.shorten(sentence, 52, placeholder=" …")
+        axes.annotate(short, (0, 1), xycoords="axes fraction", xytext=(0, 22), textcoords="offset points", fontsize=10)
+    figure.suptitle("What each word brings to the cosine similarity of these two sentences", x=0.012, ha="left")
     _save(figure, path, w_pad=3)
 
 
@@ -185,10 +187,16 @@ def seconds_text(s):
     return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
 
 
+def _origin() -> str:
+    """Version, machine and date."""
+    cores = len(os.sched_getaffinity(0))
+    return f"tessera {tessera.__version__}, {cpu_model()}, {cores} cores, {datetime.date.today().isoformat()}"
+
+
 def _save(figure, path, **tight):
     with warnings.catch_warnings():  # a sign that the font lacks becomes a box, silently
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        if tight:
-            figure.tight_layout(**tight)
+        figure.tight_layout(**tight)
+        figure.text(0.012, -0.15 / figure.get_figheight(), _origin(), fontsize=8, color=FAINT, va="top")
         figure.savefig(path, bbox_inches="tight", pad_inches=0.15)
     plt.close(figure)

@@ -136,7 +136,7 @@ class Story:
             f"the cosine itself changed by {lifts}. The gradient agrees with fp64 NumPy to "
             f"{self._gradient_error(i, j):.1e} of its largest entry."
         )
-        self._picture("words.png", plots.words, pair)
+        self._picture("words.png", plots.words, pair, [f"{n + 1}: {self.texts[n]}" for n in (i, j)])
 
     def _gradient_error(self, i, j):
         ids = np.array(self.sentences[i].ids)
