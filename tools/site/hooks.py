@@ -6,6 +6,7 @@ page names; the changelog; and links that leave docs/."""
 from __future__ import annotations
 
 import hashlib
+import json
 import posixpath
 import re
 import sys
@@ -94,9 +95,21 @@ def _listing(target: str) -> str:
     place = ROOT / target
     if place.is_dir():
         text = "\n".join(f"- `{name.name}`" for name in sorted(place.iterdir()))
+    elif place.suffix == ".ipynb":
+        return _notebook(target)
     else:
         text = f"````{_LANGUAGES.get(place.suffix, 'text')}\n{place.read_text()}\n````"
     return f"# `{target}`\n\n{text}\n"
+
+
+def _notebook(target: str) -> str:
+    """A page with the cells of a notebook. Its links to docs/ lead there from the page, which lies deeper."""
+    cells = json.loads((ROOT / target).read_text())["cells"]
+    parts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    text = "\n\n".join(source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in parts)
+    top = "../" * (target.count("/") + 1)
+    text = re.sub(r"\]\((?:\.\./)+docs/", f"]({top}", text)
+    return text.replace("\n", f"\n\nThe cells of `{target}`, which runs in Jupyter.\n", 1)
 
 
 _LANGUAGES = {".h": "cpp", ".cc": "cpp", ".c": "c", ".cu": "cpp", ".cuh": "cpp", ".py": "python", ".sh": "bash"}
