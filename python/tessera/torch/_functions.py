@@ -65,11 +65,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
     >>> o = tessera.torch.attention(q, k, v, causal=True)
     >>> o, lse = tessera.torch.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
     """
-    if type(q) is not torch.Tensor:
+    if type(q) is not torch.Tensor or type(k) is not torch.Tensor:
         if _nested.is_nested(q, k, v):
             return _nested.attention(attention, q, k, v, keywords)
         if _dtensor.are(q, k, v):
-            return _dtensor.attention(attention, q, k, v, keywords)
+            is_drawn = keywords.get("rng_state") is None
+            _complete("attention", q, keywords)
+            return _dtensor.attention(attention, q, k, v, keywords, is_drawn)
     if torch.compiler.is_compiling():
         return _compiled(q, k, v, keywords)
     try:
@@ -126,6 +128,7 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     >>> g = tessera.torch.attention_backward(do, q, k, v, o, lse, causal=True)
     """
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD, hint=not torch.compiler.is_compiling())
+    _dtensor.refuse("attention_backward", do, q, k, v, o, lse)
     _complete("attention_backward", q, keywords)
     chosen = _prepared.gradient_outputs(_tensors, grads)
     do = _describe.readable(do)
@@ -204,6 +207,7 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
     >>> print(tessera.torch.explain(q, k, v, causal=True))
     """
     if not isinstance(q, str):
+        _dtensor.refuse("explain", q, k, v)
         _complete("explain", q, keywords)
     elif device is None:
         device = "cpu"
@@ -419,6 +423,8 @@ def _autocast(names: list, tensors: list):
 
 
 def _state(operation: str, rng_state, q):
-    words = _args.rng_words(_args.Arguments(_tensors, operation), rng_state)
+    # torch.compile cannot trace through Arguments, which hold a C structure.
+    words = list(rng_state) if torch.compiler.is_compiling() and len(rng_state) in (2, 4) else \
+        _args.rng_words(_args.Arguments(_tensors, operation), rng_state)
     device = q.device if isinstance(q, torch.Tensor) else None
     return torch.tensor(words, dtype=torch.int64, device=device)
