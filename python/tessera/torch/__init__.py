@@ -9,6 +9,10 @@ Tensors of any strides are used in place. The functions work under torch.compile
 checkpointing and vmap; docs/torch.md has the details, docs/semantics.md says what every call computes.
 """
 
+import contextlib as _contextlib
+
+from torch import distributed as _distributed
+
 from .._lib import Refused
 from . import _registry  # noqa: F401 - lists the name
 from ._cache import append_kv, rotate
@@ -19,3 +23,8 @@ from ._sdpa import patch_sdpa, scaled_dot_product_attention
 __all__ = ["attention", "attention_backward", "merge", "explain", "dropout_mask", "rotate",
            "append_kv", "attention_shared_prefix", "explain_shared_prefix",
            "scaled_dot_product_attention", "patch_sdpa", "Refused"]
+
+if _distributed.is_available():
+    with _contextlib.suppress(ImportError):  # of a PyTorch that has them elsewhere: its error then says what it lacks
+        from . import _sharding
+        _sharding.register()
