@@ -225,6 +225,8 @@ class Arguments:
         return bool(value)
 
     def number(self, name, value) -> float:
+        if type(value).__name__ == "ndarray" and value.shape == ():
+            value = value[()]
         if not _keywords.is_number(value) or self.adapter.info(value) is not None:
             raise self.error(name, value, "must be a number")
         try:

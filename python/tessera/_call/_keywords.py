@@ -26,6 +26,9 @@ SMOOTH = {"none": 0, "mean": _lib.SMOOTH_MEAN,
 _LENGTHS = "int32 or int64"
 
 
+NUMBERS = ("softmax_scale", "softcap", "dropout_p")
+
+
 def is_number(value) -> bool:
     """A real Python or NumPy number (ml_dtypes scalars included), not a boolean, not an array."""
     if isinstance(value, bool) or type(value).__name__ == "bool_":

@@ -150,7 +150,11 @@ def _given(operation: str, q, k, v, keywords: dict, table=None) -> dict:
     for name, value in given.items():
         if isinstance(value, jax.ShapeDtypeStruct) and operation != "explain":
             raise _args.Arguments(_arrays, operation).error(name, value, f"must be a {_arrays.noun}")
-        if type(value) in (np.ndarray, list, tuple, _arrays.Slice) and name != "rng_state":
+        if name in _keywords.NUMBERS and isinstance(value, jax.Array) and value.ndim == 0 and \
+                not _arrays.is_traced(value):
+            given[name] = value.item()
+        elif type(value) in (np.ndarray, list, tuple, _arrays.Slice) and \
+                name not in ("rng_state", *_keywords.NUMBERS):
             if id(value) not in converted:
                 converted[id(value)] = _arrays.accepted(operation, name, value)
             given[name] = converted[id(value)]

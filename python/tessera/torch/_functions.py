@@ -218,6 +218,8 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
 
 def _described(q, k, v, keywords: dict, key: tuple | None):
     """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
+    if any([isinstance(keywords.get(name), torch.Tensor) for name in _keywords.NUMBERS]):
+        key = None  # whose value may be another in the next call
     _complete("attention", q, keywords)
     names, tensors, options, flags = _sorted(q, k, v, keywords)
     given = {**keywords, **{name: x for name, x in zip(names, tensors) if name in _keywords.DIFFERENTIABLE}}
@@ -374,6 +376,9 @@ def _complete(operation: str, q, keywords: dict):
     """Gives `keywords` the front end's own defaults, and other spellings their one form."""
     if keywords.get("deterministic") is None:
         keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    for name in _keywords.NUMBERS:
+        if isinstance(keywords.get(name), torch.Tensor):
+            keywords[name] = number(operation, name, keywords[name])
     if "window" in keywords and type(keywords["window"]) is list:
         keywords["window"] = tuple(keywords["window"])
     state = keywords.get("rng_state")
@@ -384,6 +389,14 @@ def _complete(operation: str, q, keywords: dict):
             keywords["rng_state"] = drawn_state(q.device)
         elif operation == "explain":
             keywords["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def number(operation: str, name: str, x: torch.Tensor):
+    """The value of a tensor without axes, which a GPU is waited for; others are for the checks to refuse."""
+    if x.requires_grad and x.dim() == 0:
+        raise ValueError(f"tessera.{operation}: {name}=Tensor: asks for a gradient, which it does not have; multiply q "
+                         f"by it instead, with {name}=1.0, or detach() it")
+    return x.item() if x.dim() == 0 else x
 
 
 def drawn_state(device: torch.device) -> torch.Tensor:

@@ -48,8 +48,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     """
     if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
         return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if isinstance(scale, torch.Tensor) and scale.dim() == 0:
-        scale = scale.item()
+    if isinstance(scale, torch.Tensor):
+        scale = _functions.number("torch.scaled_dot_product_attention", "scale", scale)
     keywords = {"layout": "bhsd", "softmax_scale": scale}
     if is_causal:
         keywords.update(causal=True, align="top_left")

@@ -7,6 +7,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import jax_device  # noqa: E402
+import tessera.jax as tj  # noqa: E402
 from tessera.jax import nn  # noqa: E402
 
 
@@ -42,11 +43,13 @@ def test_flax_modules_with_several_batch_axes():
     same(ours.apply(parameters, x, mask=mask), theirs.apply(parameters, x, mask=mask))
 
 
-@pytest.mark.parametrize("scale", [0.3, np.float32(0.3), jnp.float32(0.3), jnp.array(0.3)])
+@pytest.mark.parametrize("scale", [0.3, np.float32(0.3), np.array(0.3), jnp.float32(0.3), jnp.array(0.3)])
 def test_a_scale_is_a_scalar_of_any_kind(scale):
     q = normal(0, 2, 5, 4, 8)
     expected = jax.nn.dot_product_attention(q, q, q, scale=0.3)
     same(nn.dot_product_attention(q, q, q, scale=scale), expected)
+    same(tj.attention(q, q, q, softmax_scale=scale), expected)
+    same(jax.jit(lambda q: tj.attention(q, q, q, softmax_scale=scale))(q), expected)
     same(jax.jit(lambda q, scale: nn.dot_product_attention(q, q, q, scale=scale))(q, scale), expected)
     gradients = (jax.grad(lambda scale: (f(q, q, q, scale=scale) ** 2).sum())(0.3)
                  for f in (nn.dot_product_attention, jax.nn.dot_product_attention))

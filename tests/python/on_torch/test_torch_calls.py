@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of a call as PyTorch's operators carry it: what keywords become, and what kernels make of it."""
+import functools
 import itertools
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -148,3 +150,26 @@ def test_no_keyword_is_ignored():
         value = q if isinstance(row, tessera._call._keywords.Tensor) else values.get(name, not row.default)
         base = {} if name == "bias" else bias
         assert text(base) != text({**base, name: value}), name
+
+
+def test_numbers_may_be_tensors_without_axes():
+    """They are read at each call; one that asks for a gradient would not get it."""
+    q, k, v = qkv(s=5)
+    for make in (torch.tensor, np.array, np.float32):
+        same = tt.attention(q, k, v, softmax_scale=make(0.25), softcap=make(2.0))
+        assert torch.equal(same, tt.attention(q, k, v, softmax_scale=0.25, softcap=2.0))
+    scale = torch.tensor(0.25)
+    for value in (0.25, 0.5):
+        scale.fill_(value)
+        assert torch.equal(tt.attention(q, k, v, softmax_scale=scale), tt.attention(q, k, v, softmax_scale=value))
+    numpy = [x.numpy() for x in (q, k, v)]
+    assert (tessera.attention(*numpy, softmax_scale=np.array(0.25)) ==
+            tessera.attention(*numpy, softmax_scale=0.25)).all()
+    scale.requires_grad_()
+    for function in (tt.attention, functools.partial(tt.attention, causal=True)):
+        with pytest.raises(ValueError, match="softmax_scale=Tensor: asks for a gradient.*multiply q"):
+            function(q, k, v, softmax_scale=scale)
+    with pytest.raises(ValueError, match="scale=Tensor: asks for a gradient"):
+        tt.scaled_dot_product_attention(q, k, v, scale=scale)
+    with pytest.raises(ValueError, match="softmax_scale=Tensor: must be a number"):
+        tt.attention(q, k, v, softmax_scale=torch.ones(2))
