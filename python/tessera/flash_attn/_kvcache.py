@@ -160,7 +160,9 @@ def _rotated(x, rotary: Rotary, start, cu_seqlens, batch: int, moves=True):
     sequence, place, _ = _tokens(x, cu_seqlens, batch)
     position = (start[sequence] + (place if moves else 0)).view(x.shape[:-2])
     layout = "bshd" if cu_seqlens is None else "thd"
-    return rotate(x, rotary.cos.float(), rotary.sin.float(), position, interleaved=rotary.interleaved, layout=layout)
+    turned = x.float() if x.dtype.itemsize == 1 else x  # fp8 is rounded once, as what is turned goes
+    return rotate(turned, rotary.cos.float(), rotary.sin.float(), position, interleaved=rotary.interleaved,
+                  layout=layout).to(x.dtype)
 
 
 def _chunks(q, queries: Queries, after, leftpad, attention_chunk: int, batch: int) -> dict:

@@ -8,12 +8,12 @@ import torch
 
 from .._lib import Refused
 from ..torch import _functions
-from . import _translate as to
+from . import _translate as to, _weights
 
 
 def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
                         alibi_slopes, return_softmax):
-    """(out [b, s, h, d], lse [b, h, s], an empty tensor, rng_state int64 [2])."""
+    """(out [b, s, h, d], lse [b, h, s], S_dmask, rng_state int64 [2]); S_dmask is flash_attn_func's, or empty."""
     return _forward("_flash_attn_forward", q, k, v, dropout_p, return_softmax,
                     **_shape(softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes))
 
@@ -57,8 +57,9 @@ def _forward(name, q, k, v, dropout_p, return_softmax, **keywords):
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         keywords["rng_state"] = state = _functions.drawn_state(q.device)
-    out, lse = to.attention(q, k, v, return_lse=True, **to.dropout(name, dropout_p, return_softmax), **keywords)
-    return out, lse, q.new_empty(0), state
+    out, lse = to.attention(q, k, v, return_lse=True, dropout_p=dropout_p, **keywords)
+    weights = _weights.of(name, q, k, lse, dropout_p, **keywords) if dropout_p and return_softmax else q.new_empty(0)
+    return out, lse, weights, state
 
 
 @torch.no_grad()

@@ -58,14 +58,6 @@ def packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table=N
     return where
 
 
-def dropout(name: str, dropout_p: float, wants_probabilities: bool) -> dict:
-    if wants_probabilities and dropout_p > 0:
-        raise Refused(f"tessera.{name}: return_attn_probs=True with dropout_p={dropout_p}: S_dmask, the "
-                      "weights with their dropout, is not made; tessera.torch.attention takes "
-                      "rng_state=, and tessera.torch.dropout_mask says what it drops")
-    return {"dropout_p": dropout_p}
-
-
 def deterministic(on: bool) -> bool | None:
     """False leaves it to torch.use_deterministic_algorithms."""
     return True if on else None
@@ -92,5 +84,5 @@ def cumulative(lengths_):
     return torch.nn.functional.pad(lengths_.cumsum(0), (1, 0)).to(torch.int32)
 
 
-__all__ = ["attention", "unpacked", "band", "score", "lengths", "packed", "dropout", "deterministic", "chunk_ranges",
+__all__ = ["attention", "unpacked", "band", "score", "lengths", "packed", "deterministic", "chunk_ranges",
            "sequence_of", "cumulative", "Refused"]

@@ -4,7 +4,8 @@ Gradients reach q, k, v and alibi_slopes; an lse that is returned may be differe
 
 from __future__ import annotations
 
-from . import _kvcache, _translate as to
+from ..torch._functions import drawn_state
+from . import _kvcache, _translate as to, _weights
 from ._passes import (_flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward,  # noqa: F401
                       _flash_attn_varlen_forward)
 
@@ -13,14 +14,11 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
                     softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """Attention of q [b, sq, hq, d] over k, v [b, sk, hk, d] -> [b, sq, hq, d].
 
-    return_attn_probs: (out, lse [b, hq, sq], None). The last is S_dmask, which flash_attn makes for
-    tests of dropout alone and which is Refused here with dropout.
+    return_attn_probs: (out, lse [b, hq, sq], S_dmask). The last is None without dropout; with it, for tests of dropout
+    alone, the weights [b, hq, sq, sk] in q's dtype, negative where they are dropped.
     """
-    results = to.attention(q, k, v, return_lse=return_attn_probs,
-                           **_keywords("flash_attn_func", dropout_p, softmax_scale, causal,
-                                       window_size, softcap, alibi_slopes, deterministic,
-                                       return_attn_probs))
-    return (*results, None) if return_attn_probs else results
+    keywords = _keywords(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _returned("flash_attn_func", q, k, v, dropout_p, return_attn_probs, keywords)
 
 
 def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False,
@@ -48,14 +46,12 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     """Attention of packed q [tq, hq, d] over k, v [tk, hk, d], or with block_table [b, pages] int32
     over pools [pages, page_size, hk, d] -> [tq, hq, d].
 
-    return_attn_probs: (out, lse [hq, tq], None), as for flash_attn_func.
+    return_attn_probs: (out, lse [hq, tq], S_dmask), as for flash_attn_func; S_dmask is [b, hq, longest q, longest k],
+    and with block_table Refused.
     """
-    where = to.packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    results = to.attention(q, k, v, return_lse=return_attn_probs, **where,
-                           **_keywords("flash_attn_varlen_func", dropout_p, softmax_scale, causal,
-                                       window_size, softcap, alibi_slopes, deterministic,
-                                       return_attn_probs))
-    return (*results, None) if return_attn_probs else results
+    keywords = {**to.packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table),
+                **_keywords(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)}
+    return _returned("flash_attn_varlen_func", q, k, v, dropout_p, return_attn_probs, keywords)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None,
@@ -102,8 +98,16 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
         **to.score(softmax_scale, softcap, alibi_slopes))
 
 
-def _keywords(name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-              deterministic, return_attn_probs) -> dict:
+def _keywords(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
     return {**to.band(causal, window_size), **to.score(softmax_scale, softcap, alibi_slopes),
-            **to.dropout(name, dropout_p, return_attn_probs),
             "deterministic": to.deterministic(deterministic)}
+
+
+def _returned(name: str, q, k, v, dropout_p: float, return_attn_probs: bool, keywords: dict):
+    if not return_attn_probs:
+        return to.attention(q, k, v, dropout_p=dropout_p, **keywords)
+    if dropout_p > 0:
+        keywords["rng_state"] = drawn_state(q.device)
+    results = to.attention(q, k, v, return_lse=True, dropout_p=dropout_p, **keywords)
+    weights = _weights.of(name, q, k, results[1], dropout_p, **keywords) if dropout_p > 0 else None
+    return (*results, weights)

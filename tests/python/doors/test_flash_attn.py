@@ -365,8 +365,6 @@ def test_a_cache_has_no_gradient():
 
 
 @pytest.mark.parametrize("call, error, message", [
-    (lambda q, k, v: fa2.flash_attn_func(q, k, v, 0.1, return_attn_probs=True), tessera.Refused,
-     "S_dmask"),
     (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=v), tessera.Refused, "qv: .*torch.cat"),
     (lambda q, k, v: fa3.flash_attn_func(q, k, v, k_descale=torch.ones(2, 2)), ValueError, "k_scale"),
     (lambda q, k, v: fa2.flash_attn_with_kvcache(q, k, v, k), ValueError, "give both"),

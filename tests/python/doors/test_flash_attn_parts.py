@@ -173,3 +173,66 @@ def test_metadata_has_no_effect():
     plan = fa3.get_scheduler_metadata(B, 1, S, H, H, D, lengths, qkv_dtype=torch.float32, causal=True)
     assert torch.equal(*(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, scheduler_metadata=each)
                          for each in (plan, None)))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("keywords", [
+    {}, {"causal": True, "softcap": 3.0}, {"window_size": (2, 1), "softmax_scale": 0.5},
+    {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.3])}], ids=lambda x: ",".join(x) or "plain")
+def test_weights_of_dropout_are_those_of_out(packed, keywords):
+    """out is the weights that are kept, 1 / (1 - p) of each, times v; without dropout's signs they are the softmax."""
+    p, d = 0.25, 16  # a p that dropout's 16 bits have
+    if packed:
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 6], [0, 5, 11]))
+        q, k, v = normal(6, 4, d, grad=True), normal(11, 2, d), normal(11, 2, d)
+
+        def run(v):
+            return interface.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 6, p, return_attn_probs=True, **keywords)
+    else:
+        q, k, v = normal(2, 4, 4, d, grad=True), normal(2, 6, 2, d), normal(2, 6, 2, d)
+
+        def run(v):
+            return interface.flash_attn_func(q, k, v, p, return_attn_probs=True, **keywords)
+    out, _, weights = run(v)
+    assert weights.shape == (2, 4, 4, 6) and weights.dtype == q.dtype and not weights.requires_grad
+    assert (weights < 0).any() and (weights > 0).any()
+    pieces = [(out[0], v[0]), (out[1], v[1])] if not packed else [(out[:2], v[:5]), (out[2:], v[5:])]
+    for one, (o, values) in zip(weights, pieces):
+        one = one[:, :o.shape[0], :values.shape[0]]
+        kept = one.clamp(min=0) / (1 - p)
+        found = torch.einsum("hij,jhd->ihd", kept, values.repeat_interleave(2, 1))
+        torch.testing.assert_close(found, o, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.abs().sum(-1), torch.ones(one.shape[:2]), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_the_passes_alone():
+    q, k, v = (normal(2, 6, 2, 16) for _ in range(3))
+    out, _, weights, _ = interface._flash_attn_forward(q, k, v, 0.25, 0.3, True, -1, -1, 0.0, None, True)
+    found = torch.einsum("bhij,bjhd->bihd", weights.clamp(min=0) / 0.75, v)
+    torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-5)
+    pools, table = [x.reshape(6, 2, 2, 16) for x in (k, v)], torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    with pytest.raises(flash_attn.Refused, match="the weights of pages are not made"):
+        interface.flash_attn_varlen_func(q.flatten(0, 1), *pools, cu, cu, 6, 6, 0.1, return_attn_probs=True,
+                                         block_table=table)
+
+
+def test_rotary_tables_beside_a_cache_of_fp8():
+    """New keys are turned in float32 and rounded once, be they fp8 already or not."""
+    q, k, v = (normal(2, 1, h, 16).bfloat16() for h in (4, 2, 2))
+    cos, sin = torch.rand(8, 8), torch.rand(8, 8)
+    lengths = torch.tensor([3, 2], dtype=torch.int32)
+    wide = [normal(2, 8, 2, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    found, rounded = [], k.to(torch.float8_e4m3fn)
+    cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+    for new in (rounded, rounded.bfloat16()):
+        cache = [x.clone() for x in wide]
+        o = fa3.flash_attn_with_kvcache(q, *cache, new, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+                                        causal=True)
+        found.append((o, cache[0]))
+    turned = rotary.apply_rotary_emb(rounded.float(), cos.float(), sin.float(), interleaved=True,
+                                     seqlen_offsets=lengths)
+    rounded = turned[:, 0].to(torch.float8_e4m3fn).float()
+    for o, keys in found:
+        torch.testing.assert_close(o, found[1][0], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(torch.stack([keys[0, 3], keys[1, 2]]).float(), rounded, rtol=0.07, atol=0.01)
