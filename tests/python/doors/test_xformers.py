@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.xformers: every bias beside what its documentation says of it, pair by pair."""
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -287,6 +289,8 @@ def test_kernels_by_name_have_no_effect():
                (xops.fmha.flash.FwOp, None), (xops.fmha.triton_splitk.FwOp, xops.fmha.flash.BwOp)):
         assert torch.equal(xops.memory_efficient_attention(q, q, q, op=op), xops.memory_efficient_attention(q, q, q))
     xops.memory_efficient_attention_forward(q, q, q, op=xops.fmha.cutlass.FwOp)
+    from tessera.xformers.fmha.flash import BwOp, FwOp
+    assert (FwOp, BwOp) == xops.MemoryEfficientAttentionFlashAttentionOp and pickle.loads(pickle.dumps(FwOp)) is FwOp
     assert {op.NAME for op in xops.fmha.ALL_FW_OPS}.isdisjoint(op.NAME for op in xops.fmha.ALL_BW_OPS)
 
 

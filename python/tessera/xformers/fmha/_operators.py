@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 
@@ -26,13 +27,18 @@ class AttentionBwOpBase(AttentionOpBase):
 AttentionOp = tuple  # (forward or None, backward or None)
 
 
-def _kernel(name: str) -> types.SimpleNamespace:
-    return types.SimpleNamespace(FwOp=type("FwOp", (AttentionFwOpBase,), {"NAME": f"{name}F"}),
-                                 BwOp=type("BwOp", (AttentionBwOpBase,), {"NAME": f"{name}B"}))
+def _kernel(file: str, name: str) -> types.ModuleType:
+    """A module with a kernel's two passes, which programs import from too."""
+    module = types.ModuleType(f"{__package__}.{file}", f"xformers' names of the passes of {name}.")
+    for passed, base in (("FwOp", AttentionFwOpBase), ("BwOp", AttentionBwOpBase)):
+        setattr(module, passed, type(passed, (base,), {"NAME": name + passed[0], "__module__": module.__name__}))
+    return sys.modules.setdefault(module.__name__, module)
 
 
-KERNELS = ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3, triton_splitk = tuple(map(_kernel, (
-    "ck", "ck_splitK", "cutlass", "cutlass_blackwell", "fa2", "fa3", "triton_splitK")))
+KERNELS = ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3, triton_splitk = (
+    _kernel("ck", "ck"), _kernel("ck_splitk", "ck_splitK"), _kernel("cutlass", "cutlass"),
+    _kernel("cutlass_blackwell", "cutlass_blackwell"), _kernel("flash", "fa2"), _kernel("flash3", "fa3"),
+    _kernel("triton_splitk", "triton_splitK"))
 ALL_FW_OPS = [kernel.FwOp for kernel in KERNELS]
 ALL_BW_OPS = [kernel.BwOp for kernel in KERNELS]
 MemoryEfficientAttentionCutlassOp = cutlass.FwOp, cutlass.BwOp
