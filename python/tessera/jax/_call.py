@@ -209,9 +209,19 @@ _once.defvjp(_no_second_derivative, _no_second_derivative)
 
 # ---- what front ends call ----
 
-@functools.partial(jax.jit, static_argnums=0)
 def attention_of(call: Call, *operands) -> list[jax.Array]:
     """[o, lse?, max_logit?, amax_o?]"""
+    try:
+        return _attention_of(call, *operands)
+    except TypeError as error:  # JAX's own, which names nothing
+        if "forward-mode" not in str(error):
+            raise
+        raise _lib.Refused("tessera.attention: forward-mode derivatives (jax.jvp, jacfwd) do not exist yet; "
+                           "use jax.grad, vjp or jacrev, or jax.nn.dot_product_attention") from None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention_of(call: Call, *operands) -> list[jax.Array]:
     return _partition.explicit(call, lambda *own: _attention(call, *aligned(own)), operands)
 
 

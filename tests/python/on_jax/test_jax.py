@@ -203,8 +203,9 @@ def test_no_other_derivatives():
     loss = lambda q: tj.attention(q, q, q).sum()  # noqa: E731
     with pytest.raises(tj.Refused, match="no derivative of its own"):
         jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (q,), (q,))
+    for forward in (lambda: jax.jvp(loss, (q,), (q,)), lambda: jax.jacfwd(loss)(q)):
+        with pytest.raises(tj.Refused, match="tessera.attention: forward-mode.*use jax.grad"):
+            forward()
 
 
 OPTIONS = {
