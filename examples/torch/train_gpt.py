@@ -31,6 +31,17 @@ def tessera_attention(q, k, v):
     return tessera.torch.attention(q, k, v, causal=True)
 
 
+def bf16_attention(q, k, v, **more):
+    """In 16 bits, whatever the model computes in."""
+    half = (x.bfloat16() for x in (q, k, v))
+    return tessera.torch.attention(*half, causal=True, **more).to(q.dtype)
+
+
+def fp8_attention(q, k, v):
+    """q, k and v of 16 bits, rounded to fp8 inside (docs/fp8.md)."""
+    return bf16_attention(q, k, v, precision="fp8")
+
+
 def sdpa_attention(q, k, v):
     """PyTorch's own choice."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -55,8 +66,8 @@ def flex_attention_causal(q, k, v):
     return compiled_flex(q, k, v, block_mask=causal_blocks(q.shape[2], q.device)).transpose(1, 2)
 
 
-ATTENTIONS = {"tessera": tessera_attention, "sdpa": sdpa_attention, "cudnn": cudnn_attention,
-              "flex": flex_attention_causal}
+ATTENTIONS = {"tessera": tessera_attention, "bf16": bf16_attention, "fp8": fp8_attention, "sdpa": sdpa_attention,
+              "cudnn": cudnn_attention, "flex": flex_attention_causal}
 
 
 class Block(nn.Module):
@@ -158,7 +169,8 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["tessera", "sdpa"],
-                        metavar="NAME", help="any of %(choices)s; cudnn and flex need a GPU")
+                        metavar="NAME", help="any of %(choices)s; bf16 and fp8 are tessera's, fp8 on CPUs so far; cudnn and "
+                        "flex need a GPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     on_gpu = parser.parse_known_args(arguments)[0].device == "cuda"
     for name, gpu, cpu in (("width", 2048, 128), ("heads", 16, 4), ("layers", 8, 4),
