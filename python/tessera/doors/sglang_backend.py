@@ -8,6 +8,8 @@ page table of pages of one token, or of page_size tokens where every page_size-t
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import NamedTuple
 
 import torch
 from sglang.srt.layers.attention import base_attn_backend as host
@@ -36,6 +38,15 @@ class Metadata:
     swa_loc: torch.Tensor | None      # where new tokens go in that pool
 
 
+class Layer(NamedTuple):
+    """What stays of a layer from call to call."""
+    layer: object
+    windowed: bool
+    keywords: dict        # of attention()
+    seen: tuple           # k and v of the pool, [tokens, hk, d], and their scales, as they were
+    pools: tuple          # k and v as pages, [pages, page_size, hk, d]
+
+
 class Backend(host.AttentionBackend):
     """Attention of a model, or of step `step` of a draft's chain, whose keys are `step` more than the batch says."""
 
@@ -53,6 +64,7 @@ class Backend(host.AttentionBackend):
         self._invariant = bool(getattr(model_runner.server_args, "enable_deterministic_inference", False))
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self.forward_metadata = self._graph = None
+        self._layers: dict[int, Layer] = {}  # by id
 
     # ---- a batch ----
 
@@ -110,35 +122,48 @@ class Backend(host.AttentionBackend):
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **more):
         """[t, hq * dv], with k and v [t, hk, d] written to the pool."""
-        _check(layer, more)
+        if more:
+            _check_words(more)
         meta = self.forward_metadata
         if save_kv_cache and k is not None:
             self._write(layer, forward_batch.out_cache_loc, k, v)
+        known = self._known(layer)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        keywords = known.keywords
+        if sinks is not None:
+            keywords = {**keywords, "sink": sinks if sinks.dtype in (q.dtype, torch.float32) else sinks.float()}
+        attention(q, *known.pools, cu_seqlens_q=meta.cu_seqlens, max_seqlen_q=meta.longest, seqlens_k=meta.seqlens_k,
+                  page_table=meta.swa_table if known.windowed and meta.swa_table is not None else meta.page_table,
+                  out=out, **keywords)
+        return out.flatten(1)
+
+    forward_decode = forward_extend
+
+    def _known(self, layer) -> Layer:
+        pool, index = self.token_to_kv_pool, layer.layer_id
+        seen = pool.get_key_buffer(index), pool.get_value_buffer(index), layer.k_scale, layer.v_scale
+        known = self._layers.get(id(layer))
+        if known is None or known.layer is not layer or not all(map(operator.is_, known.seen, seen)):
+            known = self._layers[id(layer)] = self._look_at(layer, seen)
+        return known
+
+    def _look_at(self, layer, seen: tuple) -> Layer:
+        _check(layer)
         window = layer.sliding_window_size
         windowed = window is not None and window > -1
-        hq, d, dv = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim
-        q = q.reshape(-1, hq, d)
-        out = torch.empty((q.shape[0], hq, dv), dtype=q.dtype, device=q.device)
-        keywords = {"layout": "thd", "cu_seqlens_q": meta.cu_seqlens, "max_seqlen_q": meta.longest,
-                    "seqlens_k": meta.seqlens_k, "softmax_scale": layer.scaling, "softcap": layer.logit_cap or 0.0,
-                    "page_table": meta.swa_table if windowed and meta.swa_table is not None else meta.page_table}
+        keywords = {"layout": "thd", "softmax_scale": layer.scaling, "softcap": layer.logit_cap or 0.0}
         if getattr(layer.attn_type, "value", layer.attn_type) != "encoder_only":
             keywords.update(causal=True, align="bottom_right")
             if windowed:
                 keywords["window"] = (window, 0)
-        if sinks is not None:
-            keywords["sink"] = sinks if sinks.dtype in (q.dtype, torch.float32) else sinks.float()
         if self._invariant:
             keywords["batch_invariant"] = True
-        pool = self.token_to_kv_pool
-        pools = [buffer.unflatten(0, (-1, self.page_size)) for buffer in (
-            pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))]
+        *buffers, k_scale, v_scale = seen
+        pools = tuple(buffer.unflatten(0, (-1, self.page_size)) for buffer in buffers)
         if pools[0].dtype in _FP8:
-            keywords.update(k_scale=self._scale(layer.k_scale), v_scale=self._scale(layer.v_scale))
-        attention(q, *pools, out=out, **keywords)
-        return out.flatten(1)
-
-    forward_decode = forward_extend
+            keywords.update(k_scale=self._scale(k_scale), v_scale=self._scale(v_scale))
+        return Layer(layer, windowed, keywords, seen, pools)
 
     def _write(self, layer, loc, k, v):
         loc = KVWriteLoc(loc, self.forward_metadata.swa_loc)
@@ -154,14 +179,22 @@ class Backend(host.AttentionBackend):
         return False
 
 
-def _check(layer, more: dict):
-    asked = [f"{name}=" for name, value in more.items() if value is not None]
+def _check(layer):
+    asked = []
     if layer.is_cross_attention:
         asked.append("is_cross_attention=True")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         asked.append(f"logit_capping_method={layer.logit_capping_method!r}")
     if layer.xai_temperature_len > 0:
         asked.append(f"xai_temperature_len={layer.xai_temperature_len}")
+    _refuse(asked)
+
+
+def _check_words(more: dict):
+    _refuse([f"{name}=" for name, value in more.items() if value is not None])
+
+
+def _refuse(asked: list[str]):
     if asked:
         raise Refused(f"{_NAME}: {', '.join(asked)}: not built; choose another --attention-backend")
 

@@ -178,19 +178,26 @@ class Impl(host.AttentionImpl):
         if meta is None:  # vLLM measures memory
             return output.fill_(0)
         tokens = meta.tokens
-        keywords = dict(self._keywords, cu_seqlens_q=meta.cu_seqlens, max_seqlen_q=meta.longest, out=output[:tokens])
+        q = _first(query, tokens)
+        keywords = dict(self._keywords, cu_seqlens_q=meta.cu_seqlens, max_seqlen_q=meta.longest,
+                        out=_first(output, tokens))
         if self._slopes is not None:
             self._slopes = self._slopes.to(query.device)
             keywords.update(alibi_slopes=self._slopes, align="bottom_right")
         if self.sinks is not None:
             keywords["sink"] = self.sinks if self.sinks.dtype in (query.dtype, torch.float32) else self.sinks.float()
         if self._encodes:
-            attention(query[:tokens], key[:tokens], value[:tokens], cu_seqlens_k=meta.cu_seqlens,
+            attention(q, _first(key, tokens), _first(value, tokens), cu_seqlens_k=meta.cu_seqlens,
                       max_seqlen_k=meta.longest, **keywords)
             return output
         if meta.causal and self.attn_type != host.AttentionType.ENCODER_DECODER:
             keywords.update(causal=True, align="bottom_right")
         k_cache, v_cache = self._caches(kv_cache)
-        attention(query[:tokens], k_cache, v_cache, seqlens_k=meta.seqlens_k, page_table=meta.page_table, **keywords,
+        attention(q, k_cache, v_cache, seqlens_k=meta.seqlens_k, page_table=meta.page_table, **keywords,
                   **self._scales(layer))
         return output
+
+
+def _first(x, tokens: int):
+    """x[:tokens], which takes a microsecond only where x has more."""
+    return x if x.shape[0] == tokens else x[:tokens]
