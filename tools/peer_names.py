@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -35,10 +36,14 @@ MODULES = {
     "flash_attn.bert_padding": ("flash-attn", "flash_attn/bert_padding.py", "tessera.flash_attn.bert_padding"),
     "flash_attn.layers.rotary": ("flash-attn", "flash_attn/layers/rotary.py", "tessera.flash_attn.layers.rotary"),
     "flash_attn_interface": ("flash-attn", "hopper/flash_attn_interface.py", "tessera.flash_attn_interface"),
+    "flash_attn.cute": ("flash-attn-4", "flash_attn/cute/__init__.py", "tessera.flash_attn.cute"),
+    "flash_attn.cute.interface": ("flash-attn-4", "flash_attn/cute/interface.py",
+                                  "tessera.flash_attn.cute.interface"),
     "xformers.ops": ("xformers", "xformers/ops/__init__.py", "tessera.xformers"),
     "xformers.ops.fmha": ("xformers", "xformers/ops/fmha/__init__.py", "tessera.xformers.fmha"),
     "xformers.ops.fmha.attn_bias": ("xformers", "xformers/ops/fmha/attn_bias.py", "tessera.xformers.fmha.attn_bias"),
 }
+WHEELS = {"flash-attn-4"}  # packages that have nothing else, and no release that is not a preview
 # Names of one underscore that programs call all the same.
 PRIVATE = {"_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"}
 
@@ -78,17 +83,26 @@ def parameters_of(arguments: ast.arguments) -> str:
 
 
 def fetch(folder: Path) -> dict:
-    """{module: {"version": ..., "names": ...}} of the newest source packages of PyPI."""
-    packages = sorted({package for package, _, _ in MODULES.values()})
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--no-binary", ":all:", "--dest", str(folder), *packages], check=True)
+    """{module: {"version": ..., "names": ...}} of the newest packages of PyPI, as sources where there are any."""
+    packages = {package for package, _, _ in MODULES.values()}
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*download, "--no-build-isolation", "--no-binary", ":all:", *sorted(packages - WHEELS)], check=True)
+    subprocess.run([*download, "--pre", *sorted(packages & WHEELS)], check=True)
     found = {}
     for module, (package, file, _) in MODULES.items():
-        archive = next(folder.glob(f"{package.replace('-', '_')}-*.tar.gz"))
-        top = archive.name.removesuffix(".tar.gz")
-        with tarfile.open(archive) as sources:
-            text = sources.extractfile(f"{top}/{file}").read().decode()
-        found[module] = {"version": top.rpartition("-")[2], "names": names_of(text)}
+        name = package.replace("-", "_")
+        if package in WHEELS:
+            archive = next(folder.glob(f"{name}-*.whl"))
+            version = archive.name.split("-")[1]
+            with zipfile.ZipFile(archive) as parts:
+                text = parts.read(file).decode()
+        else:
+            archive = next(folder.glob(f"{name}-*.tar.gz"))
+            top = archive.name.removesuffix(".tar.gz")
+            version = top.rpartition("-")[2]
+            with tarfile.open(archive) as sources:
+                text = sources.extractfile(f"{top}/{file}").read().decode()
+        found[module] = {"version": version, "names": names_of(text)}
     return found
 
 
