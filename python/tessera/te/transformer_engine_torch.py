@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TE's compiled extension, as far as packed sequences on several ranks need it: what a training loop,
-or a ring of its own, imports as ``tex``. A rank holds two chunks of equal length of every sequence;
+"""TE's compiled extension, as far as attention needs it: what a training loop, or a ring of its own, imports as
+``tex``. Functions of packed sequences on several ranks: a rank holds two chunks of equal length of every sequence;
 cu_seqlens are of its own tensors, padding included.
 
     import tessera.te.transformer_engine_torch as tex
@@ -25,13 +25,18 @@ from .pytorch.attention.dot_product_attention.softmax import (
     scaled_masked_softmax_backward, scaled_masked_softmax_forward, scaled_softmax_backward, scaled_softmax_forward,
     scaled_upper_triang_masked_softmax_backward, scaled_upper_triang_masked_softmax_forward)
 from .pytorch.attention.dot_product_attention._inputs._masks import get_thd_padding_mask
+from .pytorch.attention.rope import (fused_qkv_rope_backward, fused_qkv_rope_forward, fused_rope_backward,
+                                     fused_rope_forward)
+from .pytorch.cpp_extensions._positional import fused_attn_bwd, fused_attn_fwd
 from .pytorch.cpp_extensions._tables import (FusedAttnBackend, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
                                              NVTE_QKV_Layout, NVTE_Softmax_Type)
 from .pytorch.utils import get_cudnn_version
 
 __all__ = ["DType", "NVTEScalingMode", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type",
            "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type", "convert_bshd_to_thd", "convert_thd_to_bshd",
-           "copy_to_kv_cache", "fa_prepare_bwd", "fa_prepare_fwd", "get_cudnn_version", "get_fused_attn_backend",
+           "copy_to_kv_cache", "fa_prepare_bwd", "fa_prepare_fwd", "fused_attn_bwd", "fused_attn_fwd",
+           "fused_qkv_rope_backward", "fused_qkv_rope_forward", "fused_rope_backward", "fused_rope_forward",
+           "get_cudnn_version", "get_fused_attn_backend",
            "multi_tensor_pad_last_dim", "multi_tensor_transpose_to_bhsd",
            "scaled_aligned_causal_masked_softmax_backward", "scaled_aligned_causal_masked_softmax_forward",
            "scaled_masked_softmax_backward", "scaled_masked_softmax_forward", "scaled_softmax_backward",

@@ -14,10 +14,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....torch import rotate
+from ... import _words
 from ..._names import missing
 
 __all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb",
-           "FusedRoPEFunc", "FusedQKVRoPEFunc"]
+           "FusedRoPEFunc", "FusedQKVRoPEFunc", "fused_qkv_rope_backward", "fused_qkv_rope_forward",
+           "fused_rope_backward", "fused_rope_forward"]
 __getattr__ = missing(__name__)
 
 _FORMATS = ("sbhd", "bshd", "thd")
@@ -141,7 +143,44 @@ class FusedQKVRoPEFunc:
                                               cp_size, cp_rank)
 
 
+# ---- as tex has them: positional, without autograd, formats by number ----
+
+def fused_rope_forward(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank):
+    """apply_rotary_pos_emb of `input`; qkv_format is a QKVFormat."""
+    with torch.no_grad():
+        return apply_rotary_pos_emb(input, freqs, _format(qkv_format), start_positions, interleaved, True, cu_seqlens,
+                                    cp_size, cp_rank)
+
+
+def fused_rope_backward(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank):
+    """Gradient of fused_rope_forward's input: output_grads turned back."""
+    return fused_rope_forward(output_grads, -freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size,
+                              cp_rank)
+
+
+def fused_qkv_rope_forward(qkv_input, q_freqs, k_freqs, start_positions, qkv_split_arg_list, qkv_format, interleaved,
+                           cp_size, cp_rank):
+    """(q, k, v) of apply_fused_qkv_rotary_pos_emb; formats without packed sequences."""
+    with torch.no_grad():
+        return apply_fused_qkv_rotary_pos_emb(qkv_input, q_freqs, k_freqs, qkv_split_arg_list, _format(qkv_format),
+                                              start_positions, interleaved, None, cp_size, cp_rank)
+
+
+def fused_qkv_rope_backward(q_grad_out, k_grad_out, v_grad_out, q_freqs, k_freqs, qkv_split_arg_list, qkv_format,
+                            interleaved, cp_size, cp_rank):
+    """Gradient of fused_qkv_rope_forward's qkv_input, of a call without start_positions."""
+    rest = None, qkv_format, interleaved, None, cp_size, cp_rank
+    dq = fused_rope_backward(q_grad_out, q_freqs, *rest)
+    dk = fused_rope_backward(k_grad_out, k_freqs, *rest)
+    return torch.cat((dq.reshape(*dk.shape[:-1], qkv_split_arg_list[0]), dk, v_grad_out), -1)
+
+
 # ---- below: how ----
+
+def _format(number) -> str:
+    """Its word, which apply_rotary_pos_emb looks at."""
+    return _words.FORMATS[number] if 0 <= number < len(_words.FORMATS) else "not_set"
+
 
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # freqs -> {interleaved: (version, tables)}
 
