@@ -9,6 +9,8 @@ _SPREAD = "call attn_forward_func_with_cp, or tessera.torch.context_parallel.att
 _FP8 = "pass 16-bit tensors"
 _SCORES = "call DotProductAttention(..)(.., score_mod=)"
 _LINEAR = "it has softmax attention only, so take linear attention from transformer_engine"
+_PACKAGE = "take it from flash_attn, or from tessera.flash_attn, which has its signature"
+_KEPT = "FusedAttnFunc keeps what its backward pass needs to itself"
 _MLA = "it is for MXFP8; a projection and apply_rotary_pos_emb would work in 16 bits"
 
 # Where TE's names of FP8 are, for who looks elsewhere in tessera.te.pytorch.
@@ -29,6 +31,8 @@ LATER = {
                      "mxfp8_quantize_only", "mxfp8_transpose_swizzle", "MXFP8Quantizer", *_FOUND), _FP8),
     "FusedAttentionWithScoreModFunc": _SCORES,
     **dict.fromkeys(("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"), _LINEAR),
+    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func", "flash_attn_cuda_bwd"), _PACKAGE),
+    "FusedAttnBwdArgs": _KEPT,
     **dict.fromkeys(("FusedMLAQUpProjRopeQuant", "FusedMLAQUpProjFunction"), _MLA),
 }
 

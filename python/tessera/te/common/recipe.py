@@ -56,6 +56,7 @@ class QParams:
 
 
 _OVERRIDES = (None, "high_precision", "dequantized")
+_SCOPES = ("none", "weights", "activations", "all")
 
 
 def _is_set(variable: str) -> bool:
@@ -163,6 +164,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+    enable_2d_quantization: bool = False
 
     def __post_init__(self):
         self._check()
@@ -207,6 +209,10 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = _is_set("NVTE_NVFP4_DISABLE_RHT")
     disable_stochastic_rounding: bool = _is_set("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
     disable_2d_quantization: bool = _is_set("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = _is_set("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: str = os.environ.get("NVTE_NVFP4_4OVER6", "none")
+    nvfp4_4over6_e4m3_use_256: str = os.environ.get("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
+    nvfp4_4over6_err_mode: str = os.environ.get("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -217,6 +223,10 @@ class NVFP4BlockScaling(Recipe):
         self._check()
         assert self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling."
         assert self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling."
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            assert getattr(self, name) in _SCOPES, f"{name}={getattr(self, name)!r} must be one of {_SCOPES}."
+        assert self.nvfp4_4over6_err_mode in ("MAE", "MSE"), \
+            f'nvfp4_4over6_err_mode={self.nvfp4_4over6_err_mode!r} must be "MAE" or "MSE".'
         rotated, flat = not self.disable_rht, not self.disable_2d_quantization
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=rotated)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=flat)
@@ -228,10 +238,14 @@ class NVFP4BlockScaling(Recipe):
 class CustomRecipe(Recipe):
     """qfactory gives a quantizer for each role of a tensor; linear layers alone would ask it."""
     qfactory: Callable
+    fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+    quantization_alignment: int = 128
 
     def __post_init__(self):
         self._check()
+        assert self.quantization_alignment > 0, \
+            f"quantization_alignment={self.quantization_alignment} must be at least 1."
         assert callable(self.qfactory), f"qfactory={self.qfactory!r} must be a function of a role."

@@ -37,7 +37,14 @@ def unsupported(module: str, **given):
                 f"layers; leave {name} at its default, or build the layer from DotProductAttention")
 
 
-class Stateful(torch.nn.Module):
+class FastSetattr:
+    """What TE's modules have to set an attribute that is no parameter, buffer or module."""
+
+    def fast_setattr(self, name: str, value):
+        self.__dict__[name] = value
+
+
+class Stateful(FastSetattr, torch.nn.Module):
     """A module whose state dict has TE's place for the state of FP8, kept as it is and never
     unpickled, and which does not miss it."""
 

@@ -34,6 +34,7 @@ FP8FwdTensorIdx = SimpleNamespace(GEMM1_INPUT=0, GEMM1_WEIGHT=1, GEMM1_OUTPUT=2,
 FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2, GRAD_INPUT2=3, GRAD_OUTPUT3=4,
                                   GRAD_INPUT3=5)
 LayerTypes = ("encoder", "decoder")
+GemmParallelModes = ("row", "column", None)
 MXFP8_BLOCK_SCALING_SIZE, NVFP4_BLOCK_SCALING_SIZE = 32, 16
 
 dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else None

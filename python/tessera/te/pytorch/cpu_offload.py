@@ -26,10 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._names import missing
 
-__all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context"]
+__all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "is_cpu_offload_enabled",
+           "mark_activation_offload", "mark_not_offload", "start_offload"]
 __getattr__ = missing(__name__)
 
 SMALLEST = 1 << 20  # bytes of a tensor that is worth a copy
+_STAYS = "_tessera_stays"
+_open: list[_Offload] = []  # contexts that a layer runs inside
 
 
 class _Saved:
@@ -152,11 +155,13 @@ class _Offload(contextlib.ContextDecorator):
         self._each(self.current - self.stay, _Saved.release)
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
+        _open.append(self)
         return self
 
     def __exit__(self, *error):
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
+        _open.remove(self)
         self.layers[self.current].known = {}
         if self.current < self.offloaded:
             self.start_offload(self.current)
@@ -190,7 +195,8 @@ class _Offload(contextlib.ContextDecorator):
             return tensor
         stays = tensor.is_leaf and tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) or \
             isinstance(tensor._base, torch.nn.Parameter) or tensor.nbytes < SMALLEST or \
-            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter) or \
+            getattr(tensor.untyped_storage(), _STAYS, False)
         return tensor if stays else self.layers[self.current].push(tensor)
 
     def _unpack(self, packed):
@@ -217,6 +223,29 @@ class ManualOffloadSynchronizer:
         """Starts to copy it back; the backward pass waits for each tensor that it needs."""
         for saved in self._context.layers[layer_id].alive():
             saved.reload(self._context.stream(saved.device))
+
+
+def is_cpu_offload_enabled() -> bool:
+    """Whether a layer runs inside an enabled context now."""
+    return bool(_open)
+
+
+def mark_not_offload(*tensors: torch.Tensor):
+    """Keeps on the device what these tensors, and views of them, have in memory. None is left out."""
+    for tensor in tensors:
+        if tensor is not None:  # its memory bears the mark, as autograd saves some tensors detached
+            setattr(tensor.untyped_storage(), _STAYS, True)
+
+
+def start_offload(*tensors: torch.Tensor, offload_base_tensor: bool = False):
+    """TE begins to copy `tensors` here. A copy here begins when its layer is left, behind all that computes it, so
+    there is nothing to wait for; what two tensors share is copied for each."""
+    del tensors, offload_base_tensor
+
+
+def mark_activation_offload(*tensors: torch.Tensor):
+    """Says nothing new, as in TE 2: everything that a layer saves goes, unless mark_not_offload kept it."""
+    del tensors
 
 
 def get_cpu_offload_context(enabled: bool = False, num_layers: int | None = 1, model_layers: int = 1,

@@ -20,8 +20,8 @@ __getattr__ = missing(__name__)
 
 
 def make_graphed_callables(modules, sample_args, num_warmup_iters: int = 3, allow_unused_input: bool = False,
-                           sample_kwargs=None, fp8_enabled=False, fp8_calibrating: bool = False,
-                           fp8_recipe=None, fp8_group=None, fp8_weight_caching: bool = False, enabled=None,
+                           sample_kwargs=None, fp8_enabled=None, fp8_calibrating: bool | None = None,
+                           fp8_recipe=None, fp8_group=None, fp8_weight_caching: bool | None = None, enabled=None,
                            calibrating: bool | None = None, recipe=None, amax_reduction_group=None,
                            cache_quantized_params: bool | None = None, _order: list[int] | None = None,
                            _num_layers_per_chunk: list[int] | None = None, pool=None,

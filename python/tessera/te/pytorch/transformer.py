@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .._names import missing
 from . import _words
-from ._linear import Norm, NormMLP, device_of, in_autocast, unsupported
+from ._linear import FastSetattr, Norm, NormMLP, device_of, in_autocast, unsupported
 from .constants import CPLoadBalancingStrategy
 from .attention.multi_head_attention import MultiheadAttention
 
@@ -38,7 +38,7 @@ class DropPath(torch.nn.Module):
         return x / keep * torch.bernoulli(x.new_full(shape, keep))
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(FastSetattr, torch.nn.Module):
     """x + attention(norm(x)), then + cross attention for layer_type="decoder", then + MLP(norm(x)).
 
     Parameters are `self_attention`, `inter_attention` of decoders, `layernorm_mlp` and, with
@@ -138,6 +138,11 @@ class TransformerLayer(torch.nn.Module):
         for attention in self._attentions():
             attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type,
                                                  load_balancing_strategy)
+
+    def reset_fp8_meta_tensors(self):
+        """Scales of one and no amaxes, for the attentions of the layer."""
+        for attention in self._attentions():
+            attention.core_attention.reset_fp8_meta_tensors()
 
     def forward(self, hidden_states: torch.Tensor, attention_mask=None, self_attn_mask_type=None,
                 window_size=None, bottom_right_diagonal=None, encoder_output=None,

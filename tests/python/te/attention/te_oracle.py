@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tessera.te.pytorch.attention.dot_product_attention.backends import FusedAttnFwdArgs  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
 
@@ -172,3 +173,13 @@ class Problem:
         (out * torch.where(inside, self.do.double(), 0)).sum().backward()
         answer = {f"d{name}": x.grad for name, x in wide.items() if x.grad is not None}
         return {**answer, "out": out.detach(), "max_logit": peak}
+
+
+def fwd_args(**given):
+    """FusedAttnFwdArgs with what TE's FusedAttention says of a plain dense call."""
+    words = dict(is_training=True, dropout_p=0.0, fast_zero_fill=True, qkv_layout="bshd_bshd_bshd",
+                 attn_bias_type="no_bias", attn_mask_type="no_mask", softmax_type="vanilla", window_size=(-1, -1),
+                 fused_attention_backend=1, deterministic=False, use_FAv2_bwd=False, return_max_logit=False, fp8=False,
+                 fp8_output=False, bf16_backward=False)
+    fields = [field.name for field in dataclasses.fields(FusedAttnFwdArgs)]
+    return FusedAttnFwdArgs(**{name: {**words, **given}.get(name) for name in fields})

@@ -14,7 +14,7 @@ from tessera.te.pytorch.attention.dot_product_attention.utils import (  # noqa: 
     AttentionLogging)
 from tessera.te.pytorch.cpp_extensions.fused_attn import (  # noqa: E402
     FusedAttnBackend, fused_attn_bwd, fused_attn_fwd)
-from te_oracle import HEADS, Problem, fresh_selection  # noqa: E402,F401
+from te_oracle import HEADS, Problem, fwd_args, fresh_selection  # noqa: E402,F401
 
 pytestmark = pytest.mark.usefixtures("fresh_selection")
 BACKENDS = (FlashAttention, FusedAttention, UnfusedDotProductAttention)
@@ -241,8 +241,7 @@ def test_log_lines_of_fused_attn_func(monkeypatch, caplog):
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
     monkeypatch.setattr(AttentionLogging, "_is_logging_setup", False)
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
-    FusedAttnFunc.apply(True, 3, 3, None, None, None, None, None, None, q, q, q, None, None, 0.0,
-                        True, "bshd_bshd_bshd", "bshd", "no_bias", "causal", "vanilla", (-1, -1),
-                        None, None, 1, False, False, None, None, False, None).sum().backward()
+    FusedAttnFunc.apply(q, q, q, None, None, fwd_args(max_seqlen_q=3, max_seqlen_kv=3,
+                                                      attn_mask_type="causal")).sum().backward()
     assert debug_lines(caplog) == ["[DEBUG | FusedAttnFunc]: Running forward in torch.float32",
                                    "[DEBUG | FusedAttnFunc]: Running backward in torch.float32"]

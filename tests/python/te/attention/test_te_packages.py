@@ -102,7 +102,7 @@ def test_a_public_package_by_name(case, monkeypatch):
     def run(package, *, mask, layout="sbhd", sk=5, window=None, given=None):
         module = DotProductAttention(2, 8, qkv_format=layout, attn_mask_type=mask,
                                      window_size=window, attention_type="cross")
-        module.flash_attention = backends.FlashAttention(package)
+        module.flash_attention = backends.FlashAttention(package=package)
         shape = {"sbhd": lambda n: (n, 2, 2, 8), "thd": lambda n: (n, 2, 8)}[layout]
         g = torch.Generator().manual_seed(0)
         q, k = torch.randn(shape(5), generator=g), torch.randn(shape(sk), generator=g)
@@ -132,7 +132,7 @@ def test_newer_packages_by_name(package, layout, monkeypatch):
         words |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     else:
         words |= dict(softcap=5.0)
-    theirs = backends.FlashAttention(package)(q, k, k, layout=(layout, layout), **words)
+    theirs = backends.FlashAttention(package=package)(q, k, k, layout=(layout, layout), **words)
     assert calls == [package]
     torch.testing.assert_close(theirs, tessera.torch.attention(q, k, k, layout=layout, **words))
 
@@ -198,7 +198,7 @@ def test_what_a_package_lacks_is_refused(package, more, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     q, k = torch.zeros(1, 3, 2, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises((tessera.torch.Refused, ValueError), match=message):
-        backends.FlashAttention(package)(q, k, k, layout=("bshd", "bshd"), **more)
+        backends.FlashAttention(package=package)(q, k, k, layout=("bshd", "bshd"), **more)
 
 
 # ---- FusedAttention(package="cudnn") ----
@@ -255,7 +255,7 @@ def test_cudnn_by_name_is_refused_in_fp8():
 
 
 @pytest.mark.parametrize("name, backend", [("fused_attention", backends.FusedAttention(package="cudnn")),
-                                           ("flash_attention", backends.FlashAttention("flash_attn"))])
+                                           ("flash_attention", backends.FlashAttention(package="flash_attn"))])
 def test_a_package_by_name_is_refused_over_ranks(name, backend, monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN", str(int(name == "fused_attention")))
     q = torch.zeros(5, 2, 2, 8)

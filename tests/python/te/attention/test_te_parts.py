@@ -19,7 +19,7 @@ from tessera.te.pytorch import DotProductAttention, InferenceParams, constants  
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, backends, utils  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
-from te_oracle import HEADS, Problem  # noqa: E402
+from te_oracle import HEADS, Problem, fwd_args  # noqa: E402
 
 VERSIONS = dict.fromkeys(("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"), "0")
 SWITCHES = (*VERSIONS, "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN",
@@ -457,14 +457,24 @@ def test_fused_attn_func_is_differentiable():
     leaves = {name: x.clone().requires_grad_() for name, x in (
         ("q", p.q), ("k", p.k), ("v", p.v), ("bias", p.core_bias), ("offset", p.offset))}
     q, k, v, bias, offset = leaves.values()
-    out = backends.FusedAttnFunc.apply(
-        True, p.sq, p.sk, None, None, None, None, None, None, q, k, v, bias, p.dqk ** -0.5, 0.0,
-        True, "bshd_bshd_bshd", "bshd", p.bias, p.mask, p.softmax, (-1, 0), None, None, 1, False,
-        False, None, None, False, offset)
+    out = backends.FusedAttnFunc.apply(q, k, v, bias, offset, fwd_args(
+        max_seqlen_q=p.sq, max_seqlen_kv=p.sk, attn_scale=p.dqk ** -0.5, attn_bias_type=p.bias,
+        attn_mask_type=p.mask, softmax_type=p.softmax, window_size=(-1, 0)))
     (out * p.do).sum().backward()
     expected = p.expected()
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.grad.double(), expected[f"d{name}"], rtol=2e-5, atol=2e-5)
+
+
+def test_fused_attn_func_gives_the_largest_logit_and_refuses_fp8():
+    p = Problem("causal", max_logit=True)
+    words = dict(max_seqlen_q=p.sq, max_seqlen_kv=p.sk, attn_scale=p.dqk ** -0.5, attn_mask_type=p.mask)
+    q = p.q.clone().requires_grad_()
+    out, max_logit = backends.FusedAttnFunc.apply(q, p.k, p.v, None, None, fwd_args(return_max_logit=True, **words))
+    torch.testing.assert_close(max_logit.double(), p.expected()["max_logit"], rtol=2e-5, atol=2e-5)
+    assert out.requires_grad and not max_logit.requires_grad
+    with pytest.raises(ValueError, match="FusedAttnFunc: fp8=True"):
+        backends.FusedAttnFunc.apply(q, p.k, p.v, None, None, fwd_args(fp8=True, **words))
 
 
 def test_fp8_sub_backend_is_refused_by_name():
@@ -524,6 +534,8 @@ def test_names_that_are_not_here_say_why(module):
      "attn_forward_func_with_cp"),
     ("attention.linear_attention import GatedDeltaNetAttention", "softmax attention only"),
     ("attention.fused_mla_q_uproj import FusedMLAQUpProjRopeQuant", "in 16 bits"),
+    ("attention.dot_product_attention.backends import flash_attn_varlen_func", "take it from flash_attn"),
+    ("attention.dot_product_attention.backends import FusedAttnBwdArgs", "keeps what its backward pass needs"),
     (" import fp8_model_init", "16-bit")])
 def test_what_comes_later_says_what_to_use(line, instead):
     separator = "" if line.startswith(" ") else "."

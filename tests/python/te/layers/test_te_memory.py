@@ -64,6 +64,33 @@ def on_device(context):
     return [(sum(saved.tensor is not None for saved in each), len(each)) for each in alive]
 
 
+def test_what_is_marked_stays(blocks):
+    x = torch.randn(B, S, H * D, requires_grad=True)
+    context, sync = te.get_cpu_offload_context(True, 1, 2)
+
+    def layer(x, mark):
+        y = blocks[0].qkv(x)
+        if mark:
+            cpu_offload.mark_not_offload(y, None)
+        cpu_offload.start_offload(y, offload_base_tensor=True)
+        return y[..., :H * D] * y[..., H * D:2 * H * D]
+
+    counts = []
+    for mark in (False, True):
+        assert not cpu_offload.is_cpu_offload_enabled()
+        with context:
+            assert cpu_offload.is_cpu_offload_enabled()
+            y = sync(layer(x + 0, mark))
+        with context:
+            z = sync(y * 2)
+        alive = context.layers[0].alive()
+        counts.append(len(alive))
+        gradient, = torch.autograd.grad(z.sum(), x)
+    assert counts == [3, 1]  # x + 0 and two views of y, or x + 0 alone
+    want, = torch.autograd.grad((layer(x, False) * 2).sum(), x)
+    assert torch.equal(gradient, want)
+
+
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
 def test_offloaded_gradients_are_the_same(blocks, num_layers, retain):

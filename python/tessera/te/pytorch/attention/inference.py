@@ -228,17 +228,20 @@ class InferenceParams:
     """What a model keeps between the steps of inference.
 
     max_batch_size sequences of at most max_sequence_length tokens, of num_heads_kv heads of
-    head_dim_k and head_dim_v (default head_dim_k) elements of `dtype`. is_paged keeps them in
+    head_dim_k and head_dim_v (default head_dim_k) elements of `dtype` (default PyTorch's). is_paged keeps them in
     total_num_pages (default: as many as all sequences can need) pages of page_size tokens. qkv_format is
     what the model computes in. max_ctx_len bounds the new tokens of a sequence of a step. A
     torch.float8_e4m3fn cache has scales of 1.
     """
 
-    def __init__(self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int = 16,
-                 head_dim_k: int = 64, dtype: torch.dtype = None, head_dim_v: int | None = None,
+    def __init__(self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int | None = None,
+                 head_dim_k: int | None = None, dtype: torch.dtype | None = None, head_dim_v: int | None = None,
                  is_paged: bool = False, total_num_pages: int | None = None,
                  page_size: int | None = None, max_ctx_len: int | None = None,
                  qkv_format: str = "bshd", custom_cache_manager: type | None = None):
+        for name, size in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k)):
+            if size is None:
+                raise ValueError(f"InferenceParams: {name}=None: must be the model's, as the cache is made by it")
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k = num_heads_kv, head_dim_k
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v

@@ -15,7 +15,7 @@ import torch
 from ..._names import missing
 from .. import _words
 from ..constants import CPLoadBalancingStrategy
-from .._linear import Linear, Norm, NormLinear, device_of, unsupported
+from .._linear import FastSetattr, Linear, Norm, NormLinear, device_of, unsupported
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.context_parallel import Spread
 from .rope import apply_rotary_pos_emb
@@ -33,7 +33,7 @@ class _L2Norm(torch.nn.Module):
         return x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + self.eps).to(x.dtype)
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(FastSetattr, torch.nn.Module):
     """softmax(q kᵀ) v of projections of hidden_states [s, b, hidden_size] (qkv_format "bshd": [b, s, ..],
     "thd": [t, ..]), projected back.
 

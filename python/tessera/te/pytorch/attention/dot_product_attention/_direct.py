@@ -22,11 +22,13 @@ _FP8 = ("FP8 in a backend called on its own", "call DotProductAttention in an au
 _LATER = {"fp8": _FP8, "fp8_output": _FP8, "fp8_quantizer": _FP8,
           "inference_params": ("TE's KV cache", "give tessera.torch.attention a page_table or "
                                "seqlens_k"),
-          "score_mod": ("score_mod", "a bias, ALiBi or an arbitrary mask may do")}
+          **dict.fromkeys(("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"),
+                          ("score_mod in a backend called on its own", "call DotProductAttention"))}
 # What says how, not what: TE's caches and schedules, and details of features refused above.
 _SCHEDULE = frozenset({"_alibi_cache", "fast_zero_fill", "pad_between_seqs", "num_splits",
                        "flash_attention_backend", "fp8_meta", "quantizers", "cp_global_ranks",
-                       "cp_stream", "cp_comm_type", "load_balancing_strategy"})
+                       "cp_stream", "cp_comm_type", "load_balancing_strategy", "packed_qkv", "packed_kv",
+                       "bf16_backward"})
 
 
 def merged(result):

@@ -16,6 +16,7 @@ device, and the only one that materialises the scores.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 
@@ -25,6 +26,7 @@ from .....torch import attention
 from ...._logging import AttentionLogging, fused_logger
 from ...._names import missing
 from ... import _words
+from ..._linear import FastSetattr
 from ...cpp_extensions._tables import FusedAttnBackend
 from ...cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
 from . import _direct, _unfused
@@ -36,10 +38,12 @@ from .utils import _alibi_cache
 __getattr__ = missing(__name__)
 
 
-class _Backend(torch.nn.Module):
+class _Backend(FastSetattr, torch.nn.Module):
     """What TE's keywords mean where forward does not say it. DotProductAttention says all."""
 
-    def __init__(self, softmax_scale=None, *, attention_dropout=0.0,
+    PLACES: tuple[str, ...] = ()  # TE's words behind query_layer, key_layer and value_layer, by their places
+
+    def __init__(self, softmax_scale=None, attention_dropout=0.0,
                  attention_dropout_ctx=contextlib.nullcontext, attention_type="self",
                  layer_number=None, deterministic=False, softmax_type="vanilla",
                  return_max_logit=False):
@@ -52,13 +56,25 @@ class _Backend(torch.nn.Module):
         self.softmax_type = _words.softmax_type(softmax_type)
         self.return_max_logit = return_max_logit
 
-    def forward(self, query_layer, key_layer, value_layer, **words):
-        """[.., h * dv] by TE's keywords; [.., h, dv] by those of tessera.torch.attention, which are
-        meant when none of TE's own is given. With return_max_logit a pair with [h]."""
+    def forward(self, query_layer, key_layer, value_layer, *placed, **words):
+        """[.., h * dv] by TE's words, of which `placed` are the first of PLACES; [.., h, dv] by those of
+        tessera.torch.attention, which are meant when none of TE's own is given. With return_max_logit a pair
+        with [h]."""
+        if placed:
+            words = self._named(placed, words)
         if _direct.WORDS.isdisjoint(words):
             return self.function()(query_layer, key_layer, value_layer, **words)
         *tensors, keywords = _direct.translated(self, query_layer, key_layer, value_layer, **words)
         return _direct.merged(self.function()(*tensors, **keywords))
+
+    def _named(self, placed, words: dict) -> dict:
+        given = dict(zip(self.PLACES, placed))
+        twice = given.keys() & words.keys()
+        if twice or len(placed) > len(self.PLACES):
+            also = f" and {min(twice)}=" if twice else ""
+            raise TypeError(f"{type(self).__name__}: {len(placed) + 3} arguments by place{also}: takes query_layer, "
+                            f"key_layer, value_layer, {', '.join(self.PLACES)}, each once")
+        return {**given, **words}
 
 
 def function_of(backend: torch.nn.Module):
@@ -76,11 +92,17 @@ class FlashAttention(_Backend):
     version 2, 3 or 4, instead of tessera's kernels. It is imported when it runs. TESSERA_TE_ORDER=te
     asks for the one that TransformerEngine would take, where it is installed and has what a call needs."""
 
-    def __init__(self, package: str | None = None, **options):
-        if not isinstance(package, (str, type(None))):  # TE's first argument
-            options.setdefault("softmax_scale", package)
-            package = None
-        super().__init__(**options)
+    PLACES = ("attention_mask", "qkv_layout", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv",
+              "attn_mask_type", "window_size", "softcap", "alibi_slopes", "cp_group", "cp_global_ranks", "cp_stream",
+              "cp_comm_type", "fp8", "fp8_meta", "quantizers", "pad_between_seqs", "inference_params",
+              "flash_attention_backend", "fp8_output", "num_splits", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+              "load_balancing_strategy")
+
+    def __init__(self, softmax_scale=None, attention_dropout=0.0, attention_dropout_ctx=contextlib.nullcontext,
+                 attention_type="self", layer_number=None, deterministic=False, *, package: str | None = None,
+                 **options):
+        super().__init__(softmax_scale, attention_dropout, attention_dropout_ctx, attention_type, layer_number,
+                         deterministic, **options)
         self.package = package
 
     def function(self):
@@ -95,15 +117,24 @@ class FusedAttention(_Backend):
     """package="cudnn" forces tessera's backend of that name, which is cuDNN itself, and refuses what it does not
     take: the backward pass among others."""
 
-    def __init__(self, softmax_scale=None, *, package: str | None = None, **options):
+    PLACES = ("qkv_layout", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+              "max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "attention_mask", "window_size",
+              "bottom_right_diagonal", "fused_attention_backend", "core_attention_bias_type", "core_attention_bias",
+              "fast_zero_fill", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "fp8", "fp8_meta",
+              "quantizers", "pad_between_seqs", "inference_params", "softmax_offset", "fp8_output", "score_mod",
+              "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors", "packed_qkv", "packed_kv",
+              "bf16_backward", "load_balancing_strategy")
+
+    def __init__(self, *options, package: str | None = None, **more):
         if package not in (None, "cudnn"):
             raise ValueError(f'FusedAttention: package={package!r}: must be "cudnn", or None for tessera\'s kernels')
-        super().__init__(softmax_scale, **options)
+        super().__init__(*options, **more)
         self.package = package
 
-    def forward(self, query_layer, key_layer, value_layer, fused_attention_backend=None, **words):
-        if fused_attention_backend is not None and \
-                FusedAttnBackend.cast(fused_attention_backend) == FusedAttnBackend.FP8:
+    def forward(self, query_layer, key_layer, value_layer, *placed, **words):
+        words = self._named(placed, words)
+        backend = words.pop("fused_attention_backend", None)
+        if backend is not None and FusedAttnBackend.cast(backend) == FusedAttnBackend.FP8:
             raise ValueError("FusedAttention: fused_attention_backend=FP8: DotProductAttention in an "
                              "autocast region runs in FP8; F16_arbitrary_seqlen would work")
         return super().forward(query_layer, key_layer, value_layer, **words)
@@ -115,7 +146,22 @@ class FusedAttention(_Backend):
 
 
 class UnfusedDotProductAttention(_Backend):
+    PLACES = ("qkv_layout", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "attn_mask_type",
+              "attention_mask", "window_size", "bottom_right_diagonal", "softcap", "core_attention_bias_type",
+              "core_attention_bias", "alibi_slopes", "inference_params", "softmax_offset", "fp8", "fp8_meta",
+              "quantizers", "fp8_output")
     _alibi_cache = _alibi_cache  # get_alibi's, for who looks where TE has it
+
+    def __init__(self, softmax_scale=None, attention_type="self", attention_dropout=0.0,
+                 attention_dropout_ctx=contextlib.nullcontext, layer_number=None, softmax_type="vanilla",
+                 return_max_logit=False, *, deterministic=False):
+        super().__init__(softmax_scale, attention_dropout, attention_dropout_ctx, attention_type, layer_number,
+                         deterministic, softmax_type, return_max_logit)
+
+    def forward(self, *tensors, **words):
+        """As FlashAttention's. TE's own call has get_alibi's cache before query_layer; there is one for all."""
+        begin = 1 if tensors and isinstance(tensors[0], dict) else 0
+        return super().forward(*tensors[begin:], **words)
 
     def function(self):
         return _unfused.attention
@@ -131,50 +177,89 @@ def _logged(q, k, v, **keywords):
     return result
 
 
+@dataclasses.dataclass(slots=True)
+class FusedAttnFwdArgs:
+    """What FusedAttnFunc takes beside the tensors that have gradients, which it replaces here. The names are
+    fused_attn_fwd's; packed_qkv, packed_kv, use_FAv2_bwd and layer_number change nothing."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    attn_bias: torch.Tensor | None
+    softmax_offset: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_kv_padded: torch.Tensor | None
+    page_table_k: torch.Tensor | None
+    page_table_v: torch.Tensor | None
+    packed_qkv: torch.Tensor | None
+    packed_kv: torch.Tensor | None
+    is_training: bool
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    attn_scale: float
+    dropout_p: float
+    fast_zero_fill: bool
+    qkv_layout: str
+    attn_bias_type: str
+    attn_mask_type: str
+    softmax_type: str
+    window_size: tuple[int, int] | None
+    bottom_right_diagonal: bool | None
+    fused_attention_backend: int
+    deterministic: bool
+    use_FAv2_bwd: bool
+    return_max_logit: bool
+    rng_gen: torch.Generator | None
+    fp8: bool
+    fp8_meta: dict | None
+    quantizers: object | None
+    fp8_output: bool
+    bf16_backward: bool
+    layer_number: int | None
+
+    def options(self) -> dict:
+        """The keywords of both passes."""
+        o_format = _words.formats_of(self.qkv_layout)[0]
+        names = ("attn_scale", "fast_zero_fill", "qkv_layout", "attn_bias_type", "attn_mask_type", "softmax_type",
+                 "window_size", "bottom_right_diagonal", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        return {"o_format": o_format, **{name: getattr(self, name) for name in names}}
+
+
 class FusedAttnFunc(torch.autograd.Function):
-    """fused_attn_fwd with fused_attn_bwd as its gradient, for q, k, v, attn_bias and
-    softmax_offset. Takes the arguments of TE's FusedAttnFunc.apply in TE's order."""
+    """fused_attn_fwd with fused_attn_bwd as its gradient, for q, k, v, attn_bias and softmax_offset. Gives out and,
+    where fwd_args.return_max_logit says so, max_logit [h]."""
 
     @staticmethod
-    def forward(ctx, is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv,
-                cu_seqlens_q_padded, cu_seqlens_kv_padded, page_table_k, page_table_v, q, k, v,
-                attn_bias, attn_scale, dropout_p, fast_zero_fill, qkv_layout, o_format,
-                attn_bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
-                rng_gen, fused_attention_backend, use_FAv2_bwd, fp8, fp8_meta, quantizers,
-                deterministic, softmax_offset, fp8_output=False, layer_number=None,
-                return_max_logit=False, cuda_graph=False):
-        if fp8 or fp8_output:
+    def forward(ctx, q, k, v, attn_bias, softmax_offset, fwd_args: FusedAttnFwdArgs):
+        a = fwd_args
+        if a.fp8 or a.fp8_output:
             raise ValueError("FusedAttnFunc: fp8=True: DotProductAttention in an autocast region runs in "
                              "FP8; fp8=False would work")
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         fused_logger.debug("Running forward in %s", q.dtype)
-        options = dict(attn_scale=attn_scale, fast_zero_fill=fast_zero_fill, qkv_layout=qkv_layout,
-                       o_format=o_format, attn_bias_type=attn_bias_type,
-                       attn_mask_type=attn_mask_type, softmax_type=softmax_type,
-                       window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
-                       cu_seqlens_q_padded=cu_seqlens_q_padded,
-                       cu_seqlens_kv_padded=cu_seqlens_kv_padded, cuda_graph=cuda_graph)
-        lengths = max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv
+        a.q, a.k, a.v, a.attn_bias, a.softmax_offset = q, k, v, attn_bias, softmax_offset
+        options = a.options()
+        lengths = a.max_seqlen_q, a.max_seqlen_kv, a.cu_seqlens_q, a.cu_seqlens_kv
         out, aux, *max_logit = fused_attn_fwd(
-            is_training, *lengths, q, k, v, q.dtype, fused_attention_backend, attn_bias,
-            page_table_k=page_table_k, page_table_v=page_table_v, dropout=dropout_p,
-            rng_gen=rng_gen, softmax_offset=softmax_offset, return_max_logit=return_max_logit,
-            **options)
+            a.is_training, *lengths, q, k, v, q.dtype, a.fused_attention_backend, attn_bias,
+            page_table_k=a.page_table_k, page_table_v=a.page_table_v, dropout=a.dropout_p, rng_gen=a.rng_gen,
+            softmax_offset=softmax_offset, return_max_logit=a.return_max_logit, **options)
         ctx.save_for_backward(q, k, v, out, *aux)
-        ctx.lengths, ctx.options, ctx.backend = lengths, options, fused_attention_backend
-        ctx.more = dict(dropout=dropout_p if is_training else 0.0, deterministic=deterministic,
-                        do_format=o_format, dqkv_layout=qkv_layout)
-        if not return_max_logit:
+        ctx.lengths, ctx.options, ctx.backend = lengths, options, a.fused_attention_backend
+        ctx.more = dict(dropout=a.dropout_p if a.is_training else 0.0, deterministic=a.deterministic,
+                        do_format=options["o_format"], dqkv_layout=a.qkv_layout)
+        if not a.return_max_logit:
             return out
         ctx.mark_non_differentiable(*max_logit)
         return out, *max_logit
 
     @staticmethod
-    def backward(ctx, d_out, *_):
+    def backward(ctx, d_out, *_args):
         fused_logger.debug("Running backward in %s", d_out.dtype)
         q, k, v, out, *aux = ctx.saved_tensors
         dq, dk, dv, dbias, doffset = fused_attn_bwd(
             *ctx.lengths, q, k, v, out, d_out.contiguous(), d_out.dtype, aux, ctx.backend,
             **ctx.options, **ctx.more)
-        return (*(None,) * 9, dq, dk, dv, dbias, *(None,) * 17, doffset, *(None,) * 4)
+        return dq, dk, dv, dbias, doffset, None

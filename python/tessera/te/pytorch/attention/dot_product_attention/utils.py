@@ -25,7 +25,7 @@ __all__ = ["AttentionLogging", "AttentionParams", "ConvertBSHDtoTHD", "ConvertTH
            "get_attention_quantizers", "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens",
            "get_full_mask", "get_fused_attn_spec", "get_indices", "get_padding_mask", "get_qkv_format",
            "get_qkv_layout", "get_thd_padding_mask", "maybe_contiguous", "no_op_logger", "print_quantizers",
-           "qkv_layout_needs_detection"]
+           "qkv_layout_needs_detection", "transpose_to_bhsd_htd_pytorch"]
 __getattr__ = missing(__name__)
 
 _alibi_cache = {
@@ -84,13 +84,24 @@ class FlashAttentionUtils:
 
 
 def combine_and_quantize(qkv_layout, q, k, v, qkv_quantizer, used_in_forward=True, used_in_backward=False,
-                         keep_same_data_and_scale_inv_format=False, *, combined_qkv=None, combined_kv=None):
+                         keep_same_data_and_scale_inv_format=False, combined_qkv=None, combined_kv=None):
     """(q, k, v, qkv_layout, scale_inv_format): Float8Tensors that share a scale, in the layout that was
     given, and None: one scale a tensor has no format. No copy joins them, so neither the layout nor a
     buffer that holds them already (combined_qkv, combined_kv) matters."""
     del used_in_forward, used_in_backward, keep_same_data_and_scale_inv_format, combined_qkv, combined_kv
     _layout(qkv_layout)
     return *qkv_quantizer.quantize_together([x.detach() for x in (q, k, v)]), qkv_layout, None
+
+
+def transpose_to_bhsd_htd_pytorch(tensor, src_format):
+    """A dense copy [b, h, s, d] or [h, t, d] of `tensor`, whose axes src_format spells; itself where they are so."""
+    if src_format in ("bhsd", "htd"):
+        return tensor
+    if src_format not in ("sbhd", "bshd", "thd") or tensor.dim() != len(src_format):
+        raise ValueError(f"transpose_to_bhsd_htd_pytorch: src_format={src_format!r} of tensor.shape="
+                         f"{list(tensor.shape)}: must name each axis: sbhd, bshd, bhsd, thd or htd")
+    wanted = "htd" if src_format == "thd" else "bhsd"
+    return tensor.permute([src_format.index(axis) for axis in wanted]).contiguous()
 
 
 def combine_and_dequantize(qkv_layout, q_fp8, k_fp8, v_fp8, src_nominal_dtype=None, des_nominal_dtype=None):

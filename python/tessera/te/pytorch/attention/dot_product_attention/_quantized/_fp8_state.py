@@ -91,9 +91,10 @@ class Float8Module(Stateful):
         self.fp8 = self.fp8_calibration = self.fp8_initialized = False
 
     @torch.compiler.disable
-    def init_fp8_metadata(self, num_gemms: int = 3, device: torch.device | None = None):
+    def init_fp8_metadata(self, num_gemms: int = 1, device: torch.device | None = None):
         """Takes the recipe of the region, makes or fits states on `device` and their quantizers, and
-        registers them. Refused, ValueError: as recipes_of."""
+        registers them. Attention's slots are those of three products, whatever num_gemms is. Refused, ValueError:
+        as recipes_of."""
         region = FP8GlobalStateManager
         enabled, calibrating = region.is_fp8_enabled(), region.is_fp8_calibration()
         used = recipes_of(region.get_fp8_recipe()) if enabled or calibrating else []
@@ -106,12 +107,28 @@ class Float8Module(Stateful):
         if not self.fp8_initialized or used != meta.get("local_recipes") or \
                 device is not None and device != meta["scaling_fwd"].device:
             used = [copy.copy(recipe) for recipe in used]  # their owner may change them
-            meta.update(recipe=used[-1], local_recipes=used, num_gemms=num_gemms,
+            meta.update(recipe=used[-1], local_recipes=used, num_gemms=3,
                         global_recipe=region.get_fp8_recipe(),
                         fp8_max_fwd=get_fp8_max(used[-1], True), fp8_max_bwd=get_fp8_max(used[-1], False))
             self._fit_states(used, device)
             self.fp8_initialized = True
         region.add_fp8_tensors_to_global_buffer(meta)
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors=None):
+        """Scales of one and no amaxes, or what get_fp8_meta_tensors gave."""
+        for key in _SLOTS:
+            state = self.fp8_meta.get(key)
+            if isinstance(state, DelayedScalingRecipeState):
+                scale, history = fp8_meta_tensors[key] if fp8_meta_tensors else (1.0, 0.0)
+                state.scale.copy_(torch.as_tensor(scale))
+                state.amax_history.copy_(torch.as_tensor(history))
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:
+        """Copies of the scales and amaxes of each pass; None before the first FP8 call of delayed scaling."""
+        states = {key: self.fp8_meta.get(key) for key in _SLOTS}
+        if not all(isinstance(state, DelayedScalingRecipeState) for state in states.values()):
+            return None
+        return {key: [state.scale.clone(), state.amax_history.clone()] for key, state in states.items()}
 
     def forward_quantizers(self) -> list:
         """Those of one call, which asks once."""
