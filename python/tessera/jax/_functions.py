@@ -184,7 +184,8 @@ def _described(operation: str, given: dict) -> Described:
         described = Described(_arrays, operation, given, "do" in given)
         a = described.arguments
         if a.problem.flags & _lib.ACCUMULATE:
-            raise a.error("accumulate", True, "adds to what outputs hold, and JAX has none to give")
+            raise a.error("accumulate", True, "adds to what outputs hold, and JAX has none to give; tessera.jax.merge "
+                          "joins o and lse of parts, and + their gradients")
         _check(described, _operands(described, given))
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()

@@ -279,8 +279,13 @@ def test_functions_without_gradients(layout):
     problem = te_jax_cases.Problem(case)
     arrays = problem.packed(problem.q, problem.k, problem.v)
     arguments, descriptor = problem.arguments(), problem.descriptor()
-    out, aux, state = tex.fused_attn_fwd(arrays, None, problem.offset, descriptor, problem.seed,
-                                         **arguments)
+    out, aux, state, none_asked = tex.fused_attn_fwd(arrays, None, problem.offset, descriptor, problem.seed,
+                                                     **arguments)
+    assert none_asked.shape == (0,) and none_asked.dtype == out.dtype
+    *_, max_logit = tex.fused_attn_fwd(arrays, None, problem.offset, descriptor, problem.seed, **arguments,
+                                       return_max_logit=True)
+    same(max_logit, fused_attn(arrays, None, descriptor, problem.seed, softmax_offset=problem.offset,
+                               return_max_logit=True, **arguments)[1])
     grads, dbias, d_offset = tex.fused_attn_bwd(
         arrays, None, problem.offset, aux, state, out, problem.weights, descriptor, **arguments)
     expected, pull = jax.vjp(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TE-JAX's fused attention, forward and backward, without gradients of its own.
 
-    out, softmax_aux, rng_state = fused_attn_fwd((q, k, v), bias, softmax_offset, descriptor, seed,
-    ...) (dq, dk, dv), dbias, d_softmax_offset = fused_attn_bwd(
+    out, softmax_aux, rng_state, max_logit = fused_attn_fwd(
+        (q, k, v), bias, softmax_offset, descriptor, seed, ...)
+    (dq, dk, dv), dbias, d_softmax_offset = fused_attn_bwd(
         (q, k, v), bias, softmax_offset, softmax_aux, rng_state, out, d_out, descriptor, ...)
 
 softmax_aux is the fp32 log-sum-exp, [b, h, s, 1], of THD layouts [b * s, h, 1]; rng_state is uint32
@@ -63,14 +64,14 @@ def fused_attn_fwd(qkv, bias, softmax_offset, sequence_descriptor, seed, attn_bi
                    context_parallel_strategy=CPStrategy.DEFAULT,
                    context_parallel_causal_load_balanced=False, context_parallel_axis="",
                    stripe_size=None, return_max_logit=False):
-    """(out [b, s, h, dv], softmax_aux, rng_state), and max_logit [h] when asked for. Without
-    training there is no dropout. sequence_descriptor may be a mask of what is hidden, or None."""
+    """(out [b, s, h, dv], softmax_aux, rng_state, max_logit), the last [h], or [0] unless return_max_logit.
+    Without training there is no dropout. sequence_descriptor may be a mask of what is hidden, or None."""
     config = config_of(attn_bias_type, attn_mask_type, softmax_type, qkv_layout, scaling_factor,
                        dropout_probability, is_training, max_segments_per_seq, window_size,
                        context_parallel_strategy, context_parallel_causal_load_balanced,
                        context_parallel_axis, stripe_size, return_max_logit)
     words = _translate.rng_words(seed, config.dropout_p)
-    return split_forward(config, qkv, bias, softmax_offset, sequence_descriptor, words)
+    return _with_max_logit(*split_forward(config, qkv, bias, softmax_offset, sequence_descriptor, words))
 
 
 def fused_attn_bwd(qkv, bias, softmax_offset, softmax_aux, rng_state, output, doutput,
@@ -172,8 +173,8 @@ class FusedAttnFwdPrimitive(_Primitive):
     @staticmethod
     def impl(q, k, v, bias, softmax_offset, seed, *descriptor, config: _FusedAttnConfig):
         words = _translate.rng_words(_given(seed), config.dropout_p)
-        return split_forward(config, _qkv(config, q, k, v), _given(bias), _given(softmax_offset),
-                             _descriptor(descriptor), words)
+        return _with_max_logit(*split_forward(config, _qkv(config, q, k, v), _given(bias), _given(softmax_offset),
+                                              _descriptor(descriptor), words))
 
 
 class FusedAttnBwdPrimitive(_Primitive):
@@ -204,6 +205,10 @@ FusedAttnCPWithAllGatherFwdPrimitive = FusedAttnCPStripedWithAllGatherFwdPrimiti
     FusedRingAttnFwdPrimitive = FusedRingAttnStripedFwdPrimitive = FusedAttnFwdPrimitive
 FusedAttnCPWithAllGatherBwdPrimitive = FusedAttnCPStripedWithAllGatherBwdPrimitive = \
     FusedRingAttnBwdPrimitive = FusedRingAttnStripedBwdPrimitive = FusedAttnBwdPrimitive
+
+
+def _with_max_logit(out, softmax_aux, rng_state, max_logit=None):
+    return out, softmax_aux, rng_state, jnp.zeros(0, out.dtype) if max_logit is None else max_logit
 
 
 def _given(x):
