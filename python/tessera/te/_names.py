@@ -15,7 +15,8 @@ _MLA = "it is for MXFP8; a projection and apply_rotary_pos_emb would work in 16 
 
 # Where TE's names of FP8 are, for who looks elsewhere in tessera.te.pytorch.
 _FOUND = {
-    **dict.fromkeys(("autocast", "fp8_autocast", "FP8GlobalStateManager", "DelayedScalingRecipeState"),
+    **dict.fromkeys(("autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init", "FP8GlobalStateManager",
+                     "DelayedScalingRecipeState"),
                     "quantization"),
     **dict.fromkeys(("Float8Tensor", "Float8Quantizer", "Float8CurrentScalingQuantizer"), "tensor"),
     **dict.fromkeys(("combine_and_quantize", "combine_and_dequantize"),
@@ -27,8 +28,8 @@ _FOUND = {
 LATER = {
     **dict.fromkeys(("AttnFuncWithCPAndKVP2P", "AttnFuncWithCPAndKVAllGather",
                      "AttnFuncWithCPAndQKVOA2A"), _SPREAD),
-    **dict.fromkeys(("fp8_model_init", "quantized_model_init", "mxfp8_quantize_fast_path",
-                     "mxfp8_quantize_only", "mxfp8_transpose_swizzle", "MXFP8Quantizer", *_FOUND), _FP8),
+    **dict.fromkeys(("mxfp8_quantize_fast_path", "mxfp8_quantize_only", "mxfp8_transpose_swizzle",
+                     "MXFP8Quantizer", *_FOUND), _FP8),
     "FusedAttentionWithScoreModFunc": _SCORES,
     **dict.fromkeys(("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"), _LINEAR),
     **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func", "flash_attn_cuda_bwd"), _PACKAGE),

@@ -11,20 +11,27 @@ from . import (attention, constants, cpp_extensions, cpu_offload, distributed, f
                tensor, utils)
 from .attention import (DotProductAttention, InferenceParams, MultiheadAttention,
                         RotaryPositionEmbedding, apply_rotary_pos_emb)
-from .cpu_offload import get_cpu_offload_context
-from .distributed import checkpoint
+from .constants import CPLoadBalancingStrategy, DType
+from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
+from .distributed import CudaRNGStatesTracker, checkpoint
 from .graph import make_graphed_callables
-from .quantization import (autocast, fp8_autocast, get_default_recipe, is_fp8_available,
-                           is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available)
-from .tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, QuantizedTensor, Quantizer
+from .quantization import (autocast, fp8_autocast, fp8_model_init, get_default_recipe, is_fp8_available,
+                           is_fp8_block_scaling_available, is_mxfp8_available, is_nvfp4_available,
+                           quantized_model_init)
+from .quantized_tensor import (QuantizedTensor, Quantizer, prepare_for_saving, restore_from_func_ctx,
+                               restore_from_saved)
+from .tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from .transformer import TransformerLayer
 from .utils import get_cudnn_version, get_device_compute_capability, is_bf16_available
 
-__all__ = ["DotProductAttention", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor",
-           "InferenceParams", "MultiheadAttention", "QuantizedTensor", "Quantizer", "RotaryPositionEmbedding",
-           "TransformerLayer", "apply_rotary_pos_emb", "attention", "autocast", "checkpoint", "constants",
-           "cpp_extensions", "cpu_offload", "distributed", "fp8", "fp8_autocast", "get_cpu_offload_context",
-           "get_cudnn_version", "get_default_recipe", "get_device_compute_capability", "graph",
-           "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-           "is_nvfp4_available", "make_graphed_callables", "quantization", "recipe", "tensor", "utils"]
+__all__ = ["CPLoadBalancingStrategy", "CudaRNGStatesTracker", "DType", "DotProductAttention",
+           "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "InferenceParams",
+           "ManualOffloadSynchronizer", "MultiheadAttention", "QuantizedTensor", "Quantizer",
+           "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb", "attention", "autocast",
+           "checkpoint", "constants", "cpp_extensions", "cpu_offload", "distributed", "fp8", "fp8_autocast",
+           "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe",
+           "get_device_compute_capability", "graph", "is_bf16_available", "is_fp8_available",
+           "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables",
+           "mark_not_offload", "prepare_for_saving", "quantization", "quantized_model_init", "recipe",
+           "restore_from_func_ctx", "restore_from_saved", "tensor", "utils"]
 __getattr__ = missing(__name__)

@@ -24,6 +24,7 @@ import weakref
 
 import torch
 
+from ... import _lib
 from .._names import missing
 from .._words import DType
 from ..common.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format,
@@ -32,8 +33,9 @@ from ._explained import explained
 from .tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, scale_of
 
 __all__ = ["autocast", "fp8_autocast", "get_default_fp8_recipe", "get_default_recipe", "get_fp8_max",
-           "get_fp8_te_dtype", "get_fp8_torch_dtype", "is_fp8_available", "is_fp8_block_scaling_available",
-           "is_mxfp8_available", "is_nvfp4_available", "CustomRecipe", "DelayedScaling",
+           "get_fp8_te_dtype", "get_fp8_torch_dtype", "fp8_model_init", "is_fp8_available",
+           "is_fp8_block_scaling_available",
+           "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "CustomRecipe", "DelayedScaling",
            "DelayedScalingRecipeState", "Float8BlockScaling", "Float8CurrentScaling",
            "Float8CurrentScalingRecipeState", "Format", "FP8GlobalStateManager", "MXFP8BlockScaling",
            "NVFP4BlockScaling", "Recipe", "RecipeState"]
@@ -473,6 +475,21 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Recipe | N
             manager.quantization_state.is_first_fp8_module = first
         if manager.quantization_state is state:
             manager.autocast_exit(enabled, _graph)
+
+
+@contextlib.contextmanager
+def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
+                         preserve_high_precision_init_val: bool = False):
+    """A region that makes modules. Parameters here have the dtype that their module was given: enabled=True is
+    Refused; enabled=False, as programs write it whose FP8 is a switch, changes nothing."""
+    del recipe, preserve_high_precision_init_val
+    if enabled:
+        raise _lib.Refused("quantized_model_init: enabled=True: parameters are not kept in FP8; pass 16-bit "
+                           "params_dtype and enabled=False")
+    yield
+
+
+fp8_model_init = quantized_model_init  # TE 1's name
 
 
 @contextlib.contextmanager

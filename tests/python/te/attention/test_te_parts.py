@@ -536,7 +536,7 @@ def test_names_that_are_not_here_say_why(module):
     ("attention.fused_mla_q_uproj import FusedMLAQUpProjRopeQuant", "in 16 bits"),
     ("attention.dot_product_attention.backends import flash_attn_varlen_func", "take it from flash_attn"),
     ("attention.dot_product_attention.backends import FusedAttnBwdArgs", "keeps what its backward pass needs"),
-    (" import fp8_model_init", "16-bit")])
+    ("tensor import MXFP8Quantizer", "16-bit")])
 def test_what_comes_later_says_what_to_use(line, instead):
     separator = "" if line.startswith(" ") else "."
     with pytest.raises((ImportError, AttributeError), match=f"yet; .*{instead}"):

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import tessera.te.pytorch as te  # noqa: E402
 from tessera.te.common import recipe as recipes  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, InferenceParams, TransformerLayer, autocast  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import backends, utils  # noqa: E402
@@ -85,6 +86,51 @@ def test_recipes_have_te_s_fields():
         recipes.NVFP4BlockScaling(nvfp4_4over6="some")
     with pytest.raises(AssertionError, match="nvfp4_4over6_err_mode='L1'"):
         recipes.NVFP4BlockScaling(nvfp4_4over6_err_mode="L1")
+
+
+def test_what_te_has_at_the_top():
+    theirs = ("CPLoadBalancingStrategy", "CudaRNGStatesTracker", "DType", "ManualOffloadSynchronizer",
+              "mark_not_offload", "quantized_model_init", "fp8_model_init")
+    assert all(name in te.__all__ and hasattr(te, name) for name in theirs)
+    for region in (te.quantized_model_init, te.fp8_model_init):
+        with region(enabled=False, recipe=recipes.DelayedScaling()):
+            te.DotProductAttention(2, 8)
+        with pytest.raises(Refused, match="quantized_model_init: enabled=True"), region():
+            pass
+    assert not te.quantization.FP8GlobalStateManager.is_fp8_enabled()
+
+
+def test_tensors_are_saved_by_te_s_functions():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, stored):
+            tensors, ctx.tensor_objects = te.prepare_for_saving(x, None, stored)
+            ctx.save_for_backward(*tensors, x)
+            return x * stored.dequantize()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x, none, stored), rest = te.restore_from_func_ctx(ctx, return_saved_tensors=True)
+            assert none is None and isinstance(stored, te.Float8Tensor) and torch.equal(rest[0], x)
+            with pytest.raises(AttributeError, match="tensor_objects"):
+                te.restore_from_func_ctx(ctx)
+            return grad * stored.dequantize(), None
+
+    x = torch.randn(4, 8, requires_grad=True)
+    quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3)
+    stored = quantizer(torch.randn(4, 8))
+    Scaled.apply(x, stored).sum().backward()
+    assert torch.equal(x.grad, stored.dequantize())
+    assert te.restore_from_saved([None], (x,)) == [x]
+
+
+def test_how_weights_are_drawn():
+    weight = torch.empty(256, 256)
+    assert te.utils.init_method_normal(0.5)(weight) is weight
+    assert weight.std().item() == pytest.approx(0.5, rel=0.02)
+    te.utils.scaled_init_method_normal(0.5, 8)(weight)
+    assert weight.std().item() == pytest.approx(0.125, rel=0.02)
+    assert te.utils.is_bf16_compatible()
 
 
 def test_attributes_and_scales_of_layers():
