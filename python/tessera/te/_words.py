@@ -47,7 +47,7 @@ def numbers(name: str, words, given=None, suffix: str = "", unset=False) -> type
     members = {}
     for number, word in enumerate(words):
         if given is None or word in given:
-            spelled = word.replace("-", "_").upper()
+            spelled = word.replace("-", "_").upper().replace("PAGED_KV", "Paged_KV")
             members["NVTE_" + spelled.removesuffix(suffix) + suffix] = number
     if unset:
         members[f"{name}_NOT_SET"] = len(words)

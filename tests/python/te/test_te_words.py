@@ -19,7 +19,7 @@ CALL = (ROOT / "src" / "nvte" / "call.cc").read_text()
     ("NVTE_Softmax_Type", _words.SOFTMAXES, "_SOFTMAX")])
 def test_numbers_are_those_of_the_header(name, words, suffix):
     body = re.search(r"enum %s : int \{(.*?)\};" % name, HEADER, re.DOTALL)[1]
-    expected = {member.upper(): int(number) for member, number in re.findall(r"(NVTE_\w+) = (-?\d+)", body)}
+    expected = {member: int(number) for member, number in re.findall(r"(NVTE_\w+) = (-?\d+)", body)}
     assert {x.name: x.value for x in _words.numbers(name, words, suffix=suffix)} == expected
 
 

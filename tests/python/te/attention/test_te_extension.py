@@ -37,11 +37,19 @@ def test_fused_attn_of_the_extension(bias, kind):
     assert (grads[3] is None) == (bias == "no_bias")
 
 
-def test_the_extension_s_largest_logits_are_refused():
-    q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="return_max_logit=True: .* of each row"):
-        tex.fused_attn_fwd(4, 4, True, None, 0.0, True, 9, 1, 8, 0, 0, 0, [-1, -1], False, None, None, q, q, q, q.dtype,
-                           *[None] * 9, 16, True, False)
+@pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "thd_thd_thd"])
+def test_largest_logits_of_the_extension(layout):
+    q = torch.randn(8, 2, 8) if layout.startswith("thd") else torch.randn(2, 4, 2, 8)
+    cu = torch.tensor([0, 4, 8], dtype=torch.int32)
+    mask = "padding" if layout.startswith("thd") else "no_mask"
+    *_, want = fused.fused_attn_fwd(True, 4, 4, cu, cu, q, q, q, q.dtype, 1, qkv_layout=layout, return_max_logit=True,
+                                    o_format=layout.split("_")[0], attn_mask_type=mask)
+    none = fused.QKVFormat[None]
+    _, stats, largest, _ = tex.fused_attn_fwd(
+        4, 4, True, None, 0.0, True, fused.QKVLayout[layout], fused.QKVFormat[layout.split("_")[0]], none, 0,
+        fused.AttnMaskType[mask], 0, [-1, -1], False, cu, cu, q, q, q, q.dtype, *[None] * 9, 16, True, False)
+    assert largest.shape == stats.shape
+    assert torch.equal(largest.amax((0, 2) if largest.dim() == 3 else (0, 2, 3)), want)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -15,19 +15,19 @@ def fused_attn_fwd(max_seqlen_q, max_seqlen_kv, is_training, attn_scale, p_dropo
                    cu_seqlens_q, cu_seqlens_kv, Q, K, V, fake_dtype, cu_seqlens_q_padded, cu_seqlens_kv_padded,
                    page_table_k, page_table_v, s_quantizer, o_quantizer, Bias, SoftmaxOffset, rng_gen,
                    rng_elts_per_thread, return_max_logit, cuda_graph):
-    """[out, stats, rng_state(, Bias)(, SoftmaxOffset)], as cpp_extensions.fused_attn describes them. Its max_logit is
-    [heads], where the extension's is of each row: return_max_logit is refused."""
+    """[out, stats(, max), rng_state(, Bias)(, SoftmaxOffset)], as cpp_extensions.fused_attn describes them. With
+    return_max_logit max has the shape of stats, and in each row the largest logit of its head, of which callers take
+    the largest."""
     del rng_elts_per_thread
-    if return_max_logit:
-        raise ValueError("fused_attn_fwd: return_max_logit=True: the extension's is the largest of each row; "
-                         "cpp_extensions.fused_attn.fused_attn_fwd has that of each head")
-    out, aux = fused_attn.fused_attn_fwd(
+    out, aux, *largest = fused_attn.fused_attn_fwd(
         is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, Q, K, V, fake_dtype, _BACKEND, Bias,
         cu_seqlens_q_padded, cu_seqlens_kv_padded, page_table_k, page_table_v, s_quantizer, o_quantizer, attn_scale,
-        p_dropout, set_zero, softmax_offset=SoftmaxOffset, rng_gen=rng_gen, cuda_graph=cuda_graph,
+        p_dropout, set_zero, softmax_offset=SoftmaxOffset, rng_gen=rng_gen, return_max_logit=return_max_logit,
+        cuda_graph=cuda_graph,
         **_said(qkv_layout, o_format, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
                 qkv_scale_inv_format=qkv_scale_inv_format))
-    return [out, *aux]
+    stats, *rest = aux
+    return [out, stats, *(x.view(-1, *(1,) * (stats.dim() - 2)).expand_as(stats) for x in largest), *rest]
 
 
 def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, attn_scale, p_dropout, set_zero, qkv_layout, o_format, do_format,
