@@ -73,15 +73,23 @@ def members_of(source: str) -> dict[str, str | None]:
     return names
 
 
+def download(folder: Path, *what: str):
+    """pip's download of packages to `folder`; CalledProcessError where there is no way to PyPI."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1", "--timeout", "15"]
+    subprocess.run([*pip, "--dest", str(folder), *what], check=True, capture_output=True, timeout=120)
+
+
+def python_of(folder: Path, version: str = VERSION) -> Path:
+    """The wheel with TransformerEngine's Python, in `folder`."""
+    download(folder, f"transformer_engine=={version}")
+    return next(folder.glob("transformer_engine-*.whl"))
+
+
 def fetch(folder: Path, version: str = VERSION) -> dict:
     """{"version": ..., module: names} from PyPI; CalledProcessError where there is no way to it."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1", "--timeout", "15",
-           "--dest", str(folder)]
-    subprocess.run([*pip, f"transformer_engine=={version}"], check=True, capture_output=True, timeout=120)
-    subprocess.run([*pip, "--no-build-isolation", "--no-binary", ":all:", f"{EXTENSION}=={version}"], check=True,
-                   capture_output=True, timeout=120)
+    download(folder, "--no-build-isolation", "--no-binary", ":all:", f"{EXTENSION}=={version}")
     found = {"version": version}
-    with zipfile.ZipFile(next(folder.glob("transformer_engine-*.whl"))) as wheel:
+    with zipfile.ZipFile(python_of(folder, version)) as wheel:
         files = set(wheel.namelist())
         for module in MODULES:
             path = "transformer_engine/" + module.replace(".", "/")
