@@ -181,11 +181,10 @@ def _described(operation: str, given: dict) -> Described:
     except TypeError:  # something unhashable, which is illegal
         key, described = None, None
     if described is None:
+        if get("accumulate"):
+            raise ValueError(f"tessera.{operation}: accumulate=True: adds to what outputs hold, and JAX has none to "
+                             "give; tessera.jax.merge joins o and lse of parts, and + their gradients")
         described = Described(_arrays, operation, given, "do" in given)
-        a = described.arguments
-        if a.problem.flags & _lib.ACCUMULATE:
-            raise a.error("accumulate", True, "adds to what outputs hold, and JAX has none to give; tessera.jax.merge "
-                          "joins o and lse of parts, and + their gradients")
         _check(described, _operands(described, given))
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()

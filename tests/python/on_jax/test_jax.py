@@ -616,3 +616,9 @@ def test_interface_check_sees_a_difference(tmp_path):
 def test_check_through_jax():
     from tessera.__main__ import main
     assert main(["check", "--cases", "smoke", "--through", "jax", "--device", DEVICE]) == 0
+
+
+def test_sums_in_place_are_merged_instead():
+    q = jnp.ones((1, 2, 1, 8))
+    with pytest.raises(ValueError, match="attention: accumulate=True: .*tessera.jax.merge joins"):
+        tessera.jax.attention(q, q, q, accumulate=True)
