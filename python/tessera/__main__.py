@@ -15,7 +15,7 @@ examples:
   python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
   python -m tessera bench "fwd bf16 b=1 s=2048 h=8 d=128" --against torch
   python -m tessera demo
-`python -m tessera COMMAND --help` teaches each."""
+`python -m tessera COMMAND --help` explains each command."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (env, explain, mask, check, bench):
         module.add_parser(commands)
-    commands.add_parser("demo", help="the main job on a real model, in a minute, on the CPU")
+    commands.add_parser("demo", help="run a real sentence model on the CPU, in a minute")
     args = parser.parse_args(argv)
     try:
         return args.main(args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tessera bench: time cases, beside other libraries in the same process, alternating."""
+"""python -m tessera bench: time cases, and other libraries by turns in the same process."""
 
 from __future__ import annotations
 
@@ -31,53 +31,64 @@ examples:
   python -m tessera bench --suite hopper --device cuda --against cudnn,flex
   python -m tessera bench --grid goals --device cuda --against flashinfer,cudnn,flash --quick \\
       --json decode.json --plot decode.png --plot-as bytes
-Times are medians per call; "x torch" is how many times as long torch takes, by the median over
-neighbouring samples. % of peak is of the fastest multiply-add loop of this machine (of the
-dtype's native width), % DRAM of reading memory (where a case does little with each byte, as decode
-does), both measured between the samples.
-On a GPU every contender is a CUDA graph of many calls, and the peak is a matrix product of 8192.
-Where memory may be the limit, calls there take copies of the tensors by turns, so that no cache
-holds them, and "rule ms" is 5 us + bytes / (0.95 x what a sum over 1 GiB reads in the same run; of
-an fp8 cache 0.9 x), which "rule" says is kept or not; k of an MLA cache holds v, and counts once.
-peers: torch (scaled_dot_product_attention), flex (compiled FlexAttention), matmul (PyTorch's matrix
-products and softmax: oneDNN's in bf16), numpy (unfused), paddle (its scaled_dot_product_attention,
-on the CPU in fp32); on a GPU
-also cudnn, flash-attn-2 and efficient (PyTorch's own), and where they are installed flash-attn-4 and, for
-decode, flashinfer (its paged and MLA wrappers; plain caches as pages of 64) and flash
-(flash_attn_with_kvcache of FlashAttention-3, else 2);
-build:PATH, where PATH is the libtessera.so of another build: what a change gains, by turns;
-fa3:PATH, where PATH is FlashAttention-3 as a library of PyTorch operators."""
+columns:
+  ms, min   median and least time of a call
+  x torch   how many times as long torch takes, by the median over neighbouring samples
+  % peak    share of the fastest multiply-add loop of this machine, of the dtype's native width; on a
+            GPU share of a matrix product of 8192. Measured between the samples
+  % DRAM    share of the speed at which memory can be read, for cases that do little with each byte,
+            as decode does. Measured between the samples
+  rule ms   5 us + bytes / (0.95 x the speed of a sum over 1 GiB in the same run; 0.9 x for an fp8
+            cache). k of an MLA cache holds v, and counts once
+  rule      pass if tessera's time is at most that
+On a GPU each contender is a CUDA graph of many calls. Where memory may be the limit, these calls use
+copies of the tensors by turns, so that no cache holds them.
+peers of --against:
+  torch     scaled_dot_product_attention
+  flex      compiled FlexAttention
+  matmul    PyTorch's matrix products and softmax, in bf16 those of oneDNN
+  numpy     unfused
+  paddle    its scaled_dot_product_attention, on the CPU in fp32
+  cudnn, flash-attn-2, efficient    PyTorch's own, on a GPU
+  flash-attn-4                      on a GPU, if it is installed
+  flashinfer                        decode on a GPU, if installed: its paged and MLA wrappers; plain
+                                    caches as pages of 64
+  flash                             decode on a GPU, if installed: flash_attn_with_kvcache of
+                                    FlashAttention-3, else 2
+  build:PATH                        another build: PATH is its libtessera.so. Shows what a change gains
+  fa3:PATH                          PATH is FlashAttention-3 as a library of PyTorch operators"""
 
 
 def add_parser(commands):
     suites = sorted(path.stem for path in _SUITES.glob("*.cases"))
-    parser = commands.add_parser("bench", help="time cases beside other libraries",
+    parser = commands.add_parser("bench", help="time cases, and other libraries beside them",
                                  description=__doc__, epilog=EPILOG,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", help="a case line")
     parser.add_argument("--suite", choices=suites, help="a list of cases that comes with tessera")
     parser.add_argument("--grid", choices=decode_grid.GRIDS,
-                        help="a grid of decode problems, drawn on the GPU: goals, the 288 of the project's goals")
-    parser.add_argument("--cases", metavar="FILE", help="a list of cases of yours")
-    parser.add_argument("--against", default="", metavar="NAME,...", help="peers to time as well")
+                        help="a grid of decode problems, drawn on the GPU: goals has the 288 of the project's goals")
+    parser.add_argument("--cases", metavar="FILE", help="your own list of cases")
+    parser.add_argument("--against", default="", metavar="NAME,...", help="peers to time too")
     parser.add_argument("--backend", help="force a backend by name")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="of tessera and of torch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
+    parser.add_argument("--threads", type=int, metavar="N", help="how many threads tessera and torch use")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_const", dest="mode", const="quick",
-                      help="five samples of each and no more")
+                      help="take only five samples of each")
     mode.add_argument("--sustained", action="store_const", dest="mode", const="sustained",
-                      help="longer, until the clock has settled")
+                      help="take samples until the clock has settled")
     mode.add_argument("--burst", action="store_const", dest="mode", const="burst",
-                      help="a pause before each sample")
+                      help="pause before each sample")
     parser.set_defaults(mode="normal")
     parser.add_argument("--json", metavar="FILE", help="write all results ('-': to stdout)")
     parser.add_argument("--from", dest="saved", metavar="FILE,...",
-                        help="take results of earlier --json files instead of measuring")
+                        help="read results of earlier --json files instead of measuring")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
     parser.add_argument("--plot-as", choices=["bars", "roofline", "ratio", "scaling", "bytes"], default="bars",
-                        help="speed of each case; speed over operations per byte; time of peers over "
-                             "tessera's; speed over length, by threads; time over bytes, beside reading them")
+                        help="bars: speed of each case; roofline: speed over operations per byte; ratio: time of peers "
+                             "over tessera's; scaling: speed over length, by threads; bytes: time over bytes, beside "
+                             "the time to read them (default: bars)")
     parser.set_defaults(main=main)
 
 

@@ -20,9 +20,9 @@ examples:
   python -m tessera check "bwd fp32 b=1 s=257 h=3 d=40 window=16,0 softcap=30"
   python -m tessera check --cases ci --through c --backend cpu
   python -m tessera check --cases nightly --through c --device cuda --kernel "sm90/backward/d128_*"
-A failure prints one line that can be pasted back. A refusal for which tests/cases/refused.<backend> or
-refused.<device> has no rule is a failure, and so is a case with a rule that runs. docs/cases.md describes
-a case."""
+A failure prints one line that you can paste back. A refusal fails too if tests/cases/refused.<backend> and
+refused.<device> have no rule for it, and so does a case that runs although they have one. docs/cases.md
+describes the language of cases."""
 
 _THROUGH = ("numpy", "c", "torch", "jax", "paddle")
 _ISAS = ("portable", "avx2", "avx512", "avx512bf16")
@@ -37,15 +37,15 @@ def add_parser(commands):
                         help="a file of cases, or smoke, ci or nightly")
     parser.add_argument("--backend", help="force a backend by name")
     parser.add_argument("--through", choices=_THROUGH, default="numpy",
-                        help="the front end that runs them (numpy: without the package "
-                        "ml_dtypes, C for bf16 and fp8)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="at most N threads")
-    parser.add_argument("--isa", choices=_ISAS, help="of the CPU, lower than the machine's")
+                        help="the front end that runs them (default: numpy; without the package "
+                        "ml_dtypes, numpy runs bf16 and fp8 through C)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
+    parser.add_argument("--threads", type=int, metavar="N", help="use at most N threads")
+    parser.add_argument("--isa", choices=_ISAS, help="limit the CPU's kernels to this instruction set")
     parser.add_argument("--kernel", metavar="NAME",
-                        help="only the cases that run in a kernel of this name, a glob, as explain says")
+                        help="only cases that run in a kernel of this name, as explain shows it; * and ? are wildcards")
     parser.add_argument("--refused", metavar="FILE",
-                        help="rules of what is refused (default: tests/cases/refused.<device> and .<backend>)")
+                        help="rules for what is refused (default: tests/cases/refused.<device> and .<backend>)")
     parser.set_defaults(main=main)
 
 

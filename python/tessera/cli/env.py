@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tessera env: what a bug report needs."""
+"""python -m tessera env: versions, CPU, GPUs and backends. Put it into a bug report."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PACKAGES = ("tessera-attention", "numpy", "ml_dtypes", "torch", "jax", "paddlep
 _VARIABLES = ("TESSERA_BACKEND", "TESSERA_LOG", "TESSERA_NUM_THREADS", "TESSERA_CPU_ISA", "TESSERA_TE_ORDER")
 
 EPILOG = """\
-example:
+examples:
   python -m tessera env --json > report.json
   cmake -DCMAKE_PREFIX_PATH=$(python -m tessera env --prefix) ...
   PKG_CONFIG_PATH=$(python -m tessera env --prefix)/lib/pkgconfig pkg-config --cflags --libs tessera"""
 
 
 def add_parser(commands):
-    parser = commands.add_parser("env", help="versions, CPU, GPUs, backends: for bug reports",
+    parser = commands.add_parser("env", help="show versions, CPU, GPUs and backends, for bug reports",
                                  description=__doc__, epilog=EPILOG,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true")
-    form.add_argument("--prefix", action="store_true", help="only the folder in which CMake and pkg-config "
+    form.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    form.add_argument("--prefix", action="store_true", help="print only the folder in which CMake and pkg-config "
                       "find the C library of this package")
     parser.set_defaults(main=main)
 

@@ -13,17 +13,18 @@ EPILOG = """\
 examples:
   python -m tessera explain "fwd bf16 b=2 s=1024 h=16 d=128 causal"
   python -m tessera explain "bwd fp16 b=4 s=300 h=8 d=64 layout=thd lens=random:7" --device sm90
-Neither the device nor a backend's kernels need be there: every build has the rules and the tables of all. The
-exit status is 1 where nothing can run a case. docs/cases.md describes a case."""
+You need neither the device nor a build for it: every build has the rules and tables of all backends. The exit
+status is 1 if no backend can run a case. docs/cases.md describes the language of cases."""
 
 
 def add_parser(commands):
-    parser = commands.add_parser("explain", help="which backend runs a case, and why not the others",
+    parser = commands.add_parser("explain", help="say which backend runs a case, and why the others do not",
                                  description=__doc__, epilog=EPILOG,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="+", help="a case line")
     parser.add_argument("--device", default="cpu",
-                        choices=["cpu", "sm80", "sm89", "sm90", "sm100", "sm120"])
+                        choices=["cpu", "sm80", "sm89", "sm90", "sm100", "sm120"],
+                        help="the device to ask about (default: cpu)")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
     parser.set_defaults(main=main)
 
@@ -45,5 +46,5 @@ def main(args) -> int:
 
 
 def _status(answers) -> int:
-    """1 where nothing can run one of the cases."""
+    """1 if no backend can run one of the cases."""
     return int(any(answer.backend is None for answer in answers))

