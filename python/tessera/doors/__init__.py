@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tessera inside programs that people already run: docs/integrations.md. A door is one module, imported when its host
-asks for it; this one imports no host and tells what there is of each."""
+"""tessera inside programs that people already run: docs/integrations.md. A door is a module that makes tessera
+available inside another program, its host. This package imports no host, and says which are installed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DOORS = {
 
 
 def states() -> dict[str, str]:
-    """What `python -m tessera env` says of each door."""
+    """The line that `python -m tessera env` prints for each door."""
     return {name: state(door) for name, door in DOORS.items()}
 
 

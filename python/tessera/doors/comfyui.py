@@ -4,9 +4,9 @@
     model.model_options["transformer_options"]["optimized_attention_override"] = tessera.doors.comfyui.override()
     tessera.doors.comfyui.register()                     # comfy's get_attention_function("tessera")
 
-ComfyUI calls (q, k, v, heads, mask, ...) on [b, s, h * d], or [b, h, s, d] with skip_reshape; masks broadcast to
-[b, h, sq, sk], with the axes of batch and heads left out or not. What it says beyond the words below, and what tessera
-refuses, is computed by the attention that ComfyUI had chosen, with one warning for each reason.
+ComfyUI calls (q, k, v, heads, mask, ...) on [b, s, h * d], or [b, h, s, d] with skip_reshape. Masks broadcast to
+[b, h, sq, sk]; they may leave out the axes of batch and heads. The attention that ComfyUI had chosen computes
+calls with other arguments than those below, and calls that tessera refuses, with one warning for each reason.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _said: set[str] = set()
 
 
 def override(otherwise=None):
-    """What transformer_options["optimized_attention_override"] may be: called with the attention that ComfyUI chose
-    and its arguments. `otherwise`, an override that was there before, gets what tessera does not compute."""
+    """A function for transformer_options["optimized_attention_override"]. ComfyUI calls it with the attention
+    that it chose and its arguments. `otherwise`, an override that was there before, gets the calls that tessera
+    does not compute."""
     def attention_override(func, q, k, v, heads, mask=None, *arguments, **keywords):
         try:
             return attention(q, k, v, heads, mask, *arguments, **keywords)
@@ -65,7 +66,7 @@ def attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False
 
 
 def register():
-    """Registers "tessera" for those who ask ComfyUI for attentions by name; returns what undoes it."""
+    """Registers "tessera" for nodes that ask ComfyUI for attentions by name; returns a handle that undoes it."""
     host = sys.modules.get(_HOST)
     if host is None or not hasattr(host, "register_attention_function"):
         raise RuntimeError(f"tessera.comfyui: register(): {_HOST} is not imported, or has no "

@@ -7,10 +7,10 @@
     pipeline.transformer.reset_attention_backend()
     handle.remove()
 
-A backend gets what dispatch_attention_fn was called with: q, k and v [b, s, h, d], and a mask that hides keys [b, sk]
-or is anything that broadcasts to [b, h, sq, sk]. With return_lse it gives lse [b, s, h] too, natural logarithms in
-fp32, which diffusers' ring attention merges; under context parallelism diffusers exchanges what `_forward` and
-`_backward` compute.
+A backend gets the arguments of dispatch_attention_fn: q, k and v [b, s, h, d], and a mask of keys [b, sk] or one
+that broadcasts to [b, h, sq, sk]. With return_lse it also returns lse [b, s, h], natural logarithms in fp32,
+which diffusers' ring attention merges. Under context parallelism diffusers exchanges the results of `_forward`
+and `_backward`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Handle:
         self.member, self._active = member, active
 
     def remove(self):
-        """Takes the backend and its name away; what was active before is so again. Models that have it need their
-        reset_attention_backend() first."""
+        """Takes the backend and its name away; the backend that was active before is active again. First call
+        reset_attention_backend() of models that use it."""
         if self.member is None:
             return
         registry, member, self.member = host._AttentionBackendRegistry, self.member, None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's operators of attention by tessera, which is what activate_flash_attention_impl("tessera") asks for.
+"""PyTorch's operators of attention, computed by tessera: activate_flash_attention_impl("tessera") uses this
+module.
 
-A kernel of the dispatcher is laid over PyTorch's own for each operator that scaled_dot_product_attention and
-varlen_attn end in, on the CPU and on CUDA; Handle.remove() takes them away. They run below autograd, whose
-formulas are PyTorch's: an operator returns o, lse and dropout's state in PyTorch's shapes, and its backward
-operator gets them again.
+It lays a kernel over PyTorch's own for each operator that scaled_dot_product_attention and varlen_attn end in, on
+the CPU and on CUDA; Handle.remove() takes the kernels away. They run below autograd, whose formulas are
+PyTorch's: an operator returns o, lse and dropout's state in PyTorch's shapes, and its backward operator gets them
+again.
 
     flash, SDPA        [b, h, s, d], diagonal top-left
     flash, varlen      packed [t, h, d] or [b, s, h, d], bottom-right; windows, pages, ALiBi

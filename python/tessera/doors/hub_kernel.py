@@ -4,9 +4,9 @@
     python -m tessera.doors.hub_kernel PLACE                  from the package that runs
     python -m tessera.doors.hub_kernel PLACE --wheel FILE     from a wheel
 
-writes PLACE/build/torch-universal: the package, its entry and metadata.json. One folder is for every PyTorch that
-the binding is for (docs/packaging.md), so there are no variants. PLACE is what is uploaded as org/repo, or what
-LOCAL_KERNELS=org/repo=PLACE names.
+writes PLACE/build/torch-universal: the package, its entry and metadata.json. One folder serves every PyTorch that
+the binding is for (docs/packaging.md), so there are no variants. Upload PLACE as org/repo, or name it by
+LOCAL_KERNELS=org/repo=PLACE.
 """
 
 from __future__ import annotations

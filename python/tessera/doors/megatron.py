@@ -5,13 +5,13 @@
         spec = get_gpt_layer_local_spec(...)             # or ..._with_transformer_engine_spec
     model = GPTModel(config, spec, ...)
 
-A spec asks a provider for its modules, and the functions that make specs make the provider: patch() gives Megatron's
-two another core_attention() until it is undone, and specs made meanwhile stay as they are. Those who write specs
-themselves take LocalSpecProvider or TESpecProvider of this module.
+Megatron's functions that make specs take modules from one of two providers. patch() gives both providers another
+core_attention() until you undo it; specs made in between keep tessera's. If you write specs yourself, use
+LocalSpecProvider or TESpecProvider of this module.
 
-Both modules have DotProductAttention's constructor and forward, on [s, b, h, d], and packed [t, h, d]. They differ in
-what an attention_mask beside a causal mask type means: LocalDotProductAttention hides what it says too, as Megatron's
-own DotProductAttention; TEDotProductAttention ignores it, as TransformerEngine's.
+Both modules have DotProductAttention's constructor and forward, on [s, b, h, d] and packed [t, h, d]. They treat
+an attention_mask with a causal mask type differently: LocalDotProductAttention applies it too, as Megatron's own
+DotProductAttention does; TEDotProductAttention ignores it, as TransformerEngine's does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _CAUSAL = frozenset({AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskT
 
 
 class LocalDotProductAttention(host.DotProductAttention):
-    """Megatron's DotProductAttention, its parameters and checkpoints, with tessera's forward; packed sequences, biases
-    and the largest logits beside it."""
+    """Megatron's DotProductAttention, with its parameters and checkpoints and with tessera's forward. It also
+    takes packed sequences and biases, and gives the largest logits."""
     ignores_mask = False  # of a causal mask type
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
@@ -153,7 +153,7 @@ class patch:
             theirs.core_attention = ours.core_attention
 
     def remove(self):
-        """Gives the providers theirs back."""
+        """Gives the providers back their own core_attention()."""
         while self._before:
             provider, theirs = self._before.pop()
             provider.core_attention = theirs

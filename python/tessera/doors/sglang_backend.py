@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang runs as attention backend "tessera": sglang_plugin registers it, and SGLang makes it where asked for.
+"""The class behind SGLang's attention backend "tessera": sglang_plugin registers it, and SGLang makes one when
+asked for it.
 
-SGLang's pools are [tokens, hk, d], and req_to_token [requests, max context] says where each token of a request lies: a
-page table of pages of one token, or of page_size tokens where every page_size-th entry is read.
+SGLang's pools are [tokens, hk, d]. req_to_token [requests, max context] says where each token of a request lies.
+It is a page table for pages of one token; every page_size-th entry is a page table for pages of page_size tokens.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend tessera
     SGLANG_PLUGINS=none python -m sglang.launch_server ...     # without the plugin: a name that no plugin has
 
-SGLang calls register() in each of its processes. It adds a name to SGLang's lists (draft workers' and deterministic
-inference's too), and by SGLang's hooks to the factory of draft backends, whose list is closed.
+SGLang calls register() in each of its processes. It adds a name to SGLang's lists, those of draft workers and of
+deterministic inference too. The list of draft backends is closed, so it adds the name to their factory by
+SGLang's hooks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tessera.te.jax under the name transformer_engine.jax, for programs that import that and stay as they are: MaxText's
+"""tessera.te.jax under the name transformer_engine.jax, for unchanged programs that import it: MaxText's
 `attention: cudnn_flash_te`, layers of flax.
 
     with tessera.doors.te_jax.install():              # or: handle = install(); ...; handle.remove()
         from transformer_engine.jax.flax.transformer import DotProductAttention      # tessera's
 
-The modules are tessera's own, under a second name. What is of TransformerEngine but not of attention is an ImportError,
-as where TransformerEngine is not installed.
+The modules are tessera's own, under a second name. Modules of TransformerEngine that are not attention raise an
+ImportError, as if TransformerEngine were not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Handle:
         self.ours, self.before = ours, before
 
     def remove(self):
-        """Gives the names back to what had them before; who holds a class of tessera's keeps it."""
+        """Gives the names back to the modules that had them before. Programs that hold a class of tessera keep
+        it."""
         ours, self.ours = self.ours, {}
         for name, module in ours.items():
             if sys.modules.get(name) is module:
@@ -47,10 +48,10 @@ class Handle:
 
 
 def install(replace: bool = False) -> Handle:
-    """From here on `import transformer_engine.jax` finds tessera.te.jax; needs JAX, and flax for its layers.
+    """Makes `import transformer_engine.jax` find tessera.te.jax; needs JAX, and flax for its layers.
 
-    RuntimeError: TransformerEngine is imported already, or this was called before, unless replace=True; modules that
-    hold the names that they imported keep them.
+    RuntimeError: TransformerEngine is imported already, or this was called before. replace=True allows both;
+    modules that already imported names keep them.
     """
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == _HOST}
     if before and not replace:

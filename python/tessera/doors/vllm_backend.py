@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM runs as backend TESSERA: vllm_plugin registers it, and vLLM imports it where it was asked for.
+"""The classes behind vLLM's backend TESSERA: vllm_plugin registers them, and vLLM imports them when asked for the
+backend.
 
-A step is one packed batch, chunks of prompts beside the next tokens of others. do_kv_cache_update writes
-its keys and values into the pages; forward reads each sequence through its row of the block table.
+A step is one packed batch of prompt chunks and of next tokens of other requests. do_kv_cache_update writes its
+keys and values into the pages; forward reads each sequence through its row of the block table.
 
     kv_cache  [blocks, hk, block size, dqk + dv]   of any strides, which vLLM's layouts differ in
     query     [t, hq, dqk], output [t, hq, dv]     t may exceed the tokens of the batch: padding of graphs

@@ -4,8 +4,9 @@
     vllm serve MODEL --attention-backend TESSERA              # or LLM(MODEL, attention_backend="TESSERA")
     VLLM_PLUGINS= vllm serve MODEL                            # without the plugin
 
-vLLM calls register() in each of its processes; a name more in its list is all that changes. vLLM's platform for CPUs
-answers CPU_ATTN whatever was asked for: there TESSERA is heeded too, and everything else goes to vLLM's own choice.
+vLLM calls register() in each of its processes, which only adds a name to vLLM's list. vLLM's platform for CPUs
+chooses CPU_ATTN whatever was asked for. There register() also makes it choose TESSERA when that was asked for,
+and leaves everything else to vLLM's own choice.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     ... --attention_backend TESSERA, or get_runtime_state().set_attention_backend("tessera")
     handle.remove()
 
-xDiT's enum of names is closed: register() adds a member to it, and remove() takes it away. A backend gets
-q, k and v [b, h, s, d] and gives (o, lse [b, h, s]), which xDiT's ring attention merges; Ulysses and the joint text are
-around it.
+xDiT's enum of names is closed: register() adds a member to it, and remove() takes it away. A backend gets q, k
+and v [b, h, s, d] and returns (o, lse [b, h, s]), which xDiT's ring attention merges. xDiT handles Ulysses and
+the joint text around that call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Handle:
         self.member = member
 
     def remove(self):
-        """Takes the backend and its name away; a runtime state that has it needs another first."""
+        """Takes the backend and its name away. First give another backend to a runtime state that uses it."""
         member, self.member = self.member, None
         if member is not None:
             host.ATTENTION_FUNCTION_REGISTRY.pop(member, None)

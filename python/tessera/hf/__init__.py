@@ -3,13 +3,13 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tessera")
 
-It registers two things under that name: the attention function, and the function that makes masks.
-transformers describes a mask by a function of (batch, head, query, key); the patterns of its own are
-recognised and become key ranges, int32 [b|1, 1, sq, 2], in O(sequence) memory, 2-D padding included.
-Whatever users compose with functions of their own becomes a boolean mask, and its bytes are logged.
+The import registers two functions under that name: one computes attention, the other makes masks. transformers
+describes a mask by a function of (batch, head, query, key). tessera recognises transformers' own patterns, 2-D
+padding included, and turns them into key ranges, int32 [b|1, 1, sq, 2], in O(sequence) memory. A mask with
+functions of a user's own becomes a boolean mask, and its bytes are logged.
 
-A model that computes attention by itself is refused: by name as it is built (_models.py), and where
-its code does not show it, as soon as it computes with a mask that is not for it (_masks.py).
+A model that computes attention by itself is refused by name when it is built (_models.py). If its code does not
+show that, it is refused when it first computes with a mask that is not for it (_masks.py).
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query, key, value [b, h, s, d] -> (o [b, s, h, d], None).
 
-    attention_mask is what attention_mask() made, or a mask of the user's own: boolean (True = visible)
-    or additive. Without one, is_causal and sliding_window decide. cu_seq_lens_q and cu_seq_lens_k,
-    int32 [sequences + 1], say where the sequences of a packed row begin: none sees another;
-    max_length_q and max_length_k bound their lengths. seq_idx, integers [b, s], says the same of each token,
-    and is not looked at beside them.
+    attention_mask is the result of attention_mask(), or a user's own mask: boolean (True = visible) or additive.
+    Without one, is_causal and sliding_window decide. cu_seq_lens_q and cu_seq_lens_k, int32 [sequences + 1], say
+    where the sequences of a packed row begin: none sees another. max_length_q and max_length_k bound their
+    lengths. seq_idx, integers [b, s], gives the sequence of each token; it is ignored if cu_seq_lens_* are given.
 
-    module is the layer that calls. dropout is a probability, scaling the factor on scores (None:
-    1/sqrt(d)), softcap their cap (None: off), s_aux [h] a learnable sink, position_bias what is added
-    to scores, broadcastable to [b, h, sq, sk]. others, what models pass along, are harmless by name or
-    Refused. ValueError as tessera.torch.attention."""
+    module is the layer that calls. dropout is a probability, scaling the factor on scores (None: 1/sqrt(d)),
+    softcap their cap (None: off), s_aux [h] a learnable sink. position_bias is added to scores, and broadcasts to
+    [b, h, sq, sk]. others are further arguments of models: harmless ones are known by name, the rest is Refused.
+    Raises ValueError as tessera.torch.attention does."""
     for name, value_ in others.items():
         harmless = name in _HARMLESS or isinstance(value_, Cache)  # which the layer has read
         if not harmless and value_ is not None and value_ is not False:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' continuous batching on tessera.
 
-transformers serves only implementations whose name it knows: "sdpa" and "paged|eager", for which it
-fills a dense mask of all queries and all keys of the batch in every step, and whatever has "flash" in
-its name, which is told lengths instead. So there is a second name, NAME, for the same attention over
-packed sequences. It is not for loading models: transformers would look for a package of that name.
+transformers serves only implementations whose name it knows. For "sdpa" and "paged|eager" it fills a dense mask
+of all queries and all keys of the batch in every step. To names with "flash" in them it gives lengths instead. So
+there is a second name, NAME, for the same attention over packed sequences. Do not load models with it:
+transformers would look for a package of that name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ NAME = "tessera_flash"
 
 @contextlib.contextmanager
 def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Inside, model.generate_batch and the ContinuousBatchingManager of `model` run on tessera; no generate().
+    """Inside this context, model.generate_batch and the ContinuousBatchingManager of `model` run on tessera.
 
-    model is loaded with attn_implementation="tessera". ValueError: another implementation.
+    Do not call generate() inside. Load the model with attn_implementation="tessera"; another implementation is a
+    ValueError.
 
     >>> with tessera.hf.continuous_batching(model):
     ...     outputs = model.generate_batch(prompts, max_new_tokens=64)

@@ -2,10 +2,10 @@
 """Which models attn_implementation="tessera" can serve: those whose attention goes through
 transformers' attention interface.
 
-transformers takes any registered name for any model, and a model that computes attention by itself
-then ignores it, looks it up in a table of its own, or adds our masks to its scores. No flag tells:
-`_supports_attention_backend` is False for BART, T5 and Whisper, which go through the interface. So
-the code does: starting from a model class, everything that its methods name is followed.
+transformers takes any registered name for any model. A model that computes attention by itself then ignores the
+name, looks it up in a table of its own, or adds our masks to its scores. No flag shows this:
+`_supports_attention_backend` is False for BART, T5 and Whisper, which go through the interface. So this module
+reads the code: it starts from a model class, and follows everything that its methods name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of transformers whose sequences lie on several ranks: its batch becomes this rank's shard on
-the way in, and its attention layers compute the whole.
+"""A model of transformers whose sequences lie on several ranks. A hook cuts each batch to this rank's shard, and
+the attention layers see the whole sequences.
 
-Masks that transformers makes become a band (BandMask), which knows the shards: what a layer recomputes
-in a checkpoint's backward pass is what it computed.
+Masks that transformers makes become a band (BandMask), which knows the shards. So a layer that is recomputed in a
+checkpoint's backward pass computes the same as before.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class BandMask(_masks.Mask):
 
 
 def context_parallel(model: torch.nn.Module, group, *, exchange: str = "auto") -> Parallel:
-    """From now on model(**batch), called on every rank of `group` with the same whole batch, computes
-    on this rank's tokens; `remove()` of what it returns ends that.
+    """Makes model(**batch) compute on this rank's tokens. Call it on every rank of `group` with the same whole
+    batch; `remove()` of the result ends that.
 
-    The model is one built with attn_implementation="tessera". Batches hold input_ids [b, s], or one
-    row of documents whose position_ids begin again at 0, or with cu_seq_lens_q; labels are shifted
-    before they are cut. Layers keep their windows, caps and sinks. logits are of this rank's tokens, in
-    the order of spread().shards; loss is this rank's share: the sum over ranks is the loss of one
-    device, and so are gradients. attention_mask may pad on the right of causal models. group is what
-    tessera.torch.context_parallel.attention takes. ValueError or Refused for anything else.
+    Build the model with attn_implementation="tessera". Batches hold input_ids [b, s], or one row of documents
+    whose position_ids begin again at 0, or with cu_seq_lens_q; labels are shifted before they are cut. Layers
+    keep their windows, caps and sinks. logits are those of this rank's tokens, in the order of spread().shards.
+    loss is this rank's share: the sum over ranks is the loss of one device, and likewise for gradients.
+    attention_mask may pad causal models on the right. group is that of tessera.torch.context_parallel.attention.
+    ValueError or Refused for anything else.
 
     >>> parallel = tessera.hf.context_parallel(model, group)
     >>> model(input_ids=ids, labels=ids).loss.backward()
