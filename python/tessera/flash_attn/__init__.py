@@ -3,8 +3,8 @@
 
     from tessera.flash_attn import flash_attn_func                     # was: from flash_attn import ...
 
-Names, signatures and return values are flash_attn's, on the CPU too, in float32 too, for any head dim
-and page size. docs/migrating.md says what differs. tessera.flash_attn_interface is version 3's.
+Names, signatures and return values are flash_attn's. Everything runs on the CPU and in float32 too, for any head
+dim and page size. docs/migrating.md says what differs. tessera.flash_attn_interface has version 3's functions.
 """
 
 from .._lib import Refused

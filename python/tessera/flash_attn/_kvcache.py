@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attn_with_kvcache of both versions: new keys go into the cache, then queries attend to it. A
-cache of rows is a pool whose pages are its rows, so that cache_batch_idx is a page table."""
+"""flash_attn_with_kvcache of both versions: it writes new keys into the cache, then queries attend to the cache.
+A cache of rows is a pool whose pages are its rows, so cache_batch_idx is a page table."""
 
 from __future__ import annotations
 

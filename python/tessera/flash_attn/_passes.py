@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two passes of flash_attn by themselves, without autograd, as schemes that split keys over ranks call them. The
-backward pass takes an out and an lse of a union of keys of which the call sees a part."""
+"""The two passes of flash_attn as separate functions, without autograd, for schemes that split keys over ranks.
+The out and lse given to the backward pass may be those of more keys than the call sees."""
 
 from __future__ import annotations
 

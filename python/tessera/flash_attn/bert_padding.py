@@ -25,8 +25,8 @@ def index_first_axis_residual(input, indices):
 
 
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
-    """The tokens of hidden_states [b, s, ...] that a mask [b, s] has, 1 or True, and with unused_mask those that have
-    a place alone.
+    """Packs the tokens of hidden_states [b, s, ...] whose mask [b, s] is 1 or True. Tokens of unused_mask get a
+    place too, but do not count as used.
 
     Returns (tokens [t, ...], their indices in [b * s], cu_seqlens int32 [b + 1], the longest length as an int, the
     lengths in attention_mask int32 [b])."""

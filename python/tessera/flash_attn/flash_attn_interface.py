@@ -14,8 +14,8 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
                     softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """Attention of q [b, sq, hq, d] over k, v [b, sk, hk, d] -> [b, sq, hq, d].
 
-    return_attn_probs: (out, lse [b, hq, sq], S_dmask). The last is None without dropout; with it, for tests of dropout
-    alone, the weights [b, hq, sq, sk] in q's dtype, negative where they are dropped.
+    return_attn_probs: (out, lse [b, hq, sq], S_dmask). S_dmask is None without dropout. With dropout it has the weights
+    [b, hq, sq, sk] in q's dtype, negative where they are dropped; it is for tests of dropout only.
     """
     keywords = _keywords(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _returned("flash_attn_func", q, k, v, dropout_p, return_attn_probs, keywords)
@@ -81,13 +81,13 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
                             block_table=None, softmax_scale=None, causal=False,
                             window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
                             alibi_slopes=None, num_splits=0, return_softmax_lse=False):
-    """Attention of q [b, sq, hq, d] over a cache [b_cache, s, hk, d], or with block_table over pools of
-    pages [pages, page_size, hk, d], into which k and v [b, new, hk, d] are written first, from position
-    cache_seqlens on, rotated by rotary_cos and rotary_sin [positions, rotary_dim / 2].
+    """Writes k and v [b, new, hk, d] into a cache, then computes attention of q [b, sq, hq, d] over it. The cache
+    is [b_cache, s, hk, d], or with block_table pools of pages [pages, page_size, hk, d].
 
-    cache_seqlens is the length of each sequence before, an integer or int32 [b]; cache_batch_idx int32
-    [b] says which row of the cache belongs to a sequence, cache_leftpad int32 [b] where its keys begin.
-    num_splits has no effect. No gradient. Returns out, or (out, lse [b, hq, sq]).
+    New keys begin at position cache_seqlens: the length of each sequence before the call, an integer or int32
+    [b]. They are rotated by rotary_cos and rotary_sin [positions, rotary_dim / 2]. cache_batch_idx int32 [b] says
+    which row of the cache belongs to a sequence, cache_leftpad int32 [b] where its keys begin. num_splits has no
+    effect. No gradient. Returns out, or (out, lse [b, hq, sq]).
     """
     return _kvcache.attend(
         "flash_attn_with_kvcache", q, k_cache, v_cache,

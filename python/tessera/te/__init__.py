@@ -5,9 +5,9 @@
     from tessera.te.jax.attention import fused_attn       # was: from transformer_engine.jax...
     from tessera.te.paddle import DotProductAttention     # was: from transformer_engine.paddle
 
-Module paths mirror TE's, so that the import line is the migration; TE itself is neither imported
-nor needed. Everything below translates to tessera.torch, .jax and .paddle, whose meaning is
-docs/semantics.md, and decides nothing about kernels. What is not attention is not here.
+Module paths mirror TE's, so you change only the import line; TE itself is neither imported nor needed. These
+modules translate TE's calls to tessera.torch, .jax and .paddle, whose meaning is in docs/semantics.md, and decide
+nothing about kernels. Only attention is here.
 """
 
 from ._names import missing

@@ -7,9 +7,9 @@ transformer_engine_torch
     flash_attention         (softmax_scale, ...) -> module, where TE makes its FlashAttention
     get_attention_backend   (AttentionParams) -> which backend runs, where TE selects one
 
-What tessera can run goes to the first; the rest goes to the backend that TE's own selection takes, with one warning
-for each reason. The module is TE's FlashAttention, with another forward for tessera's version: a selection of the
-flash-attn package still finds that.
+Calls that tessera can run go to the first. The others go to the backend that TE's own selection takes, with one
+warning for each reason. The module is TE's FlashAttention with another forward, which runs for tessera's version:
+if TE selects the flash-attn package, that still runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _said: set[str] = set()
 
 
 def load_plugins():
-    """What TE calls. Its library keeps its names, and has the two more that TE looks for."""
+    """TE calls this. It adds the two names that TE looks for to TE's library, which keeps its own names."""
     library = sys.modules.get(_LIBRARY)
     if library is None:
         raise RuntimeError(f"tessera.te.plugin: load_plugins(): {_LIBRARY} is not imported; set "
@@ -49,7 +49,8 @@ def load_plugins():
 
 
 def unload_plugins():
-    """Gives everything back: modules that exist run what TE's own selection takes at their next call."""
+    """Undoes load_plugins(): from their next call on, existing modules run the backend that TE's own selection
+    takes."""
     library = sys.modules.get(_LIBRARY)
     for name, ours in (("flash_attention", flash_attention), ("get_attention_backend", get_attention_backend)):
         if getattr(library, name, None) is ours:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers of TE's compiled module for Paddle use around attention: its enumerations, which backend
-a problem would get, and lengths from a mask.
+"""The parts of TE's compiled module for Paddle that callers of attention use: its enumerations, which backend a
+problem would get, and lengths from a mask.
 
     from tessera.te import transformer_engine_paddle as tex     # was: from transformer_engine
 """

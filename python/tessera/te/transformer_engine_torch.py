@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TE's compiled extension, as far as attention needs it: what a training loop, or a ring of its own, imports as
-``tex``. Functions of packed sequences on several ranks: a rank holds two chunks of equal length of every sequence;
-cu_seqlens are of its own tensors, padding included.
+"""The functions of TE's compiled extension for attention: a training loop, or a program with its own ring, imports it
+as ``tex``. In functions of packed sequences on several ranks, a rank holds two chunks of equal length of every
+sequence; cu_seqlens are those of its own tensors, padding included.
 
     import tessera.te.transformer_engine_torch as tex
     index = tex.thd_get_partitioned_indices(cu_seqlens_padded, t, cp_size, cp_rank)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attn.layers.rotary by tessera.torch.rotate: x [b, s, h, d], or packed [t, h, d] with cu_seqlens, turned by its
-positions; cos and sin [positions, rotary_dim / 2]. seqlen_offsets, an integer or [b], is the first position."""
+"""flash_attn.layers.rotary by tessera.torch.rotate. x is [b, s, h, d], or packed [t, h, d] with cu_seqlens, and
+is rotated by its positions; cos and sin are [positions, rotary_dim / 2]. seqlen_offsets, an integer or [b], is
+the first position."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
 
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None,
                      max_seqlen=None):
-    """x with the first rotary_dim elements of each head turned; inplace writes into x too. max_seqlen has no effect."""
+    """x with the first rotary_dim elements of each head rotated; inplace writes into x too. max_seqlen has no
+    effect."""
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     if inplace:
         return _written(x, [(..., cos, sin)], positions, interleaved, cu_seqlens)
@@ -40,8 +42,8 @@ apply_rotary_emb_func = apply_rotary_emb
 
 def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0,
                           num_heads_q=None):
-    """qkv [b, s, 3, h, d], or [b, s, hq + 2 hk, d] with num_heads_q=hq, with q and k turned in place; cos_k and sin_k
-    are the tables of k where they are others."""
+    """Rotates q and k of qkv in place, and returns qkv: [b, s, 3, h, d], or [b, s, hq + 2 hk, d] with
+    num_heads_q=hq. cos_k and sin_k are tables for k, if they differ from those for q."""
     if qkv.dim() == 5:
         q, k = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
     elif num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2:
@@ -55,13 +57,14 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """kv [b, s, 2, h, d] with k turned in place."""
+    """Rotates k of kv [b, s, 2, h, d] in place, and returns kv."""
     k = (..., 0, slice(None), slice(None))
     return _written(kv, [(k, cos, sin)], _positions(kv, seqlen_offsets, None), interleaved)
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Tables of base^(-2 i / dim), and what they turn. scale_base: those of XPos, which grow for q and shrink for k."""
+    """A module that makes tables of base^(-2 i / dim) and rotates by them. scale_base gives tables of XPos, which
+    grow for q and shrink for k."""
 
     def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
@@ -74,8 +77,8 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
-        """qkv as apply_rotary_emb_qkv_ takes it, or q [b, s, h, d] beside kv [b, s, 2, hk, d]: turned in place.
-        max_seqlen bounds the positions where seqlen_offset is a tensor."""
+        """Rotates in place: qkv as apply_rotary_emb_qkv_ takes it, or q [b, s, h, d] with kv [b, s, 2, hk, d]. If
+        seqlen_offset is a tensor, max_seqlen bounds the positions."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif isinstance(seqlen_offset, int):

@@ -5,8 +5,8 @@
     with autocast(recipe=recipe):
         out = attention(q, k, v)
 
-tessera heeds what is about attention: fp8_dpa, fp8_mha, fp8_format, margin, the history and the two
-algorithms. Fields about matrix products of linear layers are kept and change nothing.
+tessera uses the fields for attention: fp8_dpa, fp8_mha, fp8_format, margin, the history and the two algorithms.
+It keeps fields for matrix products of linear layers, but they change nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformer_engine.jax, as far as it is attention.
+"""The attention of transformer_engine.jax.
 
     out = attention.fused_attn((q, k, v), None, SequenceDescriptor.from_seqlens(lengths), seed, ...)
     module = flax.DotProductAttention(head_dim=64, num_attention_heads=16)      # needs flax

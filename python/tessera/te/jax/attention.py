@@ -6,8 +6,8 @@
                      QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX,
                      scaling_factor=0.125, dropout_probability=0.0, is_training=True)
 
-Shapes are [b, s, h, d], of THD layouts too, whose rows hold several sequences. docs/te.md says what
-differs from TransformerEngine.
+Shapes are [b, s, h, d], also for THD layouts, whose rows hold several sequences. docs/te.md says what differs
+from TransformerEngine.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def is_fused_attn_kernel_available(is_training, batch_size, q_dtype, kv_dtype, q
                                    head_dim_v, window_size=None, return_max_logit=False,
                                    bottom_right_diagonal=None, bias_batch=None, bias_heads=None,
                                    bias_seqlen_q=None, bias_seqlen_kv=None, max_segments_per_seq=1):
-    """Whether libtessera has a backend on JAX's device; NVTE_DEBUG says why not. The diagonal is where
-    attn_mask_type says."""
+    """Whether libtessera has a backend on JAX's device; if not, NVTE_DEBUG logs why. attn_mask_type says where
+    the diagonal is."""
     return tex.FusedAttnHelper(
         is_training=is_training, batch_size=batch_size, q_dtype=q_dtype, kv_dtype=kv_dtype, qkv_layout=qkv_layout,
         attn_bias_type=attn_bias_type, attn_mask_type=attn_mask_type, softmax_type=softmax_type,
@@ -76,11 +76,10 @@ def fused_attn(qkv, bias, sequence_descriptor, seed, attn_bias_type, attn_mask_t
     window_size           (left, right) keys that a query sees; negative is unbounded
     softmax_offset        fp32 [1, h, 1, 1], for AttnSoftmaxType.LEARNABLE_SOFTMAX
 
-    Returns [b, s, h, dv] of q's dtype, zero where there is no token; with return_max_logit a pair
-    with the largest logit of each head, [h]. Outputs that gradients need are named
-    context_checkpoint_name for jax.checkpoint's policies. ValueError: arguments that contradict one
-    another. Refused: score_mod, a bias with THD, and what docs/te.md names of sequences that are
-    split over devices.
+    Returns [b, s, h, dv] of q's dtype, zero where there is no token; with return_max_logit a pair with the
+    largest logit of each head, [h]. Outputs that gradients need are named context_checkpoint_name for
+    jax.checkpoint's policies. ValueError: arguments that contradict one another. Refused: score_mod, a bias with
+    THD, and for sequences that are split over devices what docs/te.md lists.
     """
     _words.no_score_mod("fused_attn", score_mod=score_mod, score_mod_bprop=score_mod_bprop,
                         score_mod_tensors=score_mod_tensors,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformer_engine.paddle as it was in TE 1.7 to 1.13, as far as it is attention.
+"""The attention of transformer_engine.paddle, as it was in TE 1.7 to 1.13.
 
     attention = DotProductAttention(num_attention_heads=16, kv_channels=64, attn_mask_type="padding")
     out = attention(query_layer, key_layer, value_layer, attention_mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformer_engine.pytorch, as far as it is attention.
+"""The attention of transformer_engine.pytorch.
 
     attention = DotProductAttention(num_attention_heads=16, kv_channels=64, qkv_format="bshd")
     out = attention(query_layer, key_layer, value_layer, attn_mask_type="causal")

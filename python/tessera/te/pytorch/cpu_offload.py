@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that wait for the backward pass in host memory, under TE's names.
+"""Keeps activations in host memory until the backward pass, under TE's names.
 
     context, sync = get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)
     for layer in layers:                       # any modules, each fed by the one before
@@ -7,11 +7,10 @@
             x = layer(x)
         x = sync(x)
 
-What a layer saves for its backward pass, the q, k, v, o and lse of attention among it, is copied to
-pinned memory on a stream of its own while later layers compute, and back before it is needed. Of
-`model_layers` layers the first `num_layers` go, so that the activations of model_layers - num_layers
-layers, and one more in the backward pass, are on the device at a time. Tensors of the CPU are copied
-plainly: the same code, without the gain.
+A stream of its own copies the tensors that a layer saves for its backward pass, such as q, k, v, o and lse of
+attention, to pinned memory while later layers compute, and back before they are needed. The first `num_layers` of
+`model_layers` layers are offloaded. So the device holds the activations of model_layers - num_layers layers, and
+of one more in the backward pass. Tensors on the CPU are copied by the same code, without the gain.
 """
 
 from __future__ import annotations

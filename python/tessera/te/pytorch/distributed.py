@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that are computed again in the backward pass, and the states of random generators that
+"""Checkpointing, which computes activations again in the backward pass; and states of random generators that
 tensor-parallel ranks share, or do not share."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CudaRNGStatesTracker:
 
 
 def checkpoint(function, *args, **kwargs):
-    """function(*args, **kwargs), whose activations are not kept: the backward pass computes them again,
+    """Returns function(*args, **kwargs) without keeping its activations. The backward pass computes them again,
     with the same random numbers and, in an FP8 region, in that region with the same scales.
 
     TE's keywords are taken from kwargs: use_reentrant (default True: only gradients of args, by

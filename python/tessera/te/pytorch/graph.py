@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose forward and backward pass are CUDA graphs, under TE's name. The capture is PyTorch's,
-torch.cuda.make_graphed_callables; beside it there are keyword arguments, arguments that are no tensors,
-which stay as they were when the graph was captured, and gradients of parameters of their own memory."""
+"""Modules whose forward and backward pass are CUDA graphs, under TE's name. PyTorch's
+torch.cuda.make_graphed_callables captures them. In addition, modules may have keyword arguments, and arguments
+that are not tensors, which keep the values that they had at capture; and gradients of parameters may have memory
+of their own."""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ def make_graphed_callables(modules, sample_args, num_warmup_iters: int = 3, allo
                            post_warmup_hook=None, capture_time_hooks=None):
     """`modules`, a callable or a tuple of them, as callables that replay CUDA graphs.
 
-    sample_args is the tuple of positional arguments of a module, or a tuple of one for each of several;
-    sample_kwargs likewise the dictionary of its keyword arguments. Tensors of later calls have their
-    shapes, dtypes and requires_grad, other arguments their values. A torch.nn.Module is changed in place,
-    and runs without a graph in the mode, training or evaluation, in which it was not captured, or after its
-    reset(), which gives the graph's memory back. Several modules are captured in the order in which they will
-    run. One in evaluation, of inputs without gradients, has no backward graph, and gives none.
+    sample_args is the tuple of positional arguments of a module, or a tuple of such tuples for several modules;
+    sample_kwargs likewise the dictionary of keyword arguments. In later calls, tensors must have the same shapes,
+    dtypes and requires_grad, and other arguments the same values. A torch.nn.Module is changed in place. It runs
+    without a graph in the mode, training or evaluation, in which it was not captured, and after its reset(),
+    which gives the graph's memory back. Several modules are captured in the order in which they will run. A
+    module in evaluation whose inputs want no gradients has no backward graph.
 
-    clone_param_grads_on_return gives each backward pass's gradients of parameters memory of their own; without
-    it they are the graph's, and the next pass overwrites them. The warm-up hooks are called without arguments
-    before and after the runs that warm up. enabled is an FP8 region, by `recipe`. pool is a memory pool of
-    torch.cuda.graph_pool_handle(). Refused: no CUDA device; FP8 attention; orders of pipelines;
+    With clone_param_grads_on_return, gradients of parameters get memory of their own in each backward pass;
+    without it they lie in the graph's memory, and the next pass overwrites them. The warm-up hooks are called
+    without arguments before and after the runs that warm up. enabled opens an FP8 region with `recipe`. pool is a
+    memory pool of torch.cuda.graph_pool_handle(). Refused: no CUDA device; FP8 attention; orders of pipelines;
     capture_time_hooks.
 
     >>> layer = make_graphed_callables(layer, (x,), sample_kwargs={"attn_mask_type": "causal"})

@@ -393,8 +393,8 @@ class FP8GlobalStateManager:
 
 
 def computed_again(function):
-    """`function`, whose later calls run in the FP8 region of the first and by the scales that it met, so that
-    a checkpoint's backward pass sees what its forward pass saw; they note no amaxes."""
+    """`function`, whose later calls run in the FP8 region of the first call and with its scales, so that a
+    checkpoint's backward pass computes the same as its forward pass. Later calls record no amaxes."""
     region, scales = FP8GlobalStateManager.get_autocast_state(), []
     calls = 0
 
@@ -450,11 +450,11 @@ def _ranks(group) -> int:
 @contextlib.contextmanager
 def autocast(enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None,
              amax_reduction_group=None, _graph: bool = False):
-    """A region in which attention runs in FP8, as far as its recipe has fp8_dpa or fp8_mha. Regions nest.
+    """A region in which attention runs in FP8, if the recipe has fp8_dpa or fp8_mha. Regions nest.
 
-    recipe is DelayedScaling() unless given. Ranks of amax_reduction_group, None being all, share amaxes.
-    calibrating without enabled notes amaxes of attention in 16 bits. Whether a device can is the attention
-    call's business, which says why not; linear layers of tessera.te stay in 16 bits.
+    recipe is DelayedScaling() unless given. Ranks of amax_reduction_group (None: all) share amaxes. calibrating
+    without enabled records amaxes of attention in 16 bits. If a device cannot run FP8 attention, the attention
+    call says why. Linear layers of tessera.te stay in 16 bits.
 
     >>> with autocast(recipe=DelayedScaling(fp8_dpa=True)):
     ...     out = attention(q, k, v)

@@ -41,10 +41,10 @@ class DropPath(torch.nn.Module):
 class TransformerLayer(FastSetattr, torch.nn.Module):
     """x + attention(norm(x)), then + cross attention for layer_type="decoder", then + MLP(norm(x)).
 
-    Parameters are `self_attention`, `inter_attention` of decoders, `layernorm_mlp` and, with
-    output_layernorm, `layernorm`, each with TE's names inside. apply_residual_connection_post_layernorm
-    takes the residual behind the norm; parallel_attention_mlp adds attention and MLP of one input.
-    Arguments that distribute a layer or make it FP8 are NotImplementedErrors.
+    Parameters are `self_attention`, `inter_attention` of decoders, `layernorm_mlp` and, with output_layernorm,
+    `layernorm`, each with TE's names inside. With apply_residual_connection_post_layernorm the residual is the
+    output of the norm; parallel_attention_mlp adds attention and MLP of one input. Arguments that distribute a
+    layer or make it FP8 raise NotImplementedErrors.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int,

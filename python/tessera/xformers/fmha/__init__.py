@@ -26,9 +26,9 @@ def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: to
                                attn_bias: torch.Tensor | AttentionBias | None = None, p: float = 0.0,
                                scale: float | None = None, *, op=None,
                                output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """softmax(query keyᵀ · scale + attn_bias) value, with dropout p; differentiable, in a tensor
-    attn_bias too, of query's dtype or float32, broadcastable to [b, h, sq, sk] ([b, sq, sk] for three
-    axes). op, which names a kernel, has no effect; output_dtype is query's unless given."""
+    """softmax(query keyᵀ · scale + attn_bias) value, with dropout p. It is differentiable, in a tensor attn_bias
+    too. Such a tensor has query's dtype or float32, and broadcasts to [b, h, sq, sk] ([b, sq, sk] for three
+    axes). op names a kernel and has no effect; output_dtype is query's unless given."""
     call = _Call("memory_efficient_attention", query, key, value, attn_bias, p, scale, op, output_dtype)
     return call.shaped(call.run())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What biases are made of. A bias says three things: `band()`, the band of each sequence, `place()`, how
-tokens divide into sequences, and `materialize()`, both written out for tests. A window of one side, w, is
-keys at distance 0 to w - 1."""
+"""The base classes of biases. A bias has three methods: `band()` gives the band of each sequence, `place()` how
+tokens divide into sequences, and `materialize()` writes both out as a tensor, for tests. A window of one side, w,
+holds keys at distance 0 to w - 1."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DotProductAttention; and beside it what TE 1 had here and TE 2 moved one level down."""
+"""DotProductAttention, and names that TE 1 had here and TE 2 moved one level down."""
 
 from ..._names import missing
 from .dot_product_attention import DotProductAttention, _attention_backends

@@ -6,9 +6,8 @@
     params.pre_step(OrderedDict({sequence_id: new_tokens}))  # once for each step
     out = attention(q, k, v, attn_mask_type="padding_causal", inference_params=params, ...)
 
-A sequence that a step leaves out is finished, and its room is free again. Both caches are pools of
-pages to the kernels, that of a padded cache one page a sequence: nothing is copied when sequences
-come, go or change their order.
+A sequence that a step leaves out is finished, and its room is free again. The kernels see both caches as pools of
+pages; a padded cache has one page a sequence. So nothing is copied when sequences come, go or change their order.
 """
 
 from __future__ import annotations
@@ -166,8 +165,8 @@ class Page:
 
 
 class PagedKVCacheManager(_PoolManager):
-    """Caches [total_num_pages, page_size, heads, head_dim] and a page table. pre_step takes and frees
-    pages; the methods here look at them, or do by hand what pre_step does."""
+    """Caches [total_num_pages, page_size, heads, head_dim] and a page table. pre_step takes and frees pages. The
+    methods here read the pages, or take and free some by hand."""
 
     step = _PoolManager.append
 
@@ -225,13 +224,12 @@ class PagedKVCacheManager(_PoolManager):
 
 
 class InferenceParams:
-    """What a model keeps between the steps of inference.
+    """The caches that a model keeps between the steps of inference.
 
-    max_batch_size sequences of at most max_sequence_length tokens, of num_heads_kv heads of
-    head_dim_k and head_dim_v (default head_dim_k) elements of `dtype` (default PyTorch's). is_paged keeps them in
-    total_num_pages (default: as many as all sequences can need) pages of page_size tokens. qkv_format is
-    what the model computes in. max_ctx_len bounds the new tokens of a sequence of a step. A
-    torch.float8_e4m3fn cache has scales of 1.
+    They hold max_batch_size sequences of at most max_sequence_length tokens, with num_heads_kv heads of
+    head_dim_k and head_dim_v (default head_dim_k) elements of `dtype` (default PyTorch's). With is_paged they have
+    total_num_pages pages (default: as many as all sequences can need) of page_size tokens. qkv_format is that of the
+    model. max_ctx_len bounds the new tokens of a sequence in a step. A torch.float8_e4m3fn cache has scales of 1.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int | None = None,

@@ -4,8 +4,8 @@
     attention = MultiheadAttention(1024, 16, qkv_format="bshd", input_layernorm=True)
     out = attention(hidden_states)                                            # as hidden_states
 
-On one device and PyTorch's linear layers: tensor and sequence parallelism, userbuffers and FP8 are
-refused by name.
+It uses PyTorch's linear layers on one device: tensor and sequence parallelism, userbuffers and FP8 are refused by
+name.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p",
                                    load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
-        """From now on hidden_states are this rank's rows of sequences on the ranks of cp_group, in TE's
-        two chunks, and rotary embeddings go by positions of the whole; cp_group=None ends that."""
+        """After this call, hidden_states hold this rank's rows of sequences on the ranks of cp_group, in TE's two
+        chunks. Rotary embeddings use positions in the whole sequence. cp_group=None ends that."""
         spread = Spread.of(cp_group, cp_comm_type, load_balancing_strategy)
         self.cp_load_balancing_strategy = load_balancing_strategy
         self.cp_size, self.cp_rank = (1, 0) if spread is None else (spread.size, spread.rank)
@@ -126,10 +126,10 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
                 cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
                 fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None,
                 thd_attention_policy_dispatch="auto", softcap=None):
-        """The output [.., hidden_size]; with return_bias also proj's bias, which then is not added, and
-        with return_layernorm_output what the norm of the input gave. encoder_output [sk, b, hidden_size]
-        holds keys and values of "cross"; rotary_pos_emb is freqs of RotaryPositionEmbedding, or a pair
-        for q and k; is_first_microbatch, which is about FP8 weights, has no effect."""
+        """Returns the output [.., hidden_size]; with return_bias also proj's bias, which then is not added; with
+        return_layernorm_output also the output of the input's norm. encoder_output [sk, b, hidden_size] holds
+        keys and values of "cross". rotary_pos_emb is freqs of RotaryPositionEmbedding, or a pair for q and k.
+        is_first_microbatch is for FP8 weights, and has no effect."""
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
             inference_params.allocate_memory(self.layer_number)
         q, k, v, normed = self._heads(hidden_states, encoder_output)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that hold rounded numbers and answer as if they were not, and what makes them.
+"""Tensors that store rounded numbers but behave like the tensors that they stand for, and the quantizers that
+make them.
 
 A QuantizedTensor has the dtype, shape and strides of the tensor that it stands for. Operations that
 only move numbers move what is stored; all others see its value, `dequantize()`, and write back what

@@ -8,9 +8,9 @@ TE's keywords, as TE documents:
 
 or by those of tessera.torch.attention: out [b, s, h, dv].
 
-FlashAttention and FusedAttention run tessera's kernels, and for those who ask for one by name, the former
-also the public flash-attn packages, the latter cuDNN. UnfusedDotProductAttention is plain PyTorch, on any
-device, and the only one that materialises the scores.
+FlashAttention and FusedAttention run tessera's kernels. If you name one, FlashAttention also runs a public
+flash-attn package, and FusedAttention cuDNN. UnfusedDotProductAttention is plain PyTorch, on any device; only it
+writes the scores to memory.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def function_of(backend: torch.nn.Module):
 
 
 class FlashAttention(_Backend):
-    """package="flash_attn", "flash_attn_interface" or "flash_attn.cute" asks for a public package, of
-    version 2, 3 or 4, instead of tessera's kernels. It is imported when it runs. TESSERA_TE_ORDER=te
-    asks for the one that TransformerEngine would take, where it is installed and has what a call needs."""
+    """package="flash_attn", "flash_attn_interface" or "flash_attn.cute" runs a public package, of version 2, 3 or
+    4, instead of tessera's kernels. It is imported when it runs. TESSERA_TE_ORDER=te runs the package that
+    TransformerEngine would use, if it is installed and can run the call."""
 
     PLACES = ("attention_mask", "qkv_layout", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv",
               "attn_mask_type", "window_size", "softcap", "alibi_slopes", "cp_group", "cp_global_ranks", "cp_stream",
@@ -114,8 +114,8 @@ class FlashAttention(_Backend):
 
 
 class FusedAttention(_Backend):
-    """package="cudnn" forces tessera's backend of that name, which is cuDNN itself, and refuses what it does not
-    take: the backward pass among others."""
+    """package="cudnn" forces tessera's backend of that name, which runs cuDNN itself. It refuses calls that cuDNN
+    cannot run here, such as the backward pass."""
 
     PLACES = ("qkv_layout", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
               "max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "attention_mask", "window_size",

@@ -38,8 +38,8 @@ __getattr__ = missing(__name__)
 class DotProductAttention(Float8Module):
     """TransformerEngine's attention between projections: [.., h, d] in, [.., h * dv] out.
 
-    Arguments mean what TE documents; what TE sends to its unfused path or refuses runs on tessera's
-    kernels. kv_channels=(dqk, dv) is MLA. softmax_offset is None, zeros for "off-by-one", and a
+    Arguments mean what TE documents. tessera's kernels also run calls that TE refuses or sends to its unfused
+    path. kv_channels=(dqk, dv) is MLA. softmax_offset is None, zeros for "off-by-one", and a
     parameter [heads] for "learnable". Padding rows of the output are zero.
 
     >>> attention = DotProductAttention(16, 64, qkv_format="bshd", attn_mask_type="causal")
@@ -105,8 +105,8 @@ class DotProductAttention(Float8Module):
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p",
                                    load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP):
-        """From now on q, k and v are this rank's rows of sequences on the ranks of cp_group, in TE's
-        layouts, and lengths are the whole batch's. None leaves; a group of one rank is none."""
+        """After this call, q, k and v hold this rank's rows of sequences on the ranks of cp_group, in TE's
+        layouts, and lengths are those of the whole batch. None ends that; a group of one rank counts as None."""
         self._spread = Spread.of(cp_group, cp_comm_type, load_balancing_strategy)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
@@ -123,8 +123,8 @@ class DotProductAttention(Float8Module):
                 qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto"):
         """[s, b, h * dv], [b, s, h * dv] or [t, h * dv]; with return_max_logit a pair with [h].
 
-        attention_mask and cu_seqlens_* matter to padding masks, the former to "arbitrary" too.
-        fast_zero_fill and num_splits ask for a schedule, not for a result: tessera has its own. In an FP8
+        Only padding masks read attention_mask and cu_seqlens_*; "arbitrary" reads attention_mask too.
+        fast_zero_fill and num_splits have no effect: they ask for a schedule, and tessera has its own. In an FP8
         region fp8_output asks for a Float8Tensor, bf16_backward for 16-bit products of the backward pass.
         """
         q_format = self.qkv_format if qkv_format is None else _words.qkv_format(qkv_format)
