@@ -46,72 +46,6 @@ void real(JsonWriter& json, std::string_view key, double value) {
   json.raw({text, std::to_chars(text, text + sizeof text, value).ptr});
 }
 
-std::string_view format_name(int32_t format) {
-  constexpr std::string_view kNames[] = {"bshd", "sbhd", "bhsd", "thd"};
-  return kNames[format];
-}
-
-std::string_view numpy_name(int32_t dtype) {
-  constexpr std::string_view kNames[] = {"",        "float32",       "bfloat16",   "float16",
-                                         "float64", "float8_e4m3fn", "float8_e5m2"};
-  return kNames[dtype];
-}
-
-void scalars(JsonWriter& json, const Case& c, const Problem& p) {
-  const auto flag = [&](const char* name, bool on) {
-    if (on) json.key(name).boolean(true);
-  };
-  json.key("kwargs").begin_object();
-  json.key("layout");
-  // A paged pool has a format of its own, which is that of k and v.
-  if (is_paged(p) || p.format_q == p.format_kv) {
-    json.string(format_name(p.format_q));
-  } else {
-    json.begin_array().string(format_name(p.format_q)).string(format_name(p.format_kv)).end_array();
-  }
-  if (c.has_scale) real(json, "softmax_scale", c.scale);
-  flag("causal", c.causal);
-  if (c.window)
-    json.key("window").begin_array().number(c.window_left).number(c.window_right).end_array();
-  if (c.align != TESSERA_ALIGN_NONE) {
-    json.key("align").string(c.align == TESSERA_ALIGN_TOP_LEFT ? "top_left" : "bottom_right");
-  }
-  if (c.shift.kind == CaseShift::Kind::kOne) json.key("align").number(c.shift.value);
-  if (has(p, TESSERA_MAX_SEQLEN_Q)) json.key("max_seqlen_q").number(p.max_seqlen_q);
-  if (has(p, TESSERA_MAX_SEQLEN_K)) json.key("max_seqlen_k").number(p.max_seqlen_k);
-  if (c.bias != Case::BiasAt::kNone) {
-    json.key("bias_at").string(c.bias == Case::BiasAt::kPre ? "pre_scale" : "post_scale");
-  }
-  if (c.softcap > 0) real(json, "softcap", c.softcap);
-  if (c.sink == Case::Sink::kOffByOne) json.key("sink").string("off_by_one");
-  if (c.dropout > 0) real(json, "dropout_p", c.dropout);
-  flag("return_lse", !is_backward(p) && !c.no_lse);
-  flag("return_max_logit", c.max_logit);
-  flag("return_amax", c.amax);
-  flag("deterministic", c.has(TESSERA_DETERMINISTIC));
-  flag("batch_invariant", c.has(TESSERA_BATCH_INVARIANT));
-  flag("partial", c.has(TESSERA_PARTIAL));
-  flag("accumulate", c.has(TESSERA_ACCUMULATE));
-  if (c.fp8_products) json.key("precision").string("fp8");
-  if (c.has_smooth) {
-    json.key("smooth").string((c.smooth & TESSERA_SMOOTH_HADAMARD) != 0 ? "mean+hadamard"
-                              : c.smooth != 0                           ? "mean"
-                                                                        : "none");
-  }
-  if (p.q_scale_block > 0 || p.k_scale_block > 0) {
-    json.key("scale_block")
-        .begin_array()
-        .number(p.q_scale_block)
-        .number(p.k_scale_block)
-        .end_array();
-  }
-  if (c.o_dtype != TESSERA_NONE && !is_backward(p)) {
-    json.key("out_dtype").string(numpy_name(c.o_dtype));
-  }
-  if (c.grad_dtype != TESSERA_NONE) json.key("grad_dtype").string(numpy_name(c.grad_dtype));
-  json.end_object();
-}
-
 void tensors(JsonWriter& json, const CaseGeometry& g) {
   const Problem& p = g.problem;
   json.key("tensors").begin_object();
@@ -185,7 +119,9 @@ std::string arguments_json(const ConformanceCase& of) {
   json.key("case").string(to_text(c));
   json.key("pass").string(is_backward(p) ? "bwd" : "fwd");
   json.key("dtype").string(dtype_name(c.dtype));
-  scalars(json, c, p);
+  json.key("kwargs").begin_object();
+  tell_keywords(c, p, json);
+  json.end_object();
   tensors(json, of.geometry());
   const auto group = [&](const char* name, std::initializer_list<int> indices) {
     json.key(name).begin_object();

@@ -5,6 +5,7 @@
 #include <set>
 #include <span>
 
+#include "core/case/tokens.h"
 #include "core/case/words.h"
 
 namespace tessera {
@@ -13,17 +14,7 @@ using View = std::string_view;
 
 namespace {
 
-using namespace words;  // NOLINT: the readers of values
-
-// What a token's value must be, in words, and one that would work.
-struct Token {
-  View key;
-  bool takes_value;
-  View rule;
-  View example;
-  bool (*read)(Case& c, View value);  // false: the value breaks the rule
-};
-std::span<const Token> tokens();
+using words::split;
 
 // Letters to add, drop, replace or swap with the next, to make one word of another.
 size_t edits(View from, View to) {
@@ -111,8 +102,8 @@ Result<Case> parse_case(View text) {
     if (key == "keep" || key == "drop") fresh = fresh && once("mask");
     if (!fresh)
       return invalid("%s: a key may be given once; remove one of them", quoted(word).c_str());
-    // alibi stands alone or with a value.
-    const bool value_fits = has_value == token->takes_value || (key == "alibi" && !has_value);
+    const bool value_fits =
+        token->takes == Token::kEither || has_value == (token->takes == Token::kValue);
     const View value = has_value ? word.substr(key.size() + 1) : View{};
     if (!value_fits || !token->read(c, value)) {
       return invalid("%s: must be %s; for example %s", quoted(word).c_str(),
@@ -123,215 +114,59 @@ Result<Case> parse_case(View text) {
   return c;
 }
 
+std::string to_text(const Case& c) {
+  std::string parts[Token::kStored + 1];
+  for (const Token& token : tokens()) {
+    std::string value;
+    if (!token.write(c, value)) continue;
+    parts[token.part] += " " + std::string(token.key) + (value.empty() ? "" : "=" + value);
+  }
+  return (c.pass == TESSERA_BACKWARD ? "bwd " : "fwd ") + std::string(dtype_name(c.dtype)) +
+         parts[Token::kWhat] + parts[Token::kHow] + parts[Token::kStored];
+}
+
 namespace {
 
-// ---- the keys ----
-
-constexpr View kSize = "a size in 0..2^40", kPositive = "a size in 1..2^40";
-constexpr View kList = "full, n,n,... or random:SEED";
-constexpr View kMask =
-    "random:P, keys:P or blocks:P, P in [0, 1], with /SHAPE of letters of bhqk in this "
-    "order (keys without q)";
-constexpr View kLow =
-    "VALUE,WHERE: a finite number below 0 or min (of the dtype), and random:P, keys:P, rows:P, "
-    "blocks:P with P in (0, 1], from:KEY or causal";
-constexpr View kFlag = "without a value";
-constexpr View kStarts = "n,n,... or random:SEED";
-#define FLAG(name, field)                                                        \
-  Token {                                                                        \
-    name, false, kFlag, name, [](Case& c, View) { return c.field = true, true; } \
+// A value as the keyword's: nothing is True, one number or two are numbers, the rest are words.
+void tell_value(const std::string& value, JsonWriter& json) {
+  const auto is_number = [](View text) {
+    return !text.empty() && (text[0] == '-' || (text[0] >= '0' && text[0] <= '9'));
+  };
+  if (value.empty()) {
+    json.boolean(true);
+  } else if (!is_number(value)) {
+    json.string(value);
+  } else if (const auto numbers = split(value, ','); numbers.size() == 1) {
+    json.raw(value);
+  } else {
+    json.begin_array();
+    for (View number : numbers) json.raw(number);
+    json.end_array();
   }
-constexpr Token kTokens[] = {
-    {"b", true, kSize, "b=2", [](Case& c, View v) { return size(v, 0, c.b); }},
-    {"s", true, kSize, "s=128",
-     [](Case& c, View v) { return size(v, 0, c.sq) && size(v, 0, c.sk); }},
-    {"sq", true, kSize, "sq=128", [](Case& c, View v) { return size(v, 0, c.sq); }},
-    {"sk", true, kSize, "sk=128", [](Case& c, View v) { return size(v, 0, c.sk); }},
-    {"h", true, kPositive, "h=4",
-     [](Case& c, View v) { return size(v, 1, c.hq) && size(v, 1, c.hk); }},
-    {"hq", true, kPositive, "hq=8", [](Case& c, View v) { return size(v, 1, c.hq); }},
-    {"hk", true, kPositive, "hk=2", [](Case& c, View v) { return size(v, 1, c.hk); }},
-    {"d", true, kPositive, "d=64",
-     [](Case& c, View v) { return size(v, 1, c.dqk) && size(v, 1, c.dv); }},
-    {"dqk", true, kPositive, "dqk=192", [](Case& c, View v) { return size(v, 1, c.dqk); }},
-    {"dv", true, kPositive, "dv=128", [](Case& c, View v) { return size(v, 1, c.dv); }},
-    {"kv", true, "a floating dtype", "kv=e4m3",
-     [](Case& c, View v) { return is_float(c.kv_dtype = parse_dtype(v)); }},
-    {"layout", true,
-     "a format (bshd, sbhd, bhsd, thd), two of them (q and k/v) or a layout of "
-     "TransformerEngine",
-     "layout=sbhd or layout=bshd,sbhd or layout=bs3hd",
-     [](Case& c, View v) { return read_layout(c.layout, v); }},
-    {"lens", true, kList, "lens=5,17", [](Case& c, View v) { return lengths(v, c.lens); }},
-    {"lens_q", true, kList, "lens_q=5,17", [](Case& c, View v) { return lengths(v, c.lens_q); }},
-    {"lens_k", true, kList, "lens_k=random:3",
-     [](Case& c, View v) { return lengths(v, c.lens_k); }},
-    {"gaps", true, "a number of tokens or random:SEED", "gaps=3",
-     [](Case& c, View v) {
-       View rest;
-       const bool random = after(v, "random:", rest);
-       c.gaps.kind = random ? CaseGaps::Kind::kRandom : CaseGaps::Kind::kFixed;
-       return integer(random ? rest : v, 0, 0xFFFFFFFFll, c.gaps.value);
-     }},
-    {"page", true, "a number of tokens of at least 1", "page=16",
-     [](Case& c, View v) { return size(v, 1, c.page); }},
-    {"tables", true, "1 or 2", "tables=2",
-     [](Case& c, View v) { return integer(v, 1, 2, c.tables); }},
-    FLAG("int64", int64_lengths),
-    FLAG("causal", causal),
-    {"window", true, "L,R, each -1 (unbounded) or more", "window=128,0",
-     [](Case& c, View v) {
-       const auto sides = split(v, ',');
-       c.window = true;
-       return sides.size() == 2 && integer(sides[0], -1, INT64_MAX, c.window_left) &&
-              integer(sides[1], -1, INT64_MAX, c.window_right);
-     }},
-    {"align", true, "top_left or bottom_right", "align=bottom_right",
-     [](Case& c, View v) {
-       c.align = v == "top_left" ? TESSERA_ALIGN_TOP_LEFT : TESSERA_ALIGN_BOTTOM_RIGHT;
-       return v == "top_left" || v == "bottom_right";
-     }},
-    {"shift", true, "an integer or random:SEED", "shift=-3",
-     [](Case& c, View v) {
-       View rest;
-       const bool random = after(v, "random:", rest);
-       c.shift.kind = random ? CaseShift::Kind::kRandom : CaseShift::Kind::kOne;
-       return integer(random ? rest : v, random ? 0 : -kMaxSize, kMaxSize, c.shift.value);
-     }},
-    {"q_start", true, kStarts, "q_start=4,0",
-     [](Case& c, View v) { return v != "full" && lengths(v, c.q_start); }},
-    {"k_start", true, kStarts, "k_start=random:5",
-     [](Case& c, View v) { return v != "full" && lengths(v, c.k_start); }},
-    {"keep", true, kMask, "keep=random:0.7/bqk",
-     [](Case& c, View v) { return mask(v, false, c.mask); }},
-    {"drop", true, kMask, "drop=keys:0.7", [](Case& c, View v) { return mask(v, true, c.mask); }},
-    {"ranges", true, "random:SEED, two:SEED or prefix:N", "ranges=prefix:16",
-     [](Case& c, View v) {
-       View rest;
-       if (after(v, "random:", rest))
-         c.ranges.kind = CaseRanges::Kind::kRandom;
-       else if (after(v, "two:", rest))
-         c.ranges.kind = CaseRanges::Kind::kTwo;
-       else if (after(v, "prefix:", rest))
-         c.ranges.kind = CaseRanges::Kind::kPrefix;
-       else
-         return false;
-       return integer(rest, 0, 0x7FFFFFFF, c.ranges.value);
-     }},
-    {"segments", true, "N, again:N or random:N, N in 1..2^20", "segments=3",
-     [](Case& c, View v) {
-       View rest = v;
-       if (after(v, "again:", rest))
-         c.segments.kind = CaseSegments::Kind::kAgain;
-       else if (after(v, "random:", rest))
-         c.segments.kind = CaseSegments::Kind::kRandom;
-       return integer(rest, 1, 1 << 20, c.segments.ids);
-     }},
-    {"scale", true, "a finite number of at least 0", "scale=0.125",
-     [](Case& c, View v) { return c.has_scale = number(v, c.scale) && c.scale >= 0; }},
-    {"softcap", true, "a finite number above 0", "softcap=30",
-     [](Case& c, View v) { return number(v, c.softcap) && c.softcap > 0; }},
-    {"bias", true, "post or pre, with /SHAPE of letters of bhqk in this order", "bias=post/hqk",
-     [](Case& c, View v) {
-       const View at = v.substr(0, v.find('/'));
-       c.bias = at == "pre" ? Case::BiasAt::kPre : Case::BiasAt::kPost;
-       c.bias_shape = "hqk";
-       return (at == "pre" || at == "post") &&
-              (at.size() == v.size() || shape_letters(v.substr(at.size() + 1), c.bias_shape));
-     }},
-    {"bias_inf", true, "a probability in (0, 1]", "bias_inf=0.3",
-     [](Case& c, View v) { return number(v, c.bias_inf) && c.bias_inf > 0 && c.bias_inf <= 1; }},
-    {"bias_low", true, kLow, "bias_low=min,keys:0.3",
-     [](Case& c, View v) { return bias_low(v, c.bias_low); }},
-    {"bias_dtype", true, "fp32, or left out for the dtype of q", "bias_dtype=fp32",
-     [](Case& c, View v) { return v == "fp32" && (c.bias_dtype = TESSERA_FP32); }},
-    {"alibi", true, "alone (a slope for each head) or bh (for each batch and head)", "alibi=bh",
-     [](Case& c, View v) {
-       c.alibi = v.empty() ? Case::Alibi::kPerHead : Case::Alibi::kPerBatchHead;
-       return v.empty() || v == "bh";
-     }},
-    {"sink", true, "off_by_one, learnable or a finite number other than 0 (of every head)",
-     "sink=learnable",
-     [](Case& c, View v) {
-       c.sink = v == "off_by_one" ? Case::Sink::kOffByOne : Case::Sink::kLearnable;
-       const bool drawn = v == "off_by_one" || v == "learnable";
-       return drawn || (number(v, c.sink_value) && c.sink_value != 0);
-     }},
-    {"dropout", true, "a probability in (0, 1)", "dropout=0.1",
-     [](Case& c, View v) { return number(v, c.dropout) && c.dropout > 0 && c.dropout < 1; }},
-    {"rng", true, "FIRST,STRIDE, each at least 0", "rng=4,16",
-     [](Case& c, View v) {
-       const auto words = split(v, ',');
-       c.four_words = true;
-       return words.size() == 2 && integer(words[0], 0, kMaxSize, c.rng_first) &&
-              integer(words[1], 0, kMaxSize, c.rng_stride);
-     }},
-#define TESSERA_TOKEN(BIT, name, token) \
-  Token{token, false, kFlag, token, [](Case& c, View) { return c.flags |= BIT, true; }},
-#define TESSERA_FLAG(...)
-#define TESSERA_WORD(...)
-#define TESSERA_INTEGER(...)
-#define TESSERA_NUMBER(...)
-#define TESSERA_TEXT(...)
-#include "core/problem/fields.def"
-#undef TESSERA_TOKEN
-#undef TESSERA_FLAG
-#undef TESSERA_WORD
-#undef TESSERA_INTEGER
-#undef TESSERA_NUMBER
-#undef TESSERA_TEXT
-    {"qscale", true, "one, head or row", "qscale=row",
-     [](Case& c, View v) { return scales(v, "row", c.q_scale); }},
-    {"kvscale", true, "one, head or block", "kvscale=block",
-     [](Case& c, View v) { return scales(v, "block", c.kv_scale); }},
-    {"do", true, "a floating dtype", "do=e5m2",
-     [](Case& c, View v) { return is_float(c.do_dtype = parse_dtype(v)); }},
-    {"o", true, "a floating dtype", "o=fp32",
-     [](Case& c, View v) { return is_float(c.o_dtype = parse_dtype(v)); }},
-    {"grad", true, "a floating dtype", "grad=fp32",
-     [](Case& c, View v) { return is_float(c.grad_dtype = parse_dtype(v)); }},
-    FLAG("amax", amax),
-    {"precision", true, "fp8", "precision=fp8",
-     [](Case& c, View v) { return c.fp8_products = v == "fp8"; }},
-    {"smooth", true, "mean+hadamard, mean or none", "smooth=mean",
-     [](Case& c, View v) {
-       c.has_smooth = true;
-       c.smooth = v == "none"   ? 0u
-                  : v == "mean" ? uint32_t{TESSERA_SMOOTH_MEAN}
-                                : uint32_t{TESSERA_SMOOTH_MEAN | TESSERA_SMOOTH_HADAMARD};
-       return v == "none" || v == "mean" || v == "mean+hadamard";
-     }},
-    {"data", true, "normal, outliers, channels, sink or positive", "data=outliers",
-     [](Case& c, View v) {
-       c.data = v;
-       return v == "normal" || v == "outliers" || v == "channels" || v == "sink" || v == "positive";
-     }},
-    FLAG("dlse", dlse),
-    {"grads", true, "a list of dbias, dsink and dalibi_slopes, each once", "grads=dbias,dsink",
-     [](Case& c, View v) {
-       for (View name : split(v, ',')) {
-         bool* field = name == "dbias"           ? &c.dbias
-                       : name == "dsink"         ? &c.dsink
-                       : name == "dalibi_slopes" ? &c.dalibi_slopes
-                                                 : nullptr;
-         if (field == nullptr || *field) return false;
-         *field = true;
-       }
-       return true;
-     }},
-    FLAG("max_logit", max_logit),
-    FLAG("no_lse", no_lse),
-    FLAG("strided", strided),
-    FLAG("expanded", expanded),
-    FLAG("interleaved", interleaved),
-    FLAG("out", out),
-    FLAG("poison", poison),
-    {"seed", true, "an integer in 0..2^32-1", "seed=7",
-     [](Case& c, View v) { return seed_of(v, c.seed); }},
-};
-#undef FLAG
-
-std::span<const Token> tokens() { return kTokens; }
+}
 
 }  // namespace
+
+void tell_keywords(const Case& c, const Problem& p, JsonWriter& json) {
+  // Tokens whose keywords come first, in this order, whatever that of tokens is.
+  constexpr View kFirst =
+      "layout scale causal window align shift sq sk bias softcap sink dropout no_lse max_logit "
+      "amax "
+      "deterministic batch_invariant partial accumulate precision smooth";
+  const auto tell = [&](const Token& token) {
+    if (token.tell != nullptr) token.tell(c, p, json);
+    std::string value;
+    if (token.keyword.empty() || !token.write(c, value)) return;
+    tell_value(value, json.key(token.keyword));
+  };
+  const auto first = split(kFirst, ' ');
+  for (View key : first) {
+    const auto token = std::ranges::find(tokens(), key, &Token::key);
+    if (token != tokens().end()) tell(*token);
+  }
+  for (const Token& token : tokens()) {
+    if (std::ranges::find(first, token.key) == first.end()) tell(token);
+  }
+}
+
 }  // namespace tessera

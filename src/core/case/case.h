@@ -17,6 +17,8 @@
 
 namespace tessera {
 
+class JsonWriter;
+
 // lens=LIST of one side: full | n,n,... | random:SEED.
 struct CaseLengths {
   enum class Kind : uint8_t { kAbsent, kFull, kList, kRandom };
@@ -183,6 +185,9 @@ Status check_case(const Case& c);
 
 // The canonical line: parse_case(to_text(c)) == c.
 std::string to_text(const Case& c);
+
+// The scalar keywords that ask a front end for the case whose problem this is, as members of an object.
+void tell_keywords(const Case& c, const Problem& problem, JsonWriter& json);
 
 // The geometry of a parsed case. Allocates no tensors, and lists only of numbers that differ.
 CaseGeometry geometry_of(const Case& c);

@@ -4,6 +4,7 @@
 
 #include "core/case/builder.h"
 #include "core/case/draw.h"
+#include "core/case/tokens.h"
 
 namespace tessera {
 
@@ -18,27 +19,9 @@ CaseGeometry Builder::build() {
   p.pass = c_.pass;
   p.format_q = c_.layout.format_q;
   p.format_kv = paged_ ? TESSERA_BSHD : c_.layout.format_kv;
-  p.align = c_.shift.kind == CaseShift::Kind::kNone ? c_.align : TESSERA_ALIGN_GIVEN;
-  if (c_.shift.kind == CaseShift::Kind::kOne) p.shift = c_.shift.value;
-  p.window_left = c_.window ? c_.window_left : 0;
-  p.window_right = c_.window ? c_.window_right : 0;
-  const auto flag = [&](bool on, uint32_t bit) { p.flags |= on ? bit : 0; };
-  flag(c_.causal, TESSERA_CAUSAL);
-  flag(c_.window, TESSERA_WINDOW);
-  flag(c_.mask.drop, TESSERA_MASK_DROP);
-  flag(c_.bias == Case::BiasAt::kPre, TESSERA_BIAS_PRE_SCALE);
-  flag(c_.has_scale, TESSERA_SOFTMAX_SCALE);
-  flag(c_.softcap > 0, TESSERA_SOFTCAP);
-  flag(c_.dropout > 0, TESSERA_DROPOUT);
-  flag(c_.sink == Case::Sink::kOffByOne, TESSERA_SINK_OFF_BY_ONE);
-  p.flags |= c_.flags;
-  flag(c_.fp8_products, TESSERA_FP8_PRODUCTS);
-  if (c_.fp8_products) {
-    p.flags |= c_.has_smooth ? c_.smooth : TESSERA_SMOOTH_MEAN | TESSERA_SMOOTH_HADAMARD;
+  for (const Token& token : tokens()) {
+    if (token.put != nullptr) token.put(c_, g_);
   }
-  g_.softmax_scale = c_.scale;
-  g_.softcap = c_.softcap;
-  g_.dropout_p = c_.dropout;
   resolve_lengths();
   resolve_positions();
   place_tokens();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The values of a case's words: each function reads one kind and answers whether it is one.
+// The values of a case's words: each function reads one kind and answers whether it is one, or
+// writes it.
 #pragma once
 
 #include <charconv>
 #include <cmath>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -55,6 +57,33 @@ inline bool after(View text, View prefix, View& rest) {
   if (!text.starts_with(prefix)) return false;
   rest = text.substr(prefix.size());
   return true;
+}
+
+// Kinds that begin with a word of their own, before a number; the last one's word may be "".
+template <typename Kind>
+struct KindWord {
+  View word;
+  Kind kind;
+};
+inline constexpr KindWord<CaseGaps::Kind> kGaps[] = {{"random:", CaseGaps::Kind::kRandom},
+                                                     {"", CaseGaps::Kind::kFixed}};
+inline constexpr KindWord<CaseShift::Kind> kShifts[] = {{"random:", CaseShift::Kind::kRandom},
+                                                        {"", CaseShift::Kind::kOne}};
+inline constexpr KindWord<CaseRanges::Kind> kRanges[] = {{"random:", CaseRanges::Kind::kRandom},
+                                                         {"two:", CaseRanges::Kind::kTwo},
+                                                         {"prefix:", CaseRanges::Kind::kPrefix}};
+inline constexpr KindWord<CaseSegments::Kind> kSegments[] = {
+    {"again:", CaseSegments::Kind::kAgain},
+    {"random:", CaseSegments::Kind::kRandom},
+    {"", CaseSegments::Kind::kOnce}};
+
+// Takes the kind's word off the text.
+template <typename Kind, size_t count>
+bool after_kind(View& text, const KindWord<Kind> (&words)[count], Kind& kind) {
+  for (const auto& word : words) {
+    if (after(text, word.word, text)) return kind = word.kind, true;
+  }
+  return false;
 }
 
 inline constexpr int64_t kMaxSize = int64_t{1} << 40;
@@ -181,6 +210,58 @@ inline bool read_layout(CaseLayout& layout, View name) {
   const auto parts = split(te, '_');
   return parts.size() == 3 && parts[1] == parts[2] && format(parts[0], layout.format_q) &&
          format(parts[1], layout.format_kv) && !(paged && layout.format_kv == TESSERA_THD);
+}
+
+// ---- and the values as words: each function answers whether there is one ----
+
+inline std::string text_of(double value) {
+  char text[40];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+inline bool write(const CaseLengths& lens, std::string& out) {
+  using Kind = CaseLengths::Kind;
+  if (lens.kind == Kind::kFull) out = "full";
+  if (lens.kind == Kind::kRandom) out = "random:" + std::to_string(lens.seed);
+  for (size_t n = 0; n < lens.list.size(); ++n)
+    out += (n ? "," : "") + std::to_string(lens.list[n]);
+  return lens.kind != Kind::kAbsent;
+}
+
+template <typename Kind, size_t count>
+bool write(const KindWord<Kind> (&words)[count], Kind kind, int64_t value, std::string& out) {
+  for (const auto& word : words) {
+    if (word.kind == kind) return out = std::string(word.word) + std::to_string(value), true;
+  }
+  return false;
+}
+
+inline bool write(CaseScale scale, const char* fine, std::string& out) {
+  const char* const kind[] = {"", "one", "head", fine};
+  out = kind[static_cast<int>(scale)];
+  return scale != CaseScale::kNone;
+}
+
+inline std::string shape_or_one(const std::string& letters) {
+  return letters.empty() ? "1" : letters;
+}
+
+inline bool write(const CaseMask& mask, bool drop, std::string& out) {
+  const char* const what[] = {"", "random:", "keys:", "blocks:"};
+  out = what[static_cast<int>(mask.what)] + text_of(mask.p) + "/" + shape_or_one(mask.shape);
+  return mask.what != CaseMask::What::kNone && mask.drop == drop;
+}
+
+inline bool write(const CaseBiasLow& low, std::string& out) {
+  using Where = CaseBiasLow::Where;
+  const char* const where[] = {"", "random:", "keys:", "rows:", "blocks:", "from:", "causal"};
+  out = low.value == CaseBiasLow::kMinimum ? "min" : text_of(low.value);
+  out += std::string(",") + where[static_cast<int>(low.where)];
+  if (low.where == Where::kFrom)
+    out += std::to_string(low.from);
+  else if (low.where != Where::kCausal)
+    out += text_of(low.p);
+  return low.where != Where::kNone;
 }
 
 }  // namespace tessera::words

@@ -19,8 +19,7 @@ struct Field {
   uint32_t flag;           // that is set where the scalar is given; 0: there is none
   bool of_buffers;         // which struct has the member
   size_t offset, size;     // of the member, bytes
-  std::string_view words;  // of a kWord, by their numbers, with spaces between; of a kFlag, its
-                           // token in a case line
+  std::string_view words;  // of a kWord, by their numbers, with spaces between
 };
 
 #define TESSERA_MEMBER(kind, struct, member, flag, words)  \
@@ -31,8 +30,8 @@ struct Field {
         offsetof(tessera_##struct, member),                \
         sizeof(tessera_##struct ::member),                 \
         words},
-#define TESSERA_FLAG(FLAG, name) TESSERA_TOKEN(FLAG, name, {})
-#define TESSERA_TOKEN(FLAG, name, token) Field{Field::kFlag, #name, FLAG, false, 0, 0, token},
+#define TESSERA_FLAG(FLAG, name) Field{Field::kFlag, #name, FLAG, false, 0, 0, {}},
+#define TESSERA_TOKEN(FLAG, name, token) TESSERA_FLAG(FLAG, name)
 #define TESSERA_WORD(struct, member, words) TESSERA_MEMBER(kWord, struct, member, 0, words)
 #define TESSERA_INTEGER(struct, member, FLAG) TESSERA_MEMBER(kInteger, struct, member, FLAG, {})
 #define TESSERA_NUMBER(struct, member, FLAG) TESSERA_MEMBER(kNumber, struct, member, FLAG, {})
@@ -56,13 +55,5 @@ constexpr uint32_t known_flags() {
 
 // Tokens of flags that say how, not what: a case line has them after its outputs.
 inline constexpr uint32_t kModes = TESSERA_DETERMINISTIC | TESSERA_BATCH_INVARIANT;
-
-// body(field) of every flag among `flags` that is a token of its own in a case line.
-template <typename Body>
-void for_each_token(uint32_t flags, const Body& body) {
-  for (const Field& field : kFields) {
-    if (field.kind == Field::kFlag && !field.words.empty() && (flags & field.flag)) body(field);
-  }
-}
 
 }  // namespace tessera

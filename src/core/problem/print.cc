@@ -2,7 +2,7 @@
 // A problem as people read it: shapes in the caller's order of axes, and the case line.
 #include <algorithm>
 
-#include "core/problem/fields.h"
+#include "core/case/tokens.h"
 #include "core/problem/problem.h"
 
 namespace tessera {
@@ -181,7 +181,7 @@ class CaseLine {
     if (has(p_, TESSERA_DROPOUT) && p_.tensor[TESSERA_RNG_STATE].extent[0] == 4) {
       word("rng=0," + std::to_string(s_.hq));
     }
-    flags(p_.flags & ~kModes);
+    shown(Token::kWhat);
     rounding();
     if (given(p_, TESSERA_DLSE)) word("dlse");
     std::string gradients;
@@ -191,11 +191,16 @@ class CaseLine {
     }
     if (!gradients.empty()) word("grads=" + gradients);
     if (given(p_, TESSERA_MAX_LOGIT)) word("max_logit");
-    flags(p_.flags & kModes);
+    shown(Token::kHow);
   }
 
-  void flags(uint32_t set) {
-    for_each_token(set, [&](const Field& flag) { word(std::string(flag.words)); });
+  // The tokens that are in the problem as they are.
+  void shown(Token::Part part) {
+    for (const Token& token : tessera::tokens()) {
+      std::string value;
+      if (token.part != part || token.show == nullptr || !token.show(p_, value)) continue;
+      word(std::string(token.key) + (value.empty() ? "" : "=" + value));
+    }
   }
 
   // How scales are shared, as nearly as a case can say.
