@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .. import _lib
 from . import _keywords
 
-# The rows of core/problem/fields.def, in their order, which is that of texts.
+# The rows of core/problem/fields.def. Texts have them in this order.
 FLAG, WORD, INTEGER, NUMBER, TEXT = "flag", "word", "integer", "number", "text"
 _FORMATS = tuple(_lib.FORMATS)
 
@@ -35,7 +35,6 @@ FIELDS = {
     "window_left": Field(INTEGER, _lib.WINDOW),
     "window_right": Field(INTEGER, _lib.WINDOW),
     "align": Field(WORD, words=("none", *_lib.ALIGNS, "given")),
-    "shift": Field(INTEGER),
     "same_lengths": Field(FLAG, _lib.SAME_LENGTHS),
     "max_seqlen_q": Field(INTEGER, _lib.MAX_SEQLEN_Q),
     "max_seqlen_k": Field(INTEGER, _lib.MAX_SEQLEN_K),
@@ -54,11 +53,12 @@ FIELDS = {
     "fp8_products": Field(FLAG, _lib.FP8_PRODUCTS),
     "smooth_mean": Field(FLAG, _lib.SMOOTH_MEAN),
     "smooth_hadamard": Field(FLAG, _lib.SMOOTH_HADAMARD),
-    "q_scale_block": Field(INTEGER),
-    "k_scale_block": Field(INTEGER),
-    "sm_margin": Field(INTEGER),
     "backend": Field(TEXT),
 }
+# Integers without a flag are told by their keywords.
+FIELDS |= {field: Field(INTEGER) for row in _keywords.ALL.values() if isinstance(row, _keywords.Option)
+           for field in row.fields
+           if field not in FIELDS and (hasattr(_lib.Problem, field) or hasattr(_lib.Buffers, field))}
 _MEMBERS = {"pass": "pass_"}  # names that Python has words for
 _ROWS = tuple((name, _MEMBERS.get(name, name), field, hasattr(_lib.Problem, _MEMBERS.get(name, name)))
               for name, field in FIELDS.items())

@@ -170,9 +170,10 @@ Status check_band(const Problem& p) {
         "align=None: must be given, because %s has a diagonal and the lengths of q and k are not "
         "known to be equal%s (q.shape=%s, k.shape=%s); pass align=\"top_left\" or "
         "align=\"bottom_right\"%s",
-        has(p, TESSERA_CAUSAL) ? "causal=True"
-        : has_band(p)          ? "the window"
-                               : "alibi_slopes",
+        has(p, TESSERA_CAUSAL)                  ? "causal=True"
+        : has(p, TESSERA_WINDOW) && has_band(p) ? "the window"
+        : alibi                                 ? "alibi_slopes"
+                                                : "the mask",
         given(p, TESSERA_Q_START) || given(p, TESSERA_K_START) ? ", nor where they begin" : "",
         shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str(), layout_hint(p));
   }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/recipes.md, walked in copies of the sources: a backend is a folder and two lines; a
-positional mask is a few lines of the core, and no kernel changes; a keyword is a row."""
+positional mask is 15 places, and no kernel changes; a keyword is a row."""
 
 import json
 import os
@@ -160,29 +160,40 @@ def test_its_layers_are_in_order_and_wrong_ones_are_seen(tree):
 
 # A chunked mask: a query sees the keys of its chunk, floor(i / c) == floor(j / c); with causal up
 # to itself.
-# (file, what stands there, what is to stand there)
+# (file, lines that stand there, lines that are to stand there): one row a place.
 CHUNKED = (
     ("include/tessera.h", "  int64_t reserved[FIELDS];  /* 0 */\n  tessera_tensor",
      "  int64_t chunk;  /* 0 = none */\n  int64_t reserved[FIELDS];  /* 0 */\n  tessera_tensor"),
+    ("python/tessera/_lib.py", '("shift", c_int64), ("reserved", c_int64 * FIELDS)',
+     '("shift", c_int64), ("chunk", c_int64), ("reserved", c_int64 * FIELDS)'),
+    ("src/core/problem/fields.def", "TESSERA_INTEGER(buffers, sm_margin, 0)",
+     "TESSERA_INTEGER(problem, chunk, 0)\nTESSERA_INTEGER(buffers, sm_margin, 0)"),
+    ("src/core/validate/validate.cc", "  const bool alibi = given(p, TESSERA_ALIBI_SLOPES);\n",
+     "  if (p.chunk < 0) return invalid(\"chunk=%\" PRId64 \": must be 0 (none) or more\", p.chunk);\n"
+     "  const bool alibi = given(p, TESSERA_ALIBI_SLOPES);\n"),
     ("src/core/mask/band.h", "  Int left = -1, right = -1;  // -1 = unbounded",
      "  Int chunk = 0;     // 0 = none\n  Int left = -1, right = -1;  // -1 = unbounded"),
     ("src/core/mask/band.h", "both >= 0\n", "both >= 0\n  Int chunk;         // 0 = none\n"),
     ("src/core/mask/band.h", "side(rule.right, len_k - shift)};",
      "side(rule.right, len_k - shift), rule.chunk};"),
-    ("src/core/mask/band.h", "Int hi(Int i) const { return clamp(shift + right + 1 + i); }",
+    ("src/core/mask/band.h",
+     "Int hi(Int i) const { return clamp(shift + right + 1 + i); }\n"
+     "  // lo(i) of a row that sees a key; of another it may lie past len_k.\n"
+     "  TESSERA_HOST_DEVICE Int first_key(Int i) const { return greatest(shift - left + i, 0); }",
      "Int hi(Int i) const {\n    const Int p = i + shift, hi = p + right + 1;\n"
      "    const Int end = p < 0 ? 0 : (p / greatest(chunk, 1) + 1) * chunk;\n"
-     "    return clamp(chunk > 0 ? least(hi, end) : hi);\n  }"),
-    ("src/core/mask/band.h", "Int first_key(Int i) const { return greatest(shift - left + i, 0); }",
-     "Int first_key(Int i) const {\n    const Int p = i + shift;\n"
+     "    return clamp(chunk > 0 ? least(hi, end) : hi);\n  }\n"
+     "  // lo(i) of a row that sees a key; of another it may lie past len_k.\n"
+     "  TESSERA_HOST_DEVICE Int first_key(Int i) const {\n    const Int p = i + shift;\n"
      "    const Int first = chunk > 0 && p > 0 ? p / chunk * chunk : 0;\n"
      "    return greatest(first, p - left);\n  }"),
-    ("src/core/mask/band.h", "Int first(Int j) const { return greatest(j - shift - right, 0); }",
-     "Int first(Int j) const {\n    const Int first = greatest(j - shift - right, 0);\n"
-     "    return chunk > 0 ? greatest(first, j / chunk * chunk - shift) : first;\n  }"),
     ("src/core/mask/band.h",
-     "Int end(Int j) const { return least(j - (shift - left - 1), len_q); }",
-     "Int end(Int j) const {\n    const Int end = least(j - (shift - left - 1), len_q);\n"
+     "Int first(Int j) const { return greatest(j - shift - right, 0); }\n"
+     "  TESSERA_HOST_DEVICE Int end(Int j) const { return least(j - (shift - left - 1), len_q); }",
+     "Int first(Int j) const {\n    const Int first = greatest(j - shift - right, 0);\n"
+     "    return chunk > 0 ? greatest(first, j / chunk * chunk - shift) : first;\n  }\n"
+     "  TESSERA_HOST_DEVICE Int end(Int j) const {\n"
+     "    const Int end = least(j - (shift - left - 1), len_q);\n"
      "    return chunk > 0 ? least(end, (j / chunk + 1) * chunk - shift) : end;\n  }"),
     ("src/core/mask/narrow.h", "cut(band.shift + band.right) - shift};",
      "cut(band.shift + band.right) - shift,\n          static_cast<int32_t>(band.chunk)};"),
@@ -193,13 +204,15 @@ CHUNKED = (
      "           (p_.chunk == 0 || (at >= 0 && at / p_.chunk == j / p_.chunk));"),
     ("src/core/case/case.h", "  bool window = false;\n",
      "  bool window = false;\n  int64_t chunk = 0;\n"),
-    ("src/core/case/case.cc", '    FLAG("causal", causal),\n',
-     '    FLAG("causal", causal),\n    {"chunk", true, "a number of tokens", "chunk=16",\n'
-     '     [](Case& c, View v) { return size(v, 1, c.chunk); }},\n'),
-    ("src/core/case/text.cc", '  w.flag("causal", c.causal);\n',
-     '  w.flag("causal", c.causal);\n  if (c.chunk > 0) w.size("chunk", c.chunk);\n'),
-    ("src/core/case/geometry.cc", "  p.window_left = c_",
-     "  p.chunk = c_.chunk;\n  p.window_left = c_"),
+    ("src/core/case/tokens.cc", '    flag<&Case::causal, TESSERA_CAUSAL>("causal", "causal"),\n',
+     '    flag<&Case::causal, TESSERA_CAUSAL>("causal", "causal"),\n'
+     '    count<&Case::chunk, &Problem::chunk>("chunk", "a number of keys of at least 1", "chunk=16"),\n'),
+    ("python/tessera/_call/_keywords.py", "    seqlens_q: Annotated[",
+     "    chunk: Annotated[int, Option(\n"
+     '        values="int", default=0, check=lambda a, name, value: a.integer(name, value),\n'
+     '        encode=lambda n: (0, n or 0), decode=lambda flags, n: n, fields=("chunk",),\n'
+     '        doc="Query i sees no key outside its chunk of this many keys. 0: all.")]\n'
+     "    seqlens_q: Annotated["),
 )
 
 # Dense, decoding, packed, pages, top-left and bottom-right, with a window, few rows and many; and
@@ -286,6 +299,27 @@ int main() {
 }
 """
 
+# The keyword, by itself and as cases pass it; and the mask's word in messages.
+CHUNKED_CALLS = """
+import numpy as np
+import tessera
+from tessera.cli.conformance import Case
+
+x = np.random.default_rng(0).normal(size=(1, 48, 2, 8)).astype("f")
+keep = np.arange(48)[:, None] // 16 == np.arange(48) // 16
+np.testing.assert_allclose(tessera.attention(x, x, x, chunk=16), tessera.attention(x, x, x, keep=keep), atol=1e-6)
+assert " chunk=16" in tessera.explain(x, x, x, chunk=16).headline
+assert Case("fwd fp32 b=1 s=40 h=1 d=8 causal chunk=16").arguments()["chunk"] == 16
+for wrong, said in ((dict(chunk=-1), "chunk=-1: must be 0"),
+                    (dict(chunk=16, seqlens_k=np.array([9])), "the mask has a diagonal")):
+    try:
+        tessera.attention(x, x, x, **wrong)
+    except ValueError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(wrong)
+"""
+
 # One kernel of each pass: folder and row of its table, what makes it and where that is, and the
 # names of the table's types.
 CHUNKED_KERNELS = {
@@ -330,9 +364,9 @@ def chunked(tmp_path_factory):
 
 
 def test_a_chunked_mask_changes_what_the_recipe_names_and_no_kernel(chunked):
-    assert len(CHUNKED) <= 15  # places
     recipe = (ROOT / "docs" / "recipes.md").read_text()
     recipe = recipe[recipe.index("## A positional mask"):recipe.index("## A tensor")]
+    assert f"{len(CHUNKED)} places in {len({file for file, _, _ in CHUNKED})} files" in recipe
     changed = differing(chunked)
     assert changed == {file for file, _, _ in CHUNKED}
     for file in changed:
@@ -355,8 +389,7 @@ def test_a_chunked_mask_runs_on_the_cpu_as_in_the_reference(chunked, request):
     run("cmake", "-G", "Ninja", "-B", "build", "-S", ".", "-DCMAKE_BUILD_TYPE=Release",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DTESSERA_CPU_LEVELS={levels}", "-DTESSERA_TESTS=OFF", "-DTESSERA_TORCH=OFF",
         cwd=chunked)
-    run("cmake", "--build", "build", "--target", "tessera", "tessera_conformance",
-        cwd=chunked)
+    run("cmake", "--build", "build", "--target", "tessera", "tessera_check", cwd=chunked)
     tests = ROOT / "tests"
 
     def program(*sources):
@@ -370,6 +403,8 @@ def test_a_chunked_mask_runs_on_the_cpu_as_in_the_reference(chunked, request):
     program(tests / "conformance" / "check_cases.cc", tests / "conformance" / "random_cases.cc")
     said = run("./program", "chunked.cases", "--backend", "cpu", cwd=chunked)
     assert f"{len(CHUNKED_CASES.split(chr(10))) - 2} passed, 0 refused, 0 failed" in said
+    (chunked / "build" / "lib").symlink_to(chunked / "build")
+    run(sys.executable, "-c", CHUNKED_CALLS, cwd=chunked)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

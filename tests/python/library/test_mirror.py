@@ -98,7 +98,7 @@ def test_fields_are_those_of_core():
         flag = first if kind == "FLAG" else rest[0] if kind in ("INTEGER", "NUMBER") else "0"
         expected[second] = (kind.lower(), getattr(_lib, flag.removeprefix("TESSERA_"), 0),
                             tuple(rest[0].strip('"').split()) if kind == "WORD" else ())
-    assert list(expected.items()) == [(name, tuple(field)) for name, field in _call.FIELDS.items()]
+    assert expected == {name: tuple(field) for name, field in _call.FIELDS.items()}
 
 
 def test_every_scalar_of_the_structs_is_a_field():
