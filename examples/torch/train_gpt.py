@@ -169,8 +169,8 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=["tessera", "sdpa"],
-                        metavar="NAME", help="any of %(choices)s; bf16 and fp8 are tessera's, fp8 on CPUs so far; cudnn and "
-                        "flex need a GPU")
+                        metavar="NAME", help="any of %(choices)s; bf16 and fp8 are tessera's, and fp8 wants "
+                        "a CPU so far; cudnn and flex need a GPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     on_gpu = parser.parse_known_args(arguments)[0].device == "cuda"
     for name, gpu, cpu in (("width", 2048, 128), ("heads", 16, 4), ("layers", 8, 4),

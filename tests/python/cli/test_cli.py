@@ -228,7 +228,8 @@ def test_bench_json(tmp_path):
     for result in results:
         assert set(result) == {"case", "pass", "backend", "kernel", "device", "threads", "ms", "min_ms",
                                "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
-                               "copies", "byte_rule_ms", "within_byte_rule", "peers", "machine", "date", "command"}
+                               "copies", "byte_rule_ms", "within_byte_rule", "peers", "machine", "date", "command",
+                               "version"}
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
         assert set(result["peers"]["numpy"]) == {"ms", "min_ms", "tflops", "times"}
         assert "GPU" in result["peers"]["cudnn"]["refused"]
