@@ -296,24 +296,26 @@ CaseReport ConformanceCase::compare() {
     const std::vector<double>& terms = exact_->terms[index];
     Comparison comparison;
     const bool statistic = index == TESSERA_LSE || index == TESSERA_MAX_LOGIT;
-    if (has(problem(), TESSERA_FP8_PRODUCTS)) {
-      const double floor = statistic ? 1e-3 : 0x1p-22 * reference::largest_of(terms);
-      comparison = compare_rounded(out, ref, low, problem().tensor[index].dtype, floor);
-    } else if (statistic) {
+    const bool rounded = has(problem(), TESSERA_FP8_PRODUCTS);
+    if (statistic && !rounded) {
       comparison = compare_statistic(out, ref, terms, q_type, fp8_share);
     } else if (fp8_keys) {
       comparison = compare_fp8(out, ref, low);
     } else {
       const int32_t dtype = problem().tensor[index].dtype;
       const bool follows_q = index == TESSERA_O || (index >= TESSERA_DQ && index <= TESSERA_DV);
-      TensorRuleInput input{out, ref, low, dtype, case_.softcap > 0, terms};
+      TensorRuleInput input{out, ref, low, dtype, case_.softcap > 0};
+      if (!statistic) input.terms = terms;
       input.widened = follows_q && dtype == TESSERA_FP32 && (is_16bit(q_type) || is_fp8(q_type));
       if (index == TESSERA_DQ || index == TESSERA_DK) input.fp8_share = fp8_share;
-      comparison = compare_tensor(input);
-      if (!comparison.ok()) {  // the floor only widens limits, and costs a pass
+      const auto compare = [&] {
+        return rounded ? compare_rounded(input, statistic ? 1e-3 : 0) : compare_tensor(input);
+      };
+      comparison = compare();
+      if (!comparison.ok() && !statistic) {  // the floor only widens limits, and costs a pass
         if (!floor_) floor_ = reference::reference_floor(problem(), buffers_, given_o_, given_lse_);
         input.floor = floor_->value[index];
-        comparison = compare_tensor(input);
+        comparison = compare();
       }
     }
     if (!comparison.ok()) {

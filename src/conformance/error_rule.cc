@@ -161,34 +161,42 @@ Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
   return result;
 }
 
-Comparison compare_rounded(std::span<const double> out, std::span<const double> ref,
-                           std::span<const double> low, int32_t dtype, double floor) {
+Comparison compare_rounded(const TensorRuleInput& in, double constant) {
   Comparison result;
-  if (first_not_finite(low, ref) >= 0) {  // no limit: fp32 cannot hold the scores
+  if (first_not_finite(in.low, in.ref) >= 0) {  // no limit: fp32 cannot hold the scores
     result.max_limit = result.mean_limit = kInfinity;
     return result;
   }
-  if (const int64_t at = first_not_finite(out, ref); at >= 0) {
+  if (const int64_t at = first_not_finite(in.out, in.ref); at >= 0) {
     result.max_err = kInfinity;
     result.failure =
-        text("element %lld is %g, must be %g", static_cast<long long>(at), out[at], ref[at]);
+        text("element %lld is %g, must be %g", static_cast<long long>(at), in.out[at], in.ref[at]);
     return result;
   }
-  const double most = ref.size() < 64 ? 5 : ref.size() < 4096 ? 1.5 : 1.1, u = half_ulp(dtype);
-  const std::vector<double> nothing(ref.size(), 0.0);
-  const Distance of_out = distance(out, ref), of_low = distance(low, ref),
-                 of_ref = distance(nothing, ref);
+  const bool wide = in.dtype == TESSERA_FP32;
+  const double most = in.ref.size() < 64 ? 5 : in.ref.size() < 4096 ? 1.5 : 1.1;
+  const double u = half_ulp(in.dtype), a = wide ? 8 : 1, c = wide ? 32 : 2;
+  double of_terms = constant;
+  for (const double terms : in.terms) {
+    of_terms = std::max(of_terms, constant + kTermAllowance * terms);
+  }
+  const std::vector<double> nothing(in.ref.size(), 0.0);
+  const Distance of_out = distance(in.out, in.ref), of_low = distance(in.low, in.ref),
+                 of_ref = distance(nothing, in.ref),
+                 of_floor = distance(in.floor.empty() ? nothing : in.floor, nothing);
   result.max_err = of_out.max;
-  result.max_limit = 2 * most * of_low.max + 2 * u * of_ref.max + floor;
+  result.max_limit =
+      2 * most * of_low.max + c * u * of_ref.max + of_terms + kFloorAllowance * of_floor.max;
   result.mean_err = of_out.rms;
-  result.mean_limit = most * of_low.rms + u * of_ref.rms + floor;
+  result.mean_limit =
+      most * of_low.rms + a * u * of_ref.rms + of_terms + kFloorAllowance * of_floor.rms;
   if (!(result.mean_err <= result.mean_limit)) {
     result.failure = text("RMSE %.3g > %.3g", result.mean_err, result.mean_limit);
   } else if (!(result.max_err <= result.max_limit)) {
     const int64_t at = of_out.at;
     result.failure =
         text("max error %.3g > %.3g at element %lld: is %.9g, must be %.9g", result.max_err,
-             result.max_limit, static_cast<long long>(at), out[at], ref[at]);
+             result.max_limit, static_cast<long long>(at), in.out[at], in.ref[at]);
   }
   return result;
 }

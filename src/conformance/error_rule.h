@@ -53,11 +53,10 @@ Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
                        std::span<const double> low);
 
 // precision="fp8": o, a gradient or a statistic against exact arithmetic on the caller's values.
-//   RMSE   <= G RMSE of low + u rms(ref) + floor
-//   max|e| <= 2 G max|low - ref| + 2 u max|ref| + floor
+//   RMSE   <= G RMSE of low + a u rms(ref) + 4 2^-24 max terms + 2 2^-24 rms(floor) + constant
+//   max|e| <= 2 G max|low - ref| + c u max|ref| + 4 2^-24 max terms + 2 2^-24 max floor + constant
 // with G = 1.1 from 4096 elements on, 1.5 below and 5 under 64, where few samples of rounding stand
-// for all; u of dtype; floor: 4 2^-24 max terms, of lse and max_logit 1e-3.
-Comparison compare_rounded(std::span<const double> out, std::span<const double> ref,
-                           std::span<const double> low, int32_t dtype, double floor);
+// for all; a, c, u and the floor as above; constant: 1e-3 of lse and max_logit.
+Comparison compare_rounded(const TensorRuleInput& input, double constant = 0);
 
 }  // namespace tessera

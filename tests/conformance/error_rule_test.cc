@@ -139,7 +139,12 @@ TEST(RoundedRule, GoesByWhatTheEmulatedPathLoses) {
     low[i] = ref[i] + (i % 2 ? 0.05 : -0.05);
     out[i] = ref[i] + (i % 3 ? 0.05 : -0.05);
   }
-  const auto passes = [&] { return compare_rounded(out, ref, low, TESSERA_BF16, 0).ok(); };
+  std::vector<double> floor;
+  const auto passes = [&] {
+    return compare_rounded(
+               {.out = out, .ref = ref, .low = low, .dtype = TESSERA_BF16, .floor = floor})
+        .ok();
+  };
   EXPECT_TRUE(passes());
   for (size_t i = 0; i < kCount; ++i) out[i] = ref[i] + 0.06;
   EXPECT_FALSE(passes());  // 1.2 times its RMSE, of which 0.055 + 2^-8 / sqrt(2) is allowed
@@ -150,6 +155,12 @@ TEST(RoundedRule, GoesByWhatTheEmulatedPathLoses) {
   out[77] = std::nan("");
   EXPECT_FALSE(passes());
   low[77] = std::nan("");  // no limit
+  EXPECT_TRUE(passes());
+
+  low = ref;
+  for (size_t i = 0; i < kCount; ++i) out[i] = ref[i] + 0.01;
+  EXPECT_FALSE(passes());  // low is exact by luck
+  floor.assign(kCount, 0.005 * 16777216);
   EXPECT_TRUE(passes());
 }
 
