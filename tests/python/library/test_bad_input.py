@@ -148,7 +148,7 @@ bad("padded", "[qk]", q=np.zeros((2, 5, 4, 0), F32), k=np.zeros((2, 7, 2, 0), F3
 # scalars
 for name in ("softmax_scale", "softcap", "dropout_p"):
     for wrong in (float("nan"), float("inf"), -1.0, -1, "1", [1.0], (1.0,), True, 1j,
-                  np.array(0.5), np.array([0.5]), 10**400, object(), np.bool_(True)):
+                  np.array(True), np.array("1"), np.array(-0.5), np.array([0.5]), 10**400, object(), np.bool_(True)):
         bad("padded", name, **{name: wrong})
 for wrong in (1, 1.5, 1 - 1e-9, 1e-9, 5e-6, np.float64(2)):
     bad("padded", "dropout_p", dropout_p=wrong)
@@ -438,6 +438,12 @@ def test_overlapping_outputs():
     # disjoint halves of one buffer are legal
     tessera.attention_backward(do, q, k, v, o, lse, grads={"dk": buffer[:, :, :2],
                                                            "dv": buffer[:, :, 2:4]})
+
+
+def test_a_number_may_be_an_array_without_axes():
+    q, k, v, *_ = simple()
+    np.testing.assert_array_equal(tessera.attention(q, k, v, softmax_scale=np.array(0.5), softcap=np.array(3.0)),
+                                  tessera.attention(q, k, v, softmax_scale=0.5, softcap=3.0))
 
 
 def test_legal_and_refused():
