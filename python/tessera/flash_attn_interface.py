@@ -13,7 +13,6 @@ import torch
 
 from .flash_attn import _kvcache, _translate as to
 from .flash_attn._translate import Refused
-from .torch import merge
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata", "Refused"]
@@ -106,11 +105,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """(out [b, s, h, d], lse [b, s, h]) over the union of parts: out_partial [parts, b, s, h, d] and lse_partial
     [parts, b, s, h], or packed [parts, t, h, d] and [parts, t, h]. out is written where it is given."""
-    dtype = out_dtype or (out_partial if out is None else out).dtype
-    layout = "thd" if out_partial.dim() == 4 else "bshd"
-    rows = lse_partial.transpose(-1, -2).contiguous()
-    o, lse = merge(list(zip(out_partial, rows, strict=True)), layout=layout, out_dtype=dtype)
-    return o if out is None else out.copy_(o), lse.transpose(-1, -2)
+    return to.combined(out_partial, lse_partial, out, out_dtype)
 
 
 def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from .._lib import Refused
-from ..torch import attention
+from ..torch import attention, merge
 
 
 def unpacked(operation: str, name: str, x, axes: str):
@@ -84,5 +84,15 @@ def cumulative(lengths_):
     return torch.nn.functional.pad(lengths_.cumsum(0), (1, 0)).to(torch.int32)
 
 
-__all__ = ["attention", "unpacked", "band", "score", "lengths", "packed", "deterministic", "chunk_ranges",
+def combined(out_partial, lse_partial, out=None, out_dtype=None):
+    """(out [b, s, h, d], lse [b, s, h]) over the union of parts: out_partial [parts, b, s, h, d] and lse_partial
+    [parts, b, s, h], or packed [parts, t, h, d] and [parts, t, h]. out is written where it is given."""
+    dtype = out_dtype or (out_partial if out is None else out).dtype
+    layout = "thd" if out_partial.dim() == 4 else "bshd"
+    rows = lse_partial.transpose(-1, -2).contiguous()
+    o, lse = merge(list(zip(out_partial, rows, strict=True)), layout=layout, out_dtype=dtype)
+    return o if out is None else out.copy_(o), lse.transpose(-1, -2)
+
+
+__all__ = ["attention", "combined", "unpacked", "band", "score", "lengths", "packed", "deterministic", "chunk_ranges",
            "sequence_of", "cumulative", "Refused"]

@@ -24,7 +24,7 @@ struct Token {
   bool (*write)(const Case& c, std::string& value);  // false: the canonical line lacks it
   // Its flags and scalars, into a zeroed geometry; a null pointer: it has none.
   void (*put)(const Case& c, CaseGeometry& geometry) = nullptr;
-  // Of tokens that are flags or scalars of the problem and no more: as write, of a problem.
+  // As write, but of a problem. Only a token that is a flag or a scalar of the problem has it.
   bool (*show)(const Problem& p, std::string& value) = nullptr;
   // The keyword of attention that has the token's value, as it is written; "": there is none.
   std::string_view keyword = {};

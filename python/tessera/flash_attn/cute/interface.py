@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from ...torch import merge
 from .. import _translate as to
 
 
@@ -73,11 +72,8 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None, cu_se
     """(out [b, s, h, d], lse [b, s, h] or None) over the union of parts: out_partial [parts, b, s, h, d] and
     lse_partial [parts, b, s, h], or packed [parts, t, h, d] and [parts, t, h]. out is written where it is given."""
     _refuse("flash_attn_combine", cu_seqlens=cu_seqlens, seqused=seqused, virtual_batch_idx=virtual_batch_idx)
-    dtype = out_dtype or (out_partial if out is None else out).dtype
-    layout = "thd" if out_partial.dim() == 4 else "bshd"
-    rows = lse_partial.transpose(-1, -2).contiguous()
-    o, lse = merge(list(zip(out_partial, rows, strict=True)), layout=layout, out_dtype=dtype)
-    return o if out is None else out.copy_(o), lse.transpose(-1, -2) if return_lse else None
+    o, lse = to.combined(out_partial, lse_partial, out, out_dtype)
+    return o, (lse if return_lse else None)
 
 
 def get_scheduler_metadata(max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None,
