@@ -218,9 +218,8 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
 
 def _described(q, k, v, keywords: dict, key: tuple | None):
     """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
-    if any([isinstance(keywords.get(name), torch.Tensor) for name in _keywords.NUMBERS]):
-        key = None  # whose value may be another in the next call
-    _complete("attention", q, keywords)
+    if _complete("attention", q, keywords):
+        key = None  # the tensor's value may be another in the next call
     names, tensors, options, flags = _sorted(q, k, v, keywords)
     given = {**keywords, **{name: x for name, x in zip(names, tensors) if name in _keywords.DIFFERENTIABLE}}
     into = keywords.get("out"), keywords.get("lse")
@@ -372,13 +371,15 @@ def _backward(names, tensors, options, flags, outputs, given: dict, written) -> 
         raise _diagnose(operation, given, error, backward=True) from None
 
 
-def _complete(operation: str, q, keywords: dict):
-    """Gives `keywords` the front end's own defaults, and other spellings their one form."""
+def _complete(operation: str, q, keywords: dict) -> bool:
+    """Gives `keywords` the front end's own defaults, and other spellings their one form. True: a number was read
+    from a tensor."""
     if keywords.get("deterministic") is None:
         keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    read = False
     for name in _keywords.NUMBERS:
         if isinstance(keywords.get(name), torch.Tensor):
-            keywords[name] = number(operation, name, keywords[name])
+            keywords[name], read = number(operation, name, keywords[name]), True
     if "window" in keywords and type(keywords["window"]) is list:
         keywords["window"] = tuple(keywords["window"])
     state = keywords.get("rng_state")
@@ -389,6 +390,7 @@ def _complete(operation: str, q, keywords: dict):
             keywords["rng_state"] = drawn_state(q.device)
         elif operation == "explain":
             keywords["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+    return read
 
 
 def number(operation: str, name: str, x: torch.Tensor):
