@@ -11,9 +11,8 @@ checkpointing and vmap; docs/torch.md has the details, docs/semantics.md says wh
 
 import contextlib as _contextlib
 
-from torch import distributed as _distributed
-
 from .._lib import Refused
+from . import _later
 from . import _registry  # noqa: F401 - lists the name
 from ._cache import append_kv, rotate
 from ._functions import attention, attention_backward, dropout_mask, explain, merge
@@ -24,7 +23,11 @@ __all__ = ["attention", "attention_backward", "merge", "explain", "dropout_mask"
            "append_kv", "attention_shared_prefix", "explain_shared_prefix",
            "scaled_dot_product_attention", "patch_sdpa", "Refused"]
 
-if _distributed.is_available():
+
+def _register_strategies():
     with _contextlib.suppress(ImportError):  # of a PyTorch that has them elsewhere: its error then says what it lacks
         from . import _sharding
         _sharding.register()
+
+
+_later.when_imported("torch.distributed.tensor", _register_strategies)

@@ -18,7 +18,7 @@ from .. import _explain, _lib
 from .._call import _args, _keywords, _prepared
 from .._attention import Gradients
 from .._call._documented import documented
-from . import _describe, _dtensor, _nested, _ops, _tensors
+from . import _describe, _dtensor, _later, _nested, _ops, _tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -164,7 +164,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, layout: _keywor
     return _ops.merge([o for o, _ in parts], [lse for _, lse in parts], form, dtype)
 
 
-@torch.compiler.assume_constant_result  # looks at words alone, by what torch.compile cannot trace
+@_later.constant  # looks at words alone, by what torch.compile cannot trace
 def _merged_as(layout, out_dtype) -> tuple[int, torch.dtype | None]:
     a = _args.Arguments(_tensors, "merge")
     a.layout_q = a.choice("layout", layout, tuple(_lib.FORMATS))

@@ -10,7 +10,6 @@ import warnings
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import _lib
 from . import _functions, _nested
@@ -84,7 +83,7 @@ def _autocast(query, *others):
 
 
 def _general(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
-    if isinstance(attn_mask, CausalBias):
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor and _is_causal_bias(attn_mask):
         attn_mask = _as_keywords(attn_mask, keywords)
     if attn_mask is not None and keywords.get("causal"):
         raise _illegal("attn_mask and is_causal=True: one mask at a time; give one of them")
@@ -152,8 +151,16 @@ def _mask(attn_mask, query, shape) -> dict:
     return {"keep" if mask.dtype == torch.bool else "bias": mask}
 
 
-def _as_keywords(mask: CausalBias, keywords: dict):
+def _is_causal_bias(mask) -> bool:
+    """Whether mask is a torch.nn.attention.bias.CausalBias. That module imports torch._dynamo, and whoever made such a
+    mask has imported it."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def _as_keywords(mask, keywords: dict):
     """A CausalBias as a band."""
+    from torch.nn.attention.bias import CausalVariant
     if keywords.get("causal"):
         raise _illegal("attn_mask=CausalBias and is_causal=True: one mask at a time; give one of them")
     align = "top_left" if mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"

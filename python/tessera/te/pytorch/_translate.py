@@ -22,6 +22,7 @@ import functools
 import torch
 
 from ... import _lib, alibi_slopes
+from ...torch._later import constant
 from . import _words
 
 
@@ -292,6 +293,6 @@ def _kept_slopes(heads: int, device) -> torch.Tensor:
     return torch.tensor(_slopes(heads), device=device)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _slopes(heads: int) -> list[float]:
     return alibi_slopes(heads).tolist()

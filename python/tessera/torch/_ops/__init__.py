@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from ... import _bindings, _lib
 from ..._call import Call, _args
-from .. import _describe, _tensors
+from .. import _describe, _later, _tensors
 from . import _flops, _kernels, _vmap
 
 _library = torch.library.Library("tessera", "DEF")
@@ -55,7 +55,7 @@ dropout_mask = torch.ops.tessera.dropout_mask.default
 rng_state = torch.ops.tessera.rng_state.default
 
 
-_flops.register(torch.ops.tessera)
+_later.when_imported("torch.utils.flop_counter", lambda: _flops.register(torch.ops.tessera))
 
 
 # ---- fake tensors: shapes, and at trace time every error that shapes and options make ----

@@ -5,8 +5,6 @@ backward those of five products, the scores being computed once more."""
 
 from __future__ import annotations
 
-from torch.utils.flop_counter import register_flop_formula
-
 from ..._call._args import ORDERS
 from ..._call import Call
 
@@ -50,6 +48,7 @@ def _into(outputs, inputs, sizes, text, out_val=None, **_) -> int:
 
 def register(ops):
     """`ops` is torch.ops.tessera."""
+    from torch.utils.flop_counter import register_flop_formula
     for operator, formula in ((ops.attention, _forward), (ops.attention_into, _into),
                               (ops.attention_backward, _backward)):
         register_flop_formula(operator, get_raw=True)(formula)

@@ -14,7 +14,7 @@ from ... import _lib
 from ..._call import _keywords
 from ..._call._described import Described
 from ...context_parallel import Plan, Shards, plan as _plan
-from .. import _describe, _functions, _tensors
+from .. import _describe, _functions, _later, _tensors
 from ..comm import Topology, by_name
 from . import _check, _op, _rows, _spec
 
@@ -213,14 +213,14 @@ def _refuse(error: Exception, names, q):
     _check.agree((object(),), Topology(by_name(names[0]), by_name(names[1])), device, again, dict)
 
 
-@torch.compiler.assume_constant_result
+@_later.constant
 def _sizes(inner: str, outer: str) -> tuple[int, int]:
     """(rank, size of the inner groups)."""
     topology = Topology(by_name(inner), by_name(outer))
     return topology.rank, topology.inner.size
 
 
-@torch.compiler.assume_constant_result
+@_later.constant
 def _text(*arguments) -> str:
     return _spec.spec_text(*arguments)
 
@@ -266,7 +266,7 @@ def _shape(name: str, x, layout: str, text: str, rank: int) -> _Shape:
     return _Shape(layout, sequences, x.shape[at], rows)
 
 
-@torch.compiler.assume_constant_result
+@_later.constant
 def _padded_rows(text: str, rank: int, extent: int):
     return _rows_of(text, rank, extent)
 

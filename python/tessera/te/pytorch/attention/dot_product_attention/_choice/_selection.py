@@ -17,6 +17,7 @@ except ImportError:
     from torch.torch_version import TorchVersion as Version
 
 from ...... import __version__, _lib, backends
+from ......torch._later import constant
 from ....._logging import AttentionLogging, logger, switch
 from .....common.recipe import DelayedScaling
 from ...._explained import explained as _explained
@@ -144,7 +145,7 @@ def get_attention_backend(attention_params: AttentionParams | None = None):
             selected == _UNFUSED, available)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _traced(*fields):
     """select() as torch.compile traces it: once for a graph, of constants and to constants."""
     chosen = select(AttentionParams(*fields))
