@@ -9,7 +9,6 @@ It is a page table for pages of one token; every page_size-th entry is a page ta
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,15 @@ class Metadata:
 
 
 class Layer(NamedTuple):
-    """What stays of a layer from call to call."""
+    """What stays of a layer from call to call, while these are the same objects: the layer, k and v of the pool,
+    [tokens, hk, d], and their scales."""
     layer: object
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     windowed: bool
     keywords: dict        # of attention()
-    seen: tuple           # k and v of the pool, [tokens, hk, d], and their scales, as they were
     pools: tuple          # k and v as pages, [pages, page_size, hk, d]
 
 
@@ -129,27 +132,27 @@ class Backend(host.AttentionBackend):
         if save_kv_cache and k is not None:
             self._write(layer, forward_batch.out_cache_loc, k, v)
         known = self._known(layer)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         keywords = known.keywords
         if sinks is not None:
             keywords = {**keywords, "sink": sinks if sinks.dtype in (q.dtype, torch.float32) else sinks.float()}
-        attention(q, *known.pools, cu_seqlens_q=meta.cu_seqlens, max_seqlen_q=meta.longest, seqlens_k=meta.seqlens_k,
-                  page_table=meta.swa_table if known.windowed and meta.swa_table is not None else meta.page_table,
-                  out=out, **keywords)
-        return out.flatten(1)
+        o = attention(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), *known.pools, cu_seqlens_q=meta.cu_seqlens,
+                      max_seqlen_q=meta.longest, seqlens_k=meta.seqlens_k,
+                      page_table=meta.swa_table if known.windowed and meta.swa_table is not None else meta.page_table,
+                      **keywords)
+        return o.flatten(1)
 
     forward_decode = forward_extend
 
     def _known(self, layer) -> Layer:
         pool, index = self.token_to_kv_pool, layer.layer_id
-        seen = pool.get_key_buffer(index), pool.get_value_buffer(index), layer.k_scale, layer.v_scale
+        k, v = pool.get_key_buffer(index), pool.get_value_buffer(index)
         known = self._layers.get(id(layer))
-        if known is None or known.layer is not layer or not all(map(operator.is_, known.seen, seen)):
-            known = self._layers[id(layer)] = self._look_at(layer, seen)
+        if known is None or known.layer is not layer or known.k is not k or known.v is not v or \
+                known.k_scale is not layer.k_scale or known.v_scale is not layer.v_scale:
+            known = self._layers[id(layer)] = self._look_at(layer, k, v)
         return known
 
-    def _look_at(self, layer, seen: tuple) -> Layer:
+    def _look_at(self, layer, k, v) -> Layer:
         _check(layer)
         window = layer.sliding_window_size
         windowed = window is not None and window > -1
@@ -160,11 +163,10 @@ class Backend(host.AttentionBackend):
                 keywords["window"] = (window, 0)
         if self._invariant:
             keywords["batch_invariant"] = True
-        *buffers, k_scale, v_scale = seen
-        pools = tuple(buffer.unflatten(0, (-1, self.page_size)) for buffer in buffers)
+        pools = tuple(buffer.unflatten(0, (-1, self.page_size)) for buffer in (k, v))
         if pools[0].dtype in _FP8:
-            keywords.update(k_scale=self._scale(k_scale), v_scale=self._scale(v_scale))
-        return Layer(layer, windowed, keywords, seen, pools)
+            keywords.update(k_scale=self._scale(layer.k_scale), v_scale=self._scale(layer.v_scale))
+        return Layer(layer, k, v, layer.k_scale, layer.v_scale, windowed, keywords, pools)
 
     def _write(self, layer, loc, k, v):
         loc = KVWriteLoc(loc, self.forward_metadata.swa_loc)
