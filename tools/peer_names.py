@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Public names and signatures of flash-attn, FlashAttention 3's interface and xformers.ops.fmha beside ours.
+"""Public names and signatures of flash-attn, FlashAttention 3's interface and xformers.ops beside ours.
 
     python tools/peer_names.py              fetch the newest sources from PyPI, print what is missing here
     python tools/peer_names.py --record     also write docs/data/peer_names.json and the table of docs/migrating.md
@@ -42,6 +42,9 @@ MODULES = {
     "xformers.ops": ("xformers", "xformers/ops/__init__.py", "tessera.xformers"),
     "xformers.ops.fmha": ("xformers", "xformers/ops/fmha/__init__.py", "tessera.xformers.fmha"),
     "xformers.ops.fmha.attn_bias": ("xformers", "xformers/ops/fmha/attn_bias.py", "tessera.xformers.fmha.attn_bias"),
+    "xformers.ops.fmha.merge_training": ("xformers", "xformers/ops/fmha/merge_training.py",
+                                         "tessera.xformers.fmha.merge_training"),
+    "xformers.ops.tree_attention": ("xformers", "xformers/ops/tree_attention.py", "tessera.xformers.tree_attention"),
 }
 WHEELS = {"flash-attn-4"}  # packages that have nothing else, and no release that is not a preview
 # Names of one underscore that programs call all the same.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from .flash_attn import _kvcache, _translate as to
+from .flash_attn import _kvcache, _passes, _translate as to
 from .flash_attn._translate import Refused
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -58,15 +58,10 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     """Attention of packed q [tq, hq, d] over k [tk, hk, d], v [tk, hk, dv] -> [tq, hq, dv], or with
     return_attn_probs (out, lse [hq, tq]). seqused [b] is how much of a sequence's place is used."""
     _refuse_qv("flash_attn_varlen_func", qv)
-    where = {"layout": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-             **to.lengths(max_seqlen_q, max_seqlen_k)}
-    used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
-    used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    for side, used, cu_seqlens in (("q", seqused_q, cu_seqlens_q), ("k", seqused_k, cu_seqlens_k)):
-        if used is not None:
-            where[f"cu_seqlens_{side}"] = to.cumulative(used).to(cu_seqlens.dtype)
-            where[f"cu_seqlens_{side}_padded"] = cu_seqlens
+    where = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     if attention_chunk:
+        used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
+        used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         sequence, places = to.sequence_of(cu_seqlens_q, q.shape[0])
         positions = places - cu_seqlens_q[sequence] + (used_k - used_q)[sequence]
         where |= to.chunk_ranges(attention_chunk, positions, (1, -1, 2))
@@ -114,6 +109,79 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
                            attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
     """An empty int32 tensor for scheduler_metadata=, which has no effect: the backend plans each call by itself."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+@torch.no_grad()
+def _flash_attn_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
+                        seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
+                        rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
+                        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+                        scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0):
+    """(out, lse, None, None): the forward pass of the functions above, without autograd. With k_new, page_table,
+    kv_batch_idx, leftpad_k or rotary_cos, or cu_seqlens_q alone, k and v are the cache of flash_attn_with_kvcache, and
+    seqused_k its lengths; with both cu_seqlens they are packed; else padded, of lengths seqused_k. out is written."""
+    name = "_flash_attn_forward"
+    score = dict(softmax_scale=softmax_scale, causal=causal, q_descale=q_descale, k_descale=k_descale,
+                 v_descale=v_descale, window_size=window_size, softcap=softcap, sm_margin=sm_margin)
+    if any(x is not None for x in (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)) or \
+            cu_seqlens_q is not None and cu_seqlens_k is None:
+        for word, x in (("seqused_q", seqused_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if x is not None:
+                raise Refused(f"tessera.{name}: {word}=Tensor: is not built beside a cache; its lengths are seqused_k")
+        o, lse = flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table,
+            cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, attention_chunk=attention_chunk,
+            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, **score)
+    elif cu_seqlens_q is not None and cu_seqlens_k is not None:
+        o, lse = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+                                        seqused_k, qv=qv, attention_chunk=attention_chunk, return_attn_probs=True,
+                                        **score)
+    else:
+        _refuse_qv(name, qv)
+        _check_padded(name, cu_seqlens_q, cu_seqlens_k)
+        if attention_chunk and not (seqused_q is seqused_k is None):
+            raise Refused(f"tessera.{name}: attention_chunk={attention_chunk}: is not built beside seqused_q and "
+                          "seqused_k of padded tensors; pack them")
+        positions = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+        o, lse = to.attention(q, k, v, return_lse=True, seqlens_q=seqused_q, seqlens_k=seqused_k, **_keywords(**score),
+                              **to.chunk_ranges(attention_chunk, positions, (1, 1, -1, 2)))
+    return o if out is None else out.copy_(o), lse, None, None
+
+
+def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+                         max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+                         deterministic=False, sm_margin=0):
+    """(dq, dk, dv, rowsum(dout * out)): the gradients that are given are written, the others are new. sequed_q and
+    sequed_k are _flash_attn_forward's seqused_q and seqused_k."""
+    name = "_flash_attn_backward"
+    if sm_margin:
+        raise Refused(f"tessera.{name}: sm_margin={sm_margin}: is not built; leave it out")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        where = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequed_q, sequed_k)
+    else:
+        _check_padded(name, cu_seqlens_q, cu_seqlens_k)
+        where = {"seqlens_q": sequed_q, "seqlens_k": sequed_k}
+    gradients = _passes.gradients(q, k, v, dq, dk, dv)
+    delta = _passes._backward(dout, q, k, v, out, softmax_lse, *gradients, 0.0, None, deterministic, **where,
+                              **to.band(causal, window_size), **to.score(softmax_scale, softcap))
+    return *gradients, delta
+
+
+def _check_padded(name: str, cu_seqlens_q, cu_seqlens_k):
+    if not (cu_seqlens_q is cu_seqlens_k is None):
+        given, other = ("q", "k") if cu_seqlens_k is None else ("k", "q")
+        raise ValueError(f"tessera.{name}: cu_seqlens_{given}=Tensor: must come with cu_seqlens_{other}")
+
+
+def _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k) -> dict:
+    """Where packed sequences lie, and how much of the place of each is used."""
+    where = {"layout": "thd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+             **to.lengths(max_seqlen_q, max_seqlen_k)}
+    for side, used, cu_seqlens in (("q", seqused_q, cu_seqlens_q), ("k", seqused_k, cu_seqlens_k)):
+        if used is not None:
+            where[f"cu_seqlens_{side}"] = to.cumulative(used).to(cu_seqlens.dtype)
+            where[f"cu_seqlens_{side}_padded"] = cu_seqlens
+    return where
 
 
 def _keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale, v_descale,

@@ -48,6 +48,11 @@ def _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_
                      **_shape(softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes))
 
 
+def gradients(q, k, v, dq, dk, dv) -> list:
+    """dq, dk and dv, new where they are None."""
+    return [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
+
+
 def _shape(softmax_scale, causal, left, right, softcap, alibi_slopes) -> dict:
     return {**to.band(causal, (left, right)), **to.score(softmax_scale, softcap, alibi_slopes)}
 

@@ -5,7 +5,7 @@ Gradients reach q, k, v and alibi_slopes; an lse that is returned may be differe
 from __future__ import annotations
 
 from ..torch._functions import drawn_state
-from . import _kvcache, _translate as to, _weights
+from . import _kvcache, _translate as to, _weights, flash_attn_2_cuda as flash_attn_gpu  # noqa: F401
 from ._passes import (_flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward,  # noqa: F401
                       _flash_attn_varlen_forward)
 
