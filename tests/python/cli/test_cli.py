@@ -278,6 +278,23 @@ def test_bench_outlives_a_peer_that_fails(monkeypatch, capsys):
     assert result["peers"]["numpy"] == {"refused": "numpy failed: cannot be captured"}
 
 
+def test_what_peers_without_our_keywords_are_given(monkeypatch):
+    from tessera.cli.peers import workload
+    with conformance.Case("fwd bf16 b=2 s=16 h=3 d=8 window=3,0 layout=sbhd", as_bits=True) as case:
+        given = case.arguments()
+        q, k, v = (given.pop(name) for name in "qkv")
+        w = peers.Workload(q, k, v, None, given, None)
+        plain_q = workload.plain(w, "a peer")[0]
+        assert plain_q.dtype == q.dtype and plain_q.flags.c_contiguous
+        assert np.array_equal(plain_q.view(np.uint16), q.view(np.uint16).transpose(1, 2, 0, 3))
+        mask = workload.dense_mask(w, 2, 3, 16, 16)
+        i, j = np.arange(16)[:, None], np.arange(16)
+        assert np.array_equal(np.broadcast_to(mask, (1, 3, 16, 16))[0, 0], (j <= i) & (j >= i - 3))
+        monkeypatch.setattr(workload, "_LARGEST_MASK", 255)
+        with pytest.raises(peers.Unsupported, match="dense mask"):
+            workload.dense_mask(w, 2, 3, 16, 16)
+
+
 def test_bench_takes_tensors_by_turns_where_memory_is_the_limit():
     """A stand-in for a GPU: a decode gets as many copies as the device asks for, a square problem one."""
     class Device(bench_devices.Cpu):

@@ -48,11 +48,13 @@ def first_line(error) -> str:
 
 # ---- what peers without our keywords are given instead ----
 
+_LARGEST_MASK = 1 << 27  # elements, made on the host
 _FORMATS = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
 
 
 def _bhsd(x, layout):
-    return np.ascontiguousarray(x.transpose(_FORMATS[layout]))
+    bits = x.view(f"u{x.dtype.itemsize}")  # NumPy copies integers several times as fast as types it does not know
+    return np.ascontiguousarray(bits.transpose(_FORMATS[layout])).view(x.dtype)
 
 
 def plain(w: Workload, name: str):
@@ -84,6 +86,8 @@ def dense_mask(w: Workload, b, hq, sq, sk) -> np.ndarray | None:
     if all(kw.get(name) is None for name in names):
         return None
     per_batch = any(kw.get(name) is not None for name in names[2:])
+    if (b if per_batch else 1) * sq * sk > _LARGEST_MASK:
+        raise Unsupported(f"a dense mask of more than {_LARGEST_MASK} elements is not made: it would take seconds")
     mask = np.stack([work.visible(n, w.q, w.k, kw) for n in range(b if per_batch else 1)])
     return np.broadcast_to(mask, (len(mask), mask.shape[1], sq, sk))
 
