@@ -12,15 +12,17 @@ import json
 import shlex
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench_devices, case_lines, decode_grid, peers, plot, terminal, timing, work
+from . import bench_devices, case_lines, decode_grid, peers, plot, sweep, terminal, timing, work
 
 _BYTE_SHARE = {1: 0.9}  # of reading's speed, by bytes of a key's element: fp8 is converted besides
 _OTHER_BYTE_SHARE = 0.95
 _FEW_OPERATIONS = 32  # for each byte: below, memory may be the limit
 _SUITES = Path(__file__).resolve().parents[1] / "bench_suites"
+_SWEEP = "sweep"  # a suite that is drawn
 
 EPILOG = """\
 examples:
@@ -31,6 +33,8 @@ examples:
   python -m tessera bench --suite hopper --device cuda --against cudnn,flex
   python -m tessera bench --grid goals --device cuda --against flashinfer,cudnn,flash --quick \\
       --json decode.json --plot decode.png --plot-as bytes
+  python -m tessera bench --suite sweep --device cuda --against cudnn,flash-attn-2,efficient --quick \\
+      --seconds 100 --json sweep.json --resume --plot sweep.png
 columns:
   ms, min   median and least time of a call
   x torch   how many times as long torch takes, by the median over neighbouring samples
@@ -41,6 +45,8 @@ columns:
   rule ms   5 us + bytes / (0.95 x the speed of a sum over 1 GiB in the same run; 0.9 x for an fp8
             cache). k of an MLA cache holds v, and counts once
   rule      pass if tessera's time is at most that
+The sweep has random shapes of real models. After its rows come the worst ten, by the time of the
+fastest peer over tessera's, and a summary: geometric mean of these ratios, and the share below 1.
 On a GPU each contender is a CUDA graph of many calls. Where memory may be the limit, these calls use
 copies of the tensors by turns, so that no cache holds them.
 peers of --against:
@@ -65,7 +71,12 @@ def add_parser(commands):
                                  description=__doc__, epilog=EPILOG,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", help="a case line")
-    parser.add_argument("--suite", choices=suites, help="a list of cases that comes with tessera")
+    parser.add_argument("--suite", choices=sorted([*suites, _SWEEP]),
+                        help="a list of cases that comes with tessera; sweep: random shapes of real models, those of "
+                             "--seed")
+    parser.add_argument("--shapes", type=int, default=300, metavar="N",
+                        help="how many shapes a sweep has (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which shapes a sweep has (default: 0)")
     parser.add_argument("--grid", choices=decode_grid.GRIDS,
                         help="a grid of decode problems, drawn on the GPU: goals has the 288 of the project's goals")
     parser.add_argument("--cases", metavar="FILE", help="your own list of cases")
@@ -81,32 +92,23 @@ def add_parser(commands):
     mode.add_argument("--burst", action="store_const", dest="mode", const="burst",
                       help="pause before each sample")
     parser.set_defaults(mode="normal")
-    parser.add_argument("--json", metavar="FILE", help="write all results ('-': to stdout)")
+    parser.add_argument("--seconds", type=float, metavar="N", help="measure as many cases as fit into this time")
+    parser.add_argument("--json", metavar="FILE", help="write all results, after each case ('-': to stdout)")
+    parser.add_argument("--resume", action="store_true", help="measure what the file of --json does not have yet")
     parser.add_argument("--from", dest="saved", metavar="FILE,...",
                         help="read results of earlier --json files instead of measuring")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
-    parser.add_argument("--plot-as", choices=["bars", "roofline", "ratio", "scaling", "bytes"], default="bars",
+    parser.add_argument("--plot-as", choices=["bars", "roofline", "ratio", "scaling", "bytes", "sweep"],
                         help="bars: speed of each case; roofline: speed over operations per byte; ratio: time of peers "
                              "over tessera's; scaling: speed over length, by threads; bytes: time over bytes, beside "
-                             "the time to read them (default: bars)")
+                             "the time to read them; sweep: time of the best peer over tessera's, over FLOP "
+                             "(default: bars; of a sweep, sweep)")
     parser.set_defaults(main=main)
 
 
 def main(args) -> int:
     import tessera
-    cases = case_lines.split(args.case)
-    if args.suite:
-        cases += case_lines.read(_SUITES / f"{args.suite}.cases")
-    if args.cases:
-        cases += case_lines.read(args.cases)
-    grid = decode_grid.GRIDS[args.grid]() if args.grid else []
-    if grid and cases:
-        raise case_lines.UsageError("bench: --grid is a list of its own, so give no cases and no --suite")
-    cases = cases or grid
-    if args.saved and cases:
-        raise case_lines.UsageError("bench: --from takes the results of a file, so give no cases")
-    if not cases and not args.saved:
-        raise case_lines.UsageError("bench: give a case, --suite, --grid or --cases; see bench --help")
+    cases, described = _cases(args)
     against = [name for name in args.against.split(",") if name]
     for name in against:
         if name not in peers.PEERS and not name.startswith((peers.BUILD, peers.FA3)):
@@ -123,27 +125,76 @@ def main(args) -> int:
             show_row = _printer([entry["case"] for entry in results], against)
             for entry in results:
                 show_row(entry)
-        return _save(results, against, args)
+        return _save(results, against, args, len(results))
+    kept = _kept(args, cases, against) if args.resume else []
+    have = {entry["case"] for entry in kept}
+    left = [case for case in cases if case not in have]
+    results, stopped_by = _measured(left, described, kept, against, args) if left else (kept, None)
+    status = _save(results, against, args, len(cases))
+    if stopped_by is not None or args.seconds and len(results) < len(cases):
+        why = f"--seconds {args.seconds:g}" if stopped_by is None else "stopped"
+        print(f"{why}: {len(results)} of {len(cases)} cases measured", file=sys.stderr)
+    return status if stopped_by is None else 128 + stopped_by
+
+
+def _cases(args) -> tuple[list[str], dict[str, dict]]:
+    """The lines to measure, and what is known of them beside."""
+    cases = case_lines.split(args.case)
+    described = {}
+    if args.suite == _SWEEP:
+        if args.shapes < 1:
+            raise case_lines.UsageError(f"--shapes {args.shapes}: must be at least 1")
+        shapes = sweep.shapes(args.shapes, args.seed, args.device)
+        described = {shape.case: {"model": shape.model, "family": shape.family} for shape in shapes}
+        cases += described
+    elif args.suite:
+        cases += case_lines.read(_SUITES / f"{args.suite}.cases")
+    if args.cases:
+        cases += case_lines.read(args.cases)
+    grid = decode_grid.GRIDS[args.grid]() if args.grid else []
+    if grid and cases:
+        raise case_lines.UsageError("bench: --grid is a list of its own, so give no cases and no --suite")
+    cases = cases or grid
+    if args.saved and cases:
+        raise case_lines.UsageError("bench: --from takes the results of a file, so give no cases")
+    if not cases and not args.saved:
+        raise case_lines.UsageError("bench: give a case, --suite, --grid or --cases; see bench --help")
+    return cases, described
+
+
+def _kept(args, cases, against) -> list[dict]:
+    """Results of the file of --json for these cases and peers; none if it is not there yet."""
+    if args.json in (None, "-"):
+        raise case_lines.UsageError("--resume goes on with the file of --json, so give one")
+    if not Path(args.json).exists():
+        return []
+    asked = set(cases)
+    return [entry for entry in _saved(args.json, "--resume") if entry["case"] in asked and
+            ("error" in entry or set(against) <= set(entry.get("peers", {})))]
+
+
+def _measured(cases, described, results, against, args) -> tuple[list[dict], int | None]:
+    """The results and those of the cases, as many as fit into the time, and the signal that ended it."""
     device = bench_devices.Cuda() if args.device == "cuda" else bench_devices.Cpu(args.threads)
-    results = []
-    origin = _origin(device)
-    stopped_by = None
+    results, origin, began = list(results), _origin(device), time.monotonic()
     with terminal.Progress(len(cases), "bench") as progress:
         show_row = _silent if args.json == "-" else _printer(cases, against, progress.print)
         try:
             with _stopped_by_signals():
-                open_case = decode_grid.Drawn if grid else _open
-                for case, opened in _opened(cases, 0 if grid else device.cases_ahead, open_case):
-                    results.append({**measure(case, opened, against, device, args), **origin})
+                open_case = decode_grid.Drawn if args.grid else _open
+                opened_cases = _opened(cases, 0 if args.grid else device.cases_ahead, open_case)
+                for done, (case, opened) in enumerate(opened_cases):
+                    if done and args.seconds and (time.monotonic() - began) * (done + 1) / done > args.seconds:
+                        opened_cases.close()
+                        break
+                    entry = {**measure(case, opened, against, device, args), **described.get(case, {}), **origin}
+                    results.append(sweep.compared(entry) if case in described else entry)
+                    _write(results, args.json, False)
                     show_row(results[-1])
                     progress.step(case)
         except _Stopped as stop:
-            stopped_by = stop.args[0]
-    status = _save(results, against, args)
-    if stopped_by is None:
-        return status
-    print(f"stopped: {len(results)} of {len(cases)} cases measured", file=sys.stderr)
-    return 128 + stopped_by
+            return results, stop.args[0]
+    return results, None
 
 
 def _origin(device) -> dict:
@@ -155,18 +206,18 @@ def _origin(device) -> dict:
 
 def read_results(paths: str) -> tuple[list[dict], list[str]]:
     """The results in files of `bench --json`, separated by commas, and the peers that they name."""
-    results = [entry for path in paths.split(",") for entry in _saved(path)]
+    results = [entry for path in paths.split(",") for entry in _saved(path, "--from")]
     return results, sorted({name for entry in results for name in entry.get("peers", {})})
 
 
-def _saved(path: str) -> list[dict]:
+def _saved(path: str, option: str) -> list[dict]:
     try:
         results = json.loads(Path(path).read_text())
         if not all("case" in result and ("error" in result or "tflops" in result)
                    for result in results):
             raise ValueError("no list of bench results")
     except (OSError, ValueError, TypeError) as error:
-        raise case_lines.UsageError(f"--from {path}: {error}; give a file that bench --json wrote"
+        raise case_lines.UsageError(f"{option} {path}: {error}; give a file that bench --json wrote"
                                     ) from error
     return results
 
@@ -188,14 +239,30 @@ def _stopped_by_signals():
             signal.signal(number, handler)
 
 
-def _save(results, against, args) -> int:
+def _save(results, against, args, asked: int) -> int:
+    is_sweep = sweep.is_sweep(results)
     if args.json == "-":
         print(to_json(results))
-    elif args.json:
-        Path(args.json).write_text(to_json(results) + "\n")
+    elif is_sweep:
+        sweep.report(results, asked)
+    _write(results, args.json, True)
     if args.plot and results:
-        plot.draw(args.plot_as, results, against, args.plot)
+        plot.draw(args.plot_as or ("sweep" if is_sweep else "bars"), results, against, args.plot)
     return 1 if all("error" in result for result in results) else 0
+
+
+def _write(results, path: str | None, ended: bool):
+    """All results, in place of the file: whatever ends the process, the file is whole."""
+    if path in (None, "-"):
+        return
+    file = Path(path).resolve()
+    if file.exists() and not file.is_file():  # a device or a pipe, which nothing may replace
+        if ended:
+            file.write_text(to_json(results) + "\n")
+        return
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(to_json(results) + "\n")
+    part.replace(file)
 
 
 def _opened(cases, ahead: int, open_case):
@@ -205,13 +272,18 @@ def _opened(cases, ahead: int, open_case):
         return
     with ThreadPoolExecutor(ahead) as pool:
         waiting = collections.deque()
-        for line in cases:
-            waiting.append((line, pool.submit(open_case, line)))
-            if len(waiting) > ahead:
+        try:
+            for line in cases:
+                waiting.append((line, pool.submit(open_case, line)))
+                if len(waiting) > ahead:
+                    line, future = waiting.popleft()
+                    yield line, future.result()
+            while waiting:
                 line, future = waiting.popleft()
                 yield line, future.result()
-        for line, future in waiting:
-            yield line, future.result()
+        finally:
+            for _, future in waiting:  # whoever takes no more does not wait for them
+                future.cancel()
 
 
 def _open(line: str):
@@ -306,7 +378,7 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
     rate = bytes_touched / (mine["ms"] / 1e3)
     share = _BYTE_SHARE.get(k.dtype.itemsize, _OTHER_BYTE_SHARE)
     rule = device.byte_rule(bytes_touched, memory.bytes_per_s, share) if memory else None
-    return {**result, "device": device.name, "threads": args.threads, **mine,
+    return {**result, "device": device.name, "threads": args.threads, "flop": flops, **mine,
             "percent_of_peak": 100 * mine["tflops"] / probe.tflops, "bytes_per_s": rate,
             "percent_of_bandwidth": 100 * rate / memory.bytes_per_s if memory else None,
             "byte_rule_ms": rule and rule * 1e3,

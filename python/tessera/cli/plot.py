@@ -11,7 +11,7 @@ import textwrap
 
 import numpy as np
 
-from . import case_lines
+from . import case_lines, sweep
 
 
 def require_matplotlib():
@@ -20,7 +20,7 @@ def require_matplotlib():
 
 
 def draw(kind: str, results, against, path: str):
-    """kind: bars, roofline, ratio or scaling. Peers that refused a case leave a gap."""
+    """kind: one of _KINDS. Peers that refused a case leave a gap."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -239,7 +239,42 @@ def _bytes(plt, results, against):
     return figure
 
 
+def _sweep(plt, results, against):
+    """Time of the best peer over tessera's, over the operations of a case; the worst have their rank, and lines below
+    that say what they are."""
+    results = [sweep.compared(result) for result in results if sweep.best_peer(result)]
+    if not results:
+        raise case_lines.UsageError("--plot-as sweep: no peer ran a case, so nothing can be compared; --against")
+    figure, axes = plt.subplots(figsize=(11, 7.5))
+    for direction, color in (("fwd", "C0"), ("bwd", "C1")):
+        points = [(_flop(result), result["ratio"]) for result in results if result["pass"] == direction]
+        if points:
+            axes.scatter(*zip(*points), s=14, color=color, alpha=0.7, label=direction)
+    axes.axhline(1, color="black", linewidth=1, label="as fast as the best peer")
+    worst = sweep.worst(results)
+    for rank, result in enumerate(worst, 1):
+        side = 1 if rank % 2 else -1  # neighbours in rank are often neighbours in the picture
+        axes.annotate(str(rank), (_flop(result), result["ratio"]), xytext=(4 * side, -3), textcoords="offset points",
+                      fontsize=8, fontweight="bold", ha="left" if side > 0 else "right")
+    axes.set(xscale="log", yscale="log", ylabel="time of the best peer / time of tessera",
+             xlabel="operations of the matrix products (FLOP)")
+    _plain_numbers(axes.yaxis)
+    lines = [f"{rank:2}  {result['ratio']:.3f} {result['best_peer']:<14}{result.get('model', ''):<28}{result['case']}"
+             for rank, result in enumerate(worst, 1)]
+    axes.text(0, -0.14, "\n".join(line if len(line) <= 150 else f"{line[:149]}…" for line in lines),
+              transform=axes.transAxes, fontsize=6.5, family="monospace", va="top")
+    _legend(axes, 3)
+    return figure
+
+
+def _flop(result) -> float:
+    """Operations of the matrix products of a case; files of earlier versions have the speed alone."""
+    return result.get("flop") or result["tflops"] * result["ms"] * 1e9
+
+
 _TITLES = {"bars": "Attention: speed of each case", "roofline": "Attention: speed, and what bounds it",
            "ratio": "Attention: how many times as long others take", "scaling": "Attention: speed over length",
-           "bytes": "Decode: time, and the bytes that it reads"}
-_KINDS = {"bars": _bars, "roofline": _roofline, "ratio": _ratio, "scaling": _scaling, "bytes": _bytes}
+           "bytes": "Decode: time, and the bytes that it reads",
+           "sweep": "Attention: random shapes of real models, and how many times as long the best peer takes"}
+_KINDS = {"bars": _bars, "roofline": _roofline, "ratio": _ratio, "scaling": _scaling, "bytes": _bytes,
+          "sweep": _sweep}

@@ -227,7 +227,7 @@ def test_bench_json(tmp_path):
     assert [result["pass"] for result in results] == ["fwd", "bwd"]
     for result in results:
         assert set(result) == {"case", "pass", "backend", "kernel", "device", "threads", "ms", "min_ms",
-                               "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
+                               "flop", "tflops", "percent_of_peak", "bytes_per_s", "percent_of_bandwidth",
                                "copies", "byte_rule_ms", "within_byte_rule", "peers", "machine", "date", "command",
                                "version"}
         assert result["backend"] == "cpu" and 0 < result["percent_of_peak"] < 200
