@@ -53,11 +53,9 @@ def test_compiled_equals_eager_at_every_length_without_recompiling(keywords):
 
 
 @pytest.mark.parametrize("backend, checkpointed", [("aot_eager", False), ("aot_eager", True),
-                                                   ("aot_eager_decomp_partition", False), ("inductor", False)])
-def test_what_is_computed_again_drops_the_same(backend, checkpointed, request):
+                                                   ("inductor", False)])
+def test_what_is_computed_again_drops_the_same(backend, checkpointed):
     """At a budget of 0 the backward pass computes everything again, from the inputs alone."""
-    if backend == "inductor" and not request.config.getoption("--every-case"):
-        pytest.skip("--every-case: its four programs take 40 core-seconds; aot_eager_decomp_partition cuts as it does")
     def function(q, k, v):
         return 2 * tt.attention(q.sin(), k.cos(), v, dropout_p=0.3)
 
