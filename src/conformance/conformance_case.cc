@@ -288,7 +288,8 @@ CaseReport ConformanceCase::compare() {
   const int32_t q_type = problem().tensor[TESSERA_Q].dtype;
   const bool fp8_keys = !is_fp8(q_type) && is_fp8(problem().tensor[TESSERA_K].dtype);
   const int64_t depth = (problem().tensor[TESSERA_Q].extent[3] + 31) / 32 * 32;
-  const double fp8_share = is_fp8(q_type) ? 0x1p-15 * static_cast<double>(depth) : 0;
+  const bool rounded = has(problem(), TESSERA_FP8_PRODUCTS);
+  const double fp8_share = is_fp8(q_type) || rounded ? 0x1p-15 * static_cast<double>(depth) : 0;
   for (int index = 0; index < TESSERA_NUM_TENSORS; ++index) {
     if (!is_output(index) || index >= TESSERA_AMAX_O) continue;
     const std::vector<double> out = read(index);
@@ -296,7 +297,6 @@ CaseReport ConformanceCase::compare() {
     const std::vector<double>& terms = exact_->terms[index];
     Comparison comparison;
     const bool statistic = index == TESSERA_LSE || index == TESSERA_MAX_LOGIT;
-    const bool rounded = has(problem(), TESSERA_FP8_PRODUCTS);
     if (statistic && !rounded) {
       comparison = compare_statistic(out, ref, terms, q_type, fp8_share);
     } else if (fp8_keys) {

@@ -176,10 +176,10 @@ Comparison compare_rounded(const TensorRuleInput& in, double constant) {
   const bool wide = in.dtype == TESSERA_FP32;
   const double most = in.ref.size() < 64 ? 5 : in.ref.size() < 4096 ? 1.5 : 1.1;
   const double u = half_ulp(in.dtype), a = wide ? 8 : 1, c = wide ? 32 : 2;
-  double of_terms = constant;
-  for (const double terms : in.terms) {
-    of_terms = std::max(of_terms, constant + kTermAllowance * terms);
-  }
+  double max_terms = 0;
+  for (const double terms : in.terms) max_terms = std::max(max_terms, terms);
+  const double of_terms = constant + std::max(kTermAllowance, in.fp8_share) * max_terms;
+  const double of_terms_mean = constant + std::max(kTermAllowance, in.fp8_share / 8) * max_terms;
   const std::vector<double> nothing(in.ref.size(), 0.0);
   const Distance of_out = distance(in.out, in.ref), of_low = distance(in.low, in.ref),
                  of_ref = distance(nothing, in.ref),
@@ -189,7 +189,7 @@ Comparison compare_rounded(const TensorRuleInput& in, double constant) {
       2 * most * of_low.max + c * u * of_ref.max + of_terms + kFloorAllowance * of_floor.max;
   result.mean_err = of_out.rms;
   result.mean_limit =
-      most * of_low.rms + a * u * of_ref.rms + of_terms + kFloorAllowance * of_floor.rms;
+      most * of_low.rms + a * u * of_ref.rms + of_terms_mean + kFloorAllowance * of_floor.rms;
   if (!(result.mean_err <= result.mean_limit)) {
     result.failure = text("RMSE %.3g > %.3g", result.mean_err, result.mean_limit);
   } else if (!(result.max_err <= result.max_limit)) {

@@ -32,7 +32,7 @@ struct TensorRuleInput {
   std::span<const double> terms = {};
   std::span<const double> floor = {};
   bool widened = false;  // fp32 beside 16-bit or fp8 inputs
-  // dq and dk beside fp8 q: what share of max terms dP may be off by, d 2^-15, as Hopper keeps 13
+  // dq and dk of products in fp8: what share of max terms dP may be off by, d 2^-15, as Hopper keeps 13
   // fraction bits of its products and of their sum. All of it joins the maximum's limit, an eighth
   // the mean's.
   double fp8_share = 0;
@@ -56,7 +56,7 @@ Comparison compare_fp8(std::span<const double> out, std::span<const double> ref,
 //   RMSE   <= G RMSE of low + a u rms(ref) + 4 2^-24 max terms + 2 2^-24 rms(floor) + constant
 //   max|e| <= 2 G max|low - ref| + c u max|ref| + 4 2^-24 max terms + 2 2^-24 max floor + constant
 // with G = 1.1 from 4096 elements on, 1.5 below and 5 under 64, where few samples of rounding stand
-// for all; a, c, u and the floor as above; constant: 1e-3 of lse and max_logit.
+// for all; a, c, u, the floor and fp8_share as above; constant: 1e-3 of lse and max_logit.
 Comparison compare_rounded(const TensorRuleInput& input, double constant = 0);
 
 }  // namespace tessera

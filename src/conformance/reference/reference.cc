@@ -32,7 +32,8 @@ class Pass : Walk<T> {
                     : is_fp8(v_type)  ? v_type
                                       : q_type;
     do_type_ = rounds_ && low_ ? q_type : product_type_;
-    if (!low_ && is_backward(p_) && (s_.hq != s_.hk || fp8_)) sum_dk_dv_terms_ = true;
+    sums_dp_terms_ = fp8_ || has(p_, TESSERA_FP8_PRODUCTS);
+    if (!low_ && is_backward(p_) && (s_.hq != s_.hk || sums_dp_terms_)) sum_dk_dv_terms_ = true;
   }
 
   void forward(int64_t head_k) {
@@ -135,7 +136,8 @@ class Pass : Walk<T> {
     }
     const T scale = static_cast<T>(question_.scale);
     const bool pre = has(p_, TESSERA_BIAS_PRE_SCALE);
-    const T delta_terms = fp8_ ? dot_of_absolutes(do_row_.data(), o_row_.data(), s_.dv) : T{0};
+    const T delta_terms =
+        sums_dp_terms_ ? dot_of_absolutes(do_row_.data(), o_row_.data(), s_.dv) : T{0};
     dq_row_.assign(s_.dqk, 0);
     dq_terms_.assign(s_.dqk, 0);
     T lost = 0;  // of dy by rounding: k less its mean is what the rounded dS multiplies
@@ -161,7 +163,7 @@ class Pass : Walk<T> {
       if (!sum_dk_dv_terms_) continue;
       for (int64_t c = 0; c < s_.dv; ++c) dv_terms_[j * s_.dv + c] += std::abs(weight * do_row_[c]);
       T terms = std::abs(ds);
-      if (fp8_) {  // dP and delta cancel, and leave what each of them is off by
+      if (sums_dp_terms_) {  // dP and delta cancel, and leave what each of them is off by
         const T absolute = dot_of_absolutes(do_row_.data(), &v_[j * s_.dv], s_.dv);
         terms = p * slope_of_cap_[at] * (this->dropped(absolute, j) + delta_terms);
       }
@@ -176,7 +178,7 @@ class Pass : Walk<T> {
       dq_row_[c] += lost * static_cast<T>(this->mean_[c]);
     }
     for (int64_t c = 0; c < s_.dqk; ++c) dq[c] = scale * dq_row_[c];
-    if (low_ || !fp8_) return;
+    if (low_ || !sums_dp_terms_) return;
     double* dq_terms = &out_.terms[TESSERA_DQ][this->row_index(i, h, s_.dqk)];
     for (int64_t c = 0; c < s_.dqk; ++c) dq_terms[c] = scale * dq_terms_[c];
   }
@@ -196,7 +198,8 @@ class Pass : Walk<T> {
   using Walk<T>::slope_of_cap_, Walk<T>::magnitude_, Walk<T>::rounds_, Walk<T>::stored_do_;
 
   const bool low_;
-  bool fp8_ = false;  // q
+  bool fp8_ = false;            // q
+  bool sums_dp_terms_ = false;  // of products in fp8
   std::vector<T> dq_terms_;
   int32_t product_type_, do_type_;
   const std::vector<double>* o_ = nullptr;
@@ -291,7 +294,7 @@ ReferenceValues reference_backward(const Problem& p, const Buffers& buffers, Ari
   for (int index = TESSERA_DQ; index <= TESSERA_DALIBI_SLOPES; ++index) {
     if (!given(p, index)) continue;
     reset(p, index, 0, out.value[index]);
-    const bool fp8 = is_fp8(p.tensor[TESSERA_Q].dtype);
+    const bool fp8 = is_fp8(p.tensor[TESSERA_Q].dtype) || has(p, TESSERA_FP8_PRODUCTS);
     const bool sum = index >= TESSERA_DBIAS || (gqa && index != TESSERA_DQ) || fp8;
     if (sum && !low) reset(p, index, 0, out.terms[index]);
   }
