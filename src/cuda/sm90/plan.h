@@ -8,6 +8,7 @@
 #include <span>
 
 #include "core/choose/backend.h"
+#include "cuda/common/quantise/rounded.h"
 #include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/wide/kernels.h"
@@ -66,5 +67,27 @@ Result<std::unique_ptr<Plan>> plan_decode(const Problem& canonical, const Device
 
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
                                             std::unique_ptr<Plan> fallback);
+
+// The backward pass of 16-bit tensors by products of E4M3, of problems that has_rounded_backward()
+// (backward/choice.h). Whoever calls it has rounded q, k, v and do by kernels before it in the
+// stream.
+class RoundedBackward {
+ public:
+  virtual ~RoundedBackward() = default;
+
+  // Of its own, beside Rounded.
+  virtual int64_t workspace_bytes(const Problem& problem) const = 0;
+  // True if TMA can address the call's 16-bit tensors. Says why not, too.
+  virtual bool takes(const Problem& problem, const Buffers& buffers) const = 0;
+  // Queues all of it. The device is current; workspace is aligned to 16 bytes.
+  virtual Status run(const Problem& problem, const Buffers& buffers, const Rounded& rounded,
+                     void* workspace) const = 0;
+};
+Result<std::unique_ptr<RoundedBackward>> plan_rounded_backward(const Problem& canonical,
+                                                               const Device& device);
+
+// The same behind the quantiser; fallback: runs the calls that it does not take.
+Result<std::unique_ptr<Plan>> plan_fp8_backward(const Problem& canonical, const Device& device,
+                                                std::unique_ptr<Plan> fallback);
 
 }  // namespace tessera::cuda::sm90

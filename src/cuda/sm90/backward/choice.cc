@@ -104,6 +104,23 @@ bool is_faster_apart(const Problem& p, int multiprocessors) {
          (in_turn ? is_short_in_turn(p, of, multiprocessors) : is_short(p, of, multiprocessors));
 }
 
+// A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
+bool begins_inside(const Problem& p, const BackwardTile& tile) {
+  const Sizes s = sizes_of(p);
+  const bool ragged =
+      is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
+  const auto in_last_chunk = [](int64_t dim, int columns) { return dim > (columns - 1) / 64 * 64; };
+  return !ragged || (in_last_chunk(s.dqk, tile.dqk) && in_last_chunk(s.dv, tile.dv));
+}
+
+// In products of E4M3; null: none.
+const BackwardKernel* find_rounded_kernel(const Problem& p) {
+  const Sizes s = sizes_of(p);
+  const BackwardNeeds needs = needs_of(p);
+  return find_backward_kernel(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv,
+                              {needs.features, needs.deterministic, false, true});
+}
+
 }  // namespace
 
 bool copies_bias(const Problem& p) {
@@ -134,7 +151,7 @@ const BackwardKernel* find_backward_kernel(int dtype, int64_t dqk, int64_t dv,
     if (kernel.dtype == dtype && kernel.tile.dqk >= dqk && kernel.tile.dv >= dv &&
         (needs.features & ~kernel.features) == 0 &&
         (kernel.tile.deterministic || !needs.deterministic) &&
-        (kernel.tile.sums_dbias || !needs.sums_dbias)) {
+        (kernel.tile.sums_dbias || !needs.sums_dbias) && kernel.tile.fp8 == needs.fp8) {
       return &kernel;
     }
   }
@@ -152,6 +169,18 @@ const BackwardKernel& choose_backward_kernel(const Problem& p) {
                                                           : nullptr;
   return special ? *special : *find(needs);
 }
+
+bool has_rounded_backward(const Problem& p) {
+  constexpr int kTensors[] = {TESSERA_K,  TESSERA_V,  TESSERA_O, TESSERA_DO,
+                              TESSERA_DQ, TESSERA_DK, TESSERA_DV};
+  const int dtype = p.tensor[TESSERA_Q].dtype;
+  const bool in_16_bits = std::ranges::all_of(
+      kTensors, [&](int index) { return !given(p, index) || p.tensor[index].dtype == dtype; });
+  const BackwardKernel* kernel = is_backward(p) && in_16_bits ? find_rounded_kernel(p) : nullptr;
+  return kernel && begins_inside(p, kernel->tile);
+}
+
+const BackwardKernel& rounded_backward_kernel(const Problem& p) { return *find_rounded_kernel(p); }
 
 const ApartKernels* find_apart_kernels(int dtype, int64_t dqk, int64_t dv) {
   const int64_t columns = std::max(dqk, dv);
@@ -184,14 +213,8 @@ void require_backward(Support& support, const Problem& p) {
     return "head_dim_qk=" + std::to_string(s.dqk) +
            ": and head_dim_v must be at most 256 in the backward pass";
   });
-  // A box wholly outside a ragged map faults, so that all chunks of 64 columns must begin inside.
-  const bool ragged =
-      is_thd_q(p) || is_thd_k(p) || given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K);
-  const auto in_last_chunk = [](int64_t dim, int tile) { return dim > (tile - 1) / 64 * 64; };
   support.require(
-      !ragged || !kernel ||
-          (in_last_chunk(s.dqk, kernel->tile.dqk) && in_last_chunk(s.dv, kernel->tile.dv)),
-      ReasonId::kHeadDim, Remedy::kNone, [&] {
+      !kernel || begins_inside(p, kernel->tile), ReasonId::kHeadDim, Remedy::kNone, [&] {
         return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
                ": with lengths, must end in the last 64 columns of the backward tile (" +
                std::to_string(kernel->tile.dqk) + ", " + std::to_string(kernel->tile.dv) + ")";

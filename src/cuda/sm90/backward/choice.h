@@ -15,6 +15,7 @@ namespace tessera::cuda::sm90 {
 struct BackwardNeeds {
   uint32_t features;  // of Feature
   bool deterministic, sums_dbias = false;
+  bool fp8 = false;  // products of E4M3: other rows have none
 };
 
 // The first row of the table that holds the head dims and knows these; null: none.
@@ -32,6 +33,13 @@ bool sums_bias(const Problem& problem);
 
 // What the backward pass asks beyond dtypes, strides and sizes.
 void require_backward(Support& support, const Problem& problem);
+
+// True if the backward pass of 16-bit tensors can make S and dP of E4M3 (backward/fused/rounded.cuh),
+// of a problem of which Hopper's other rules have nothing to say.
+bool has_rounded_backward(const Problem& problem);
+
+// The kernel that does, for such a problem.
+const BackwardKernel& rounded_backward_kernel(const Problem& problem);
 
 // The kernel of a problem for which require_backward() has nothing to say.
 const BackwardKernel& choose_backward_kernel(const Problem& problem);

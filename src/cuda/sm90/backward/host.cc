@@ -26,33 +26,28 @@ constexpr int kTensors[] = {TESSERA_Q,  TESSERA_K,  TESSERA_V,  TESSERA_O,
 // that nobody uses keeps them to so many each.
 constexpr int kCtasOfSpread = 4, kSpreadingBytes = (200 << 10) / kCtasOfSpread;
 
-class BackwardPlan final : public Plan {
+// Three launches, in the order of the stream, and that of dsink; by any row of backward/table.def.
+class FusedBackward {
  public:
-  BackwardPlan(int multiprocessors, std::unique_ptr<Plan> fallback)
-      : multiprocessors_(multiprocessors), fallback_(std::move(fallback)) {}
+  explicit FusedBackward(int multiprocessors) : multiprocessors_(multiprocessors) {}
 
-  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
-    const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors_);
-    const int64_t bytes = kernels ? apart_workspace_bytes(*kernels, problem)
-                                  : own_workspace_bytes(problem, choose_backward_kernel(problem));
-    return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
+  int64_t workspace_bytes(const BackwardKernel& kernel, const Problem& problem) const {
+    BackwardParams a = ordered_params(kernel, problem, Buffers{});
+    Workspace workspace;
+    take_workspace(kernel, problem, workspace, a);
+    return workspace.bytes();
   }
 
-  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!takes(problem, buffers)) return fallback_->run(problem, buffers, device);
-    const DeviceScope scope(device.ordinal);
-    TESSERA_RETURN_IF_ERROR(scope.status());
+  // rounded: of a row with products of E4M3, else null. The device is current.
+  Status run(const BackwardKernel& kernel, const Problem& problem, const Buffers& buffers,
+             const Device& device, void* base, const Rounded* rounded = nullptr) const {
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
-    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    if (const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors_)) {
-      return run_apart(*kernels, multiprocessors_, problem, buffers);
-    }
-    const BackwardKernel& kernel = choose_backward_kernel(problem);
     const BackwardTile& tile = kernel.tile;
-    BackwardParams a = ordered_params(kernel, problem, buffers);
+    RoundedBackwardParams a{ordered_params(kernel, problem, buffers), {}};
     const Params& p = a.problem;
     TESSERA_RETURN_IF_ERROR(set_maps(kernel, problem, buffers, a));
-    Workspace workspace(buffers.workspace);
+    if (rounded) TESSERA_RETURN_IF_ERROR(set_rounded(kernel, problem, *rounded, a));
+    Workspace workspace(base);
     const OfOthers of_others = take_workspace(kernel, problem, workspace, a);
     if (given(problem, TESSERA_MASK)) {
       TESSERA_RETURN_IF_ERROR(
@@ -84,13 +79,6 @@ class BackwardPlan final : public Plan {
     void *mask, *dbias;
   };
 
-  int64_t own_workspace_bytes(const Problem& problem, const BackwardKernel& kernel) const {
-    BackwardParams a = ordered_params(kernel, problem, Buffers{});
-    Workspace workspace;
-    take_workspace(kernel, problem, workspace, a);
-    return workspace.bytes();
-  }
-
   // All but maps and workspace. As much of it as the workspace depends on is the same for all
   // buffers.
   BackwardParams ordered_params(const BackwardKernel& kernel, const Problem& problem,
@@ -98,6 +86,7 @@ class BackwardPlan final : public Plan {
     BackwardParams a{};
     a.problem = params_of(problem, buffers);
     a.in_quads = kernel.code->in_quads;
+    a.has_factors = kernel.tile.fp8;
     a.reach_q = reach_of(is_ragged_q(problem), a.problem.sq);
     a.reach_k = reach_of(is_ragged_k(problem), a.problem.sk);
     const Sizes s = sizes_of(problem);
@@ -114,11 +103,13 @@ class BackwardPlan final : public Plan {
       return map_of(problem, buffers, index, box_rows, reach, to);
     };
     TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, tile.tile_m, a.reach_q, &a.q));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_O, tile.tile_m, a.reach_q, &a.o));
     TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, tile.tile_m, a.reach_q, &a.grad_o));
     const int keys_of_cta = tile.tile_n() / tile.ctas();
     TESSERA_RETURN_IF_ERROR(map(TESSERA_K, keys_of_cta, a.reach_k, &a.k));
-    TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.reach_k, &a.v));
+    if (!tile.fp8) {
+      TESSERA_RETURN_IF_ERROR(map(TESSERA_O, tile.tile_m, a.reach_q, &a.o));
+      TESSERA_RETURN_IF_ERROR(map(TESSERA_V, keys_of_cta, a.reach_k, &a.v));
+    }
     for (const auto& [index, to] : {std::pair{TESSERA_DK, &a.grad_k}, {TESSERA_DV, &a.grad_v}}) {
       if (given(problem, index)) {
         TESSERA_RETURN_IF_ERROR(map(index, kRowsOfWarp, 0, to));
@@ -128,6 +119,32 @@ class BackwardPlan final : public Plan {
     return map_of_bias(problem, buffers, TESSERA_DBIAS, tile.tile_m, &a.grad_bias);
   }
 
+  // E4M3 is dense, and its rows are padded; scales that kernels look up, and rows that they load.
+  static Status set_rounded(const BackwardKernel& kernel, const Problem& problem,
+                            const Rounded& rounded, RoundedBackwardParams& a) {
+    const auto map = [&](int index, const uint8_t* base, int box_rows, int reach, CUtensorMap* to) {
+      constexpr int64_t kPadding = 16;
+      const Tensor& t = problem.tensor[index];
+      MapShape shape = shape_of(t, box_rows, reach);
+      shape.head_dim = (t.extent[3] + kPadding - 1) / kPadding * kPadding;
+      shape.stride_head = shape.head_dim;
+      shape.stride_row = shape.heads * shape.stride_head;
+      shape.stride_batch = shape.rows * shape.stride_row;
+      return make_tensor_map(in_pairs(shape), base, to);
+    };
+    const BackwardTile& tile = kernel.tile;
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_Q, rounded.q, tile.tile_m, a.reach_q, &a.q8));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_DO, rounded.grad_o, tile.tile_m, a.reach_q, &a.grad_o8));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_K, rounded.k, tile.tile_n(), a.reach_k, &a.k8));
+    TESSERA_RETURN_IF_ERROR(map(TESSERA_V, rounded.v, tile.tile_n(), a.reach_k, &a.v8));
+    a.rounded_grad_o = rounded.grad_o;
+    a.q_scale = rounded.q_scale, a.do_scale = rounded.do_scale;
+    a.k_scale = rounded.k_scale, a.v_scale = rounded.v_scale;
+    a.row = rounded.row;
+    a.key_slots = rounded.key_slots;
+    return {};
+  }
+
   // Points `a`, of ordered_params(), to its pieces.
   static OfOthers take_workspace(const BackwardKernel& kernel, const Problem& problem,
                                  Workspace& workspace, BackwardParams& a) {
@@ -135,8 +152,9 @@ class BackwardPlan final : public Plan {
     const Sizes s = sizes_of(problem);
     const BackwardTile& tile = kernel.tile;
     const Count slots = Count{s.hq} * a.slots;
-    a.lse2 = workspace.take<float>(slots * tile.tile_m);
-    a.delta = workspace.take<float>(slots * tile.tile_m);
+    const int statistics = tile.fp8 ? 2 * tile.tile_m : tile.tile_m;
+    a.lse2 = workspace.take<float>(slots * statistics);
+    a.delta = workspace.take<float>(slots * statistics);
     if (given(problem, TESSERA_KEY_RANGES) || given(problem, TESSERA_SEGMENT_IDS_Q)) {
       a.hulls = workspace.take<QueryHull>(slots);
     }
@@ -175,14 +193,6 @@ class BackwardPlan final : public Plan {
     if (!a.reach_q && !a.reach_k && on_diagonal) a.orders = orders;
   }
 
-  // Strides are rules of support; addresses and the cap are only known now.
-  static bool takes(const Problem& problem, const Buffers& buffers) {
-    constexpr int kBias[] = {TESSERA_BIAS}, kGradient[] = {TESSERA_DBIAS};
-    return can_address(problem, buffers, kTensors) && can_cap(problem, buffers) &&
-           (!copies_bias(problem) || can_address(problem, buffers, kBias)) &&
-           (!sums_bias(problem) || can_address(problem, buffers, kGradient));
-  }
-
   // Converts the sums of all heads, or of those whose sums no tile converts.
   Status launch_convert(const BackwardKernel& kernel, const BackwardParams& a,
                         cudaStream_t stream) const {
@@ -206,9 +216,84 @@ class BackwardPlan final : public Plan {
   }
 
   int multiprocessors_;
-  std::unique_ptr<Plan> fallback_;
   TileOrders orders_;
 };
+
+class BackwardPlan final : public Plan {
+ public:
+  BackwardPlan(int multiprocessors, std::unique_ptr<Plan> fallback)
+      : multiprocessors_(multiprocessors),
+        fused_(multiprocessors),
+        fallback_(std::move(fallback)) {}
+
+  int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
+    const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors_);
+    const int64_t bytes = kernels
+                              ? apart_workspace_bytes(*kernels, problem)
+                              : fused_.workspace_bytes(choose_backward_kernel(problem), problem);
+    return std::max(bytes, fallback_->workspace_bytes(problem, num_threads));
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    if (!takes(problem, buffers)) return fallback_->run(problem, buffers, device);
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
+    if (const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors_)) {
+      return run_apart(*kernels, multiprocessors_, problem, buffers);
+    }
+    return fused_.run(choose_backward_kernel(problem), problem, buffers, device, buffers.workspace);
+  }
+
+ private:
+  // Strides are rules of support; addresses and the cap are only known now.
+  static bool takes(const Problem& problem, const Buffers& buffers) {
+    constexpr int kBias[] = {TESSERA_BIAS}, kGradient[] = {TESSERA_DBIAS};
+    return can_address(problem, buffers, kTensors) && can_cap(problem, buffers) &&
+           (!copies_bias(problem) || can_address(problem, buffers, kBias)) &&
+           (!sums_bias(problem) || can_address(problem, buffers, kGradient));
+  }
+
+  int multiprocessors_;
+  FusedBackward fused_;
+  std::unique_ptr<Plan> fallback_;
+};
+
+class RoundedBackwardPlan final : public RoundedBackward {
+ public:
+  explicit RoundedBackwardPlan(const Device& device, int multiprocessors)
+      : device_(device), fused_(multiprocessors) {}
+
+  int64_t workspace_bytes(const Problem& problem) const override {
+    return fused_.workspace_bytes(rounded_backward_kernel(problem), problem);
+  }
+  bool takes(const Problem& problem, const Buffers& buffers) const override {
+    return can_address(problem, buffers, kTensors);
+  }
+  Status run(const Problem& problem, const Buffers& buffers, const Rounded& rounded,
+             void* workspace) const override {
+    return fused_.run(rounded_backward_kernel(problem), problem, buffers, device_, workspace,
+                      &rounded);
+  }
+
+ private:
+  Device device_;
+  FusedBackward fused_;
+};
+
+// Lets the kernels of a row have the shared memory that they ask for.
+Status prepare(const BackwardKernel& kernel) {
+  for (const auto& [function, bytes] :
+       {std::pair{kernel.code->rows, kernel.code->rows_shared_bytes},
+        {kernel.code->gradients, kernel.code->shared_bytes},
+        {kernel.code->convert, kSpreadingBytes}}) {
+    TESSERA_RETURN_IF_ERROR(cuda_status(
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "cudaFuncSetAttribute"));
+  }
+  return {};
+}
 
 }  // namespace
 
@@ -223,14 +308,7 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
     const BackwardNeeds needs{i / 4, i % 2 > 0, i % 4 > 1};
     const BackwardKernel* kernel = find_backward_kernel(dtype, s.dqk, s.dv, needs);
     if (!kernel) continue;  // require_backward() refuses such calls
-    for (const auto& [function, bytes] :
-         {std::pair{kernel->code->rows, kernel->code->rows_shared_bytes},
-          {kernel->code->gradients, kernel->code->shared_bytes},
-          {kernel->code->convert, kSpreadingBytes}}) {
-      TESSERA_RETURN_IF_ERROR(cuda_status(
-          cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-          "cudaFuncSetAttribute"));
-    }
+    TESSERA_RETURN_IF_ERROR(prepare(*kernel));
   }
   if (const ApartKernels* kernels = find_apart_kernels(dtype, s.dqk, s.dv)) {
     TESSERA_RETURN_IF_ERROR(prepare_apart(*kernels));
@@ -240,6 +318,17 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
   TESSERA_RETURN_IF_ERROR(info.status());
   return std::unique_ptr<Plan>(
       std::make_unique<BackwardPlan>(info.value().multiprocessors, std::move(fallback)));
+}
+
+Result<std::unique_ptr<RoundedBackward>> plan_rounded_backward(const Problem& canonical,
+                                                               const Device& device) {
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  TESSERA_RETURN_IF_ERROR(prepare(rounded_backward_kernel(canonical)));
+  const Result<DeviceInfo> info = device_info(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(info.status());
+  return std::unique_ptr<RoundedBackward>(
+      std::make_unique<RoundedBackwardPlan>(device, info.value().multiprocessors));
 }
 
 }  // namespace tessera::cuda::sm90

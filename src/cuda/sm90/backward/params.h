@@ -38,9 +38,20 @@ constexpr int kRowsOfWarp = 16;  // keys that a warp has dK and dV of
 struct BackwardParams {
   // TMA views (machine/tensormap.h). Ragged where rows can lie beyond a sequence: a weight of 0
   // does not protect from a NaN there.
-  CUtensorMap q, k, v, grad_o, o;
+  // Kernels with products of E4M3 read neither V nor O in 16 bits, and know no dbias.
+  CUtensorMap q, k;
+  union {
+    CUtensorMap v, v8;
+  };
+  CUtensorMap grad_o;
+  union {
+    CUtensorMap o, q8;
+  };
   CUtensorMap grad_k, grad_v;  // boxes of kRowsOfWarp rows
-  CUtensorMap grad_bias;       // backward/fused/dbias.cuh: boxes of 64 queries and keys
+  union {
+    CUtensorMap grad_bias;  // backward/fused/dbias.cuh: boxes of 64 queries and keys
+    CUtensorMap k8;
+  };
   Params problem;
   int reach_q, reach_k;  // of the maps of a side (machine/ragged.h)
 
@@ -103,8 +114,23 @@ struct BackwardParams {
   // of the section before (backward/fused/sections.cuh); 0: the small kernels do that for all.
   int ahead;
   int* counts;  // [2, batch, hk]
+
+  // Products of E4M3 (backward/fused/rounded.cuh), null and 0 without them: those pieces of Rounded
+  // that are not read by TMA.
+  const uint8_t* rounded_grad_o;
+  const float *q_scale, *do_scale, *k_scale, *v_scale, *row;
+  int key_slots;  // scales of k, and of v, of a head
+  // lse2 and delta are [hq, slots, 2, tile_m] there: behind those of a block stand as many factors,
+  // of its scores and of its dP. 0: see above.
+  int has_factors;
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");
+
+// Of the kernels with products of E4M3.
+struct RoundedBackwardParams : BackwardParams {
+  CUtensorMap grad_o8;
+};
+static_assert(sizeof(RoundedBackwardParams) <= 32764, "since CUDA 12.1, which these rows may need");
 
 // Slot of the first block of a sequence that is stored from row `start` on; sequences of a padded
 // problem have `blocks` each.

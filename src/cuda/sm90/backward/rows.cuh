@@ -35,7 +35,8 @@ __device__ __forceinline__ float row_statistic(const View& view, const Rows& row
 }
 
 // delta by the very products that dP is made of: the diagonal of O dO^T on the tensor cores. dP -
-// delta is then exactly 0 where o is a row of v, because one key is visible.
+// delta is then exactly 0 where o is a row of v, because one key is visible. Products of E4M3 are
+// less exact than that; there it is a sum in fp32.
 template <typename Element, typename Row>
 __global__ void __launch_bounds__(kWarpgroup)
     backward_rows(const __grid_constant__ BackwardParams a) {
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const uint32_t o = base + offsetof(Storage, o), grad_o = base + offsetof(Storage, grad_o),
                  barrier = base + offsetof(Storage, barrier);
   const Params& p = a.problem;
-  if (threadIdx.x == 0) {
+  if (!Row::kTile.fp8 && threadIdx.x == 0) {
     tma_prefetch(&a.o);
     tma_prefetch(&a.grad_o);
     mbarrier_init(barrier, 1);
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const int row0 = at.block * kTileM, head = blockIdx.y, thread = threadIdx.x;
   if (at.block < 0 || row0 >= rows.length) return find_spans();
   const int64_t slot = slot_of_head(a, head, blockIdx.x);
-  if (thread == 0) {
+  if (!Row::kTile.fp8 && thread == 0) {
     mbarrier_arrive_expect(barrier, 2 * Tile::kBytes);
     const MapRow row = map_row(a.reach_q, rows, row0);
     Tile::load(o, &a.o, barrier, head, row.c2, row.c3, rows.batch);
@@ -107,6 +108,9 @@ __global__ void __launch_bounds__(kWarpgroup)
     if (warp == 2 && head == 0 && a.orders) {
       Kernel::SegmentsOf::note_order(a, rows, row0, blockIdx.x);
     }
+  }
+  if constexpr (Row::kTile.fp8) {
+    return write_rounded_statistics<Element, Kernel>(a, rows, head, row0, slot);
   }
   // Rows lane / 4 and + 8 of a warp's 16 are columns of its own groups, of one thread of the quad:
   // row half * 64 + of_thread + 8 r of the block is its. Asked for while O and dO come.
@@ -204,7 +208,9 @@ BackwardCode make_backward() {
     gradients = reinterpret_cast<const void*>(&backward<Element, Row>);
   }
   return {static_cast<int>(sizeof(typename Kernel::SharedStorage)),
-          static_cast<int>(sizeof(typename BackwardRows<Element, Row>::SharedStorage)),
+          Row::kTile.fp8
+              ? 0
+              : static_cast<int>(sizeof(typename BackwardRows<Element, Row>::SharedStorage)),
           kIsLean<Row>,
           reinterpret_cast<const void*>(&backward_rows<Element, Row>),
           gradients,

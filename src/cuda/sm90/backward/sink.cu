@@ -9,6 +9,16 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
+// What lse2 is less by where keys are rounded less their mean, of the row whose statistics stand at
+// i of a sequence's, in quads (place_in_quads()).
+__device__ float score_of_mean(const BackwardParams& a, const Rows& rows, int head, int i) {
+  const Params& p = a.problem;
+  const int row = (i & ~15) | (i >> 1 & 1) << 3 | (i >> 2 & 3) << 1 | (i & 1);
+  if (!a.row || row >= rows.length) return 0;
+  return kLog2e * p.softmax_scale *
+         a.row[(int64_t{rows.batch} * p.hq + head) * p.sq + rows.first + row];
+}
+
 // One CTA a head. A sequence's statistics lie side by side from its first slot on.
 __global__ void __launch_bounds__(kThreads)
     dsink_kernel(const __grid_constant__ BackwardParams a, int tile_m) {
@@ -21,16 +31,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int n = 0; n < p.batch; ++n) {
     const Rows rows = rows_of<SideOfQueries>(p, n);
     const int64_t first =
-        (int64_t{head} * a.slots + first_slot_of(p.thd_q, n, rows.first, tile_m, blocks)) * tile_m;
+        int64_t{head} * a.slots + first_slot_of(p.thd_q, n, rows.first, tile_m, blocks);
     // Their order is that of the main kernel, where rows past the end stand among the last 16: they
     // are +inf and 0.
     const int end = (rows.length + 15) / 16 * 16;
+    const int of_block = a.has_factors ? 2 * tile_m : tile_m;
     for (int i = threadIdx.x; i < end; i += kThreads) {
       // lse2 is +inf where the sink has all of a row's weight, being very low or above 2.36e38, and
       // where delta is 0.
-      const float lse2 = a.lse2[first + i];
+      const int64_t at = (first + i / tile_m) * of_block + i % tile_m;
+      const float lse2 = a.lse2[at] + score_of_mean(a, rows, head, i);
       const float weight = lse2 == kInfinity ? p.dropout_scale : exp2_approx(sink - lse2);
-      sum -= weight * a.delta[first + i];
+      sum -= weight * a.delta[at];
     }
   }
   __shared__ float sums[kWarps];

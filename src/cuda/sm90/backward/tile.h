@@ -16,6 +16,7 @@ struct BackwardTile {
   int grad_o_stages = 3;       // blocks of dO in shared memory
   bool deterministic = false;  // dq is summed in the same order at every run
   bool sums_dbias = false;     // dbias is summed where dS is (backward/fused/dbias.cuh)
+  bool fp8 = false;            // S and dP are products of E4M3 (backward/fused/rounded.cuh)
 
   static constexpr int kOwners = 2, kThreads = 128 * (kOwners + 1);
   constexpr int tile_n() const { return 64 * kOwners; }

@@ -11,7 +11,7 @@ namespace tessera::cuda::sm90 {
 
 template <typename Element, typename Row>
 __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
-    backward(const __grid_constant__ BackwardParams a) {
+    backward(const __grid_constant__ typename Backward<Element, Row>::Args a) {
   using Kernel = Backward<Element, Row>;
   extern __shared__ __align__(1024) uint8_t storage[];
   const typename Kernel::Shared shared{static_cast<uint32_t>(__cvta_generic_to_shared(storage))};
@@ -19,6 +19,9 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   constexpr int kFinder = Kernel::kStartsEarly ? 0 : kWarp;  // of the tile
   if (threadIdx.x == (Kernel::kStartsEarly ? kWarp : 0)) {
     for (const CUtensorMap* map : {&a.q, &a.k, &a.v, &a.grad_o}) tma_prefetch(map);
+    if constexpr (Kernel::kOfFp8) {
+      for (const CUtensorMap* map : {&a.q8, &a.k8, &a.grad_o8}) tma_prefetch(map);
+    }
   }
   if (threadIdx.x == 0) shared.init();
   auto& all = *reinterpret_cast<typename Kernel::SharedStorage*>(storage);

@@ -107,6 +107,19 @@ class OwnBlocks {
   int begin_, end_, clean_begin_, clean_end_;
 };
 
+// The lower word of a descriptor of a tile; their upper words are all the same.
+__device__ __forceinline__ uint32_t low(uint64_t descriptor) {
+  return uniform_register(static_cast<int>(static_cast<uint32_t>(descriptor)));
+}
+__device__ __forceinline__ uint64_t descriptor(uint32_t low) {
+  return SmemTile<8, 64>::k_major(0) >> 32 << 32 | low;
+}
+// Turns a k-major descriptor of a tile into the mn-major one.
+template <typename Tile>
+__device__ __forceinline__ uint32_t rows_of() {
+  return static_cast<uint32_t>(Tile::mn_major(0) - Tile::k_major(0));
+}
+
 // Kernel: a Backward.
 template <typename Element, GradientKernel Kernel>
 class LeanOperands {
@@ -131,7 +144,9 @@ class LeanOperands {
             KTile::mn_major(shared.k() + (Kernel::kSplitsRows ? 0 : w * Kernel::kOtherColumns)))) {}
 
   // Called by all lanes, when K is there. row: the warp's first one.
-  __device__ __forceinline__ void hold_keys(uint32_t k, int row) {
+  __device__ __forceinline__ void hold_keys(const BackwardParams&, const KeyTile&,
+                                            const Shared shared, int row) {
+    const uint32_t k = shared.k();
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
     for (int i = 0; i < kKeySteps; ++i) {
@@ -180,19 +195,6 @@ class LeanOperands {
  private:
   // Descriptors count in units of 16 bytes.
   static constexpr uint32_t kQBytes = QTile::kBytes >> 4, kGradOBytes = GradOTile::kBytes >> 4;
-
-  // Their upper words are all the same.
-  static __device__ __forceinline__ uint32_t low(uint64_t descriptor) {
-    return uniform_register(static_cast<int>(static_cast<uint32_t>(descriptor)));
-  }
-  static __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
-    return QTile::k_major(0) >> 32 << 32 | low;
-  }
-  // Turns a k-major descriptor of a tile into the mn-major one.
-  template <typename Tile>
-  static __device__ __forceinline__ uint32_t rows_of() {
-    return static_cast<uint32_t>(Tile::mn_major(0) - Tile::k_major(0));
-  }
 
   uint32_t q_, grad_o_, k_, v_, ds_, k_columns_;
   uint32_t keys_[4 * kKeySteps + !kKeySteps];

@@ -52,11 +52,14 @@ struct BackwardOwner {
                         kSplitsRows = Kernel::kSplitsRows, kWaitsForEmpty = Kernel::kWaitsForEmpty,
                         kOfSegments = Kernel::kOfSegments, kLeavesOut = Kernel::kLeavesOut;
   static constexpr int kColumnsOfDq = Kernel::kColumnsOfDq, kHalfColumns = Kernel::kHalfColumns;
-  using Operands = std::conditional_t<kLean, LeanOperands<Element, Kernel>, Nothing>;
+  static constexpr bool kOfFp8 = Kernel::kOfFp8;
+  using Operands =
+      std::conditional_t<kOfFp8, RoundedOperands<Element, Kernel>,
+                         std::conditional_t<kLean, LeanOperands<Element, Kernel>, Nothing>>;
   using BiasSums = std::conditional_t<kSumsBias<Row>, BiasGradient<Element>, Nothing>;
 
   // w: 0 or 1, which owner of the tile.
-  static __device__ __forceinline__ void run(const BackwardParams& a, const KeyTile& tile,
+  static __device__ __forceinline__ void run(const typename Kernel::Args& a, const KeyTile& tile,
                                              const Shared shared, const int w) {
     const Params& p = a.problem;
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp, quad = lane % 4;
@@ -239,14 +242,16 @@ struct BackwardOwner {
         uint32_t P[kTileM / 4], dS[kTileM / 4];
         Statistics<kTileM> lse2(shared.lse2(ring.stage)), delta(shared.delta(ring.stage));
         operands.issue_s(ring.stage, S);
-        lse2.load_first();
-        mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
+        if constexpr (!kOfFp8) lse2.load_first();
+        if constexpr (!kOfFp8) mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
         operands.issue_dp(ring.stage, dP);
         if constexpr (kShapes) features.look(block, masked, 0, 0, 0, 0);
         wgmma_wait<1>();
         pin(S);
-        lse2.load_others();
-        if constexpr (kShapes) {
+        if constexpr (!kOfFp8) lse2.load_others();
+        if constexpr (kOfFp8) {
+          exponentials<kTileM>(operands.k_scale(), shared.lse2(ring.stage), S);
+        } else if constexpr (kShapes) {
           features.softmax_with_distances(block, lse2, S);
         } else {
           exponentials<kTileM>(c, lse2, S);
@@ -257,21 +262,26 @@ struct BackwardOwner {
         } else if constexpr (!kShapes) {
           if (masked) mask_band<kTileM>(tile, key, block, S);
         }
-        delta.load_first();
+        if constexpr (!kOfFp8) delta.load_first();
         if constexpr (!kSplitsRows) pack_all<Element>(S, P);
         if constexpr (!kWaitsForEmpty) acquire_ds();
         wgmma_wait<0>();
         pin(dP);
         pin(S);
-        delta.load_others();
-        differentiate<Element, kTileM>(S, delta, dP, dS);
+        if constexpr (kOfFp8) {
+          const int stage = wait_late(shared, ring, own_ring);
+          differentiate<Element, kTileM>(operands.v_scale(), shared.delta(stage), S, dP, dS);
+        } else {
+          delta.load_others();
+          differentiate<Element, kTileM>(S, delta, dP, dS);
+        }
         if constexpr (kSplitsRows) pack_all<Element>(S, P);
         if constexpr (kWaitsForEmpty) acquire_ds();
         store_ds(dS);
         operands.issue_dq(previous_ring.stage, dQ);
         signal_ds();  // a fence takes 100 clocks and more: under dQ, which reads older ones
-        operands.issue_dv(ring.stage, P, dV);
-        operands.issue_dk(ring.stage, dS, dK);
+        operands.issue_dv(late(ring.stage, own_ring.stage), P, dV);
+        operands.issue_dk(late(ring.stage, own_ring.stage), dS, dK);
         wgmma_wait<2>();
         finish_previous(dQ);
         wgmma_wait<0>();
@@ -283,7 +293,7 @@ struct BackwardOwner {
     [[maybe_unused]] const auto hidden_step = [&](int block, int slot) {
       if constexpr (kLean) {
         float dQ[kColumnsOfDq / 2];
-        mbarrier_wait(shared.grad_o_barrier(ring.stage), ring.phase);
+        wait_late(shared, ring, own_ring);
         acquire_ds();
         store_ds({});
         operands.issue_dq(previous_ring.stage, dQ);
@@ -338,7 +348,7 @@ struct BackwardOwner {
     [[maybe_unused]] const auto hold_keys = [&] {
       if constexpr (kLean) {
         if (Kernel::kStartsEarly && begin < end) mbarrier_wait(shared.q_barrier(0), 0);
-        if (begin < end) operands.hold_keys(shared.k(), warp_row);
+        if (begin < end) operands.hold_keys(a, tile, shared, warp_row);
       }
     };
     const int first_slot =
@@ -437,11 +447,10 @@ struct BackwardOwner {
     }
     if (is_complete && by_tma) {
       // The other owner may still read K. The next stage is free: both are done with its block.
+      const int stage = late(ring.stage, own_ring.stage);
       send_gradient<Element, SmemTile<64, kDqk>>(
           &a.grad_k, tile, first_key, p.softmax_scale,
-          (w == 0 ? shared.q(ring.stage) : shared.grad_o(ring.stage)) +
-              warp_row % 64 * kChunkRowBytes,
-          dK);
+          (w == 0 ? shared.q(stage) : shared.grad_o(stage)) + warp_row % 64 * kChunkRowBytes, dK);
     } else if (is_complete) {
       store_gradient<Element>(p, TESSERA_DK, tile, key, p.softmax_scale, p.dqk, dK);
       store_gradient<Element>(p, TESSERA_DV, tile, key, 1.f, p.dv, dV);
@@ -452,6 +461,17 @@ struct BackwardOwner {
   }
 
  private:
+  // The stage, or the phase, of dO, and with products of E4M3 of Q in 16 bits, for dV and dK.
+  template <typename T>
+  static __device__ __forceinline__ T late(T shared, T own) {
+    return kGradOStages == kStages ? shared : own;
+  }
+  static __device__ __forceinline__ int wait_late(const Shared shared, const Ring<kStages>& ring,
+                                                  const Ring<kGradOStages>& own) {
+    const int stage = late(ring.stage, own.stage);
+    mbarrier_wait(shared.grad_o_barrier(stage), late(ring.phase, own.phase));
+    return stage;
+  }
   // dS of a warp. ds: where its lanes have their rows.
   static __device__ __forceinline__ void store_gradient_of_scores(
       uint32_t ds, const uint32_t (&dS)[kTileM / 4]) {

@@ -57,6 +57,7 @@ struct BackwardProducer {
   using GradOTile = typename Kernel::GradOTile;
   using KTile = typename Kernel::KTile;
   using VTile = typename Kernel::VTile;
+  using Args = typename Kernel::Args;
   static constexpr int kTileM = Kernel::kTileM, kStages = Kernel::kStages,
                        kGradOStages = Kernel::kGradOStages,
                        kGradientBuffers = Kernel::kGradientBuffers;
@@ -65,8 +66,7 @@ struct BackwardProducer {
   // Loads the stages of Q, lse2, dO and delta, one after the other. Called by one thread.
   class Loader {
    public:
-    __device__ __forceinline__ Loader(const BackwardParams& a, const KeyTile& tile,
-                                      const Shared shared)
+    __device__ __forceinline__ Loader(const Args& a, const KeyTile& tile, const Shared shared)
         : a_(a), tile_(tile), shared_(shared), row0_(map_row(a.reach_q, tile.q, 0)) {}
 
     __device__ __forceinline__ void load_keys() const {
@@ -82,6 +82,18 @@ struct BackwardProducer {
       const int head = tile_.kv_head * a_.problem.group + tile_.member,
                 c2 = row0_.c2 + block * kTileM, batch = tile_.q.batch;
       const uint32_t q = shared_.q_barrier(0), grad_o = shared_.grad_o_barrier(0);
+      if constexpr (Kernel::kOfFp8) {
+        using K8Tile = typename Kernel::K8Tile;
+        using V8Tile = typename Kernel::V8Tile;
+        mbarrier_arrive_expect(q, K8Tile::kBytes + V8Tile::kBytes + kRoundedBytes);
+        K8Tile::load(shared_.k8(), &a_.k8, q, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+        load_rounded(0, q, head, c2);
+        V8Tile::load(shared_.v8(), &a_.v8, q, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+        mbarrier_arrive_expect(grad_o, KTile::kBytes + k16BitBytes);
+        load_16_bits(0, grad_o, head, c2);
+        KTile::load(shared_.k(), &a_.k, grad_o, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
+        return;
+      }
       mbarrier_arrive_expect(q, KTile::kBytes + QTile::kBytes + kTileM * 4);
       KTile::load(shared_.k(), &a_.k, q, tile_.kv_head, key.c2, key.c3, tile_.k.batch);
       QTile::load(shared_.q(0), &a_.q, q, head, c2, row0_.c3, batch);
@@ -92,6 +104,10 @@ struct BackwardProducer {
     __device__ __forceinline__ void load_block(int member, int block, int mask) {
       acquire();
       const int head = tile_.kv_head * a_.problem.group + member;
+      if constexpr (Kernel::kOfFp8) {
+        load_fp8(head, block);
+        return advance();
+      }
       const int64_t row = (int64_t{head} * a_.slots + tile_.first_slot + block) * kTileM;
       if (Kernel::kStartsEarly && asked_ == 1) {
         bulk_load(shared_.lse2(0), a_.lse2 + row, kTileM * 4, shared_.q_barrier(0));
@@ -123,6 +139,47 @@ struct BackwardProducer {
     }
 
    private:
+    // ---- products of E4M3: Q and dO of E4M3 with lse2 on q, those of 16 bits with delta on grad_o
+
+    // A statistic and a factor of each query come with each.
+    static constexpr int kStatisticsBytes = 2 * kTileM * 4,
+                         kRoundedBytes = Kernel::kRoundedBytes + kStatisticsBytes,
+                         k16BitBytes = QTile::kBytes + GradOTile::kBytes + kStatisticsBytes;
+
+    __device__ __forceinline__ void load_rounded(int stage, uint32_t barrier, int head,
+                                                 int c2) const {
+      const int batch = tile_.q.batch;
+      Kernel::Q8Tile::load(shared_.q8(stage), &a_.q8, barrier, head, c2, row0_.c3, batch);
+      Kernel::GradO8Tile::load(shared_.grad_o8(stage), &a_.grad_o8, barrier, head, c2, row0_.c3,
+                               batch);
+    }
+    __device__ __forceinline__ void load_16_bits(int stage, uint32_t barrier, int head,
+                                                 int c2) const {
+      const int batch = tile_.q.batch;
+      QTile::load(shared_.q(stage), &a_.q, barrier, head, c2, row0_.c3, batch);
+      GradOTile::load(shared_.grad_o(stage), &a_.grad_o, barrier, head, c2, row0_.c3, batch);
+    }
+    __device__ __forceinline__ void load_fp8(int head, int block) {
+      const int c2 = row0_.c2 + block * kTileM;
+      const int slot = head * a_.slots + tile_.first_slot + block;  // of 2^30 (require_tiles)
+      constexpr int64_t kStatistics = 2 * kTileM;
+      const uint32_t q = shared_.q_barrier(ring_.stage);
+      if (asked_ > 1) {  // load_first() has asked for all but statistics
+        mbarrier_arrive_expect(q, kRoundedBytes);
+        load_rounded(ring_.stage, q, head, c2);
+      }
+      bulk_load(shared_.lse2(ring_.stage), a_.lse2 + slot * kStatistics, kStatisticsBytes, q);
+      // With two stages of 16 bits that of block i - 2 is free when both owners have dS(i - 1).
+      if (kGradOStages < kStages && asked_ > 2) shared_.ds_barriers().wait(ds_ring_);
+      const uint32_t grad_o = shared_.grad_o_barrier(grad_o_ring_.stage);
+      if (asked_ > 1) {
+        mbarrier_arrive_expect(grad_o, k16BitBytes);
+        load_16_bits(grad_o_ring_.stage, grad_o, head, c2);
+      }
+      bulk_load(shared_.delta(grad_o_ring_.stage), a_.delta + slot * kStatistics, kStatisticsBytes,
+                grad_o);
+    }
+
     __device__ __forceinline__ void advance() {
       ring_.advance();
       grad_o_ring_.advance();
@@ -149,7 +206,7 @@ struct BackwardProducer {
       StagedBlock{member, block << Kernel::kStagedBits | rules}.store(shared_.block(ring_.stage));
     }
 
-    const BackwardParams& a_;
+    const Args& a_;
     const KeyTile& tile_;
     const Shared shared_;
     const MapRow row0_;
@@ -160,7 +217,7 @@ struct BackwardProducer {
   };
 
   // Called by one thread, which has just found the tile, before anybody else knows of it.
-  static __device__ __forceinline__ void start(const BackwardParams& a, const KeyTile& tile,
+  static __device__ __forceinline__ void start(const Args& a, const KeyTile& tile,
                                                const Shared shared) {
     if (tile.begin >= tile.end) return;
     Loader(a, tile, shared).load_first(Kernel::walk_of(tile).x);
@@ -169,7 +226,7 @@ struct BackwardProducer {
   // Called by one thread, or by one warp where blocks are left out. lse2, delta and zeros in the
   // sums are the kernel's before, which is waited for also without work: the next kernel waits for
   // this one alone. masks: of the tile, written where they are intervals, see load_live_blocks().
-  static __device__ __forceinline__ void run(const BackwardParams& a, const KeyTile& tile,
+  static __device__ __forceinline__ void run(const Args& a, const KeyTile& tile,
                                              const Shared shared,
                                              [[maybe_unused]] typename Kernel::MasksOfTile& masks) {
     Loader loader(a, tile, shared);

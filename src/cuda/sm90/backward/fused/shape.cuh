@@ -27,6 +27,8 @@
 //   added, sums    8, 1              see backward/fused/sections.cuh
 //   bias, turn                       see backward/fused/dbias.cuh, backward/fused/turns.cuh
 //
+// Rows with products of E4M3 load more, and on other barriers: backward/fused/rounded.cuh.
+//
 // In this file: the shape of a kernel and its shared memory. The roles are in
 // backward/fused/producer.cuh and backward/fused/owner.cuh, the kernel in
 // backward/fused/kernel.cuh.
@@ -34,6 +36,7 @@
 
 #include "cuda/sm90/backward/fused/dbias.cuh"
 #include "cuda/sm90/backward/fused/lean.cuh"
+#include "cuda/sm90/backward/fused/rounded.cuh"
 #include "cuda/sm90/backward/fused/sections.cuh"
 #include "cuda/sm90/backward/fused/segments.cuh"
 #include "cuda/sm90/backward/fused/share.cuh"
@@ -59,6 +62,7 @@ struct Backward {
   // dK and dV leave by TMA, and dS is k-major for the products of dQ.
   static constexpr bool kLean = kIsLean<Row>;
   static constexpr bool kRich = kShapes && !kLean;
+  static constexpr bool kOfFp8 = kTile.fp8;  // S and dP are products of E4M3
   static constexpr bool kOfSegments = kIsOfSegments<Row>;
   static constexpr bool kLeavesOut = kOfSegments || kFeatures & kMasks;  // blocks
   static constexpr bool kPassesTurns = kInTurn<Row>;
@@ -96,13 +100,23 @@ struct Backward {
   using VTile = SmemTile<kTileN, kTile.dv>;
   using GradientTile =  // dS or dS^T
       std::conditional_t<kLean, SmemTile<kTileM, kTileN>, SmemTile<kTileN, kTileM>>;
-  static constexpr int kStages = 3, kGradOStages = kTile.grad_o_stages;
+  // As bytes, which are mapped in pairs (machine/wgmma_fp8.cuh).
+  using Q8Tile = SmemTile<kTileM, kTile.dqk / 2>;
+  using GradO8Tile = SmemTile<kTileM, kTile.dv / 2>;
+  using K8Tile = SmemTile<kTileN, kTile.dqk / 2>;
+  using V8Tile = SmemTile<kTileN, kTile.dv / 2>;
+  // Q in 16 bits comes with dO where a stage of Q is of E4M3, and each statistic of a query with a
+  // factor.
+  static constexpr int kStages = 3, kGradOStages = kTile.grad_o_stages,
+                       kQStages = kOfFp8 ? kGradOStages : kStages, kStatistics = kOfFp8 ? 2 : 1;
+  static constexpr int kRoundedBytes = Q8Tile::kBytes + GradO8Tile::kBytes,  // of a stage
+      kBytesOfE4m3 = V8Tile::kBytes + K8Tile::kBytes + kStages * kRoundedBytes;
   static constexpr int kGradientBuffers = kTile.ds_buffers;
   static constexpr bool kWaitsForEmpty = kGradientBuffers < 3;
   // What the roles claim is what the CTA was launched with: 3 x 168 registers.
   static constexpr int kProducerRegisters = 24, kOwnerRegisters = 240;
   // k16 steps of K that an owner holds in registers: as many as there are.
-  static constexpr int kKeySteps = kShapes              ? 0
+  static constexpr int kKeySteps = kShapes || kOfFp8    ? 0
                                    : kTile.dqk == 96    ? 6
                                    : kTile.dqk == 128   ? 5
                                    : kTile.tile_m == 64 ? 4
@@ -137,12 +151,12 @@ struct Backward {
   static constexpr int kMaskBytes = kPieces * kOwnerWarps * kWarp * 4;  // of a block
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[KTile::kBytes], v[VTile::kBytes];
-    uint8_t q[kStages][QTile::kBytes];
+    uint8_t k[KTile::kBytes], v[kOfFp8 ? kBytesOfE4m3 : VTile::kBytes];
+    uint8_t q[kQStages][QTile::kBytes];
     uint8_t grad_o[kGradOStages][GradOTile::kBytes];
     uint8_t ds[kGradientBuffers][GradientTile::kBytes];
     uint8_t bias_sums[kSumsBias<Row> ? kOwners : 1][kSumsBias<Row> ? 64 * kTileM * 2 : 16];
-    float lse2[kStages][kTileM], delta[kGradOStages][kTileM];
+    float lse2[kStages][kStatistics * kTileM], delta[kGradOStages][kStatistics * kTileM];
     uint64_t kv_barrier, q_barriers[kStages], grad_o_barriers[kGradOStages];
     uint64_t ds_barriers[2 * kGradientBuffers];
     uint64_t added_barrier;  // both owners have added all of dQ
@@ -159,11 +173,14 @@ struct Backward {
   static_assert(!Features::kFetchesBias || kGradientBuffers == 3);
   static_assert(!kSumsBias<Row> || kTileM == 64);
   static_assert(kSplitsRows ? kTile.dqk == 64 : kTileM == 64 && kTile.dqk <= 192);
-  static_assert(kWide ? kTile.dqk == 192 && !kRich : kGradOStages == kStages);
+  static_assert(kWide ? kTile.dqk == 192 && !kRich : kGradOStages == kStages || kOfFp8);
+  static_assert(!kOfFp8 || (is_plain(kTile, kFeatures) && kTile.dqk == kTile.dv && !kSplitsRows));
+  static_assert(!kOfFp8 || (kTileN == kKeysOfScale && K8Tile::kChunks == 1));
   static_assert(kGradOStages == kStages || kGradOStages == kStages - 1);
   static_assert(kTile.dqk % 32 == 0 && kTile.dv % 32 == 0);
 
   using Shared = BackwardShared<Backward>;
+  using Args = std::conditional_t<kOfFp8, RoundedBackwardParams, BackwardParams>;
 
   // {first block, step} of a walk: by the turn of a tile in a deterministic kernel, upwards where
   // masks leave blocks out, else as the schedule says.

@@ -35,10 +35,19 @@ struct BackwardShared {
             base + uint32_t(offsetof(Storage, bias_barriers))};
   }
   __device__ __forceinline__ uint32_t lse2(int stage) const {
-    return base + offsetof(Storage, lse2) + stage * Kernel::kTileM * 4;
+    return base + offsetof(Storage, lse2) + stage * Kernel::kStatistics * Kernel::kTileM * 4;
   }
   __device__ __forceinline__ uint32_t delta(int stage) const {
-    return base + offsetof(Storage, delta) + stage * Kernel::kTileM * 4;
+    return base + offsetof(Storage, delta) + stage * Kernel::kStatistics * Kernel::kTileM * 4;
+  }
+  // E4M3 lies in place of V in kernels that have products of it.
+  __device__ __forceinline__ uint32_t v8() const { return v(); }
+  __device__ __forceinline__ uint32_t k8() const { return v8() + Kernel::V8Tile::kBytes; }
+  __device__ __forceinline__ uint32_t q8(int stage) const {
+    return k8() + Kernel::K8Tile::kBytes + stage * Kernel::kRoundedBytes;
+  }
+  __device__ __forceinline__ uint32_t grad_o8(int stage) const {
+    return q8(stage) + Kernel::Q8Tile::kBytes;
   }
   __device__ __forceinline__ uint32_t block(int stage) const {
     return base + offsetof(Storage, blocks) + 8 * stage;
