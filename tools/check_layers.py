@@ -33,6 +33,7 @@ MAY_INCLUDE_WITHIN = {
         "cache": set(),
         "few": {"score", "work"},
         "merge": set(),
+        "quantise": set(),
         "rules": set(),
         "score": set(),
         "work": set(),
@@ -40,6 +41,7 @@ MAY_INCLUDE_WITHIN = {
     "cuda/sm80": {
         "machine": set(),
         "convert": set(),
+        "products": {"convert"},
         "decode": {"machine"},
         "stream": {"machine"},
         "forward": {"machine", "stream/host"},  # the plan of a forward pass may be one of few rows

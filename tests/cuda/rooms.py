@@ -54,8 +54,14 @@ EXPECTED = (
     (90, "fwd e4m3 b=1 s=64 h=1 d=256", "cuda_sm80", "sm80/forward/d256_fp32_rich",
      {"cuda_sm90": "head_dim_qk=256, head_dim_v=256: must be at most 192 and 128 in fp8"}),
     (90, "fwd e4m3 b=1 s=64 h=1 d=64 softcap=5", "cuda_sm80", "sm80/forward/d64_fp32_rich",
-     {"cuda_sm90": "a mask, bias, softcap or dropout beside fp8 q: the fp8 kernels of Hopper do not have it; "
+     {"cuda_sm90": "a mask, bias, softcap or dropout beside products in fp8: the fp8 kernels of Hopper do not have it; "
                    "cuda_sm80 does"}),
+    (90, "fwd bf16 b=1 s=4096 h=16 d=128 causal precision=fp8", "cuda_sm90", "sm90/fp8/d128_blocks_lse", {}),
+    (90, "fwd fp16 b=8 s=256 h=16 d=64 no_lse precision=fp8", "cuda_sm90", "sm90/fp8/d64_blocks_lse", {}),
+    (90, "fwd bf16 b=1 s=64 h=1 d=64 softcap=5 precision=fp8", "cuda_sm80", "sm80/forward/d128_shaped", {}),
+    (89, "bwd bf16 b=1 s=64 h=1 d=256 precision=fp8", None, None,
+     {"cuda_sm80": "head_dim_qk=256, head_dim_v=256: must be at most 247 with precision=\"fp8\", which needs columns "
+                   "of its own"}),
     (80, "bwd e5m2 b=1 s=64 h=1 d=64 qscale=row kvscale=block do=e4m3 grad=e5m2 amax", "cuda_sm80",
      "sm80/backward/fused_d64_fp32_lean", {}),
     (90, "fwd e4m3 b=2 s=64 h=2 d=64 page=16", None, None,
@@ -165,8 +171,9 @@ def check_rooms(explain, answers):
         for arch in ARCHITECTURES:
             said = answers(case, arch)
             rooms = rooms_of(said)
-            wide = arch in SMALL and case.startswith("bwd fp32") and any(
-                "shared memory" in text for entry in said["backends"] for text in own_reasons(entry))
+            wide = arch in SMALL and case.startswith("bwd") and any(
+                "shared memory" in text or "columns of its own" in text
+                for entry in said["backends"] for text in own_reasons(entry))
             for room in ("cuda_sm80",) if arch != 90 else rules:
                 refused = is_refused(said["case"], rules[room])
                 if (room in rooms) == (refused or wide):

@@ -105,10 +105,16 @@ b=1 s=200 h=2 d=128 data=positive scale=0.5 poison
 b=1 s=1 h=1 d=1 amax poison
 b=1 sq=8 sk=0 h=2 d=16 amax poison
 b=1 sq=0 sk=8 h=2 d=16 poison
+b=1 s=700 hq=4 hk=2 d=64 LSE data=outliers causal poison
+b=2 s=600 hq=4 hk=2 d=128 LSE data=outliers lens=random:2 poison
+b=2 s=520 h=2 dqk=192 dv=128 data=channels causal poison
+b=3 s=900 hq=4 hk=1 d=128 layout=thd lens=700,0,200 gaps=3 window=300,20 align=bottom_right LSE data=outliers poison
+b=2 s=520 h=2 dqk=192 dv=128 sink=learnable poison
 """
 # Words of one pass alone.
 OWN_WORDS = {"SINK": ("max_logit", "grads=dsink"), "STATISTIC": ("max_logit", "dlse"), "DO": ("", "do=e5m2"),
-             "BIAS": ("", "grads=dbias"), "batch": ("batch_invariant", ""), "vink": ("vink", "partial")}
+             "BIAS": ("", "grads=dbias"), "batch": ("batch_invariant", ""), "LSE": ("no_lse", ""),
+             "vink": ("vink", "partial")}
 
 
 def products():

@@ -6,6 +6,7 @@
 #include "cuda/common/merge/merge.h"
 #include "cuda/sm80/convert/problem.h"
 #include "cuda/sm80/plan.h"
+#include "cuda/sm80/products/problem.h"
 #include "cuda/sm80/rules.h"
 
 namespace tessera::cuda::sm80 {
@@ -17,6 +18,7 @@ class Sm80Backend final : public Sm80Rules {
 
   Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
                                      const Device& device) const override {
+    if (is_rounded(canonical)) return plan_products(canonical, device);
     if (is_converted(canonical)) return plan_converted(canonical, device);
     return is_backward(canonical) ? plan_backward(canonical, device)
                                   : plan_forward(canonical, device);

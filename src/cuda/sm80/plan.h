@@ -35,4 +35,7 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
 // The plan of a problem that runs in fp32 because is_converted() (convert/problem.h) says so.
 Result<std::unique_ptr<Plan>> plan_converted(const Problem& canonical, const Device& device);
 
+// The plan of a problem that is_rounded() (products/problem.h).
+Result<std::unique_ptr<Plan>> plan_products(const Problem& canonical, const Device& device);
+
 }  // namespace tessera::cuda::sm80

@@ -9,6 +9,7 @@
 #include "core/count.h"
 #include "cuda/sm80/choice.h"
 #include "cuda/sm80/convert/problem.h"
+#include "cuda/sm80/products/problem.h"
 
 namespace tessera::cuda::sm80 {
 namespace {
@@ -67,6 +68,23 @@ void require_dbias(Support& support, const Problem& p, int head_dim, int shared_
                   });
 }
 
+// What the kernels of a device run.
+Problem inner_problem(const Problem& p, int shared_bytes) {
+  if (!is_rounded(p)) return problem_of_kernels(p);
+  return wide_problem(p, wide_columns(p, widest_head(p, shared_bytes)));
+}
+
+void require_columns(Support& support, const Problem& p, int shared_bytes) {
+  if (!is_rounded(p)) return;
+  const int64_t widest = widest_head(p, shared_bytes), others = is_backward(p) ? 9 : 3;
+  const Sizes s = sizes_of(p);
+  support.require(wide_columns(p, widest).passes > 0, ReasonId::kHeadDim, Remedy::kUseBf16, [&] {
+    return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
+           ": must be at most " + std::to_string(widest - others) +
+           " with precision=\"fp8\", which needs columns of its own";
+  });
+}
+
 }  // namespace
 
 Support Sm80Rules::supports(const Problem& p, const Device& device) const {
@@ -94,10 +112,14 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
       });
   require_most(support, ReasonId::kHeadDim, "head_dim_qk", s.dqk, kMostHeadDim);
   require_most(support, ReasonId::kHeadDim, "head_dim_v", s.dv, kMostHeadDim);
+  if (support) require_columns(support, p, traits.shared_bytes);
+  const Problem inner = support ? inner_problem(p, traits.shared_bytes) : p;
+  const Sizes of_inner = sizes_of(inner);
+  const int64_t head_dim = std::max(of_inner.dqk, of_inner.dv);
   if (support) {
     // Only the backward pass in fp32 of the widest heads meets a device that is too small for it.
-    support.require(has_kernels(problem_of_kernels(p), std::max(s.dqk, s.dv), traits.shared_bytes),
-                    ReasonId::kHeadDim, Remedy::kUseBf16, [&] {
+    support.require(has_kernels(inner, head_dim, traits.shared_bytes), ReasonId::kHeadDim,
+                    Remedy::kUseBf16, [&] {
                       return "head_dim=" + std::to_string(std::max(s.dqk, s.dv)) + ": in " +
                              std::string(dtype_name(q)) +
                              " needs more shared memory than this device has; must be at most 256";
@@ -110,19 +132,18 @@ Support Sm80Rules::supports(const Problem& p, const Device& device) const {
   require_tiles(support, p);
   require_pool(support, p);
   if (support) {
-    require_dbias(support, problem_of_kernels(p), static_cast<int>(std::max(s.dqk, s.dv)),
-                  traits.shared_bytes);
+    require_dbias(support, inner, static_cast<int>(head_dim), traits.shared_bytes);
   }
   if (given(p, TESSERA_ALIBI_SLOPES)) {  // distances are 32-bit
     require_most(support, ReasonId::kSize, "align", std::abs(p.shift), kMostRows);
   }
-  require_built(support, p, Fp8Inputs::kBuilt);
+  require_built(support, p, Fp8Inputs::kRounded);
   return support;
 }
 
 std::string Sm80Rules::kernels_for(const Problem& problem, const Device& device) const {
   const int shared_bytes = traits_of(device).shared_bytes;
-  const Problem inner = problem_of_kernels(problem);
+  const Problem inner = inner_problem(problem, shared_bytes);
   return is_backward(inner) ? backward_names(inner, shared_bytes)
                             : forward_names(inner, shared_bytes);
 }

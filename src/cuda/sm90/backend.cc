@@ -19,6 +19,10 @@ class Sm90Backend final : public Sm90Rules {
                                      const Device& device) const override {
     auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
+    if (is_rounded(canonical)) {
+      auto* const plan = is_backward(canonical) ? plan_fp8_backward : plan_fp8_forward;
+      return plan(canonical, device, std::move(fallback).value());
+    }
     const bool latent = has_mla_head_dims(canonical);
     const auto plan_few_rows = latent ? plan_mla : plan_decode;
     // A cache in E4M3 beside a q in 16 bits has these kernels alone.

@@ -62,7 +62,8 @@ void require_sizes(Support& support, const Problem& p) {
                       return text(name, dim, "must be a multiple of ") + std::to_string(elements);
                     });
   }
-  const bool wide = is_wide(s) && !is_backward(p) && !is_of_fp8(p);  // require_fp8() has a rule
+  const bool wide =
+      is_wide(s) && !is_backward(p) && !multiplies_fp8(p);  // require_fp8() has a rule
   const bool fits = wide ? find_wide_kernel(dtype, s.dqk, s.dv) != nullptr
                          : find_forward_kernel({kLean}, dtype, s.dqk, s.dv) != nullptr;
   support.require(fits || !is_16bit(dtype), ReasonId::kHeadDim, Remedy::kNone, [&] {
@@ -106,7 +107,7 @@ void require_strides(Support& support, const Problem& p, int index) {
 
 void require_features(Support& support, const Problem& p) {
   for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
-    const bool ok = is_of_fp8(p) || runs_in_decode(p) || runs_in_mla(p);
+    const bool ok = multiplies_fp8(p) || runs_in_decode(p) || runs_in_mla(p);
     support.require(!given(p, index) || ok, ReasonId::kFeature, Remedy::kNone, [&] {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
@@ -122,6 +123,23 @@ void require_features(Support& support, const Problem& p) {
                     return "mask.shape=" + shape_text(p, TESSERA_MASK) +
                            ": must have more than one query and more than one key";
                   });
+}
+
+// Of the gradients of precision="fp8".
+void require_rounded_backward(Support& support, const Problem& p) {
+  for (int index = TESSERA_AMAX_O; index <= TESSERA_AMAX_DV; ++index) {
+    support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {
+      return std::string(tensor_rule(index).name) +
+             ": the Hopper kernels do not have it in the backward pass; cuda_sm80 does";
+    });
+  }
+  support.require(has_rounded_backward(p), ReasonId::kFeature, Remedy::kNone, [&] {
+    const Sizes s = sizes_of(p);
+    return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
+           ": the Hopper kernels make gradients with products in fp8 for head dims up to 128, "
+           "without a mask, bias, softcap, dropout or a fixed order of sums; cuda_sm80 has all of "
+           "it";
+  });
 }
 
 // Positions are the diagonal of a sequence here. What counts rows and keys from them as well is
@@ -171,7 +189,7 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
   const Buffers nominal = nominal_buffers(problem);
   const Params p = params_of(problem, nominal);
   const Sizes s = sizes_of(problem);
-  if (is_of_fp8(problem)) return fp8_kernel_of(problem, multiprocessors).name;
+  if (multiplies_fp8(problem)) return fp8_kernel_of(problem, multiprocessors).name;
   if (runs_in_mla(problem)) return mla_kernel_of(problem).name;
   if (runs_in_decode(problem)) return decode_kernel_of(problem).name;
   if (is_wide(s)) {
@@ -184,6 +202,7 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
 }
 
 std::string backward_names(const Problem& problem, int multiprocessors) {
+  if (is_rounded(problem)) return rounded_backward_kernel(problem).name;
   if (const ApartKernels* kernels = choose_apart_kernels(problem, multiprocessors)) {
     return kernels->name;
   }
@@ -211,23 +230,28 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
                     [&] { return "arch=" + std::to_string(arch) + ": must be 90 (Hopper)"; });
   }
   if (is_backward(p)) require_backward(support, p);
-  if (is_of_fp8(p)) {
+  if (is_rounded(p) && is_backward(p)) {
+    require_dtypes(support, p);
+    require_rounded_backward(support, p);
+  } else if (multiplies_fp8(p)) {
     require_fp8(support, p);
   } else {
     require_dtypes(support, p);
   }
   require_sizes(support, p);
   for (const int index : kTensors) {
-    if (given(p, index)) require_strides(support, p, index);
+    if (!given(p, index)) continue;
+    if (is_rounded(p) && !is_backward(p) && index != TESSERA_O) continue;  // copies are aligned
+    require_strides(support, p, index);
   }
   require_features(support, p);
-  require_built(support, p, Fp8Inputs::kBuilt);
+  require_built(support, p, Fp8Inputs::kRounded);
   require_no_origin(support, p);
   return support;
 }
 
 std::string Sm90Rules::yields(const Problem& p, const Device&) const {
-  if (is_backward(p) || is_of_fp8(p) || runs_in_mla(p) || runs_in_decode(p)) return {};
+  if (is_backward(p) || multiplies_fp8(p) || runs_in_mla(p) || runs_in_decode(p)) return {};
   std::string why = yields_few_queries(p);
   return why.empty() ? yields_few_tiles(p) : why;
 }

@@ -6,9 +6,11 @@
 #include "cuda/common/checks.h"
 #include "cuda/common/general.h"
 #include "cuda/common/merge/merge.h"
+#include "cuda/common/quantise/quantise.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
 #include "cuda/sm80/convert/rows.h"
+#include "cuda/sm80/products/rows.h"
 #include "cuda/sm90/backward/score/pack_mask.h"
 #include "cuda/sm90/backward/sink.h"
 #include "cuda/sm90/dbias/host.h"
@@ -133,12 +135,23 @@ Status map_blocks(const Problem&, const Params&, Walked, int, int, void*, BlockM
                   bool) {
   return {};
 }
+Status launch_quantise(const Problem&, const Params&, const Rounded&, cudaStream_t,
+                       const ValuesByColumns*) {
+  return {};
+}
 
 namespace sm80 {
 Status launch_row_statistics(const BackwardArgs&, Cleared, DqOrder*, cudaStream_t) { return {}; }
 Status launch_row_sums(const BackwardArgs&, cudaStream_t) { return {}; }
 Status launch_widen(const Problem&, const Buffers&, int, const View&, cudaStream_t) { return {}; }
-Status launch_narrow(const Problem&, const Buffers&, int, const View&, cudaStream_t) { return {}; }
+Status launch_narrow(const Problem&, const Buffers&, int, const View&, const ColumnPart&,
+                     cudaStream_t) {
+  return {};
+}
+Status launch_wide(const Problem&, const Params&, const Rounded&, const WideColumns&, int, int,
+                   const View&, cudaStream_t) {
+  return {};
+}
 }  // namespace sm80
 
 namespace sm90 {

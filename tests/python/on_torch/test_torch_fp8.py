@@ -251,22 +251,24 @@ def test_a_graph_reads_scales_when_it_runs():
         before = outputs[1].clone()
 
 
-# ---- precision="fp8": on CPUs so far ----
+# ---- precision="fp8" ----
 
-def halves(grad=True):
-    return [torch.randn(B, s, H, D, generator=torch.Generator().manual_seed(s + seed)).bfloat16().requires_grad_(grad)
-            for seed, s in enumerate((SQ, SK, SK))]
+def halves(device, grad=True):
+    return [torch.randn(B, s, H, D, generator=torch.Generator().manual_seed(s + seed)).to(
+        device, torch.bfloat16).requires_grad_(grad) for seed, s in enumerate((SQ, SK, SK))]
 
 
 ROUNDED = dict(precision="fp8", causal=True, align="bottom_right")
 
 
-def test_autograd_is_that_of_the_rounded_pass():
-    q, k, v = halves()
-    o, lse = tt.attention(q, k, v, return_lse=True, **ROUNDED)
-    do = torch.randn(o.shape).bfloat16()
+@DEVICES
+def test_autograd_is_that_of_the_rounded_pass(device):
+    words = dict(ROUNDED, deterministic=True)
+    q, k, v = halves(device)
+    o, lse = tt.attention(q, k, v, return_lse=True, **words)
+    do = torch.randn(o.shape).to(device, torch.bfloat16)
     got = torch.autograd.grad(o, (q, k, v), do)
-    g = tt.attention_backward(do, q.detach(), k.detach(), v.detach(), o.detach(), lse.detach(), **ROUNDED)
+    g = tt.attention_backward(do, q.detach(), k.detach(), v.detach(), o.detach(), lse.detach(), **words)
     for a, b in zip(got, (g.dq, g.dk, g.dv)):
         assert torch.equal(a, b)
     plain = torch.autograd.grad(tt.attention(q, k, v, causal=True, align="bottom_right"), (q, k, v), do)
@@ -275,12 +277,13 @@ def test_autograd_is_that_of_the_rounded_pass():
         torch.testing.assert_close(a, b, rtol=0, atol=0.2 * b.abs().max().item())
 
 
+@DEVICES
 @pytest.mark.parametrize("smooth", ["none", "mean", None])
-def test_a_rounded_pass_is_compiled_whole(smooth):
+def test_a_rounded_pass_is_compiled_whole(device, smooth):
     def step(q, k, v):
-        return tt.attention(q, k, v, smooth=smooth, **ROUNDED)
+        return tt.attention(q, k, v, smooth=smooth, deterministic=True, **ROUNDED)
     torch._dynamo.reset()
-    q, k, v = halves()
+    q, k, v = halves(device)
     expected = step(q, k, v)
     grads = torch.autograd.grad(expected.sum(), (q, k, v))
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v)
@@ -289,9 +292,39 @@ def test_a_rounded_pass_is_compiled_whole(smooth):
         assert torch.equal(a, b)
 
 
-def test_a_rounded_pass_is_mapped_and_explained():
-    q, k, v = halves(grad=False)
+@DEVICES
+def test_a_rounded_pass_is_mapped_and_explained(device):
+    q, k, v = halves(device, grad=False)
     expected = tt.attention(q, k, v, **ROUNDED)
     mapped = torch.func.vmap(lambda *x: tt.attention(*(y[None] for y in x), **ROUNDED)[0])(q, k, v)
     assert torch.equal(mapped, expected)
-    assert tt.explain(q, k, v, **ROUNDED).backend == "cpu"
+    assert tt.explain(q, k, v, **ROUNDED).backend.startswith(device)
+
+
+@CUDA
+@pytest.mark.parametrize("words", [dict(), dict(softcap=5.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize("smooth", ["none", "mean", None])
+def test_a_gpu_rounds_as_the_cpu(words, smooth):
+    """The same bytes and scales on both: what is left is the rounding of P, and how products are summed."""
+    of_device = []
+    for device in ("cpu", "cuda"):
+        q, k, v = halves(device)
+        o = tt.attention(q, k, v, smooth=smooth, **ROUNDED, **words)
+        grads = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+        of_device.append([x.detach().float().cpu() for x in (o, *grads)])
+    for a, b in zip(*of_device):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.03 * b.abs().max().item())
+
+
+@CUDA
+def test_a_rounded_pass_in_a_graph():
+    q, k, v = halves("cuda", grad=False)
+    out = torch.empty_like(q)
+    tt.attention(q, k, v, out=out, **ROUNDED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tt.attention(q, k, v, out=out, **ROUNDED)
+    for x in (q, k, v):
+        x.mul_(1.5)
+    graph.replay()
+    assert torch.equal(out, tt.attention(q, k, v, **ROUNDED))

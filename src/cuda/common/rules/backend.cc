@@ -13,6 +13,7 @@ Problem Rules::canonical(const Problem& problem) const {
   Problem p{};
   p.struct_size = problem.struct_size;
   p.pass = problem.pass;
+  p.flags = problem.flags & (TESSERA_FP8_PRODUCTS | TESSERA_SMOOTH_MEAN);  // copies of their own
   for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
     p.tensor[index].dtype = problem.tensor[index].dtype;
     for (int axis = 0; axis < 3; ++axis) p.tensor[index].extent[axis] = 1;

@@ -42,7 +42,8 @@ class ConvertedPlan final : public Plan {
     for (const int index : kScaledTensors) {
       if (!has_copy(problem, index) || !is_output(problem, index)) continue;
       const View from = view_of(inner.tensor[index], copies.data[index]);
-      TESSERA_RETURN_IF_ERROR(launch_narrow(problem, buffers, index, from, stream));
+      TESSERA_RETURN_IF_ERROR(launch_narrow(problem, buffers, index, from,
+                                            {0, problem.tensor[index].extent[3]}, stream));
     }
     return {};
   }

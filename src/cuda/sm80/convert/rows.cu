@@ -203,25 +203,26 @@ Status launch_widen(const Problem& problem, const Buffers& buffers, int index, c
 }
 
 Status launch_narrow(const Problem& problem, const Buffers& buffers, int index, const View& from,
-                     cudaStream_t stream) {
+                     const ColumnPart& part, cudaStream_t stream) {
   constexpr int64_t kMostCtas = 4096;
   const Tensor& t = problem.tensor[index];
   const int scale = scale_of(index), amax = amax_of(index);
   Narrow a{};
   a.from = from;
   a.to = view_of(t, buffers.data[index]);
+  a.to.data = static_cast<char*>(a.to.data) + part.first * size_of(t.dtype);
   if (given(problem, scale)) a.scale = static_cast<const float*>(buffers.data[scale]);
   if (given(problem, amax)) {
     auto* const largest = static_cast<float*>(buffers.data[amax]);
     a.amax = reinterpret_cast<uint32_t*>(largest);
-    TESSERA_RETURN_IF_ERROR(launch_fill(largest, 1, 1, 0, stream));
+    if (part.first == 0) TESSERA_RETURN_IF_ERROR(launch_fill(largest, 1, 1, 0, stream));
   }
   a.rows = t.extent[0] * t.extent[1];
   a.extent = t.extent[1];
   a.heads = static_cast<int>(t.extent[2]);
-  a.columns = static_cast<int>(t.extent[3]);
-  a.by_quads = fits_quads(a.to, t.extent[3]);
-  if (element_count(t, 4) == 0) return {};
+  a.columns = static_cast<int>(part.count);
+  a.by_quads = fits_quads(a.to, part.count) && part.first % kQuad == 0;
+  if (element_count(t, 4) == 0 || part.count == 0) return {};
   const dim3 grid(static_cast<unsigned>(std::min(a.rows, kMostCtas)));
   return launch_kernel("narrow", reinterpret_cast<const void*>(&narrow_kernel), grid, kThreads, 0,
                        &a, stream);

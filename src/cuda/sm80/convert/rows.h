@@ -11,10 +11,15 @@ namespace tessera::cuda::sm80 {
 Status launch_widen(const Problem& problem, const Buffers& buffers, int index, const View& to,
                     cudaStream_t stream);
 
+// Columns [first, first + count) of a tensor, as the first ones of a copy.
+struct ColumnPart {
+  int64_t first, count;
+};
+
 // Rounds value / scale of every element of `from`, which is as `to` above, to the tensor's dtype,
 // saturating in fp8. The tensor's amax, where it is given, becomes the largest |value|, above which
-// is NaN.
+// is NaN. Parts of the columns are narrowed in order, from 0 on.
 Status launch_narrow(const Problem& problem, const Buffers& buffers, int index, const View& from,
-                     cudaStream_t stream);
+                     const ColumnPart& part, cudaStream_t stream);
 
 }  // namespace tessera::cuda::sm80

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 
 #include "core/mask/sequence.h"
 #include "core/problem/dtype.h"
@@ -32,14 +33,18 @@ void refuse_tensor(Support& support, const Problem& p, int index, bool ok, const
 
 bool is_of_fp8(const Problem& problem) { return is_fp8(problem.tensor[TESSERA_Q].dtype); }
 
-const Fp8Kernel* find_fp8_kernel(int dtype_of_o, bool exact_sum, int64_t dqk, int64_t dv,
+const Fp8Kernel* find_fp8_kernel(const Fp8Needs& needs, int64_t dqk, int64_t dv,
                                  int most_consumers) {
   const Fp8Kernel* best = nullptr;
   for (const Fp8Kernel& kernel : fp8_kernels()) {
     const Fp8Tile& tile = kernel.tile;
-    if (kernel.dtype != dtype_of_o || tile.exact_sum != exact_sum) continue;
-    if (tile.dqk < dqk || tile.dv < dv || tile.consumers > most_consumers) continue;
-    if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
+    if (kernel.dtype != needs.dtype_of_o || tile.exact_sum < needs.exact_sum) continue;
+    if (tile.by_blocks != needs.by_blocks || tile.consumers > most_consumers) continue;
+    if (tile.dqk < dqk || tile.dv < dv) continue;
+    const auto order = [](const Fp8Tile& t) {
+      return std::tuple(t.dqk + t.dv, t.exact_sum, -t.consumers);  // least head dims first
+    };
+    if (!best || order(tile) < order(best->tile)) best = &kernel;
   }
   return best;
 }
@@ -48,16 +53,18 @@ const Fp8Kernel& fp8_kernel_of(const Problem& problem, int multiprocessors) {
   constexpr int64_t kMostKeysOfShort = 2048;
   constexpr int kConsumersOfLowTile = 2;
   const Sizes s = sizes_of(problem);
-  const int dtype = problem.tensor[TESSERA_O].dtype;
-  const bool exact = given(problem, TESSERA_LSE), packed = is_thd_k(problem);
-  const Fp8Kernel& tall = *find_fp8_kernel(dtype, exact, s.dqk, s.dv);
+  const Fp8Needs needs{problem.tensor[TESSERA_O].dtype, given(problem, TESSERA_LSE),
+                       is_rounded(problem)};
+  const bool packed = is_thd_k(problem);
+  const Fp8Kernel& tall = *find_fp8_kernel(needs, s.dqk, s.dv);
   const int64_t keys = packed ? s.sk / std::max<int64_t>(s.batch, 1) : s.sk;
   const bool has_diagonal = band_rule_of<int64_t>(problem).right >= 0;
   const int64_t tiles = num_tile_slots(is_thd_q(problem), static_cast<int>(s.sq),
                                        static_cast<int>(s.batch), tall.tile.tile_m()) *
                         s.hq;
   const bool low = (has_diagonal && keys <= kMostKeysOfShort) || tiles < multiprocessors;
-  return low ? *find_fp8_kernel(dtype, exact, s.dqk, s.dv, kConsumersOfLowTile) : tall;
+  const Fp8Kernel* kernel = low ? find_fp8_kernel(needs, s.dqk, s.dv, kConsumersOfLowTile) : &tall;
+  return kernel && kernel->tile.dqk == tall.tile.dqk ? *kernel : tall;
 }
 
 void require_fp8(Support& support, const Problem& p) {
@@ -67,13 +74,15 @@ void require_fp8(Support& support, const Problem& p) {
         "the backward pass of fp8: the Hopper kernels do not have it; cuda_sm80 "
         "does");
   });
-  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
-    require_dtype(support, p, index, p.tensor[index].dtype == TESSERA_E4M3, "must be e4m3");
+  if (!is_rounded(p)) {
+    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
+      require_dtype(support, p, index, p.tensor[index].dtype == TESSERA_E4M3, "must be e4m3");
+    }
   }
   require_dtype(support, p, TESSERA_O, is_16bit(p.tensor[TESSERA_O].dtype),
-                "must be bf16 or fp16 beside fp8 q");
+                "must be bf16 or fp16 beside products in fp8");
   const Sizes s = sizes_of(p);
-  const bool fits = find_fp8_kernel(TESSERA_BF16, false, s.dqk, s.dv) != nullptr;
+  const bool fits = find_fp8_kernel({TESSERA_BF16, false, is_rounded(p)}, s.dqk, s.dv) != nullptr;
   support.require(fits, ReasonId::kHeadDim, Remedy::kNone, [&] {
     return "head_dim_qk=" + std::to_string(s.dqk) + ", head_dim_v=" + std::to_string(s.dv) +
            ": must be at most 192 and 128 in fp8";
@@ -84,7 +93,7 @@ void require_fp8(Support& support, const Problem& p) {
                            ": must be at most 2^22 where keys are packed";
                   });
   support.require((features_of(p) & kEverything) == kLean, ReasonId::kFeature, Remedy::kNone, [] {
-    return std::string("a mask, bias, softcap or dropout beside fp8 q: ") + kPlain;
+    return std::string("a mask, bias, softcap or dropout beside products in fp8: ") + kPlain;
   });
   for (const int index : {TESSERA_K_SCALE, TESSERA_V_SCALE}) {
     refuse_tensor(support, p, index, p.tensor[index].extent[2] <= 1,

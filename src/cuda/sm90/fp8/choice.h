@@ -10,10 +10,21 @@ namespace tessera::cuda::sm90 {
 
 // True of problems of fp8 q.
 bool is_of_fp8(const Problem& problem);
+// True of problems that are rounded here: precision="fp8".
+inline bool is_rounded(const Problem& problem) { return has(problem, TESSERA_FP8_PRODUCTS); }
+// True of both: these kernels or none run it forward.
+inline bool multiplies_fp8(const Problem& problem) {
+  return is_of_fp8(problem) || is_rounded(problem);
+}
+
+struct Fp8Needs {
+  int dtype_of_o;
+  bool exact_sum, by_blocks;
+};
 
 // The row with the least head dims of those that hold these, and the tallest tiles of those with at
 // most so many consumers; null where there is none.
-const Fp8Kernel* find_fp8_kernel(int dtype_of_o, bool exact_sum, int64_t dqk, int64_t dv,
+const Fp8Kernel* find_fp8_kernel(const Fp8Needs& needs, int64_t dqk, int64_t dv,
                                  int most_consumers = 3);
 
 // The row that a problem which require_fp8() lets pass runs in.

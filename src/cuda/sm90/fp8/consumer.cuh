@@ -30,7 +30,12 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
   uint32_t P[kTileN / 8];
   // A thread has two rows. c takes scores to exponents of 2; it and the reference are in Weights'
   // unit. l is the thread's own part of the sum, A what O is behind since its reference moved.
-  float c[2], reference[2], l[2] = {}, A[2];
+  float c[2] = {}, reference[2], l[2] = {}, A[2];
+  // By blocks: c has the scale of the block whose S is in registers, k_unit. O is in units of the
+  // scale of the last block of V that has been added, v_unit, so that a change of units is a part of
+  // its multiply-add: B is A with it. keys: where the scales of the tile's blocks begin.
+  float B[2], k_unit = 1, v_unit = 1;
+  int keys = 0;
   Ring<kWorkStages> work_ring;
   Ring<kTile.q_stages> q_ring;
   Ring<kTile.k_stages> ring;  // of the block whose S is in registers, and of V
@@ -61,7 +66,9 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
   };
   const auto promote = [&] {
 #pragma unroll
-    for (int e = 0; e < kTile.dv / 2; ++e) O[e] = fmaf(O[e], A[e / 2 % 2], T[e]);
+    for (int e = 0; e < kTile.dv / 2; ++e) {
+      O[e] = fmaf(O[e], kByBlocks ? B[e / 2 % 2] : A[e / 2 % 2], T[e]);
+    }
     if constexpr (kSumRows > 0) {  // their first column; the others are 0
       l[0] = fmaf(l[0], A[0], T[kTile.dv / 2]), l[1] = fmaf(l[1], A[1], T[kTile.dv / 2 + 2]);
     }
@@ -69,6 +76,19 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
 
   // ---- softmax ----
 
+  // The scales of block j, which are asked for before they are needed; then c with that of K.
+  const auto load_scale = [&](const float* scales, int j) -> float {
+    if constexpr (!kByBlocks) return 1;
+    return __ldg(scales + keys + j);
+  };
+  const auto scale_keys = [&](float scale) {
+    if constexpr (kByBlocks) {
+      const float units = ratio_of_powers(scale, k_unit);
+      k_unit = scale;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) c[r] = fmaxf(c[r] * units, kZeroScale);
+    }
+  };
   // References move to the rows' largest scores; alpha: what O and l are to be multiplied by, NaN
   // where a score is.
   const auto update_maxima = [&](bool masked, float(&alpha)[2]) {
@@ -115,15 +135,29 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     blocks = {uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w)};
     return blocks.begin < blocks.end;
   };
+  // Of [b, hq, sq], where the thread's row r is stored; of another one, if it does not exist.
+  const auto stored_row = [&](const Work& work, int r) {
+    const int row = work.q.first + work.m0 + w * kRows + thread_row + 8 * r;
+    return (int64_t{work.q.batch} * p.hq + work.head) * p.sq + min(max(row, 0), p.sq - 1);
+  };
   const auto start_tile = [&] {
     const Work& work = works[work_ring.stage];
-    const float of_head =
-        log2_scale(p) * scale_of(a.k_scale, work.n, work.head / p.group) / Weights::kUnit;
+    const int kv_head = work.head / p.group;
+    if constexpr (kByBlocks) {
+      keys = kv_head * a.rounded.key_slots + first_key_slot(p.thd_k, p.sk, work.k.first, work.n);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = max(work.m0 + w * kRows + thread_row + 8 * r, 0);
-      const int block = a.q_scale_block > 0 ? min(row / a.q_scale_block, a.last_q_block) : 0;
-      c[r] = fmaxf(of_head * scale_of(a.q_scale, work.n, work.head, block), kZeroScale);
+      for (int r = 0; r < 2; ++r) {
+        const float of_row = a.rounded.q_scale[stored_row(work, r)];
+        c[r] = log2_scale(p) / Weights::kUnit * of_row;
+      }
+    } else {
+      const float of_head = log2_scale(p) * scale_of(a.k_scale, work.n, kv_head) / Weights::kUnit;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = max(work.m0 + w * kRows + thread_row + 8 * r, 0);
+        const int block = a.q_scale_block > 0 ? min(row / a.q_scale_block, a.last_q_block) : 0;
+        c[r] = fmaxf(of_head * scale_of(a.q_scale, work.n, work.head, block), kZeroScale);
+      }
     }
   };
   // What the thread's rows see is looked up for each block that the band cuts: there are few, and
@@ -161,7 +195,11 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     }
     reference[0] = reference[1] = kSeenNothing;
     l[0] = l[1] = 0;
+    k_unit = 1;  // start_tile()
+    scale_keys(load_scale(a.rounded.k_scale, blocks.end - 1));
+    v_unit = load_scale(a.rounded.v_scale, blocks.end - 1);
     update_maxima(true, A);
+    B[0] = A[0], B[1] = A[1];
     {
       const Weights weights(c, reference);
 #pragma unroll
@@ -175,10 +213,12 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     // Block j: its QK and the PV of the block before, then its softmax.
     const auto step = [&](int j, bool cut) {
       const auto here = ring.next();
+      const float k_scale = load_scale(a.rounded.k_scale, j);
       k_barriers.wait(here);
       v_barriers.wait(ring);
       issue_qk(here.stage);
       issue_pv(ring.stage);
+      scale_keys(k_scale);
       wgmma_wait<1>();  // for S; PV still runs, and reads P
       pin(S);
       if (cut) mask(j);
@@ -196,6 +236,12 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
       for (int g = 0; g < kEarlyGroups; g += 2) round(g);
       promote();
       A[0] = alpha[0], A[1] = alpha[1];
+      if constexpr (kByBlocks) {
+        const float scale = load_scale(a.rounded.v_scale, j);
+        const float units = ratio_of_powers(v_unit, scale);
+        v_unit = scale;
+        B[0] = alpha[0] * units, B[1] = alpha[1] * units;
+      }
 #pragma unroll
       for (int g = kEarlyGroups; g < kGroups; g += 2) softmax(weights, g, sum), round(g);
       if constexpr (kTile.exact_sum) {
@@ -220,7 +266,17 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     more = next_tile();
     const auto here = ring.next();
     const Work& work = works[done.stage];
-    const auto load_v_scale = [&] { return scale_of(a.v_scale, work.n, work.head / p.group); };
+    const auto load_v_scale = [&] {
+      return kByBlocks ? v_unit : scale_of(a.v_scale, work.n, work.head / p.group);
+    };
+    // What the logits of a row lack, in exponents of 2.
+    float of_mean[2] = {};
+    if (kByBlocks && a.rounded.row) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        of_mean[r] = log2_scale(p) * a.rounded.row[stored_row(work, r)];
+      }
+    }
     if (more) {
       q_barriers.wait(q_ring);
       k_barriers.wait(here);
@@ -247,7 +303,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     float most[2];  // of the rows' logits, in exponents of 2
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      most[r] = reference[r] * Weights::kUnit + kLog2OfTop;
+      most[r] = reference[r] * Weights::kUnit + kLog2OfTop + of_mean[r];
       if (reference[r] <= kSeenNothing) most[r] = -kInfinity;
       l[r] *= 1 / kTop;
     }

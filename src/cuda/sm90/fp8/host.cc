@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of the fp8 forward pass: V^T, tensor maps, the order of tiles, the launch.
+#include <span>
+
 #include "core/log.h"
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/merge/merge.h"
+#include "cuda/common/quantise/quantise.h"
 #include "cuda/sm90/fp8/choice.h"
 #include "cuda/sm90/fp8/params.h"
 #include "cuda/sm90/fp8/transpose.h"
@@ -45,7 +48,7 @@ class Fp8Plan final : public Plan {
   }
 
   Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
-    if (!takes(buffers)) return fallback_->run(problem, buffers, device);
+    if (!takes(problem, buffers)) return fallback_->run(problem, buffers, device);
     const DeviceScope scope(device.ordinal);
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
@@ -54,6 +57,56 @@ class Fp8Plan final : public Plan {
     Workspace workspace(buffers.workspace);
     const Pieces pieces = take_workspace(problem, workspace);
     Fp8Params a{};
+    if (is_rounded(problem)) {
+      const Params params = params_of(problem, buffers);
+      const ValuesByColumns values = values_of(problem, pieces.transposed);
+      TESSERA_RETURN_IF_ERROR(launch_quantise(problem, params, pieces.rounded, stream, &values));
+      a.rounded = pieces.rounded;
+      return run_kernel(kernel, problem_of_rounded(problem), buffers_of_rounded(buffers, a.rounded),
+                        pieces, a);
+    }
+    return run_kernel(kernel, problem, buffers, pieces, a);
+  }
+
+ private:
+  struct Pieces {
+    TileCounter* counter;
+    char* transposed;
+    Rounded rounded;
+  };
+  static Pieces take_workspace(const Problem& problem, Workspace& workspace) {
+    Pieces pieces{workspace.take<TileCounter>(1), nullptr, {}};
+    pieces.transposed = workspace.take<char>(transposed_bytes(problem), kAlignment);
+    if (is_rounded(problem)) pieces.rounded = take_rounded(problem, {false, false}, workspace);
+    return pieces;
+  }
+
+  static ValuesByColumns values_of(const Problem& problem, char* to) {
+    const Sizes s = sizes_of(problem);
+    const int64_t keys = transposed_keys(problem).value();
+    return {reinterpret_cast<uint8_t*>(to), keys * s.dv, keys * s.dv * s.hk,
+            static_cast<int>(keys)};
+  }
+
+  // What the kernel reads of a problem that is rounded here.
+  static Problem problem_of_rounded(const Problem& problem) {
+    Problem inner = problem;
+    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
+      inner.tensor[index] = rounded_like(problem.tensor[index]);
+    }
+    return inner;
+  }
+  static Buffers buffers_of_rounded(const Buffers& buffers, const Rounded& rounded) {
+    Buffers inner = buffers;
+    inner.data[TESSERA_Q] = rounded.q;
+    inner.data[TESSERA_K] = rounded.k;
+    inner.data[TESSERA_V] = nullptr;  // there is V^T alone
+    return inner;
+  }
+
+  Status run_kernel(const Fp8Kernel& kernel, const Problem& problem, const Buffers& buffers,
+                    const Pieces& pieces, Fp8Params& a) const {
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
     static_cast<ForwardParams&>(a) = forward_params(problem, buffers);
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, 0, &a.q));
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, Fp8Tile::tile_n, 0, &a.k));
@@ -75,26 +128,21 @@ class Fp8Plan final : public Plan {
     const int workers = multiprocessors_for(buffers, multiprocessors_);
     order_tiles(kernel.tile.tile_m(), workers, pieces.counter, a, true);
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    TESSERA_RETURN_IF_ERROR(launch_transpose(problem, a.problem, pieces.transposed, stream));
+    if (!is_rounded(problem)) {
+      TESSERA_RETURN_IF_ERROR(launch_transpose(problem, a.problem, pieces.transposed, stream));
+    }
     return launch_overlapping(kernel.name, kernel.code->function,
                               dim3(static_cast<unsigned>(std::min(a.tiles, workers))),
                               kernel.tile.threads(), kernel.code->shared_bytes, &a, stream);
   }
 
- private:
-  struct Pieces {
-    TileCounter* counter;
-    char* transposed;
-  };
-  static Pieces take_workspace(const Problem& problem, Workspace& workspace) {
-    Pieces pieces{workspace.take<TileCounter>(1), nullptr};
-    pieces.transposed = workspace.take<char>(transposed_bytes(problem), kAlignment);
-    return pieces;
-  }
-
-  // Inputs lie where TMA and accesses of 16 bytes reach them.
-  static bool takes(const Buffers& buffers) {
-    for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
+  // The tensors of the kernel lie where TMA and accesses of 16 bytes reach them, and exponents hold
+  // the scale.
+  static bool takes(const Problem& problem, const Buffers& buffers) {
+    constexpr int kTensors[] = {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}, kO[] = {TESSERA_O};
+    const std::span<const int> of_kernel =
+        is_rounded(problem) ? std::span<const int>(kO) : kTensors;
+    for (const int index : of_kernel) {
       if (reinterpret_cast<uintptr_t>(buffers.data[index]) % 16 == 0) continue;
       if (log_enabled(Topic::kDispatch)) {
         log(Topic::kDispatch,
@@ -103,7 +151,13 @@ class Fp8Plan final : public Plan {
       }
       return false;
     }
-    return true;
+    const double scale = softmax_scale_of(problem, buffers);
+    if (!is_rounded(problem) || !is_steep(scale)) return true;
+    if (log_enabled(Topic::kDispatch)) {
+      log(Topic::kDispatch,
+          "cuda_sm90 leaves this call to cuda_sm80: softmax_scale=%g: is too large", scale);
+    }
+    return false;
   }
 
   int multiprocessors_;
@@ -122,10 +176,12 @@ Result<std::unique_ptr<Plan>> plan_fp8_forward(const Problem& canonical, const D
   for (const int dtype_of_o : {TESSERA_BF16, TESSERA_FP16}) {
     for (const auto& [exact_sum, consumers] :
          {std::pair{false, 2}, {false, 3}, {true, 2}, {true, 3}}) {
-      const Fp8Code& code = *find_fp8_kernel(dtype_of_o, exact_sum, s.dqk, s.dv, consumers)->code;
+      const Fp8Kernel* kernel =
+          find_fp8_kernel({dtype_of_o, exact_sum, is_rounded(canonical)}, s.dqk, s.dv, consumers);
+      if (!kernel) continue;
       TESSERA_RETURN_IF_ERROR(cuda_status(
-          cudaFuncSetAttribute(code.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               code.shared_bytes),
+          cudaFuncSetAttribute(kernel->code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kernel->code->shared_bytes),
           "cudaFuncSetAttribute"));
     }
   }

@@ -2,6 +2,7 @@
 // Kernel arguments of the fp8 forward kernels: plain data, passed by value as a __grid_constant__.
 #pragma once
 
+#include "cuda/common/quantise/rounded.h"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/fp8/keys.h"
 
@@ -12,6 +13,7 @@ struct Fp8Params : ForwardParams {
   View q_scale, k_scale, v_scale;  // [b|1, h|1, n|1] fp32, n for q alone; null: 1
   int q_scale_block;               // rows of q that share a scale; 0: all of a sequence
   int last_q_block;
+  Rounded rounded;   // in place of these scales, in rows of the table that are by_blocks
   uint32_t* amax_o;  // bits of the largest |o|; null: not asked
 };
 static_assert(sizeof(Fp8Params) <= 4096, "kernel arguments are 4 KB");

@@ -25,12 +25,21 @@ __device__ __forceinline__ float scale_of(const View& scales, int n, int head, i
   return static_cast<const float*>(scales.data)[offset_of(scales, n, head, block)];
 }
 
+// The ratio of two powers of two, as far as a float has it.
+__device__ __forceinline__ float ratio_of_powers(float a, float b) {
+  constexpr int kOne = 127 << 23, kMost = 126 << 23;
+  const int difference = __float_as_int(a) - __float_as_int(b);
+  return __int_as_float(kOne + min(max(difference, -kMost), kMost));
+}
+
 template <typename Element, typename Row>
 struct Fp8Forward {
   static constexpr Fp8Tile kTile = Row::kTile;
   static constexpr uint32_t kFeatures = kLean;
   static constexpr bool kListsBlocks = false, kAddsByProducts = false;
+  static constexpr bool kByBlocks = kTile.by_blocks;
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
+  static_assert(!kByBlocks || kTileN == kKeysOfScale);
   static constexpr int kConsumers = kTile.consumers, kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers(),
                        kConsumerRegisters = kTile.consumer_registers();

@@ -14,6 +14,8 @@ struct Fp8Tile {
   // l is the sum of P before it is rounded, so that lse is that of the scores. Without it, the sum
   // of the rounded P by a row of ones under V^T: as good for o, but lse has P's rounding.
   bool exact_sum;
+  // Scales are the quantiser's, of rows and blocks of keys (Fp8Params).
+  bool by_blocks = false;
 
   static constexpr int tile_n = 128;
   static constexpr bool o_by_tma = false;
