@@ -17,11 +17,13 @@ class Sm90Backend final : public Sm90Rules {
 
   Result<std::unique_ptr<Plan>> plan(const Problem& canonical,
                                      const Device& device) const override {
+    if (is_rounded(canonical) && is_backward(canonical)) {
+      return plan_fp8_backward(canonical, device);
+    }
     auto fallback = general_backend().plan(canonical, device);
     if (!fallback.ok()) return fallback;
     if (is_rounded(canonical)) {
-      auto* const plan = is_backward(canonical) ? plan_fp8_backward : plan_fp8_forward;
-      return plan(canonical, device, std::move(fallback).value());
+      return plan_fp8_forward(canonical, device, std::move(fallback).value());
     }
     const bool latent = has_mla_head_dims(canonical);
     const auto plan_few_rows = latent ? plan_mla : plan_decode;

@@ -86,8 +86,7 @@ class RoundedBackward {
 Result<std::unique_ptr<RoundedBackward>> plan_rounded_backward(const Problem& canonical,
                                                                const Device& device);
 
-// The same behind the quantiser; fallback: runs the calls that it does not take.
-Result<std::unique_ptr<Plan>> plan_fp8_backward(const Problem& canonical, const Device& device,
-                                                std::unique_ptr<Plan> fallback);
+// The same behind the quantiser.
+Result<std::unique_ptr<Plan>> plan_fp8_backward(const Problem& canonical, const Device& device);
 
 }  // namespace tessera::cuda::sm90

@@ -328,3 +328,16 @@ def test_a_rounded_pass_in_a_graph():
         x.mul_(1.5)
     graph.replay()
     assert torch.equal(out, tt.attention(q, k, v, **ROUNDED))
+
+
+@CUDA
+def test_a_rounded_pass_at_any_address():
+    aligned = halves("cuda", grad=False)
+    odd = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in aligned]
+    results = []
+    for q, k, v in (aligned, odd):
+        o, lse = tt.attention(q, k, v, return_lse=True, **ROUNDED)
+        g = tt.attention_backward(odd[0], q, k, v, o, lse, **ROUNDED)
+        results.append((o, lse, g.dq, g.dk, g.dv))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.01 * b.abs().max().item())
