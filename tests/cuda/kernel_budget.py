@@ -32,7 +32,7 @@ BUDGET = (
     (r"sm80\w* ", 88),
     # Heads above 256 have more columns than registers. Others keep a few values for what comes behind the rounding.
     (r"common .*round_(keys|rows)INS1_5BlockILi32E", 20000),
-    (r"common .*round_(keys|rows)", 112),
+    (r"common .*round_(keys|rows)", 128),
     (r"(common|nvte|cudnn) ", 0),
 )
 
