@@ -75,7 +75,7 @@ class RoundedBackward {
  public:
   virtual ~RoundedBackward() = default;
 
-  // Of its own, beside Rounded.
+  // The bytes that it needs itself; Rounded has its own.
   virtual int64_t workspace_bytes(const Problem& problem) const = 0;
   // True if TMA can address the call's 16-bit tensors. Says why not, too.
   virtual bool takes(const Problem& problem, const Buffers& buffers) const = 0;

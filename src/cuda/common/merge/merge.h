@@ -41,6 +41,18 @@ struct Copy {
   bool adds;
 };
 Status launch_copy(const Copy& copy, cudaStream_t stream);
+// The tensor `index` of one problem to that of another one, which has the same extents.
+inline Status launch_copy(const Problem& from, const Buffers& from_buffers, const Problem& to,
+                          const Buffers& to_buffers, int index, cudaStream_t stream) {
+  const Tensor& t = from.tensor[index];
+  if (element_count(t, 4) == 0) return {};
+  Copy copy{view_of(t, from_buffers.data[index]),
+            view_of(to.tensor[index], to_buffers.data[index]),
+            {},
+            false};
+  std::copy_n(t.extent, 4, copy.extent);
+  return launch_copy(copy, stream);
+}
 
 // to[i * stride] = value for i < count.
 Status launch_fill(float* to, int64_t stride, int count, float value, cudaStream_t stream);

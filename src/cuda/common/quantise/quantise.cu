@@ -153,7 +153,7 @@ __device__ float scale_for(float largest) {
   const int exponent = static_cast<int>(bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000);
   return __uint_as_float(static_cast<uint32_t>(exponent) << 23);
 }
-// Of a power of two.
+// 1 / scale, exactly: scale is a power of two.
 __device__ float inverse_of(float scale) {
   return __uint_as_float((254u << 23) - __float_as_uint(scale));
 }

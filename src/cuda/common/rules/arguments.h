@@ -22,6 +22,9 @@ int64_t bytes_of(const Tensor& dense);
 // True if sequences have positions or diagonals that are read on the device, in 64 bits.
 bool has_positions(const Problem& problem);
 
+// True of precision="fp8": 16-bit inputs that the quantiser rounds (common/quantise).
+inline bool is_rounded(const Problem& problem) { return has(problem, TESSERA_FP8_PRODUCTS); }
+
 // What of the problem counts rows from TESSERA_Q_START, or keys from TESSERA_K_START, beyond the
 // diagonal of a sequence, which both move: "dropout", "key_ranges", "a bias" or "a mask" over a
 // packed side. Null: nothing, or `index` is not given.

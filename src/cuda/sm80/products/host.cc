@@ -46,7 +46,7 @@ class ProductsPlan final : public Plan {
     if (copies_bias(problem)) {
       inside.data[TESSERA_BIAS] = pieces.data[TESSERA_BIAS];
       inside.data[TESSERA_DBIAS] = pieces.data[TESSERA_DBIAS];
-      TESSERA_RETURN_IF_ERROR(copy(problem, buffers, inner, inside, TESSERA_BIAS, stream));
+      TESSERA_RETURN_IF_ERROR(launch_copy(problem, buffers, inner, inside, TESSERA_BIAS, stream));
     }
     const auto view = [&](int index) { return view_of(inner.tensor[index], pieces.data[index]); };
     for (int pass = 0; pass < columns.passes; ++pass) {
@@ -64,7 +64,7 @@ class ProductsPlan final : public Plan {
       }
     }
     if (!copies_bias(problem) || !given(problem, TESSERA_DBIAS)) return {};
-    return copy(inner, inside, problem, buffers, TESSERA_DBIAS, stream);
+    return launch_copy(inner, inside, problem, buffers, TESSERA_DBIAS, stream);
   }
 
  private:
@@ -93,19 +93,6 @@ class ProductsPlan final : public Plan {
     workspace.take<char>(0, kAlignment);
     pieces.bytes = workspace.bytes();
     return pieces;
-  }
-
-  // A bias or its gradient, from one problem to the other.
-  static Status copy(const Problem& from, const Buffers& from_buffers, const Problem& to,
-                     const Buffers& to_buffers, int index, cudaStream_t stream) {
-    const Tensor& t = from.tensor[index];
-    if (element_count(t, 4) == 0) return {};
-    Copy copy{view_of(t, from_buffers.data[index]),
-              view_of(to.tensor[index], to_buffers.data[index]),
-              {},
-              false};
-    std::copy_n(t.extent, 4, copy.extent);
-    return launch_copy(copy, stream);
   }
 
   // Which columns of a result a pass has made; moves `from` to them.

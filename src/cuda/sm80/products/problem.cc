@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "core/problem/scales.h"
-#include "cuda/common/rules/arguments.h"
 #include "cuda/sm80/choice.h"
 
 namespace tessera::cuda::sm80 {

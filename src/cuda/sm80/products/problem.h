@@ -4,10 +4,9 @@
 #pragma once
 
 #include "core/problem/problem.h"
+#include "cuda/common/rules/arguments.h"
 
 namespace tessera::cuda::sm80 {
-
-inline bool is_rounded(const Problem& problem) { return has(problem, TESSERA_FP8_PRODUCTS); }
 
 // The columns of the copies:
 //

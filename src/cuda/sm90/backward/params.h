@@ -126,7 +126,7 @@ struct BackwardParams {
 };
 static_assert(sizeof(BackwardParams) <= 4096, "kernel arguments are 4 KB");
 
-// Of the kernels with products of E4M3.
+// The arguments of the kernels with products of E4M3.
 struct RoundedBackwardParams : BackwardParams {
   CUtensorMap grad_o8;
 };

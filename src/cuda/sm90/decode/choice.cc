@@ -37,7 +37,7 @@ const DecodeKernel* find_decode_kernel(const Problem& problem, int64_t rows) {
 bool runs_in_decode(const Problem& problem) {
   // Beyond so many queries of whole keys in the type of q the kernels of forward/ are faster.
   constexpr int64_t kFewQueries = 16;
-  if (is_backward(problem) || has(problem, TESSERA_FP8_PRODUCTS)) return false;
+  if (is_backward(problem) || is_rounded(problem)) return false;
   const int cache = problem.tensor[TESSERA_K].dtype;
   const bool plain_keys = !is_paged(problem) && cache == problem.tensor[TESSERA_Q].dtype;
   if (plain_keys && most_queries(problem) > kFewQueries) return false;

@@ -4,15 +4,14 @@
 
 #include "core/choose/support.h"
 #include "core/problem/problem.h"
+#include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/fp8/kernels.h"
 
 namespace tessera::cuda::sm90 {
 
 // True of problems of fp8 q.
 bool is_of_fp8(const Problem& problem);
-// True of problems that are rounded here: precision="fp8".
-inline bool is_rounded(const Problem& problem) { return has(problem, TESSERA_FP8_PRODUCTS); }
-// True of both: these kernels or none run it forward.
+// True of these and of those that is_rounded(): these kernels or none run it forward.
 inline bool multiplies_fp8(const Problem& problem) {
   return is_of_fp8(problem) || is_rounded(problem);
 }

@@ -31,9 +31,9 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
   // A thread has two rows. c takes scores to exponents of 2; it and the reference are in Weights'
   // unit. l is the thread's own part of the sum, A what O is behind since its reference moved.
   float c[2] = {}, reference[2], l[2] = {}, A[2];
-  // By blocks: c has the scale of the block whose S is in registers, k_unit. O is in units of the
-  // scale of the last block of V that has been added, v_unit, so that a change of units is a part of
-  // its multiply-add: B is A with it. keys: where the scales of the tile's blocks begin.
+  // With scales of blocks, k_unit is the one of the keys whose S is in registers, and c contains it.
+  // v_unit is the scale of the block of V that O has got last: O counts in it. B is A times the
+  // change of that unit, which so costs O nothing. keys: where the scales of the tile's blocks begin.
   float B[2], k_unit = 1, v_unit = 1;
   int keys = 0;
   Ring<kWorkStages> work_ring;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
     blocks = {uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w)};
     return blocks.begin < blocks.end;
   };
-  // Of [b, hq, sq], where the thread's row r is stored; of another one, if it does not exist.
+  // The place in [b, hq, sq] of the thread's row r; that of some other row where it does not exist.
   const auto stored_row = [&](const Work& work, int r) {
     const int row = work.q.first + work.m0 + w * kRows + thread_row + 8 * r;
     return (int64_t{work.q.batch} * p.hq + work.head) * p.sq + min(max(row, 0), p.sq - 1);

@@ -41,12 +41,12 @@ class Fp8Gradients final : public Plan {
       if (!given(problem, index)) continue;
       inside.data[index] = pieces.copy[index];
       if (is_output(problem, index)) continue;
-      TESSERA_RETURN_IF_ERROR(copy(problem, buffers, inner, inside, index, stream));
+      TESSERA_RETURN_IF_ERROR(launch_copy(problem, buffers, inner, inside, index, stream));
     }
     TESSERA_RETURN_IF_ERROR(kernels_->run(inner, inside, pieces.rounded, workspace));
     for (const int index : kCopied) {
       if (!given(problem, index) || !is_output(problem, index)) continue;
-      TESSERA_RETURN_IF_ERROR(copy(inner, inside, problem, buffers, index, stream));
+      TESSERA_RETURN_IF_ERROR(launch_copy(inner, inside, problem, buffers, index, stream));
     }
     return {};
   }
@@ -84,17 +84,6 @@ class Fp8Gradients final : public Plan {
     }
     inner.flags &= ~uint32_t{TESSERA_V_IN_K};
     return inner;
-  }
-  static Status copy(const Problem& from, const Buffers& from_buffers, const Problem& to,
-                     const Buffers& to_buffers, int index, cudaStream_t stream) {
-    const Tensor& t = from.tensor[index];
-    if (element_count(t, 4) == 0) return {};
-    Copy copy{view_of(t, from_buffers.data[index]),
-              view_of(to.tensor[index], to_buffers.data[index]),
-              {},
-              false};
-    std::copy_n(t.extent, 4, copy.extent);
-    return launch_copy(copy, stream);
   }
 
   std::unique_ptr<RoundedBackward> kernels_;

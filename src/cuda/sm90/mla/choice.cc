@@ -42,7 +42,7 @@ const MlaKernel& mla_kernel_of(const Problem& problem) {
 bool runs_in_mla(const Problem& problem) {
   constexpr int64_t kFewQueries = 64;
   const Sizes s = sizes_of(problem);
-  if (is_backward(problem) || !has(problem, TESSERA_V_IN_K) || has(problem, TESSERA_FP8_PRODUCTS) ||
+  if (is_backward(problem) || !has(problem, TESSERA_V_IN_K) || is_rounded(problem) ||
       !find_mla_kernel(problem, MlaTile::kRows) ||
       problem.tensor[TESSERA_V].dtype != problem.tensor[TESSERA_K].dtype ||
       problem.tensor[TESSERA_O].dtype != problem.tensor[TESSERA_Q].dtype) {

@@ -109,7 +109,7 @@ class RoundedOperands {
     hold<K8Tile, kHeldOfK>(shared.k8(), row, keys_);
     hold<V8Tile, kHeldOfV>(shared.v8(), row, values_);
   }
-  // Of the tile.
+  // The scales of the tile's keys and values.
   __device__ __forceinline__ float k_scale() const { return __int_as_float(k_scale_); }
   __device__ __forceinline__ float v_scale() const { return __int_as_float(v_scale_); }
 
@@ -178,7 +178,8 @@ class RoundedOperands {
     }
   }
 
-  // Of the start of shared memory, of this owner's rows and columns of a tile there.
+  // Lower words of descriptors: the start of shared memory, and from there on this owner's rows and
+  // its columns of a tile.
   uint32_t start_, rows_, columns_;
   int k_scale_ = 0, v_scale_ = 0;  // bits of floats
   uint32_t keys_[4 * kHeldOfK + !kHeldOfK], values_[4 * kHeldOfV + !kHeldOfV];
@@ -234,7 +235,7 @@ __device__ __forceinline__ void write_rounded_statistics(const BackwardParams& a
       sum += __shfl_xor_sync(kAllLanes, sum, lanes);
     }
     if (lane % kLanes != 0) continue;
-    // Of rows that do not exist, and of those that see no key.
+    // What rows have that do not exist, or see no key.
     float lse2 = kInfinity, delta = 0, of_score = 0, of_gradient = 0;
     if (exists) {
       const int64_t of_row = (int64_t{rows.batch} * p.hq + head) * p.sq + rows.first + row;
