@@ -2,8 +2,6 @@
 // The backward pass of precision="fp8": the quantiser, then the kernels of backward/ that multiply
 // E4M3. The plan of cuda_sm80 would want 3 times the columns in fp32 for a call whose tensors TMA
 // does not reach: such a call has copies in 16 bits instead.
-#include <algorithm>
-
 #include "core/workspace.h"
 #include "cuda/common/checks.h"
 #include "cuda/common/launch.h"
