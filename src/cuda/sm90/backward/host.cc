@@ -32,7 +32,8 @@ class FusedBackward {
   explicit FusedBackward(int multiprocessors) : multiprocessors_(multiprocessors) {}
 
   int64_t workspace_bytes(const BackwardKernel& kernel, const Problem& problem) const {
-    BackwardParams a = ordered_params(kernel, problem, Buffers{});
+    BackwardParams a{};
+    set_problem(kernel, problem, Buffers{}, a);
     Workspace workspace;
     take_workspace(kernel, problem, workspace, a);
     return workspace.bytes();
@@ -43,7 +44,8 @@ class FusedBackward {
              const Device& device, void* base, const Rounded* rounded = nullptr) const {
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     const BackwardTile& tile = kernel.tile;
-    RoundedBackwardParams a{ordered_params(kernel, problem, buffers), {}};
+    RoundedBackwardParams a{};
+    set_problem(kernel, problem, buffers, a);
     const Params& p = a.problem;
     TESSERA_RETURN_IF_ERROR(set_maps(kernel, problem, buffers, a));
     if (rounded) TESSERA_RETURN_IF_ERROR(set_rounded(kernel, problem, *rounded, a));
@@ -80,10 +82,10 @@ class FusedBackward {
   };
 
   // All but maps and workspace. As much of it as the workspace depends on is the same for all
-  // buffers.
-  BackwardParams ordered_params(const BackwardKernel& kernel, const Problem& problem,
-                                const Buffers& buffers) const {
-    BackwardParams a{};
+  // buffers. It fills what it is given: as a result, it would pass through a temporary object that
+  // g++ 12 does not align for tensor maps.
+  void set_problem(const BackwardKernel& kernel, const Problem& problem, const Buffers& buffers,
+                   BackwardParams& a) const {
     a.problem = params_of(problem, buffers);
     a.in_quads = kernel.code->in_quads;
     a.has_factors = kernel.tile.fp8;
@@ -93,7 +95,6 @@ class FusedBackward {
     a.slots = num_slots(is_thd_q(problem), static_cast<int>(s.sq),
                         static_cast<int>(std::max<int64_t>(s.batch, 1)), kernel.tile.tile_m);
     order_tiles(kernel, problem, most_queries(problem), multiprocessors_, orders_, a);
-    return a;
   }
 
   static Status set_maps(const BackwardKernel& kernel, const Problem& problem,
