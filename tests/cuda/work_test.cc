@@ -79,8 +79,8 @@ Batch draw(std::mt19937& random) {
   batch.q = draw_lengths(random, p.batch, 6, p.thd_q, &p.sq);
   batch.k = draw_lengths(random, p.batch, below(3) == 0 ? 200 : 40, p.thd_k, &p.sk);
   p.bottom_right = below(2);
-  p.left = below(2) ? -1 : below(12);
-  p.right = below(2) ? -1 : below(3);
+  p.window.left = below(2) ? -1 : below(12);
+  p.window.right = below(2) ? -1 : below(3);
   batch.point();
   return batch;
 }

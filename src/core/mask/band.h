@@ -7,9 +7,8 @@
 // of what a row sees falls from row to row, the bounds of every loop over tiles and the "no mask
 // code needed" tests follow from lo(), hi() and their inverses.
 //
-// A new positional mask takes fields in BandRule and Band, their way into a Band in of() and
-// narrowed(), and its part of first_key() or hi() with the inverse, end() or first()
-// (docs/recipes.md).
+// A new positional mask takes fields in BasicWindow, and its part of first_key() or hi() with the
+// inverse, end() or first() (docs/recipes.md).
 #pragma once
 
 #include <cstdint>
@@ -26,29 +25,38 @@ struct BasicInterval {
   TESSERA_HOST_DEVICE bool contains(Int j) const { return lo <= j && j < hi; }
 };
 
-// What a problem says of all its sequences; band_rule_of() fills it in. A field's default is what
-// it holds without its mask.
+// Which of the keys around the one under it a row sees. A field's default is what it holds without
+// its mask.
+template <typename Int>
+struct BasicWindow {
+  Int left = -1, right = -1;  // -1 = unbounded; causal is right = 0
+
+  bool operator==(const BasicWindow&) const = default;
+  template <typename To>
+  TESSERA_HOST_DEVICE BasicWindow<To> as() const {
+    return {static_cast<To>(left), static_cast<To>(right)};
+  }
+};
+
+// What a problem says of all its sequences; band_rule_of() fills it in.
 template <typename Int>
 struct BasicBandRule {
-  Int bottom_right = 0;       // the diagonal stands at len_k - len_q instead of 0
-  Int left = -1, right = -1;  // -1 = unbounded; causal is right = 0
-  Int shift = 0;              // the diagonal of all sequences, read without bottom_right
+  Int bottom_right = 0;  // the diagonal stands at len_k - len_q instead of 0
+  BasicWindow<Int> window;
+  Int shift = 0;  // the diagonal of all sequences, read without bottom_right
 
-  bool operator==(const BasicBandRule&) const = default;
   // There is a mask: keys may be hidden from rows by where they stand, which the diagonal alone
   // does not.
-  bool hides() const {
-    return *this != BasicBandRule{.bottom_right = bottom_right, .shift = shift};
-  }
+  bool hides() const { return window != BasicWindow<Int>{}; }
 };
 
 template <typename Int>
 struct BasicBand {
   using Interval = BasicInterval<Int>;
 
-  Int len_q, len_k;  // true lengths of this sequence
-  Int shift;         // the diagonal: key i + shift stands under query i
-  Int left, right;   // keys in [i + shift - left, i + shift + right]; both >= 0
+  Int len_q, len_k;         // true lengths of this sequence
+  Int shift;                // the diagonal: key i + shift stands under query i
+  BasicWindow<Int> window;  // keys in [i + shift - left, i + shift + right]; both >= 0
 
   // The band of a sequence. A side that is unbounded, or reaches further, reaches just as far as
   // there are keys: nobody has to ask, and no sum here is larger than len_q + len_k + |shift|.
@@ -56,18 +64,21 @@ struct BasicBand {
   TESSERA_HOST_DEVICE static BasicBand of(const BasicBandRule<Int>& rule, Int len_q, Int len_k,
                                           Int further = 0) {
     const Int shift = rule.bottom_right ? len_k - len_q : rule.shift + further;
-    return {len_q, len_k, shift, side(rule.left, len_q + shift), side(rule.right, len_k - shift)};
+    BasicWindow<Int> window = rule.window;
+    window.left = side(window.left, len_q + shift);
+    window.right = side(window.right, len_k - shift);
+    return {len_q, len_k, shift, window};
   }
 
   // A row i of the sequence sees the keys [lo(i), hi(i)) of [0, len_k].
   TESSERA_HOST_DEVICE Int lo(Int i) const { return least(first_key(i), len_k); }
-  TESSERA_HOST_DEVICE Int hi(Int i) const { return clamp(shift + right + 1 + i); }
+  TESSERA_HOST_DEVICE Int hi(Int i) const { return clamp(shift + window.right + 1 + i); }
   // lo(i) of a row that sees a key; of another it may lie past len_k.
-  TESSERA_HOST_DEVICE Int first_key(Int i) const { return greatest(shift - left + i, 0); }
+  TESSERA_HOST_DEVICE Int first_key(Int i) const { return greatest(shift - window.left + i, 0); }
   // A key j of the sequence is seen by the rows [first(j), end(j)): the first whose hi is above j,
   // and the first whose lo is. first may lie past len_q and end before 0.
-  TESSERA_HOST_DEVICE Int first(Int j) const { return greatest(j - shift - right, 0); }
-  TESSERA_HOST_DEVICE Int end(Int j) const { return least(j - (shift - left - 1), len_q); }
+  TESSERA_HOST_DEVICE Int first(Int j) const { return greatest(j - shift - window.right, 0); }
+  TESSERA_HOST_DEVICE Int end(Int j) const { return least(j - (shift - window.left - 1), len_q); }
 
   // The same band with rows counted from row m.
   TESSERA_HOST_DEVICE BasicBand from(Int m) const {

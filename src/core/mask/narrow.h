@@ -17,8 +17,10 @@ TESSERA_HOST_DEVICE BasicBand<int32_t> narrowed(const BasicBand<int64_t>& band) 
     return static_cast<int32_t>(diagonal < -kMost ? -kMost : diagonal > kMost ? kMost : diagonal);
   };
   const int32_t shift = cut(band.shift);
-  return {static_cast<int32_t>(band.len_q), static_cast<int32_t>(band.len_k), shift,
-          shift - cut(band.shift - band.left), cut(band.shift + band.right) - shift};
+  BasicWindow<int32_t> window = band.window.as<int32_t>();
+  window.left = shift - cut(band.shift - band.window.left);
+  window.right = cut(band.shift + band.window.right) - shift;
+  return {static_cast<int32_t>(band.len_q), static_cast<int32_t>(band.len_k), shift, window};
 }
 
 }  // namespace tessera

@@ -18,7 +18,7 @@ struct Sequence {
   int64_t batch_k;  // index on the batch axis of k, v: n, or 0 for thd; unused with pages
   int64_t q_start;  // position of query 0
   int64_t k_start;  // and of key 0
-  Band band;        // len_q, len_k, shift, left, right; rows and keys are counted from 0
+  Band band;        // rows and keys are counted from 0
 
   int64_t len_q() const { return band.len_q; }
   int64_t len_k() const { return band.len_k; }
@@ -33,8 +33,8 @@ BasicBandRule<Int> band_rule_of(const Problem& p) {
     return static_cast<Int>(has(p, TESSERA_WINDOW) ? std::min(reach, kMost) : -1);
   };
   return {.bottom_right = p.align == TESSERA_ALIGN_BOTTOM_RIGHT,
-          .left = side(p.window_left),
-          .right = has(p, TESSERA_CAUSAL) ? 0 : side(p.window_right),
+          .window = {.left = side(p.window_left),
+                     .right = has(p, TESSERA_CAUSAL) ? 0 : side(p.window_right)},
           .shift = static_cast<Int>(p.shift)};
 }
 

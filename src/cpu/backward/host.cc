@@ -65,9 +65,9 @@ int64_t strips_seen(const Problem& problem, const BackwardArgs& args) {
   const Kernels& level = kernels();
   const int64_t all = (args.bound_q + level.strip - 1) / level.strip;
   const auto band = band_rule_of<int64_t>(problem);
-  if (band.left < 0 || band.right < 0) return all;
-  const int64_t reach = std::min(band.left, args.bound_q + args.bound_k) +
-                        std::min(band.right, args.bound_q + args.bound_k);
+  if (band.window.left < 0 || band.window.right < 0) return all;
+  const int64_t reach = std::min(band.window.left, args.bound_q + args.bound_k) +
+                        std::min(band.window.right, args.bound_q + args.bound_k);
   const int64_t tiles = (level.block + reach + kBackwardTile - 1) / kBackwardTile + 1;
   return std::min(all, tiles * kBackwardTile / level.strip);
 }

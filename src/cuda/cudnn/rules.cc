@@ -163,7 +163,7 @@ void require_band(Support& support, const Problem& p) {
   if (is_ragged(p)) return;
   const Sizes s = sizes_of(p);
   const BandRule band = band_rule_of<int64_t>(p);
-  support.require(s.sq <= s.sk || (band.left < 0 && !band.bottom_right), ReasonId::kFeature,
+  support.require(s.sq <= s.sk || (band.window.left < 0 && !band.bottom_right), ReasonId::kFeature,
                   Remedy::kNone, [&] {
                     return "sq=" + std::to_string(s.sq) +
                            ": must be at most sk with a left window or align=\"bottom_right\"";
@@ -173,8 +173,8 @@ void require_band(Support& support, const Problem& p) {
 // cuDNN's bottom-right diagonal and its left bound have no meaning without a right bound.
 void require_right(Support& support, const Problem& p) {
   const BandRule band = band_rule_of<int64_t>(p);
-  support.require(band.right >= 0 || band.left < 0 || !band.bottom_right, ReasonId::kFeature,
-                  Remedy::kNone, [] {
+  support.require(band.window.right >= 0 || band.window.left < 0 || !band.bottom_right,
+                  ReasonId::kFeature, Remedy::kNone, [] {
                     return std::string(
                         "window=(left, None): with align=\"bottom_right\", must have a right side");
                   });
@@ -256,8 +256,8 @@ Shape shape_of(const Problem& p) {
   shape.bottom_right = band.bottom_right != 0 && band.hides();
   // A side that reaches further than any sequence hides nothing.
   constexpr int64_t kMostReach = 1 << 30;
-  shape.left = std::min(band.left, kMostReach);
-  shape.right = std::min(band.right, kMostReach);
+  shape.left = std::min(band.window.left, kMostReach);
+  shape.right = std::min(band.window.right, kMostReach);
   return shape;
 }
 

@@ -172,7 +172,8 @@ std::string yields_few_tiles(const Problem& p) {
   constexpr int64_t kFewTiles = 32, kRows = 128, kManyKeys = 8192, kMostHeadDim = 128;
   const Sizes s = sizes_of(p);
   const bool splits = !has(p, TESSERA_BATCH_INVARIANT) && !shapes_scores(p) && !is_thd_k(p) &&
-                      band_rule_of<int64_t>(p).left < 0 && std::max(s.dqk, s.dv) <= kMostHeadDim;
+                      band_rule_of<int64_t>(p).window.left < 0 &&
+                      std::max(s.dqk, s.dv) <= kMostHeadDim;
   const int64_t tiles = (most_queries(p) + kRows - 1) / kRows * s.hq * s.batch;
   if (!splits || tiles > kFewTiles || s.sk < kManyKeys) return {};
   return "sk=" + std::to_string(s.sk) + ": cuda_sm80 splits the keys and is faster from " +

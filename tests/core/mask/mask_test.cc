@@ -20,16 +20,16 @@ bool visible(const RuledBand& band, int64_t i, int64_t j) {
   const BandRule& rule = band.rule;
   if (i < 0 || i >= band.len_q || j < 0 || j >= band.len_k) return false;
   const int64_t under = i + (rule.bottom_right ? band.len_k - band.len_q : rule.shift);
-  if (rule.left != -1 && j < under - rule.left) return false;
-  if (rule.right != -1 && j > under + rule.right) return false;
+  if (rule.window.left != -1 && j < under - rule.window.left) return false;
+  if (rule.window.right != -1 && j > under + rule.window.right) return false;
   return true;
 }
 
 std::string text(const RuledBand& b) {
   return "len_q=" + std::to_string(b.len_q) + " len_k=" + std::to_string(b.len_k) +
          " bottom_right=" + std::to_string(b.rule.bottom_right) +
-         " shift=" + std::to_string(b.rule.shift) + " left=" + std::to_string(b.rule.left) +
-         " right=" + std::to_string(b.rule.right);
+         " shift=" + std::to_string(b.rule.shift) + " left=" + std::to_string(b.rule.window.left) +
+         " right=" + std::to_string(b.rule.window.right);
 }
 
 // bottom_right, and the shift where that is 0.
@@ -45,7 +45,7 @@ void for_all_bands(int64_t largest, Check check) {
         for (int64_t left = -1; left <= 2 * largest + 1; ++left) {
           for (int64_t right = -1; right <= 2 * largest + 1; ++right) {
             const BandRule rule{
-                .bottom_right = bottom_right, .left = left, .right = right, .shift = shift};
+                .bottom_right = bottom_right, .window = {left, right}, .shift = shift};
             check(RuledBand{Band::of(rule, len_q, len_k), rule});
             if (::testing::Test::HasFailure()) return;
           }
@@ -68,11 +68,11 @@ TEST(Band, NarrowedShowsTheSameKeys) {
   for (const int64_t shift : shifts) {
     for (const int64_t left : sides) {
       for (const int64_t right : sides) {
-        const BandRule rule{.bottom_right = 0, .left = left, .right = right, .shift = 0};
+        const BandRule rule{.bottom_right = 0, .window = {left, right}, .shift = 0};
         const Band wide = Band::of(rule, 9, 7, shift);
         const BasicBand<int32_t> band = narrowed(wide);
-        ASSERT_GE(band.left, 0);
-        ASSERT_GE(band.right, 0);
+        ASSERT_GE(band.window.left, 0);
+        ASSERT_GE(band.window.right, 0);
         for (int32_t i = -1; i <= 9; ++i) {
           const Interval keys = wide.row(i);
           const BasicInterval<int32_t> narrow = band.row(i);
@@ -89,7 +89,7 @@ TEST(Band, NarrowedShowsTheSameKeys) {
   }
   // The longest sequences: no sum leaves 32 bits.
   for (const int64_t shift : {-kFar, -kShift, int64_t{0}, kShift, kFar}) {
-    const BandRule rule{.bottom_right = 0, .left = 5, .right = 0, .shift = 0};
+    const BandRule rule{.bottom_right = 0, .window = {5, 0}, .shift = 0};
     const Band wide = Band::of(rule, kShift, kShift, shift);
     const BasicBand<int32_t> band = narrowed(wide);
     for (const int32_t i : {0, 7, kMostShift - 1}) {
@@ -216,7 +216,7 @@ TEST(Band, EveryKeyKnowsItsRows) {
     const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
     const BandRule& rule = band.rule;
     const auto small = BasicBand<int32_t>::of(
-        {narrow(rule.bottom_right), narrow(rule.left), narrow(rule.right), narrow(rule.shift)},
+        {narrow(rule.bottom_right), rule.window.as<int32_t>(), narrow(rule.shift)},
         narrow(band.len_q), narrow(band.len_k));
     for (int64_t j = 0; j < band.len_k; ++j) {
       ASSERT_EQ(small.first(narrow(j)), band.first(j)) << text(band) << " j=" << j;
@@ -233,19 +233,19 @@ TEST(Band, LongSequencesDoNotOverflow) {
   for (const int64_t window : {int64_t{-1}, INT64_MAX, int64_t{1} << 60}) {
     for (const int64_t bottom_right : {0, 1}) {
       const int64_t huge = int64_t{1} << 60;
-      const Band band = Band::of({bottom_right, window, window}, huge, huge);
+      const Band band = Band::of({bottom_right, {window, window}}, huge, huge);
       EXPECT_EQ(band.row(huge - 1).lo, 0);
       EXPECT_EQ(band.row(huge - 1).hi, huge);
       EXPECT_TRUE(band.full(0, huge, 0, huge));
     }
     // A diagonal as far away as any: with a window nobody sees anything, without all do.
     for (const int64_t shift : {-3 * (int64_t{1} << 60), 3 * (int64_t{1} << 60)}) {
-      EXPECT_TRUE(Band::of({0, 5, 5, shift}, 100, 100).keys(0, 100).empty());
-      EXPECT_TRUE(Band::of({0, -1, -1, 0}, 100, 100, shift).full(0, 100, 0, 100));
+      EXPECT_TRUE(Band::of({0, {5, 5}, shift}, 100, 100).keys(0, 100).empty());
+      EXPECT_TRUE(Band::of({0, {}, 0}, 100, 100, shift).full(0, 100, 0, 100));
     }
     const int32_t large = (1 << 30) - 1;
     const auto narrow = static_cast<int32_t>(window < large ? window : large);
-    const auto band = BasicBand<int32_t>::of({1, narrow, narrow}, large, large);
+    const auto band = BasicBand<int32_t>::of({1, {narrow, narrow}}, large, large);
     EXPECT_TRUE(band.full(0, large, 0, large));
     EXPECT_EQ(band.rows(large - 1, large).lo, 0);
     EXPECT_EQ(band.rows(0, 1).hi, large);

@@ -28,8 +28,8 @@ TEST(Sequence, PaddedBatch) {
     EXPECT_EQ(a.band.shift, 2);
     EXPECT_EQ(b.len_k(), 3);
     EXPECT_EQ(b.band.shift, -2);
-    EXPECT_EQ(b.band.left, 2);
-    EXPECT_EQ(b.band.right, 0);
+    EXPECT_EQ(b.band.window.left, 2);
+    EXPECT_EQ(b.band.window.right, 0);
     EXPECT_EQ(b.first_q, 0);
     EXPECT_EQ(b.batch_q, 1);
     EXPECT_EQ(b.batch_k, 1);

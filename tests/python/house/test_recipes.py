@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/recipes.md, walked in copies of the sources: a backend is a folder and two lines; a
-positional mask is 15 places, and no kernel changes; a keyword is a row."""
+positional mask is 12 places, and no kernel changes; a keyword is a row."""
 
 import json
 import os
@@ -171,34 +171,38 @@ CHUNKED = (
     ("src/core/validate/validate.cc", "  const bool alibi = given(p, TESSERA_ALIBI_SLOPES);\n",
      "  if (p.chunk < 0) return invalid(\"chunk=%\" PRId64 \": must be 0 (none) or more\", p.chunk);\n"
      "  const bool alibi = given(p, TESSERA_ALIBI_SLOPES);\n"),
-    ("src/core/mask/band.h", "  Int left = -1, right = -1;  // -1 = unbounded",
-     "  Int chunk = 0;     // 0 = none\n  Int left = -1, right = -1;  // -1 = unbounded"),
-    ("src/core/mask/band.h", "both >= 0\n", "both >= 0\n  Int chunk;         // 0 = none\n"),
-    ("src/core/mask/band.h", "side(rule.right, len_k - shift)};",
-     "side(rule.right, len_k - shift), rule.chunk};"),
     ("src/core/mask/band.h",
-     "Int hi(Int i) const { return clamp(shift + right + 1 + i); }\n"
+     "  Int left = -1, right = -1;  // -1 = unbounded; causal is right = 0\n\n"
+     "  bool operator==(const BasicWindow&) const = default;\n  template <typename To>\n"
+     "  TESSERA_HOST_DEVICE BasicWindow<To> as() const {\n"
+     "    return {static_cast<To>(left), static_cast<To>(right)};",
+     "  Int left = -1, right = -1;  // -1 = unbounded; causal is right = 0\n"
+     "  Int chunk = 0;              // 0 = none\n\n"
+     "  bool operator==(const BasicWindow&) const = default;\n  template <typename To>\n"
+     "  TESSERA_HOST_DEVICE BasicWindow<To> as() const {\n"
+     "    return {static_cast<To>(left), static_cast<To>(right), static_cast<To>(chunk)};"),
+    ("src/core/mask/band.h",
+     "Int hi(Int i) const { return clamp(shift + window.right + 1 + i); }\n"
      "  // lo(i) of a row that sees a key; of another it may lie past len_k.\n"
-     "  TESSERA_HOST_DEVICE Int first_key(Int i) const { return greatest(shift - left + i, 0); }",
-     "Int hi(Int i) const {\n    const Int p = i + shift, hi = p + right + 1;\n"
+     "  TESSERA_HOST_DEVICE Int first_key(Int i) const { return greatest(shift - window.left + i, 0); }",
+     "Int hi(Int i) const {\n    const Int p = i + shift, hi = p + window.right + 1, chunk = window.chunk;\n"
      "    const Int end = p < 0 ? 0 : (p / greatest(chunk, 1) + 1) * chunk;\n"
      "    return clamp(chunk > 0 ? least(hi, end) : hi);\n  }\n"
      "  // lo(i) of a row that sees a key; of another it may lie past len_k.\n"
-     "  TESSERA_HOST_DEVICE Int first_key(Int i) const {\n    const Int p = i + shift;\n"
+     "  TESSERA_HOST_DEVICE Int first_key(Int i) const {\n    const Int p = i + shift, chunk = window.chunk;\n"
      "    const Int first = chunk > 0 && p > 0 ? p / chunk * chunk : 0;\n"
-     "    return greatest(first, p - left);\n  }"),
+     "    return greatest(first, p - window.left);\n  }"),
     ("src/core/mask/band.h",
-     "Int first(Int j) const { return greatest(j - shift - right, 0); }\n"
-     "  TESSERA_HOST_DEVICE Int end(Int j) const { return least(j - (shift - left - 1), len_q); }",
-     "Int first(Int j) const {\n    const Int first = greatest(j - shift - right, 0);\n"
+     "Int first(Int j) const { return greatest(j - shift - window.right, 0); }\n"
+     "  TESSERA_HOST_DEVICE Int end(Int j) const { return least(j - (shift - window.left - 1), len_q); }",
+     "Int first(Int j) const {\n    const Int first = greatest(j - shift - window.right, 0), chunk = window.chunk;\n"
      "    return chunk > 0 ? greatest(first, j / chunk * chunk - shift) : first;\n  }\n"
      "  TESSERA_HOST_DEVICE Int end(Int j) const {\n"
-     "    const Int end = least(j - (shift - left - 1), len_q);\n"
+     "    const Int end = least(j - (shift - window.left - 1), len_q), chunk = window.chunk;\n"
      "    return chunk > 0 ? least(end, (j / chunk + 1) * chunk - shift) : end;\n  }"),
-    ("src/core/mask/narrow.h", "cut(band.shift + band.right) - shift};",
-     "cut(band.shift + band.right) - shift,\n          static_cast<int32_t>(band.chunk)};"),
-    ("src/core/mask/sequence.h", ".left = side(",
-     ".chunk = static_cast<Int>(p.chunk), .left = side("),
+    ("src/core/mask/sequence.h", ".right = has(p, TESSERA_CAUSAL) ? 0 : side(p.window_right)}",
+     ".right = has(p, TESSERA_CAUSAL) ? 0 : side(p.window_right),\n"
+     "                     .chunk = static_cast<Int>(p.chunk)}"),
     ("src/conformance/reference/rows.h", "           (right_ < 0 || j - at <= right_);",
      "           (right_ < 0 || j - at <= right_) &&\n"
      "           (p_.chunk == 0 || (at >= 0 && at / p_.chunk == j / p_.chunk));"),
@@ -252,7 +256,7 @@ CHUNKED_BAND = """
 template <typename Int>
 bool is_right(Int len_q, Int len_k, Int chunk, Int left, Int side, Int bottom_right) {
   const tessera::BasicBandRule<Int> rule{
-      .bottom_right = bottom_right, .chunk = chunk, .left = left, .right = side};
+      .bottom_right = bottom_right, .window = {.left = left, .right = side, .chunk = chunk}};
   const auto band = tessera::BasicBand<Int>::of(rule, len_q, len_k);
   bool right = rule.hides() == (chunk > 0 || left >= 0 || side >= 0);
   Int lo = 0, hi = 0;
@@ -283,7 +287,7 @@ int main() {
                 return std::printf("%d %d %d %d %d %d\\n", len_q, len_k, chunk, left, side,
                                    bottom_right), 1;
   // On a GPU the band of positions is found in 64 bits and read in 32.
-  const auto wide = tessera::Band::of({.bottom_right = 1, .chunk = 16}, 30, 40);
+  const auto wide = tessera::Band::of({.bottom_right = 1, .window = {.chunk = 16}}, 30, 40);
   if (tessera::narrowed(wide).row(9).lo != 16 || tessera::narrowed(wide).row(9).hi != 32) return 2;
   for (const auto& [text, lo, hi] : {std::tuple{"s=40 causal chunk=16", 16, 21},
                                      std::tuple{"s=40 chunk=16", 16, 32},

@@ -175,7 +175,7 @@ class BackwardPlan final : public Plan {
   }
   // Without a diagonal all walks are as long, and heads one after the other share more of L2.
   static int section_in_any_order(const Params& p, int heads, int bucket) {
-    if ((p.left < 0 && p.right < 0) || p.page_size != 0) return 1;
+    if ((p.window.left < 0 && p.window.right < 0) || p.page_size != 0) return 1;
     return section_of(kSectionBytes, heads, head_bytes(p, heads, bucket));
   }
 

@@ -30,7 +30,7 @@ bool has_segments_alone(const Problem& p) { return features_of(p) == (kMasks | k
 
 bool is_causal(const Problem& p) {
   const auto band = band_rule_of<int64_t>(p);
-  return band.left < 0 && band.right == 0;
+  return band.window.left < 0 && band.window.right == 0;
 }
 
 // ---- where two kernels are faster than the fused one (docs/kernels/sm90_backward_apart.md) ----
@@ -67,8 +67,9 @@ bool is_faster_apart_packed(const Problem& p, const Extent& of, int multiprocess
 // True if what a tile walks is short although the sequence is not: the band, when tiles are many.
 bool is_narrow(const Problem& p, const Extent& of) {
   const auto band = band_rule_of<int64_t>(p);
-  if (band.left < 0 || band.right < 0) return false;
-  const int64_t keys = std::min(band.left, of.rows) + std::min(band.right, of.rows) + 1;
+  if (band.window.left < 0 || band.window.right < 0) return false;
+  const int64_t keys =
+      std::min(band.window.left, of.rows) + std::min(band.window.right, of.rows) + 1;
   const int64_t most = !of.in_groups ? 640 : of.small_heads ? 256 : 384;
   return keys <= most && of.tiles >= kManyTiles;
 }
@@ -200,7 +201,7 @@ const ApartKernels* choose_apart_kernels(const Problem& p, int multiprocessors) 
   const Sizes s = sizes_of(p);
   const bool sees = s.sq == s.sk && p.shift == 0 && !has_positions(p) && !is_thd_q(p) &&
                     !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
-                    band_rule_of<int64_t>(p).left < 0;
+                    band_rule_of<int64_t>(p).window.left < 0;
   if (given(p, TESSERA_DSINK) && !sees) return nullptr;
   return find_apart_kernels(p.tensor[TESSERA_Q].dtype, s.dqk, s.dv);
 }

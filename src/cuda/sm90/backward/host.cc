@@ -190,7 +190,8 @@ class FusedBackward {
     a.spans = workspace.take<int2>(Count{p.sk} * (p.thd_k ? 1 : std::max<int64_t>(p.batch, 1)));
     a.span_slots = num_tile_slots(p.thd_k, p.sk, p.batch, tile.tile_m);
     int* const orders = workspace.take<int>(a.slots);
-    const bool on_diagonal = p.sq == p.sk && p.right == 0 && p.shift == 0 && !p.has_positions;
+    const bool on_diagonal =
+        p.sq == p.sk && p.window.right == 0 && p.shift == 0 && !p.has_positions;
     if (!a.reach_q && !a.reach_k && on_diagonal) a.orders = orders;
   }
 

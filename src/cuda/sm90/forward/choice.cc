@@ -63,7 +63,7 @@ const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int m
   const ForwardKernel* const low = row(kConsumersOfLowTile);
   const ForwardKernel* const lone = row(kConsumersOfLoneTile);
   const int keys = p.thd_k ? p.sk / p.batch : p.sk;
-  const bool is_short = p.right >= 0 && keys <= most_keys_of_short(tall.features);
+  const bool is_short = p.window.right >= 0 && keys <= most_keys_of_short(tall.features);
   if (lone && (is_short || keys <= kShortWithoutDiagonal) &&
       tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors) {
     return *lone;

@@ -165,12 +165,13 @@ void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a
   const int tiles_m = (p.sq + tile_m - 1) / tile_m;
   const int heads = p.batch * p.hq;
   a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
-  a.longest_first = p.right >= 0;
+  a.longest_first = p.window.right >= 0;
   const int64_t bytes = asks_late ? kL2Bytes : kL2BytesAskingEarly;
   const int64_t keys = bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
   a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
-  const bool is_window = asks_late && p.left >= 0 && p.right >= 0;
-  const int64_t seen = std::min<int64_t>(p.sk, is_window ? int64_t{p.left} + p.right + 1 : p.sk);
+  const bool is_window = asks_late && p.window.left >= 0 && p.window.right >= 0;
+  const int64_t seen =
+      std::min<int64_t>(p.sk, is_window ? int64_t{p.window.left} + p.window.right + 1 : p.sk);
   const int64_t most =
       std::min<int64_t>(std::max(keys / seen, asks_late ? 1 : kHeadsAskingEarly), heads);
   int per_section = divisor_up_to(heads, static_cast<int>(most));

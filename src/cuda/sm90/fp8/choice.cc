@@ -58,7 +58,7 @@ const Fp8Kernel& fp8_kernel_of(const Problem& problem, int multiprocessors) {
   const bool packed = is_thd_k(problem);
   const Fp8Kernel& tall = *find_fp8_kernel(needs, s.dqk, s.dv);
   const int64_t keys = packed ? s.sk / std::max<int64_t>(s.batch, 1) : s.sk;
-  const bool has_diagonal = band_rule_of<int64_t>(problem).right >= 0;
+  const bool has_diagonal = band_rule_of<int64_t>(problem).window.right >= 0;
   const int64_t tiles = num_tile_slots(is_thd_q(problem), static_cast<int>(s.sq),
                                        static_cast<int>(s.batch), tall.tile.tile_m()) *
                         s.hq;

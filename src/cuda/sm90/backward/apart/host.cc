@@ -42,7 +42,7 @@ void order_key_tiles(DkdvParams& a) {
   const int tiles_n = (p.sk + kApartRows - 1) / kApartRows;
   const int heads = p.thd_k ? p.hk : p.batch * p.hk;
   a.tiles = num_tile_slots(p.thd_k, p.sk, p.batch, kApartRows) * p.hk;
-  a.longest_first = p.right >= 0;
+  a.longest_first = p.window.right >= 0;
   constexpr int64_t kElementBytes = 2;
   const int64_t bytes_of_head = kElementBytes * p.group * p.sq * (p.dqk + p.dv);
   const int per_section = divisor_up_to(

@@ -33,8 +33,9 @@ int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 // then comes to what its neighbour has read when the L2 has lost it; of one head after the other it
 // is still there.
 bool starts_in_step(const Params& p) {
-  if (p.right < 0) return true;
-  return !p.thd_k && (p.left < 0 || 2 * (int64_t{p.left} + p.right + 1) > p.sq);
+  if (p.window.right < 0) return true;
+  return !p.thd_k &&
+         (p.window.left < 0 || 2 * (int64_t{p.window.left} + p.window.right + 1) > p.sq);
 }
 
 // Heads side by side cost reads where what their tiles share does not stay in L2. So many CTAs of a
@@ -124,7 +125,7 @@ int64_t bytes_of_heads(const Params& p, int group) {
 // What tiles in flight may read and add to: L2, of which those that take turns use more.
 int64_t bytes_in_flight(const BackwardKernel& kernel, const Params& p) {
   if (!kernel.tile.deterministic) return kL2Bytes;
-  return p.right >= 0 ? kL2BytesInTurn : 2 * kL2Bytes;
+  return p.window.right >= 0 ? kL2BytesInTurn : 2 * kL2Bytes;
 }
 
 // Key heads that stand side by side over packed keys, a divisor of all: as many as have in L2 what
@@ -139,7 +140,7 @@ int section_of_packed(const BackwardKernel& kernel, const Params& p, int64_t lon
 // Key heads of a section, before the model has a say. group: as of bytes_of_heads().
 int section_to_begin_with(const BackwardKernel& kernel, const Params& p, int multiprocessors,
                           int heads, int tiles_n, int group) {
-  const bool in_turn = kernel.tile.deterministic, is_causal = p.right >= 0;
+  const bool in_turn = kernel.tile.deterministic, is_causal = p.window.right >= 0;
   int section = static_cast<int>(
       std::clamp<int64_t>(bytes_in_flight(kernel, p) / bytes_of_heads(p, group), 1, heads));
   if (in_turn) {
@@ -294,7 +295,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t l
   const bool shares_bias = kernel.tile.sums_dbias && problem.tensor[TESSERA_DBIAS].extent[0] == 1;
   a.sequences = shares_bias ? std::max(p.batch, 1) : 1;
   const int tile_n = kernel.tile.tile_n();
-  const bool in_turn = kernel.tile.deterministic, is_causal = p.right >= 0;
+  const bool in_turn = kernel.tile.deterministic, is_causal = p.window.right >= 0;
   const int tiles_n = ceil_div(p.sk, tile_n);
   const int batch = p.batch / a.sequences, heads = p.thd_k ? p.hk : batch * p.hk;
   a.tiles = num_tile_slots(p.thd_k, p.sk, batch, tile_n) * p.hk;

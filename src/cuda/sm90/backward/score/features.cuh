@@ -64,7 +64,7 @@ class BackwardFeatures {
                                               int key0)
       : a_(a), p_(a.problem), tile_(tile), key0_(key0) {
     if (drops()) dropout_ = dropout_of(p_);
-    if (alibi()) is_left_ = uniform_register(tile.band.right) == 0;
+    if (alibi()) is_left_ = uniform_register(tile.band.window.right) == 0;
   }
 
   __device__ __forceinline__ void start_head(int head) {

@@ -221,7 +221,7 @@ class Features {
     const float slope = work_.slope;
     const int column = block * kTileN + 2 * quad_ - work_.m0 - work_.band.shift;
     const bool left =
-        work_.band.right == 0 || (block + 1) * kTileN <= work_.m0 + work_.band.shift + 1;
+        work_.band.window.right == 0 || (block + 1) * kTileN <= work_.m0 + work_.band.shift + 1;
     if (left) {
       const float first = slope * static_cast<float>(column);
 #pragma unroll
