@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operands of the products of few rows: K and V from shared memory as A operands of 16 keys or 16
-// columns, and the mma itself. An E4M3 cache becomes fp16, which holds it exactly, on the way.
+// columns. An E4M3 cache becomes fp16, which holds it exactly, on the way.
 //
 // S says how rows lie there: S::lane_address(tile, row, unit) is where a lane begins, with its own
 // row and unit of 16 bytes, and S::at(that, unit) an even unit further.
 #pragma once
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/mma.cuh"
 
 namespace tessera::cuda {
 
@@ -28,23 +29,6 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-
-// C[16 x 8] += A[16 x 16] B[16 x 8].
-template <typename T>
-__device__ __forceinline__ void multiply_16x8(float (&c)[4], const uint32_t (&a)[4],
-                                              const uint32_t* b) {
-  if constexpr (__is_same(T, __half)) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
 }
 
 // The two E4M3 of the low 16 bits as fp16. One instruction from sm89 on.

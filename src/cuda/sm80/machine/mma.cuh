@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/mma.cuh"
 
 namespace tessera::cuda::sm80 {
 
@@ -85,22 +86,8 @@ struct Mma16 {
   // c: the accumulators of the pair, 8 floats.
   template <bool kTransposed = false>
   __device__ static void multiply(float* c, const A& a, const B& b, float = 1) {
-    multiply_n8(c, a.r, b.r);
-    multiply_n8(c + 4, a.r, b.r + 2);
-  }
-
-  __device__ static void multiply_n8(float* c, const uint32_t* a, const uint32_t* b) {
-    if constexpr (sizeof(T) == 2 && __is_same(T, __half)) {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    } else {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    }
+    multiply_16x8<T>(c, a.r, b.r);
+    multiply_16x8<T>(c + 4, a.r, b.r + 2);
   }
 };
 template <>
@@ -158,11 +145,9 @@ struct Mma<float> {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float sum[4] = {0, 0, 0, 0};
-      Mma<__half>::multiply_n8(sum, kTransposed ? a.hi : a.lo,
-                               (kTransposed ? b.lo : b.hi) + 2 * tile);
-      Mma<__half>::multiply_n8(sum, kTransposed ? a.lo : a.hi,
-                               (kTransposed ? b.hi : b.lo) + 2 * tile);
-      Mma<__half>::multiply_n8(sum, a.hi, b.hi + 2 * tile);
+      multiply_16x8<__half>(sum, kTransposed ? a.hi : a.lo, (kTransposed ? b.lo : b.hi) + 2 * tile);
+      multiply_16x8<__half>(sum, kTransposed ? a.lo : a.hi, (kTransposed ? b.hi : b.lo) + 2 * tile);
+      multiply_16x8<__half>(sum, a.hi, b.hi + 2 * tile);
 #pragma unroll
       for (int i = 0; i < 4; ++i) c[4 * tile + i] += sum[i] * factor;
     }

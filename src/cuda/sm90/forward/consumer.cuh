@@ -157,15 +157,10 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
   // ---- tiles ----
 
   const auto work_barriers = shared.work_barriers();
-  // What the loops need of a tile (see Work); the rest stays in shared memory.
-  struct Blocks {
-    int begin, end, clean_begin, clean_end;
-  };
-  Blocks blocks;
+  TileBlocks blocks;
   const auto next_tile = [&] {  // false past the last
     work_barriers.wait(work_ring);
-    const int4 range = *reinterpret_cast<const int4*>(&works[work_ring.stage].begin);
-    blocks = {uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w)};
+    blocks = TileBlocks::of(works[work_ring.stage]);
     return blocks.begin < blocks.end;
   };
   // What the thread's rows see. Found while products run, like everything that can be.

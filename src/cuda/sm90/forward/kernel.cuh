@@ -83,21 +83,8 @@ __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
   if constexpr (Kernel::kAddsByProducts) Kernel::Progression::fill_indices(shared.indices());
   __syncthreads();
   launch_dependents();
-  auto* works = in_shared.work;
-  volatile int& loaded = in_shared.blocks_loaded;
-  if (warpgroup == 0) {
-    registers_release<Kernel::kProducerRegisters>();
-    const int warp = uniform(threadIdx.x / kWarp);
-    const bool first_lane = threadIdx.x % kWarp == 0;
-    if (warp == 0) schedule<Element, Kernel>(p, works, in_shared.order, loaded, shared);
-    if (warp == 1 && first_lane) carry_queries<Kernel>(p, works, shared);
-    if (warp == 2 && first_lane) load_keys<Kernel>(p, works, loaded, shared);
-    if (warp == 3 && first_lane) load_values<Kernel>(p, works, shared);
-  } else {
-    registers_claim<Kernel::kConsumerRegisters>();
-    wait_for_predecessors();
-    Kernel::consumer(p, works, shared, warpgroup - 1);
-  }
+  take_roles<Element, Kernel>(p, in_shared, shared, warpgroup,
+                              [&](const auto* works) { load_values<Kernel>(p, works, shared); });
 }
 
 template <typename Element, typename Row>

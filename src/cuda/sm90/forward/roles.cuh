@@ -249,4 +249,28 @@ __device__ __forceinline__ void load_values(const ForwardParams& a,
   });
 }
 
+// The CTA after its barriers are made: warpgroup 0 schedules and loads, a warp a role, the others
+// compute. load_values: what the loader of V does.
+template <typename Element, ScheduledKernel Kernel, typename Arguments, typename LoadValues>
+__device__ __forceinline__ void take_roles(const Arguments& a,
+                                           typename Kernel::SharedStorage& in_shared,
+                                           const typename Kernel::Shared shared, int warpgroup,
+                                           const LoadValues& load_values) {
+  auto* works = in_shared.work;
+  volatile int& loaded = in_shared.blocks_loaded;
+  if (warpgroup == 0) {
+    registers_release<Kernel::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / kWarp);
+    const bool first_lane = threadIdx.x % kWarp == 0;
+    if (warp == 0) schedule<Element, Kernel>(a, works, in_shared.order, loaded, shared);
+    if (warp == 1 && first_lane) carry_queries<Kernel>(a, works, shared);
+    if (warp == 2 && first_lane) load_keys<Kernel>(a, works, loaded, shared);
+    if (warp == 3 && first_lane) load_values(works);
+  } else {
+    registers_claim<Kernel::kConsumerRegisters>();
+    wait_for_predecessors();
+    Kernel::consumer(a, works, shared, warpgroup - 1);
+  }
+}
+
 }  // namespace tessera::cuda::sm90

@@ -41,6 +41,16 @@ struct Work {
   }
 };
 
+// Of a tile, what the loops of a consumer need; the rest stays in shared memory.
+struct TileBlocks {
+  int begin, end, clean_begin, clean_end;
+
+  static __device__ __forceinline__ TileBlocks of(const Work& work) {
+    const int4 range = *reinterpret_cast<const int4*>(&work.begin);
+    return {uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w)};
+  }
+};
+
 // sequence_of() where both sides are packed, by all lanes of a warp: a word of the tables each, so
 // that one load finds all of them.
 __device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int lane) {

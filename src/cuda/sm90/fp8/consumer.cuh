@@ -125,14 +125,10 @@ __device__ __forceinline__ void Fp8Forward<Element, Row>::consumer(const Fp8Para
 
   // ---- tiles ----
 
-  struct Blocks {
-    int begin, end, clean_begin, clean_end;
-  };
-  Blocks blocks;
+  TileBlocks blocks;
   const auto next_tile = [&] {  // false past the last
     work_barriers.wait(work_ring);
-    const int4 range = *reinterpret_cast<const int4*>(&works[work_ring.stage].begin);
-    blocks = {uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w)};
+    blocks = TileBlocks::of(works[work_ring.stage]);
     return blocks.begin < blocks.end;
   };
   // The place in [b, hq, sq] of the thread's row r; that of some other row where it does not exist.
