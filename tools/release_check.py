@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Where each wheel of a release lies, and the option of `./dev wheel` that makes it.
+WHEELS = {"build/dist": "", "build/dist/cpu": " --cpu", "build/dist/aarch64": " --platform aarch64"}
 
 
 def git(*arguments: str) -> str:
@@ -32,9 +34,9 @@ def open_items(version: str, changelog: str, citation: str, status: str, tags: l
         items.append(f"the tree is not clean: {len(status.splitlines())} files")
     if f"v{version}" in tags:
         items.append(f"the tag v{version} exists: raise the version in CMakeLists.txt")
-    for folder in ("build/dist", "build/dist/cpu"):
+    for folder, option in WHEELS.items():
         if not any(name.startswith(f"{folder}/tessera_attention-{version}-py3-none-manylinux_") for name in wheels):
-            items.append(f"{folder} has no wheel of {version}: ./dev wheel{' --cpu' if 'cpu' in folder else ''}")
+            items.append(f"{folder} has no wheel of {version}: ./dev wheel{option}")
     return items
 
 

@@ -55,6 +55,12 @@ def test_an_unknown_example_is_refused():
     assert done.returncode == 1 and "torch/none: no such example" in done.stderr
 
 
+def test_a_wheel_for_an_unknown_platform_is_refused():
+    done = subprocess.run([ROOT / "dev", "wheel", "--platform", "riscv64"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "wheel --platform riscv64: takes --cpu, --platform aarch64 or nothing" in done.stderr
+
+
 PAGES = ("torch", "hf", "flash_attn", "xformers")
 MADE = f"""
 import json, sys
