@@ -5,17 +5,19 @@
 
 Shapes are [b, s, h, d], or packed [t, h, d]; dv may differ from d; descales are [b, hk]. num_splits,
 pack_gqa and scheduler_metadata have no effect. qv is refused by name. tessera.flash_attn is version 2's.
+Programs that call torch.ops.flash_attn_3 themselves call register_ops() once before.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .flash_attn import _kvcache, _passes, _translate as to
+from .flash_attn import _kvcache, _ops_3, _passes, _translate as to
 from .flash_attn._translate import Refused
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata", "Refused"]
+           "flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata",
+           "register_ops", "Refused"]
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
@@ -109,6 +111,13 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
                            attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
     """An empty int32 tensor for scheduler_metadata=, which has no effect: the backend plans each call by itself."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def register_ops() -> _ops_3.RegisteredOps:
+    """Registers fwd, bwd, fwd_combine and get_scheduler_metadata of torch.ops.flash_attn_3, with the schemas and
+    results of FlashAttention-3's extension, until remove() of the result. Intermediate results of its kernels are empty
+    tensors, and bwd's rowsum(dout * out) is not padded. Refused where the extension is loaded."""
+    return _ops_3.RegisteredOps(_ops_3.Passes(_flash_attn_forward, _flash_attn_backward, get_scheduler_metadata))
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def _check_lengths(name: str, cache: Cache, capacity: int):
     """Lengths are of keys that have a place. On a GPU a tensor's values are not waited for."""
     lengths = cache.seqlens
     if isinstance(lengths, torch.Tensor):
-        if lengths.device.type != "cpu" or not lengths.numel() or torch.compiler.is_compiling():
+        if lengths.device.type != "cpu" or not lengths.numel() or _is_traced(lengths):
             return
         least, most = map(int, lengths.aminmax())
     else:
@@ -132,12 +132,17 @@ def _check_lengths(name: str, cache: Cache, capacity: int):
 
 def _check_room(name: str, before, count, capacity: int):
     """Nothing is written unless all of it has a place; on a GPU what has none is left out."""
-    if before.device.type != "cpu" or not len(before):
+    if before.device.type != "cpu" or not len(before) or _is_traced(before):
         return
     end = int((before + count).max())
     if end > capacity or int(before.min()) < 0:
         raise ValueError(f"tessera.{name}: cache_seqlens: k and v would reach position {end - 1} of a sequence "
                          f"that has room for {capacity}; lengths begin at 0")
+
+
+def _is_traced(x) -> bool:
+    """Whether x has no values yet. tessera's operators check them when they run."""
+    return torch.compiler.is_compiling() or torch._subclasses.fake_tensor.is_fake(x)
 
 
 def _append(new: New, k, k_cache, v_cache, before, table, score):
