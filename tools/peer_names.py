@@ -41,6 +41,7 @@ MODULES = {
                                   "tessera.flash_attn.cute.interface"),
     "xformers.ops": ("xformers", "xformers/ops/__init__.py", "tessera.xformers"),
     "xformers.ops.fmha": ("xformers", "xformers/ops/fmha/__init__.py", "tessera.xformers.fmha"),
+    "xformers.ops.fmha.common": ("xformers", "xformers/ops/fmha/common.py", "tessera.xformers.fmha.common"),
     "xformers.ops.fmha.attn_bias": ("xformers", "xformers/ops/fmha/attn_bias.py", "tessera.xformers.fmha.attn_bias"),
     "xformers.ops.fmha.merge_training": ("xformers", "xformers/ops/fmha/merge_training.py",
                                          "tessera.xformers.fmha.merge_training"),

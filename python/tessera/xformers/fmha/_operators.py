@@ -1,30 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""xformers' names of kernels. op= takes them and they have no effect: tessera chooses a backend by itself."""
+"""xformers' names of kernels. op= takes them and they have no effect: tessera chooses a backend by itself. Each has
+`supports`, `not_supported_reasons` and `apply` of tessera's one attention."""
 
 from __future__ import annotations
 
 import sys
 import types
 
-
-class AttentionOpBase:
-    """A pass of one of xformers' kernels, by its name."""
-    NAME = ""
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return True
-
-
-class AttentionFwOpBase(AttentionOpBase):
-    """A forward pass."""
-
-
-class AttentionBwOpBase(AttentionOpBase):
-    """A backward pass."""
-
-
-AttentionOp = tuple  # (forward or None, backward or None)
+from .common import AttentionBwOpBase, AttentionFwOpBase, AttentionOp, AttentionOpBase, Context, Gradients, Inputs
 
 
 def _kernel(file: str, name: str) -> types.ModuleType:
@@ -39,6 +22,7 @@ KERNELS = ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3, triton_split
     _kernel("ck", "ck"), _kernel("ck_splitk", "ck_splitK"), _kernel("cutlass", "cutlass"),
     _kernel("cutlass_blackwell", "cutlass_blackwell"), _kernel("flash", "fa2"), _kernel("flash3", "fa3"),
     _kernel("triton_splitk", "triton_splitK"))
+flash3.FwOp_KVSplit = type("FwOp_KVSplit", (flash3.FwOp,), {"NAME": "fa3F_splitKV", "__module__": flash3.__name__})
 ALL_FW_OPS = [kernel.FwOp for kernel in KERNELS]
 ALL_BW_OPS = [kernel.BwOp for kernel in KERNELS]
 MemoryEfficientAttentionCutlassOp = cutlass.FwOp, cutlass.BwOp
@@ -48,9 +32,10 @@ MemoryEfficientAttentionFlashAttentionOp = flash.FwOp, flash.BwOp
 MemoryEfficientAttentionCkOp = ck.FwOp, ck.BwOp
 MemoryEfficientAttentionSplitKCkOp = ck_splitk.FwOp, ck.BwOp
 
-__all__ = ["AttentionOp", "AttentionOpBase", "AttentionFwOpBase", "AttentionBwOpBase", "ALL_FW_OPS", "ALL_BW_OPS",
-           "MemoryEfficientAttentionCutlassOp", "MemoryEfficientAttentionCutlassBlackwellOp",
-           "MemoryEfficientAttentionCutlassFwdFlashBwOp", "MemoryEfficientAttentionFlashAttentionOp",
+__all__ = ["AttentionOp", "AttentionOpBase", "AttentionFwOpBase", "AttentionBwOpBase", "Context", "Gradients", "Inputs",
+           "ALL_FW_OPS", "ALL_BW_OPS", "MemoryEfficientAttentionCutlassOp",
+           "MemoryEfficientAttentionCutlassBlackwellOp", "MemoryEfficientAttentionCutlassFwdFlashBwOp",
+           "MemoryEfficientAttentionFlashAttentionOp",
            "MemoryEfficientAttentionCkOp", "MemoryEfficientAttentionSplitKCkOp", "ck", "ck_splitk", "cutlass",
            "cutlass_blackwell", "flash", "flash3", "triton_splitk"]
 
