@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_te_graphs_of_a_cache():
-    """A layer in evaluation, which allocates its cache and has no backward graph, step by step; one in
-    training, whose gradients add up over two passes and which is eager again after reset()."""
+    """A layer in evaluation, which allocates its cache and has no backward graph, step by step, the last with a
+    sequence fewer than were captured, and rotary embedding from where each sequence is; one in training, whose
+    gradients add up over two passes and which is eager again after reset()."""
     layers = [te.TransformerLayer(256, 512, 4, hidden_dropout=0.0, attention_dropout=0.0, layer_number=n + 1,
                                   self_attn_mask_type="padding_causal", attn_input_format="bshd",
                                   params_dtype=torch.bfloat16).eval() for n in range(2)]
@@ -25,15 +26,18 @@ def test_te_graphs_of_a_cache():
     x = torch.randn(2, 8, 256, device="cuda", dtype=torch.bfloat16)
     caches[1].pre_step(OrderedDict([(0, 8), (1, 8)]))
     eager = [layer.forward for layer in layers]
-    graphed = [te.make_graphed_callables(layer, (x,), sample_kwargs={"inference_params": caches[1]})
+    freqs = te.RotaryPositionEmbedding(64)(64).cuda()
+    graphed = [te.make_graphed_callables(layer, (x,), sample_kwargs={"inference_params": caches[1],
+                                                                     "rotary_pos_emb": freqs})
                for layer in layers]
     caches[1].reset()
-    for counts in ((8, 3), (1, 1), (1, 2)):
+    for counts in ((8, 3), (1, 1), (1, 2), (3,)):
         for cache in caches:
             cache.pre_step(OrderedDict(enumerate(counts)))
         expected = out = torch.randn_like(x)
         for one, layer in zip(eager, graphed):
-            expected, out = one(expected, inference_params=caches[0]), layer(out, inference_params=caches[1])
+            expected, out = (each(y, inference_params=kept, rotary_pos_emb=freqs)
+                             for each, y, kept in ((one, expected, caches[0]), (layer, out, caches[1])))
         for row, count in enumerate(counts):
             torch.testing.assert_close(out[row, :count], expected[row, :count])
     del expected, out  # their graphs keep the parameters' gradients on this stream, which a capture may not join

@@ -121,7 +121,7 @@ class _PoolManager(KVCacheManager):
             raise ValueError(f"InferenceParams: layer_number={layer_number}: has no cache; call "
                              "allocate_memory(layer_number) first")
         k_pool, v_pool = self.cache[layer_number]
-        b = len(self.sequences)
+        b = _rows(len(self.sequences), new_k, qkv_format)
         table = self.page_table[:b]
         new = cu_new_seqlens[:b + 1]
         lengths = {"cu_seqlens": new} if qkv_format == "thd" else {"seqlens_q": new.diff()}
@@ -147,7 +147,7 @@ class NonPagedKVCacheManager(_PoolManager):
                                   qkv_format)
         rows = [self._pages[id][0] for id in self.sequences if self._pages[id]]
         if rows == list(range(len(self.sequences))):
-            return k[:len(rows)], v[:len(rows)], None
+            return k[:len(table)], v[:len(table)], None
         return k[table[:, 0].long()], v[table[:, 0].long()], None
 
 
@@ -316,13 +316,22 @@ class InferenceParams:
         merged = qkv_format if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, merged
 
+    def rows(self, x: torch.Tensor, qkv_format: str) -> int:
+        """How many sequences x [b, s, ..], [s, b, ..] or [t, ..] has: those of this step, or more that have no tokens,
+        where x has the shape of a graph that was captured with a full batch."""
+        return _rows(self.batch_size, x, qkv_format)
+
+    def starts(self, rows: int) -> torch.Tensor:
+        """get_seqlens_pre_step() of so many sequences, from tensors that pre_step writes: a graph sees each step's."""
+        return (self.cu_seqlens_kv.diff() - self.cu_seqlens_q.diff())[:rows]
+
     def append(self, layer_number: int, new_k, new_v, qkv_format: str):
-        """step() as DotProductAttention wants it: (k, v, page_table, cu_seqlens_q [b + 1],
-        cu_seqlens_kv [b + 1]), page_table None where a custom manager has none."""
+        """step() as DotProductAttention wants it, of the b sequences of rows(): (k, v, page_table, cu_seqlens_q
+        [b + 1], cu_seqlens_kv [b + 1]), page_table None where a custom manager has none."""
         manager = self.cache_manager
         k, v, table = self._stepped(getattr(manager, "append", manager.step), layer_number, new_k, new_v,
                                     qkv_format)
-        cut = slice(0, self.batch_size + 1)
+        cut = slice(0, self.rows(new_k, qkv_format) + 1)
         return k, v, table, self.cu_seqlens_q[cut], self.cu_seqlens_kv[cut]
 
     def _stepped(self, step, layer_number: int, new_k, new_v, qkv_format: str):
@@ -330,12 +339,16 @@ class InferenceParams:
         k, v, *table = step(layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format)
         if table or not self.is_paged:
             return k, v, table[0] if table else None
-        return k, v, self.cache_manager.page_table[:self.batch_size]
+        return k, v, self.cache_manager.page_table[:self.rows(new_k, qkv_format)]
 
     def convert_paged_to_nonpaged(self, layer_number: int):
         """(k, v) [b, max_sequence_length, h, d] of the sequences of this step, as copies."""
         table = self.cache_manager.page_table[:self.batch_size].long()
         return tuple(cache[table].flatten(1, 2) for cache in self.cache_manager.cache[layer_number])
+
+
+def _rows(sequences: int, x: torch.Tensor, qkv_format: str) -> int:
+    return max(sequences, 0 if qkv_format == "thd" else x.shape[qkv_format.index("b")])
 
 
 def _cumulated(lengths, most: int) -> list[int]:

@@ -223,7 +223,8 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
                         "use DUAL_CHUNK_SWAP, or tessera.torch.rotate with Shards.cut(..).positions(rank) and "
                         "DotProductAttention")
         freqs = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
-        start = None if inference_params is None else inference_params.get_seqlens_pre_step()
+        start = None if inference_params is None else \
+            inference_params.starts(inference_params.rows(k, self.qkv_format))
         if inference_params is not None and self.qkv_format == "thd":
             cu_seqlens = (inference_params.cu_seqlens_q[:inference_params.batch_size + 1],) * 2
         return [apply_rotary_pos_emb(x, angles, self.qkv_format, start, self.rotary_pos_interleaved,
