@@ -30,18 +30,23 @@ example() {
 
 # run_example FILE NEEDS ARGS...: in the place of this script.
 run_example() {
-  local file=examples/$1 needs=$2 libraries=(tessera) need; shift 2
+  local file=examples/$1 needs=$2 libraries=(tessera) need host=; shift 2
   for need in $needs; do
     case $need in
       torch) setup_torch; libraries+=(tessera_torch) ;;
       jax) has_jax || die "$file: JAX needs Python 3.11 or later"; setup_jax; libraries+=(tessera_jax) ;;
       paddle) has_paddle || die "$file: no Paddle for this Python"; venv=$venv_paddle; setup_paddle ;;
       matplotlib) install plots matplotlib ;;
+      kernels|trl|diffusers|xfuser|megatron|vllm) host=$need ;;
       tessera_*) libraries+=("$need") ;;
     esac
   done
   case $file in
-    *.py) built "${libraries[@]}" || build cpu "${libraries[@]}"; exec "$venv/bin/python" "${file%/__main__.py}" "$@" ;;
+    *.py)
+      built "${libraries[@]}" || build cpu "${libraries[@]}"
+      [ -z "$host" ] || setup_host "$host"
+      export KINETO_LOG_LEVEL=${KINETO_LOG_LEVEL:-9}  # PyTorch's profiler says on stderr that a CPU has no GPU
+      exec "$venv/bin/python" "${file%/__main__.py}" "$@" ;;
   esac
   local program=build/example compiler=(c++ -std=c++17); [[ $file = *.cc ]] || compiler=(cc -std=c11)
   quick "$(fp32_level)" "${libraries[@]}"

@@ -121,6 +121,15 @@ def test_a_pipelines_images_are_equal(calls):
     assert np.abs(np.rint(ours * 255) - np.rint(theirs * 255)).max() <= 1  # a tie may round otherwise
 
 
+def test_the_example(capsys):
+    import door_examples  # not above: the processes that import this file do not find it
+
+    text = door_examples.printed("diffusers_flux", capsys)
+    ours, again = door_examples.differences(text)
+    assert ours < 1e-4 and again == 0
+    assert door_examples.calls(text) == [0, 2 * 3, 0]  # blocks, steps
+
+
 def test_compiled():
     inputs = qkv()
     with registered(), host.attention_backend("tessera"):

@@ -28,6 +28,16 @@ def test_every_door_is_a_module_and_in_the_table_of_docs():
         assert f"| {name} |" in page and door.tested in page, name
 
 
+def test_every_door_has_an_example_or_is_one_line():
+    rows = re.findall(r"^\| ([^|]+) \| .* \| (?:\[.*\]\(\.\./(\S+)\)|the line is all) \|$",
+                      (ROOT / "docs" / "integrations.md").read_text(), re.M)
+    examples = {name: path for name, path in rows if path}
+    assert {name for name, _ in rows} == set(doors.DOORS)
+    assert set(doors.DOORS) - set(examples) == {"TransformerEngine", "SGLang"}
+    assert set(examples.values()) == {"examples/comfyui/__init__.py", *(
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "examples" / "doors").glob("*.py"))}
+
+
 def test_env_lists_them():
     done = subprocess.run([sys.executable, "-m", "tessera", "env", "--json"], capture_output=True, text=True,
                           check=True)

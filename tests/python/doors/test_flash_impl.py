@@ -22,6 +22,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.varlen import varlen_attn  # noqa: E402
 
+import door_examples  # noqa: E402
 import tessera  # noqa: E402
 import tessera.torch as tt  # noqa: E402
 from tessera.doors import flash_impl  # noqa: E402
@@ -296,6 +297,14 @@ def test_a_graph_that_was_compiled_before(calls):
     with activated():
         close([compiled(*inputs)], [theirs])
     assert calls == ["attention"]
+
+
+def test_the_example(capsys):
+    text = door_examples.printed("torch_registry", capsys)
+    theirs, ours, again = door_examples.losses(text)
+    near = pytest.approx(ours, abs=2e-2 if CUDA else 1e-3)
+    assert theirs == near and again == near and ours[-1] < ours[0] / 2
+    assert door_examples.calls(text) == [0, 2 * 2 * len(ours), 0]  # layers, passes
 
 
 # ---- undone, refused, changed ----

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
 
+import door_examples  # noqa: E402
 import tessera  # noqa: E402
 from tessera.doors import hub_kernel  # noqa: E402
 
@@ -74,6 +75,14 @@ def test_transformers_generates_the_same_tokens(packed):
         """, packed)
     layers, tokens = 2, 6
     assert text.splitlines()[-1] == f"{packed}/build/torch-universal/tessera/__init__.py True {layers * (tokens + 1)}"
+
+
+def test_the_example():
+    text = door_examples.printed_alone("hub_kernel")
+    theirs, ours, again = door_examples.rows(text, "tokens")
+    assert theirs == ours == again
+    assert door_examples.calls(text) == [0, 2 * 8, 0]  # layers, tokens
+    assert "/build/torch-universal/tessera/__init__.py" in text.splitlines()[-1]
 
 
 def test_another_version_in_the_process_is_one_error(packed, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+import door_examples  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
@@ -88,6 +89,14 @@ def test_a_gpt_has_the_loss_and_gradients_of_megatrons(mask, more):
     for a, b in zip(our_grads, grads, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
     assert type(trained(contextlib.nullcontext())[2]) is host.DotProductAttention
+
+
+def test_the_example():
+    text = door_examples.printed_alone("megatron_gpt")
+    theirs, ours, again = door_examples.losses(text)
+    near = pytest.approx(ours, abs=1e-3)
+    assert theirs == near and again == near and ours[-1] < ours[0]
+    assert door_examples.calls(text) == [0, 2 * 2 * len(ours), 0]  # layers, passes
 
 
 def test_without_a_mask_it_is_causal():

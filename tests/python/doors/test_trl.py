@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 
 import datasets  # noqa: E402
+import door_examples  # noqa: E402
 import pyarrow  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 
@@ -60,3 +61,13 @@ def test_packed_and_padding_free_train_as_padded(tmp_path, monkeypatch):
         assert ours == pytest.approx(loss, abs=1e-5)
         for a, b in zip(trained_weights, weights, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_example(capsys):
+    text = door_examples.printed("trl_packing", capsys)
+    padded, packed = door_examples.losses(text)
+    assert len(padded) == 3 and packed == pytest.approx(padded, abs=1e-3)
+    assert door_examples.rows(text, "batch") == ["[6, 20]", f"[1, {sum(LENGTHS)}]"]
+    none, some = door_examples.calls(text)
+    assert none == 0 and some >= 2 * 2 * 3  # layers, passes, steps
+    assert door_examples.differences(text)[0] < 1e-5

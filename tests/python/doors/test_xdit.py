@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import door_examples  # noqa: E402
 import tessera  # noqa: E402
 
 CLOSE = dict(atol=2e-5, rtol=1e-5)
@@ -119,3 +120,12 @@ def test_what_xfuser_calls():
     assert (list(names), xdit.host.ATTENTION_FUNCTION_REGISTRY) == before
     with pytest.raises(NotImplementedError, match="not registered"):
         usp._get_attention_function(backend=handle.member or "TESSERA")
+
+
+def test_the_example(capsys):
+    pytest.importorskip("xfuser.model_executor.layers.usp")
+    text = door_examples.printed("xdit_ring", capsys)
+    assert door_examples.calls(text) == [0, 1]
+    whole, parts = door_examples.differences(text)
+    assert max(whole, parts) < 1e-5
+    assert text.splitlines()[-1] == "removed: True"

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import door_examples  # noqa: E402
 import signatures  # noqa: E402
 import tessera  # noqa: E402
 import tessera.hf  # noqa: E402
@@ -377,3 +378,10 @@ def test_what_is_not_known_is_refused():
                          ids=lambda function: function.__name__)
 def test_docstrings_and_annotations_have_every_parameter(function):
     signatures.assert_described(function)
+
+
+def test_the_example(capsys):
+    text = door_examples.printed("hf_generate", capsys)
+    theirs, ours, again = door_examples.rows(text, "tokens")
+    assert theirs == ours == again
+    assert door_examples.calls(text) == [0, 2 * 8, 0]  # layers, tokens

@@ -46,7 +46,8 @@ def test_each_example_is_listed_with_what_it_needs():
     assert set(listed) == set(names)
     for name, path in names.items():
         if path.suffix == ".py":
-            asked = imported(path) & {"torch", "jax", "paddle", "matplotlib"}
+            asked = imported(path) & {"torch", "jax", "paddle", "matplotlib", "kernels", "trl", "diffusers", "xfuser",
+                                      "megatron", "vllm"}
             assert set(listed[name].split(", ")) == asked, f"{name} imports {asked}"
 
 

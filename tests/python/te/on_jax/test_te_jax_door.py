@@ -9,6 +9,7 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
+import door_examples  # noqa: E402
 import flax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -59,6 +60,13 @@ def test_importing_the_door_puts_nothing_there():
     code = ("import sys, tessera, tessera.doors.te_jax\n"
             "print([x for x in sys.modules if x in ('transformer_engine', 'jax')])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_example(capsys):
+    text = door_examples.printed("te_jax", capsys)
+    assert door_examples.differences(text)[0] < 1e-5
+    assert "calls of tessera in the program 1" in text
+    assert text.splitlines()[-1] == "removed: No module named 'transformer_engine'"
 
 
 # ---- MaxText ----
