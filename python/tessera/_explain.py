@@ -84,9 +84,9 @@ def explain(q: np.ndarray | str, k: np.ndarray | None = None, v: np.ndarray | No
     """Says which backend attention(q, k, v, **keywords) would use, or attention_backward, and why.
 
     explain(text) asks about a case line instead. keywords are those of attention. With backward=True they are those of
-    attention_backward, and grads and dlse too. device is "cpu", "sm80", "sm90" or "sm100"; the
-    hardware need not be there. Raises the ValueErrors that attention would raise, and computes
-    nothing.
+    attention_backward, and grads and dlse too. device is "cpu", "sm80" (A100), "sm89" (RTX 40,
+    L4), "sm90" (H100, H200), "sm100" (B200) or "sm120" (RTX 50); the hardware need not be there. Raises the ValueErrors
+    that attention would raise, and computes nothing.
 
     >>> print(tessera.explain(q, k, v, causal=True))
     >>> tessera.explain("bwd bf16 b=2 s=1024 h=16 d=128 causal", device="sm90").backend

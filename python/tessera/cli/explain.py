@@ -24,7 +24,8 @@ def add_parser(commands):
     parser.add_argument("case", nargs="+", help="a case line")
     parser.add_argument("--device", default="cpu",
                         choices=["cpu", "sm80", "sm89", "sm90", "sm100", "sm120"],
-                        help="the device to ask about (default: cpu)")
+                        help="the device to ask about: sm80 is A100, sm89 RTX 40 and L4, sm90 H100 and H200, sm100 "
+                             "B200, sm120 RTX 50 (default: cpu)")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
     parser.set_defaults(main=main)
 

@@ -131,8 +131,9 @@ def explain(q: paddle.Tensor | str, k: paddle.Tensor | None = None, v: paddle.Te
     """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
 
     Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
-    attention_backward, as are grads and dlse. device is that of q unless given: "cpu", "sm80", "sm90"
-    or "sm100"; the hardware need not be there. Raises the ValueErrors that attention would raise.
+    attention_backward, as are grads and dlse. device is that of q unless given: "cpu", "sm80" (A100),
+    "sm89" (RTX 40, L4), "sm90" (H100, H200), "sm100" (B200) or "sm120" (RTX 50); the hardware need not be there. Raises
+    the ValueErrors that attention would raise.
 
     >>> print(tessera.paddle.explain(q, k, v, causal=True))
     """

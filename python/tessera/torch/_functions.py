@@ -201,8 +201,9 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
     """Says which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
 
     explain(text) asks about a case line instead. keywords are those of attention. With backward=True they are those of
-    attention_backward, and grads and dlse too. device is that of q unless given: "cpu", "sm80", "sm90"
-    or "sm100"; the hardware need not be there. Raises the ValueErrors that attention would raise.
+    attention_backward, and grads and dlse too. device is that of q unless given: "cpu", "sm80" (A100),
+    "sm89" (RTX 40, L4), "sm90" (H100, H200), "sm100" (B200) or "sm120" (RTX 50); the hardware need not be there. Raises
+    the ValueErrors that attention would raise.
 
     >>> print(tessera.torch.explain(q, k, v, causal=True))
     """
