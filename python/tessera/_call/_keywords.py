@@ -422,7 +422,7 @@ class Keywords(TypedDict, total=False):
     precision: Annotated[Literal["fp8"] | None, _word(
         {"fp8": _lib.FP8_PRODUCTS},
         doc='Rounds 16-bit q, k and v, and backward do, to E4M3 for the matrix products. Results stay in 16 bits. '
-            '"fp8" runs on CPUs, to show what rounding costs and not for speed; GPUs refuse it so far.')]
+            'Refused with pages and accumulate. On CPUs it shows what rounding costs, and gains no time.')]
     smooth: Annotated[Literal["none", "mean", "mean+hadamard"] | None, _word(
         SMOOTH,
         doc='How q and k are smoothed before they are rounded, which changes no score: the mean of the keys is taken '
