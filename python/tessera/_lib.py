@@ -119,7 +119,7 @@ _EXCEPTIONS = {INVALID: ValueError, REFUSED: Refused, OUT_OF_MEMORY: MemoryError
 
 def raise_error(error: Error, operation: str, spelling: dict[str, str] | None = None):
     """Raises what error says, in the words of the Python API: the front door's operation gives way
-    to `operation`, and a tensor at the head of the message to how the caller spelled it."""
+    to `operation`, and a tensor at the head of the message to how the caller spelled it and its shape."""
     message = error.message.decode("utf-8", "replace")
     head, colon, rest = message.partition(": ")
     if colon and head.startswith(("tessera.", "tessera_")):
@@ -127,6 +127,9 @@ def raise_error(error: Error, operation: str, spelling: dict[str, str] | None = 
     field = re.match(r"\w+", message)
     if field and spelling and field[0] in spelling:
         message = spelling[field[0]] + message[field.end():]
+    shape, equals, rest = message.partition("=")
+    if spelling and shape.endswith(".shape") and shape in spelling:
+        message = f"{shape}={spelling[shape]}, read as {rest}"
     raise _EXCEPTIONS.get(error.code, RuntimeError)(f"tessera.{operation}: {message}")
 
 

@@ -65,7 +65,8 @@ class Arguments:
         self.sources: list[Source] = []  # of what goes in
         self.targets: list[Source] = []  # of what is written into
         self.wanted: dict[str, tuple[int | None, ...]] = {}  # tensor -> order of its array
-        self.spelling: dict[str, str] = {}  # the library's name of a tensor -> the caller's
+        # The library's name of a tensor -> the caller's, and NAME.shape -> the caller's where axes are missing.
+        self.spelling: dict[str, str] = {}
         self.softmax_scale = self.softcap = self.dropout_p = 0.0
         self.sm_margin = 0
         self.out_dtype = self.grad_dtype = None  # names
@@ -100,6 +101,8 @@ class Arguments:
                 raise self.error(f"{name}.shape", list(info.shape), f"must have at most {pad} "
                                  f"axes, broadcastable to [{axes}]")
             order = (None,) * (pad - rank) + tuple(range(rank))
+            if rank < pad:
+                self.spelling[f"{name}.shape"] = str(list(info.shape))
         elif rank != sum(axis is not None for axis in order):
             raise self.error(f"{name}.shape", list(info.shape),
                              f"must have the axes [{_in_array_order(axes, order)}]")

@@ -353,7 +353,10 @@ def test_a_dtype_is_measured_by_that_of_q(name, beside):
 
 @pytest.mark.parametrize("changes, cure", [
     ({"keep": np.ones((2, 16), bool)}, "pass seqlens_k, the lengths, or the mask as [b, 1, 1, sk]"),
+    ({"keep": np.ones((2, 16), bool)}, "keep.shape=[2, 16], read as [1, 1, 2, 16]: must be"),
     ({"drop": np.ones((2, 16), bool)}, "pass seqlens_k"),
+    ({"bias": np.ones((2, 16), F32)}, "bias.shape=[2, 16], read as [1, 1, 2, 16]: must be"),
+    ({"bias": np.ones((1, 1, 2, 16), F32)}, "bias.shape=[1, 1, 2, 16]: must be"),
     ({"key_ranges": np.zeros((2, 1, 16, 2), np.int64)}, "must be int32; convert it"),
     ({"q": np.zeros((2, 4, 10, 8), F32), "k": np.zeros((2, 4, 20, 8), F32), "v": np.zeros((2, 4, 20, 8), F32)},
      'or layout="bhsd"'),
