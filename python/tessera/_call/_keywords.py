@@ -520,8 +520,38 @@ def check_names(function: str, given, table, hint: bool = True):
             raise unexpected(function, name, table if hint else ())
 
 
+# What other libraries call what a keyword here does, where the spelling does not lead there.
+_ELSEWHERE = {theirs: ours.split() for ours, names in {
+    "softmax_scale": "scale sm_scale attn_scale qk_scale scaling",
+    "keep drop bias": "mask attn_mask",
+    "seqlens_k keep drop": "attention_mask key_padding_mask padding_mask",
+    "bias": "attn_bias position_bias core_attention_bias",
+    "window": "window_size local_window_size sliding_window window_left",
+    "seqlens_q": "query_seq_lengths seqused_q seq_len_q",
+    "seqlens_k": "key_value_seq_lengths seqused_k seq_len_kv cache_seqlens seqlens seq_lens lengths",
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_k": "max_seqlen_kv",
+    "page_table": "block_table block_tables",
+    "softcap": "logits_soft_cap logit_cap attn_logit_softcapping",
+    "sink": "s_aux attn_sink learnable_sink softmax_offset",
+    "dropout_p": "dropout dropout_rate attention_dropout",
+    "rng_state": "seed generator dropout_rng rng_gen",
+    "layout": "qkv_format qkv_layout tensor_layout format",
+    "return_lse": "return_attn_probs return_softmax_lse return_residual generate_stats",
+    "key_ranges segment_ids keep": "mask_mod block_mask",
+    "bias alibi_slopes softcap": "score_mod",
+}.items() for theirs in names.split()}
+_NEEDLESS = {"enable_gqa": "k and v may have fewer heads than q without it",
+             "num_gqa_groups": "k and v may have fewer heads than q without it"}
+
+
 def unexpected(function: str, name: str, known) -> TypeError:
-    """What Python raises of a keyword that a function does not have, with the nearest that it has."""
-    near = difflib.get_close_matches(name, known, 1) if known else ()
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    """What Python raises of a keyword that a function does not have, with those of it that may be meant."""
+    meant = [repr(ours) for ours in _ELSEWHERE.get(name, ()) if ours in known] or \
+        [repr(near) for near in difflib.get_close_matches(name, known, 1)]
+    hint = ""
+    if name in _NEEDLESS and known:
+        hint = f"; {_NEEDLESS[name]}"
+    elif meant:
+        hint = "; did you mean " + " or ".join(filter(None, (", ".join(meant[:-1]), meant[-1]))) + "?"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

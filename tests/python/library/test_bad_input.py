@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tessera
+from tessera._call import _keywords
 from problems import problems
 
 F32, I32, I64 = np.float32, np.int32, np.int64
@@ -387,6 +388,27 @@ def test_misspelt_words_are_told_the_nearest():
             tessera.explain(f"fwd bf16 b=2 s=64 h=1 d=64 {wrong}")
     with pytest.raises(ValueError, match="no such key; one of "):
         tessera.explain("fwd bf16 b=2 s=64 h=1 d=64 zebra")
+
+
+@pytest.mark.parametrize("theirs, hint", [
+    ("scale", "did you mean 'softmax_scale'?"), ("sm_scale", "did you mean 'softmax_scale'?"),
+    ("is_causal", "did you mean 'causal'?"), ("attn_mask", "did you mean 'keep', 'drop' or 'bias'?"),
+    ("attention_mask", "did you mean 'seqlens_k', 'keep' or 'drop'?"), ("block_table", "did you mean 'page_table'?"),
+    ("score_mod", "did you mean 'bias', 'alibi_slopes' or 'softcap'?"),
+    ("enable_gqa", "k and v may have fewer heads than q without it"),
+])
+def test_words_of_other_libraries_are_told_ours(theirs, hint):
+    x = np.zeros((2, 16, 4, 8), F32)
+    with pytest.raises(TypeError) as raised:
+        tessera.attention(x, x, x, **{theirs: None})
+    assert str(raised.value) == f"attention() got an unexpected keyword argument {theirs!r}; {hint}"
+
+
+def test_words_of_other_libraries_lead_to_keywords():
+    assert {ours for meant in _keywords._ELSEWHERE.values() for ours in meant} <= set(_keywords.ALL)
+    assert not (_keywords._ELSEWHERE.keys() | _keywords._NEEDLESS.keys()) & set(_keywords.ALL)
+    error = _keywords.unexpected("attention_backward", "return_residual", _keywords.BACKWARD)
+    assert "return_lse" not in str(error)  # which attention alone has
 
 
 def test_packed_tensors_of_flash_attn_say_their_axes():
