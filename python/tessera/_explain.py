@@ -47,7 +47,10 @@ class Explanation:
         """(backend, what it says) of every backend: a row for each reason, why another is faster, its kernels."""
         rows = []
         for name, reasons in self.reasons.items():
-            said = list(reasons)
+            own = self._backends[name]
+            # What a build lacks for other devices than this one would help nobody.
+            is_for_others = any(reason["id"] == "device" for reason in own["reasons"])
+            said = [reason["text"] for reason in own["reasons"] if not (is_for_others and reason["id"] == "not_built")]
             if name == self.backend:
                 size = "" if self.workspace_bytes is None else \
                     f", with {self.workspace_bytes} bytes of workspace"
@@ -55,7 +58,6 @@ class Explanation:
                         "would run; install the wheel that has it (docs/installation.md)"]
             elif not reasons:
                 said = ["could run; another comes first"]
-            own = self._backends[name]
             if own["yields"]:
                 said.append(f"yields: {own['yields']}")
             if own["kernel"]:

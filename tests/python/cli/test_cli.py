@@ -58,6 +58,7 @@ def test_env_without_nvidia_smi(tmp_path):
 def test_explain():
     text = "\n".join(lines_of(run("explain", "fwd bf16 b=2 s=1024 h=16 d=128 causal")))
     assert ": cpu" in text and all(name in text for name in tessera.backends())
+    assert "this build has no" not in text  # CUDA, which would not help on a CPU
     refused = run("explain", "fwd fp64 b=1 s=8 h=1 d=8", "--json")
     answers = json.loads(refused.stdout)
     assert answers[0]["backend"] is None and answers[0]["suggestion"]["text"]
