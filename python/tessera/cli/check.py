@@ -25,7 +25,7 @@ refused.<device> have no rule for it, and so does a case that runs although they
 describes the language of cases."""
 
 _THROUGH = ("numpy", "c", "torch", "jax", "paddle")
-_ISAS = ("portable", "avx2", "avx512", "avx512bf16")
+_ISAS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 
 
 def add_parser(commands):

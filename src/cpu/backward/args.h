@@ -80,9 +80,9 @@ struct BackwardArgs {
   bool packed_q, packed_k;  // thd
 };
 
-// Rows of a dQ^T, whole register tiles at every level (8, 6 or 4 rows).
+// Rows of a dQ^T, whole register tiles at every level (8, 6 or 4 rows), and matrix tiles (16).
 inline __attribute__((always_inline)) int64_t gradient_rows(int64_t head_dim) {
-  return (head_dim + 23) / 24 * 24;
+  return (head_dim + 47) / 48 * 48;
 }
 
 // The place of the first strip of queries, and of key 0, of a sequence in partial sums. Packed

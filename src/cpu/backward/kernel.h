@@ -19,16 +19,12 @@
 #pragma once
 
 #include "cpu/backward/bias.h"
+#include "cpu/backward/matrix.h"
 #include "cpu/backward/rows.h"
 #include "cpu/score/dropout.h"
 
 namespace tessera::cpu {
 namespace {
-
-// Vectors [begin, end) of a tile's strips.
-struct Span {
-  int begin, end;
-};
 
 template <int kVec>
 struct Vectors {
@@ -250,6 +246,7 @@ class Backward : BackwardRows<S, kPairs, T> {
       last = larger(last, static_cast<int>(pad_to(visible[t].last, R)));
     }
     if (last == 0) return;
+    if (S::kHasTiles) first = first / L * L, last = static_cast<int>(pad_to(last, L));
     if (!keys_ready_) prepare_keys();
     prepare_queries(m0, strips);
     for (int t = 0; t < strips; ++t) {
@@ -272,6 +269,18 @@ class Backward : BackwardRows<S, kPairs, T> {
           sees = {smaller(sees.begin, t * kVectors + v), t * kVectors + v + 1};
         }
       }
+    }
+    if constexpr (S::kHasTiles) {
+      if (args_.dv.data) {
+        add_outer_tiles<S>(x_, x_.p, {x_.d_o, x_.do_step}, span, sums_begun_, first, last, call_.dv,
+                           {x_.dv, x_.dv_step});
+      }
+      if (args_.dk.data) {
+        add_outer_tiles<S>(x_, x_.ds, {x_.q, x_.q_step}, span, sums_begun_, first, last, call_.dqk,
+                           {x_.dk, x_.dk_step});
+      }
+      mark_begun<S>(span, first, last, sums_begun_);
+      return;
     }
     if (args_.dv.data) {
       add_outer(x_.p, x_.d_o, x_.do_step, span, first, last, call_.dv, x_.dv, x_.dv_step);
@@ -330,6 +339,11 @@ class Backward : BackwardRows<S, kPairs, T> {
     if (!args_.dq.data || in_bias_block_) return;
     float* dq = dq_of(m0 / W + t);
     bool& begun = x_.dq_begun[index];
+    if constexpr (S::kHasTiles) {
+      add_dq_tiles<S>(x_, visible, t, call_.dqk, begun, dq);
+      begun = true;
+      return;
+    }
     for (int r = 0; r < num_runs; ++r) {
       if (runs[r].all) add_dq<kVectors>(runs[r], t, begun, dq), begun = true;
     }
@@ -343,6 +357,13 @@ class Backward : BackwardRows<S, kPairs, T> {
   void score(const StripRows<S>& rows, int t, const Visible<S>& visible, const Run* runs,
              int num_runs) {
     const Word *q_t = x_.q_t + t * W * x_.qk_depth, *do_t = x_.do_t + t * W * x_.v_depth;
+    if constexpr (S::kHasTiles) {
+      for (int j = visible.first; j < visible.last; j += R) {
+        prefetch_bias(rows, visible, j);
+        ask_ahead();
+      }
+      multiply_key_tiles<S>(x_, visible, q_t, do_t);
+    }
     for (int r = 0; r < num_runs; ++r) {
       const auto multiply = [&](auto vectors) {
         score_run<decltype(vectors)::kCount>(rows, visible, runs[r], q_t, do_t);
@@ -367,13 +388,13 @@ class Backward : BackwardRows<S, kPairs, T> {
   void score_run(const StripRows<S>& rows, const Visible<S>& visible, const Run& run,
                  const Word* q_t, const Word* do_t) {
     const int64_t at = run.vector * L;
-    for (int j = run.first; j < run.last; j += R) {
+    for (int j = run.first; j < run.last && !S::kHasTiles; j += R) {
       prefetch_bias(rows, visible, j);
       ask_ahead();
       multiply_rows<S, kVec>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t + at,
                              x_.s + j * W + at);
     }
-    for (int j = run.first; j < run.last; j += R) {
+    for (int j = run.first; j < run.last && !S::kHasTiles; j += R) {
       multiply_rows<S, kVec>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t + at,
                              x_.dp + j * W + at);
     }
@@ -581,7 +602,9 @@ void backward_task(const BackwardArgs& args, BackwardPhase phase, int64_t task, 
   const int32_t dtype = args.call.q.dtype;
   if constexpr (S::kHasBf16Dot) {
     if (dtype != TESSERA_BF16) return S::below().backward(args, phase, task, scratch);
-    return run_backward_task<S, true, Bf16>(args, phase, task, scratch);
+    if constexpr (S::kHasTiles) S::begin_tiles();
+    run_backward_task<S, true, Bf16>(args, phase, task, scratch);
+    if constexpr (S::kHasTiles) S::end_tiles();
   } else {
     if (dtype == TESSERA_FP32) {
       return run_backward_task<S, false, float>(args, phase, task, scratch);

@@ -107,7 +107,7 @@ class BackwardRows {
     keys_ready_ = true;
     const int64_t head_k = head_ / call_.group;
     const Interval seen = sequence_->band.keys();
-    const int rows = static_cast<int>(pad_to(keys_.count, R));
+    const int rows = static_cast<int>(pad_to(keys_.count, S::kHasTiles ? 2 * L : R));
     const char *k[B], *v[B];
     for (int j = 0; j < rows; ++j) {
       k[j] = v[j] = x_.zeros;
@@ -123,7 +123,9 @@ class BackwardRows {
     }
     copy_rows(k, rows, call_.dqk, x_.k, x_.k_step);
     copy_rows(v, rows, call_.dv, x_.v, x_.v_step);
-    if constexpr (kPairs) {
+    if constexpr (S::kHasTiles) {
+      turn_pairs<S>({x_.k, x_.k_step}, rows, call_.dqk, {x_.k_t, x_.k_t_step});
+    } else if constexpr (kPairs) {
       interleave_pairs<S>(x_.k, x_.k_step, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
     }
   }
@@ -200,6 +202,17 @@ class BackwardRows {
 
   void find_mean(int64_t strip, const Word* do_rows, float* mean) {
     copy_queries(call_.o, strip, call_.dv, x_.o_rows, x_.do_rows_step);
+    if constexpr (S::kHasTiles) {  // the diagonal of o do^T
+      transpose_rows<S>(do_rows, x_.do_rows_step, x_.v_depth, x_.do_t);
+      for (int v = 0; v < kVectors; ++v) {
+        alignas(64) float products[L * L];
+        multiply_block<S, 1, 1, false>(x_.v_depth,
+                                       {x_.o_rows + v * L * x_.do_rows_step, x_.do_rows_step},
+                                       {x_.do_t + v * L, W}, {products, L});
+        for (int l = 0; l < L; ++l) mean[v * L + l] = products[l * L + l];
+      }
+      return;
+    }
     transpose_rows<S>(x_.o_rows, x_.do_rows_step, x_.v_depth, x_.o_t);
     transpose_rows<S>(do_rows, x_.do_rows_step, x_.v_depth, x_.do_t);
     for (int v = 0; v < kVectors; ++v) {

@@ -22,6 +22,7 @@ struct WordOf<true> {
 template <typename S, bool kPairs>
 struct Scratch {
   static constexpr int kPerWord = kPairs ? 2 : 1;
+  static constexpr bool kTiles = kPairs && S::kHasTiles;
   static constexpr int W = Tile<S>::kStrip, B = Tile<S>::kBlock;
   static constexpr int M = kBackwardTile;
   static_assert(M % W == 0);
@@ -40,6 +41,7 @@ struct Scratch {
   // One block of keys.
   Word *k, *v;       // [B][k_step], pairs along head dims
   Word* k_pairs;     // [B / 2][k_pairs_step], pairs along keys; k itself if a word is one element
+  Word* k_t;         // [dqk, up to 16][k_t_step], the same turned over, instead of it
   float *dk, *dv;    // [B][dk_step]
   float* bias_keys;  // [B][kLanes]
 
@@ -57,7 +59,7 @@ struct Scratch {
   char* zeros;          // a row of q, k, v, o or do
   uint16_t* narrowed;   // [W][dv], of rows of o or do that are fp32 beside inputs of 16 bits
 
-  int64_t k_step, v_step, k_pairs_step, dk_step, dv_step;
+  int64_t k_step, v_step, k_pairs_step, k_t_step, dk_step, dv_step;
   int64_t q_rows_step, do_rows_step, q_step, do_step;
   int64_t p_step, ds_pairs_step, qk_depth, v_depth;
   int64_t depth_piece;  // words of head dims that are summed on their own
@@ -69,12 +71,14 @@ struct Scratch {
     const int64_t dqk = call.dqk, dim_v = call.dv, strips = pad_to(args.bound_q, W) / W;
     const int64_t dq_rows = gradient_rows(dqk);
     const Count held = args.held_strips;
-    qk_depth = pad_to(dqk, kPerWord) / kPerWord, v_depth = pad_to(dim_v, kPerWord) / kPerWord;
+    // Matrix tiles take whole ones.
+    constexpr int kDepth = kTiles ? 32 : kPerWord;
+    qk_depth = pad_to(dqk, kDepth) / kPerWord, v_depth = pad_to(dim_v, kDepth) / kPerWord;
     // Dropout scales dP after and o before its rounding, so that sums do not cancel where they
     // should.
     depth_piece = call.has_dropout && !kPairs ? 32 : 128;
     k_step = odd_lines(kPairs ? qk_depth : dq_rows), v_step = odd_lines(v_depth);
-    k_pairs_step = kPairs ? odd_lines(dq_rows) : k_step;
+    k_pairs_step = kPairs ? odd_lines(dq_rows) : k_step, k_t_step = odd_lines(B / 2);
     dk_step = q_step = odd_lines(dqk), dv_step = do_step = odd_lines(dim_v);
     q_rows_step = odd_lines(qk_depth), do_rows_step = odd_lines(v_depth);
     p_step = odd_lines(M / kPerWord), ds_pairs_step = kPairs ? odd_lines(M) : p_step;
@@ -93,9 +97,10 @@ struct Scratch {
     take(dk_sum, summed * dqk), take(dv_sum, summed * dim_v);
     take(k, B, k_step), take(v, B, v_step);
     if (kPairs)
-      take(k_pairs, B / 2, k_pairs_step);
+      take(k_pairs, kTiles ? 0 : B / 2, k_pairs_step);
     else
       k_pairs = k;
+    take(k_t, kTiles ? pad_to(dqk, 16) : 0, k_t_step);
     take(dk, B, dk_step), take(dv, B, dv_step);
     take(bias_keys, args.bias_gradient == BiasGradient::kKeys ? B * S::kLanes : 0);
     take(q_t, M, qk_depth), take(do_t, M, v_depth);

@@ -10,6 +10,7 @@
 #include "cpu/forward/args.h"
 #include "cpu/forward/tile.h"
 #include "cpu/score/score.h"
+#include "cpu/simd/products.h"
 
 namespace tessera::cpu {
 namespace {
@@ -112,6 +113,7 @@ struct Block {
   float* v;
   uint32_t* v_pairs;
   int64_t k_stride, v_stride;
+  Matrix<uint32_t> k_tiles, v_tiles;  // with matrix tiles: K, and V^T, in pairs; see matrix.h
 
   void begin_walk() { found[0].n0 = found[1].n0 = -1, current = 0; }
   void find(const Call& call, const CallSequence& sequence, int64_t head, int64_t n0, Found& to);
@@ -218,7 +220,7 @@ void Block<S>::convert(const Call& call, const CallSequence& sequence, const For
   if ((shape.convert_v && !shape.bf16) || (shape.spread_v && spreads)) {
     convert_rows(call.v, call.v_scale, call.dv, v_stride, v, v_rows);
   }
-  if constexpr (S::kHasBf16Dot && !S::kNarrow) {
+  if constexpr (S::kHasBf16Dot && !S::kNarrow && !S::kHasTiles) {
     if (!shape.bf16) return;
     using W = typename S::Wide;
     constexpr int L = W::kLanes;

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "cpu/forward/finish.h"
+#include "cpu/forward/matrix.h"
 #include "cpu/forward/scratch.h"
 #include "cpu/forward/tile.h"
 #include "cpu/score/dropout.h"
@@ -183,13 +184,19 @@ void weigh(const ForwardArgs& args, const CallSequence& sequence, const Run* run
   const bool plain = is_plain(call, visible);
 
   // S = Q K^T
-  for (int r = 0; r < num_runs; ++r) {
-    if (args.shape.bf16) {
-      if constexpr (S::kHasBf16Dot && !S::kNarrow) {
-        multiply<S, Bf16Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
+  if constexpr (S::kHasTiles) {
+    const int first = visible.first, last = visible.last;
+    multiply_key_tiles<S, N>(block, strip.q_t, first, last, scratch.scores);
+    if (plain) find_maximum<S, N>(scratch.scores, first, last, scratch.maximum);
+  } else {
+    for (int r = 0; r < num_runs; ++r) {
+      if (args.shape.bf16) {
+        if constexpr (S::kHasBf16Dot && !S::kNarrow) {
+          multiply<S, Bf16Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
+        }
+      } else {
+        multiply<S, Fp32Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
       }
-    } else {
-      multiply<S, Fp32Product<S>, N>(call, block, strip.q_t, plain, runs[r], scratch);
     }
   }
   if (!plain) {
@@ -203,7 +210,7 @@ void weigh(const ForwardArgs& args, const CallSequence& sequence, const Run* run
     kernel(c, visible, scratch.keep, scratch.maximum, scratch.scores, scratch.p_pairs, strip.m,
            strip.l, scratch.alpha);
   };
-  if (args.shape.bf16) {
+  if (S::kHasTiles || args.shape.bf16) {
     if constexpr (S::kHasBf16Dot && !S::kNarrow) {
       softmax(call.has_dropout ? exponentiate<S, N, true, true> : exponentiate<S, N, true, false>);
     }
@@ -226,11 +233,16 @@ void attend(const ForwardArgs& args, const CallSequence& sequence, Part part,
     fill_keep_bits<S, N>(call, sequence, strip.rows, block.keys, first, last, scratch.keep);
   }
   weigh<S, N>(args, sequence, runs, num_runs, scratch, strip);
-  for (int r = 0; r < num_runs; ++r) {
-    if (runs[r].all) {
-      accumulate_run<S, N, N>(args, part, runs[r], scratch, strip);
-    } else {
-      accumulate_run<S, 1, N>(args, part, runs[r], scratch, strip);
+  if constexpr (S::kHasTiles) {
+    block.prefetch_part(part.index, part.count, 1);
+    accumulate_tiles<S, N>(block, visible, call.dv, scratch.p_pairs, scratch.alpha, strip.o_t);
+  } else {
+    for (int r = 0; r < num_runs; ++r) {
+      if (runs[r].all) {
+        accumulate_run<S, N, N>(args, part, runs[r], scratch, strip);
+      } else {
+        accumulate_run<S, 1, N>(args, part, runs[r], scratch, strip);
+      }
     }
   }
 }
@@ -331,7 +343,7 @@ TESSERA_INLINE int64_t packed_rows(const Call& call, const ForwardTask& task) {
 enum class Way { kStrips, kDots, kGroup };
 template <typename S>
 TESSERA_INLINE Way way_of(const ForwardArgs& args, const ForwardTask& task) {
-  if (args.shape.uniform) return Way::kStrips;
+  if (S::kHasTiles || args.shape.uniform) return Way::kStrips;
   if (kDecodesGroups<S> && args.shape.widens_fp8) return Way::kGroup;
   if (packed_rows(args.call, task) <= kDotRows) return Way::kDots;
   return kDecodesGroups<S> && args.shape.bf16 ? Way::kGroup : Way::kStrips;
@@ -381,6 +393,10 @@ void begin_strip(const ForwardArgs& args, const CallSequence& sequence, int64_t 
   } else if (strip.rows.key_end > 0) {
     by_vectors<S>(strip.rows.vectors, [&](auto n) {
       pack_queries<S, n.value>(call, sequence, strip.rows, args.shape.bf16, strip.q_t);
+      if constexpr (S::kHasTiles) {  // zeros up to whole tiles
+        const int64_t begin = (call.dqk + 1) / 2 * lanes, end = round_up(call.dqk, 32) / 2 * lanes;
+        memset(strip.q_t + begin, 0, static_cast<size_t>(end - begin) * 4);
+      }
     });
   }
 }
@@ -417,7 +433,11 @@ void attend_block(const ForwardArgs& args, const CallSequence& sequence, const F
       if (call.mask_by_key) {
         block.forget_hidden_keys(call, sequence, task.head + turn.index * call.group, task.heads);
       }
-      if (way == Way::kStrips) block.convert(call, sequence, args.shape, kv_head, count);
+      if constexpr (S::kHasTiles) {
+        pack_tiles(call, block);
+      } else if (way == Way::kStrips) {
+        block.convert(call, sequence, args.shape, kv_head, count);
+      }
       ready = true;
     }
     if (way == Way::kDots) {
@@ -584,10 +604,16 @@ void forward_task(const ForwardArgs& args, int64_t index, char* memory) {
   const ForwardTask& task = args.tasks[index];
   if (task.kind == ForwardTask::kFill) return run_fill(args.call, task);
   using Narrow = typename S::Narrow;
-  if (Narrow::kNarrow && !args.shape.uniform && packed_rows(args.call, task) <= Narrow::kLanes) {
-    return run_task<Narrow>(args, task, memory);
+  const bool few = !args.shape.uniform && packed_rows(args.call, task) <= Narrow::kLanes;
+  if constexpr (S::kHasTiles) {
+    if (few || !args.shape.bf16) return S::below().forward(args, index, memory);
+    S::begin_tiles();
+    run_task<S>(args, task, memory);
+    S::end_tiles();
+  } else {
+    if (Narrow::kNarrow && few) return run_task<Narrow>(args, task, memory);
+    run_task<S>(args, task, memory);
   }
-  run_task<S>(args, task, memory);
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   Strip<S>* table;
   char* zeros;
   float *k, *v, *scores, *q_t, *o, *state, *sum;
-  uint32_t *v_pairs, *p_pairs;
+  uint32_t *v_pairs, *p_pairs, *k_tiles, *v_tiles;
   Bf16* widened;
   take(scratch, 1), take(table, strips), take(zeros, 4 * Count{longest});
   const Count k_stride = Count{shape.dqk}.up_to(16);  // whole vectors of any level
@@ -60,7 +60,11 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   take(k, shape.convert_k || shape.spread_k ? kBlock * k_stride : 0);
   const bool has_v = (shape.convert_v && !shape.bf16) || shape.spread_v;
   take(v, has_v ? kBlock * v_stride : 0);
-  take(v_pairs, shape.bf16 ? kBlock / 2 * v_stride : 0);
+  const bool has_tiles = S::kHasTiles && shape.bf16;
+  const Count k_words = Count{shape.dqk}.pieces(32) * 16;
+  take(k_tiles, has_tiles ? kBlock * k_words : 0),
+      take(v_tiles, has_tiles ? kBlock / 2 * Count{shape.dv}.up_to(32) : 0);
+  take(v_pairs, shape.bf16 && !has_tiles ? kBlock / 2 * v_stride : 0);
   take(scores, kTable * kStrip),
       take(p_pairs, shape.bf16 || shape.widens_fp8 ? kTable / 2 * kStrip : 0);
   take(widened, kDecodesGroups<S> && shape.widens_fp8 ? kTable * Count{longest} : 0);
@@ -72,6 +76,8 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
   if (base) {
     scratch->block.zeros = zeros;
     scratch->block.k = k, scratch->block.v = v, scratch->block.v_pairs = v_pairs;
+    scratch->block.k_tiles = {k_tiles, k_words.value()},
+    scratch->block.v_tiles = {v_tiles, kBlock / 2};
     scratch->block.k_stride = k_stride.value(), scratch->block.v_stride = v_stride.value();
     scratch->scores = scores, scratch->p_pairs = p_pairs;
     scratch->widened = widened, scratch->state = state, scratch->sum = sum, scratch->strips = table;
@@ -86,8 +92,9 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
 // Bytes of scratch of one worker.
 template <typename S>
 int64_t forward_scratch_bytes(const ForwardShape& shape) {
-  return larger(lay_out<S>(shape, nullptr, nullptr),
-                lay_out<typename S::Narrow>(shape, nullptr, nullptr));
+  const int64_t bytes = lay_out<S>(shape, nullptr, nullptr);
+  if constexpr (S::kHasTiles) return larger(bytes, S::below().forward_scratch_bytes(shape));
+  return larger(bytes, lay_out<typename S::Narrow>(shape, nullptr, nullptr));
 }
 
 template <typename S>

@@ -17,6 +17,7 @@ struct Avx2 {
   static constexpr int kRows =
       6;  // 6x2 sums, 2 vectors of queries and 1 broadcast: 15 of 16 registers
   static constexpr bool kHasBf16Dot = false;
+  static constexpr bool kHasTiles = false;
   static constexpr bool kStreams = false;
   using F = __m256;
   using I = __m256i;

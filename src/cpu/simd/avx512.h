@@ -18,6 +18,7 @@ struct Avx512 {
   static constexpr bool kNarrow = false;
   static constexpr int kRows = 8;
   static constexpr bool kHasBf16Dot = false;
+  static constexpr bool kHasTiles = false;
   using F = __m512;
   using I = __m512i;
   using M = __mmask16;

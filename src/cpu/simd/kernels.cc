@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/simd/kernels.h"
 
+#if defined(TESSERA_CPU_AMX) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <iterator>
 #include <string_view>
 
@@ -8,7 +13,8 @@
 
 namespace tessera::cpu {
 
-extern const Kernels kAvx512Bf16Kernels, kAvx512Kernels, kAvx2Kernels, kPortableKernels;
+extern const Kernels kAmxKernels, kAvx512Bf16Kernels, kAvx512Kernels, kAvx2Kernels,
+    kPortableKernels;
 
 namespace {
 
@@ -33,8 +39,24 @@ struct Level {
 }
 #endif
 
+#ifdef TESSERA_CPU_AMX
+// Linux saves tiles for a process that has asked for them once, and all of its threads.
+bool has_amx() {
+#ifdef __linux__
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return has_avx512bf16() && __builtin_cpu_supports("amx-tile") &&
+         __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // The levels that the build's option TESSERA_CPU_LEVELS names, best first.
 constexpr Level kLevels[] = {
+#ifdef TESSERA_CPU_AMX
+    {&kAmxKernels, has_amx},
+#endif
 #ifdef TESSERA_CPU_AVX512BF16
     {&kAvx512Bf16Kernels, has_avx512bf16},
 #endif

@@ -29,7 +29,7 @@ struct BackwardArgs;
 enum class BackwardPhase : int;
 
 struct Kernels {
-  const char* name;   // "avx512bf16", "avx512", "avx2", "portable"
+  const char* name;   // "amx", "avx512bf16", "avx512", "avx2", "portable"
   int strip;          // queries of a strip: two vectors
   int block;          // keys of a block
   int decode_block;   // keys of a block of few queries

@@ -19,6 +19,7 @@ struct Portable {
   static constexpr int kRows = 4;  // 8 sums of 16 registers; SSE2 has no broadcasting load
 #endif
   static constexpr bool kHasBf16Dot = false;
+  static constexpr bool kHasTiles = false;
   static constexpr bool kStreams = false;
   typedef float F __attribute__((vector_size(16)));
   typedef int32_t I __attribute__((vector_size(16)));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Storage types of q, k, v, o and the coefficients that every level of the trait layer shares.
 //
-// The trait layer (avx512bf16.h, avx512.h, avx2.h, portable.h) is one struct per instruction set,
+// The trait layer (amx.h, avx512bf16.h, avx512.h, avx2.h, portable.h) is one struct per instruction set,
 // all with the same static functions. Kernels are templates on that struct, called S:
 //
 //   kLanes               fp32 lanes of a vector F; queries stand in lanes
@@ -9,6 +9,7 @@
 //   Narrow, Wide         the same machine with half the lanes, for strips of few queries, and back;
 //                        itself where there is none. kNarrow: this is the half
 //   kHasBf16Dot          Pairs and dot() exist: two bf16 products a lane, summed in fp32
+//   kHasTiles            matrix tiles of 16 x 16 fp32 and 16 x 32 bf16 exist: see amx.h
 //   F, I, M              vector of fp32, of int32, of lane predicates
 //   load, load_n         kLanes elements of a storage type as fp32; of n < kLanes, others 0: bytes
 //                        past the n-th are not read

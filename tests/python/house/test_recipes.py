@@ -389,7 +389,7 @@ def test_backends_ask_the_rule_of_a_band_alone(folder):
 def test_a_chunked_mask_runs_on_the_cpu_as_in_the_reference(chunked, request):
     # Kernels of a release take twice as long to compile, and nobody waits for these. They are the same templates for
     # each instruction set.
-    levels = "avx2;avx512;avx512bf16" if request.config.getoption("--every-case") else ""
+    levels = "avx2;avx512;avx512bf16;amx" if request.config.getoption("--every-case") else ""
     run("cmake", "-G", "Ninja", "-B", "build", "-S", ".", "-DCMAKE_BUILD_TYPE=Release",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DTESSERA_CPU_LEVELS={levels}", "-DTESSERA_TESTS=OFF", "-DTESSERA_TORCH=OFF",
         cwd=chunked)
