@@ -29,6 +29,25 @@ std::string text_of(const Problem& p, const Shape& shape, int index) {
   return text + "]";
 }
 
+// What leads on from a mask or a bias as others take them, where axes are counted from the last:
+// [b, s] or [b, 1, s] of padding, and [b, sq, sk] of all heads.
+std::string hint_of(const Problem& p, const Sizes& s, int index) {
+  if (index != TESSERA_MASK && index != TESSERA_BIAS) return "";
+  const int64_t* extent = p.tensor[index].extent;
+  if (extent[0] != 1) return "";
+  const std::string what = index == TESSERA_MASK ? "mask" : "bias";
+  const bool is_row = extent[3] == s.sk || extent[3] == s.sq;
+  if (is_row &&
+      ((extent[1] == 1 && extent[2] == s.batch) || (extent[1] == s.batch && extent[2] == 1))) {
+    return "; for a [b, s] " + what + " of padding pass seqlens_k, the lengths, or the " + what +
+           " as [b, 1, 1, sk]";
+  }
+  if (extent[1] == s.batch && extent[2] == s.sq && extent[3] == s.sk) {
+    return "; for one " + what + " of all heads pass it as [b, 1, sq, sk]";
+  }
+  return "";
+}
+
 Status check_shape(const Problem& p, const Sizes& s, int index) {
   const Tensor& t = p.tensor[index];
   const Shape shape = expected_shape(p, s, index);
@@ -49,16 +68,10 @@ Status check_shape(const Problem& p, const Sizes& s, int index) {
         "max_seqlen_k; give them, or broadcast that axis",
         name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str());
   }
-  // A mask [b, s] of padding, as others take it: axes are counted from the last.
-  const bool like_padding = index == TESSERA_MASK && t.extent[0] == 1 && t.extent[1] == 1 &&
-                            t.extent[2] == s.batch && (t.extent[3] == s.sk || t.extent[3] == s.sq);
   return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s%s",
                  name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
                  shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str(),
-                 like_padding
-                     ? "; for a [b, s] mask of padding pass seqlens_k, the lengths, or the "
-                       "mask as [b, 1, 1, sk]"
-                     : "");
+                 hint_of(p, s, index).c_str());
 }
 
 // ---- strides ----

@@ -354,6 +354,9 @@ def test_a_dtype_is_measured_by_that_of_q(name, beside):
 
 @pytest.mark.parametrize("changes, cure", [
     ({"keep": np.ones((2, 16), bool)}, "pass seqlens_k, the lengths, or the mask as [b, 1, 1, sk]"),
+    ({"keep": np.ones((2, 1, 16), bool)}, "pass seqlens_k, the lengths, or the mask as [b, 1, 1, sk]"),
+    ({"bias": np.zeros((2, 16), "f")}, "pass seqlens_k, the lengths, or the bias as [b, 1, 1, sk]"),
+    ({"keep": np.ones((2, 16, 16), bool)}, "for one mask of all heads pass it as [b, 1, sq, sk]"),
     ({"keep": np.ones((2, 16), bool)}, "keep.shape=[2, 16], read as [1, 1, 2, 16]: must be"),
     ({"drop": np.ones((2, 16), bool)}, "pass seqlens_k"),
     ({"bias": np.ones((2, 16), F32)}, "bias.shape=[2, 16], read as [1, 1, 2, 16]: must be"),
