@@ -44,7 +44,8 @@ class Cpu:
 
     def __init__(self, threads: int | None):
         self._threads = threads
-        self.machine = f"{cpu_model()}, {threads or len(os.sched_getaffinity(0))} threads"
+        count = threads or len(os.sched_getaffinity(0))
+        self.machine = f"{cpu_model()}, {count} thread{'' if count == 1 else 's'}"
 
     def problem(self, arguments: dict, tokens, backward: bool):
         """(o, do | None, a function of one call) of a case with these arguments."""
