@@ -31,19 +31,22 @@ std::string text_of(const Problem& p, const Shape& shape, int index) {
 
 // What leads on from a mask or a bias as others take them, where axes are counted from the last:
 // [b, s] or [b, 1, s] of padding, and [b, sq, sk] of all heads.
-std::string hint_of(const Problem& p, const Sizes& s, int index) {
+const char* hint_of(const Problem& p, const Sizes& s, int index) {
   if (index != TESSERA_MASK && index != TESSERA_BIAS) return "";
   const int64_t* extent = p.tensor[index].extent;
   if (extent[0] != 1) return "";
-  const std::string what = index == TESSERA_MASK ? "mask" : "bias";
+  const bool is_mask = index == TESSERA_MASK;
   const bool is_row = extent[3] == s.sk || extent[3] == s.sq;
   if (is_row &&
       ((extent[1] == 1 && extent[2] == s.batch) || (extent[1] == s.batch && extent[2] == 1))) {
-    return "; for a [b, s] " + what + " of padding pass seqlens_k, the lengths, or the " + what +
-           " as [b, 1, 1, sk]";
+    return is_mask ? "; for a [b, s] mask of padding pass seqlens_k, the lengths, or the mask as "
+                     "[b, 1, 1, sk]"
+                   : "; for a [b, s] bias of padding pass seqlens_k, the lengths, or the bias as "
+                     "[b, 1, 1, sk]";
   }
   if (extent[1] == s.batch && extent[2] == s.sq && extent[3] == s.sk) {
-    return "; for one " + what + " of all heads pass it as [b, 1, sq, sk]";
+    return is_mask ? "; for one mask of all heads pass it as [b, 1, sq, sk]"
+                   : "; for one bias of all heads pass it as [b, 1, sq, sk]";
   }
   return "";
 }
@@ -71,7 +74,7 @@ Status check_shape(const Problem& p, const Sizes& s, int index) {
   return invalid("%s.shape=%s: must be %s, to go with q.shape=%s and k.shape=%s%s",
                  name_of(p, index), shape_text(p, index).c_str(), text_of(p, shape, index).c_str(),
                  shape_text(p, TESSERA_Q).c_str(), shape_text(p, TESSERA_K).c_str(),
-                 hint_of(p, s, index).c_str());
+                 hint_of(p, s, index));
 }
 
 // ---- strides ----
