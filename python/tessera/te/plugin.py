@@ -34,7 +34,7 @@ TESTED = "2.20.2"
 VERSION = _selection.flash_version()  # of the backend, by which forward knows that it was selected
 _LIBRARY = "transformer_engine_torch"
 _DPA = "transformer_engine.pytorch.attention.dot_product_attention"
-_OF_OURS = {"device", "requires_backward"}           # fields that TE's AttentionParams does not have
+_OF_OURS = {"device", "requires_backward", "padding"}  # fields that TE's AttentionParams does not have
 _OF_THEIRS = {"fp8", "fp8_meta", "qkv_type"}         # whose values are TE's own classes
 _said: set[str] = set()
 

@@ -25,7 +25,7 @@ from tessera.te.pytorch.attention.dot_product_attention._choice import _selectio
 
 PACKAGE = "transformer_engine.pytorch.attention.dot_product_attention"
 TE_FIELDS = [(field.name, Any, field) for field in dataclasses.fields(_selection.AttentionParams)
-             if field.name not in ("device", "requires_backward")]
+             if field.name not in plugin._OF_OURS]
 
 
 class FlashAttention(torch.nn.Module):

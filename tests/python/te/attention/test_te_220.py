@@ -15,7 +15,7 @@ from tessera.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8
 from tessera.te.pytorch import DotProductAttention, MultiheadAttention, TransformerLayer, constants  # noqa: E402
 from tessera.te.pytorch.attention import custom_ops  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import context_parallel, softmax, utils  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _questions, _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from tessera._lib import Refused  # noqa: E402
 from te_oracle import fresh_selection  # noqa: E402, F401
@@ -242,7 +242,7 @@ def test_parameters_of_a_selection_stand_in_te_s_order():
     assert names[names.index("window_size"):][:4] == ["window_size", "bottom_right_diagonal", "softcap",
                                                       "alibi_slopes_shape"]
     assert utils.AttentionParams().bottom_right_diagonal is utils.FusedAttentionParams().bottom_right_diagonal is True
-    assert all("softcap=30" in line.split() for line in _selection.case_lines(utils.AttentionParams(softcap=30.0)))
+    assert all(each.given["softcap"] == 30 for each in _questions.questions(utils.AttentionParams(softcap=30.0)))
     assert _selection._nominal(utils.AttentionParams(qkv_dtype=torch.float8_e4m3fn,
                                                      nominal_dtype=torch.float16)).qkv_dtype == torch.float16
 

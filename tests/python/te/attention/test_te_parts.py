@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import tessera.torch  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, InferenceParams, constants  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, backends, utils  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention._choice import _selection  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _questions, _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem, fwd_args  # noqa: E402
 
@@ -77,7 +77,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_selection(rule, monkeypatch):
     given, switches, fits, selected, reasons = RULES[rule]
-    monkeypatch.setattr(_selection, "_explained", lambda line, device: () if fits else ("why",))
+    monkeypatch.setattr(_selection, "_explained", lambda question, device: () if fits else ("why",))
     monkeypatch.setattr(_selection, "backends", lambda: ["cuda_sm90", "cuda_sm80", "cpu"])
     for name, value in switches.items():
         monkeypatch.setenv(name, value)
@@ -97,7 +97,7 @@ def test_selection(rule, monkeypatch):
 def test_a_build_without_cuda_refuses_cuda_tensors(device, monkeypatch):
     """Not even the unfused backend runs them, unless it was asked for."""
     monkeypatch.setattr(_selection, "backends", lambda: ["cpu", "reference"])
-    monkeypatch.setattr(_selection, "_explained", lambda line, device: ("no CUDA backend",))
+    monkeypatch.setattr(_selection, "_explained", lambda question, device: ("no CUDA backend",))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     params = utils.AttentionParams(device=device)
     chosen = _selection.select(params)
@@ -112,7 +112,7 @@ def test_a_build_without_cuda_refuses_cuda_tensors(device, monkeypatch):
 
 def test_a_backward_pass_counts_when_said(monkeypatch):
     monkeypatch.setattr(_selection, "_explained",
-                        lambda line, device: ("why",) if line.startswith("bwd") else ())
+                        lambda question, device: ("why",) if question.backward else ())
     for training, backward, fits in ((True, None, False), (False, None, True), (False, True, False),
                                      (True, False, True)):
         params = utils.AttentionParams(device="cpu", is_training=training,
@@ -166,21 +166,24 @@ FEATURES = [{}, dict(attn_mask_type="causal"), dict(window_size=(3, 4)),
 @pytest.mark.parametrize("given", FEATURES, ids=str)
 @pytest.mark.parametrize("layout", ["sbhd_sbhd_sbhd", "bshd_bs2hd", "thd_thd_thd"])
 def test_the_library_understands_every_question(given, layout):
-    for line in _selection.case_lines(utils.AttentionParams(qkv_layout=layout, **given)):
-        assert tessera.torch.explain(line).backend == "cpu", line
+    for question in _questions.questions(utils.AttentionParams(qkv_layout=layout, **given)):
+        assert _questions.explained(question, "cpu") == ()
 
 
-@pytest.mark.parametrize("shape, word", [(None, "post/hqk"), ((1, 1, 1, 9), "post/k"), ((2, 3, 7, 9), "post/bhqk"),
-                                         ((2, 1, 7, 1), "post/bq"), ((1, 1, 1, 1), "post/1")])
-def test_a_bias_has_a_shape(shape, word):
-    params = utils.AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=shape)
-    assert all(f"bias={word}" in line.split() for line in _selection.case_lines(params))
+@pytest.mark.parametrize("shape, asked", [
+    (None, (1, 16, 128, 128)), ((1, 1, 1, 9), (1, 1, 1, 128)), ((2, 3, 7, 9), (2, 16, 128, 128)),
+    ((2, 1, 7, 1), (2, 1, 128, 1)), ((1, 1, 1, 1), (1, 1, 1, 1))])
+def test_a_bias_has_a_shape(shape, asked):
+    params = utils.AttentionParams(batch_size=2, core_attention_bias_type="post_scale_bias",
+                                   core_attention_bias_shape=shape)
+    forward, backward = _questions.questions(params)
+    assert forward.given["bias"].shape == backward.given["bias"].shape == asked
 
 
 def test_packed_layouts_are_understood():
     for layout in list(fused.QKVLayout)[:19]:
-        lines = _selection.case_lines(utils.AttentionParams(qkv_layout=layout))
-        assert [tessera.torch.explain(line).backend for line in lines] == ["cpu", "cpu"], layout
+        asked = _questions.questions(utils.AttentionParams(qkv_layout=layout))
+        assert [_questions.explained(question, "cpu") for question in asked] == [(), ()], layout
 
 
 def test_switches_are_read_again_on_request(monkeypatch):

@@ -73,7 +73,7 @@ def core(monkeypatch):
     core = Core()
     monkeypatch.setattr(_fp8, "core_attention", core.attention)
     monkeypatch.setattr(_fp8, "core_backward", core.attention_backward)
-    monkeypatch.setattr(_selection, "_explained", lambda line, device: ())
+    monkeypatch.setattr(_selection, "_explained", lambda question, device: ())
     return core
 
 

@@ -448,7 +448,8 @@ class DotProductAttention(Float8Module):
             attention_dropout=self.attention_dropout if self.training else 0.0,
             deterministic=self.deterministic, is_training=self.training,
             softmax_type=self.softmax_type, return_max_logit=self.return_max_logit,
-            checkpoint_core_attention=checkpointing, device=str(call.q.device))
+            checkpoint_core_attention=checkpointing, device=str(call.q.device),
+            padding=_padding(call))
 
     def _announce(self, cache: dict):
         if cache["use_fused_attention"]:
@@ -459,6 +460,13 @@ class DotProductAttention(Float8Module):
                         cache["flash_attention_backend"])
         else:
             logger.info("Running with UnfusedDotProductAttention backend")
+
+
+def _padding(call: Call) -> str:
+    """AttentionParams.padding."""
+    if call.masked:
+        return "mask" if isinstance(call.attention_mask, torch.Tensor) else "two masks"
+    return "lengths" if call.cu_seqlens_q is call.cu_seqlens_kv else "two lengths"
 
 
 def _no_package(backend: torch.nn.Module, feature: str):

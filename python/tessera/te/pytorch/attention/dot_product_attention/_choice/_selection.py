@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of TE's three backends runs a call: TE's switches, architectures, and order of preference;
-whether tessera's kernels can is asked of tessera.explain, whose reasons are the ones that print.
+whether tessera's kernels can is asked of tessera.explain with the call that would run (_questions), whose
+reasons are the ones that print.
 
 FlashAttention and FusedAttention are both tessera's kernels, so they fit or fail together.
 """
@@ -20,11 +21,10 @@ from ...... import __version__, _lib, backends
 from ......torch._later import constant
 from ....._logging import AttentionLogging, logger, switch
 from .....common.recipe import DelayedScaling
-from ...._explained import explained as _explained
-from ...._words import formats_of
 from ....cpp_extensions._tables import FusedAttnBackend
 from ....quantization import get_fp8_torch_dtype
 from .._quantized import _fp8_state
+from ._questions import DTYPES, FP8, Rounded, explained as _explained, questions
 
 NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
 _FLASH, _FUSED, _UNFUSED = NAMES
@@ -34,9 +34,6 @@ _SUB_BACKEND = "NVTE_FUSED_ATTN_BACKEND"
 SWITCHES = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_DEBUG", "NVTE_DEBUG_LEVEL", "TESSERA_TE_ORDER")
 _COUNTED = (*_SWITCHES.values(), *_VERSIONS, _SUB_BACKEND, "NVTE_FP8_DPA_BWD",
             "NVTE_UnfusedDPA_Emulate_FP8")  # those of a selection that are numbers
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
-           torch.float64: "fp64"}
-_CACHE_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _MAX512 = 512  # the longest sequence of F16_max512
 
 # The last selection, by TE's keys: callers may ask for a new one.
@@ -98,6 +95,7 @@ class AttentionParams:
     has_score_mod_bprop: bool = False
     requires_backward: bool | None = None  # None is is_training
     device: torch.device | str | None = None
+    padding: str = "lengths"  # said by one tensor of lengths, by "two lengths", by a "mask", or by "two masks"
 
     def __eq__(self, other):
         """Compares all fields, but of fp8_meta the recipes alone."""
@@ -168,7 +166,7 @@ def select(params: AttentionParams) -> Selection:
 
 def _nominal(params: AttentionParams) -> AttentionParams:
     """FP8 tensors stand for 16-bit values, and are answered for as those."""
-    if params.qkv_dtype not in _CACHE_DTYPES:
+    if params.qkv_dtype not in FP8:
         return params
     return dataclasses.replace(params, qkv_dtype=params.nominal_dtype or torch.bfloat16)
 
@@ -207,7 +205,7 @@ def why_not(params: AttentionParams) -> dict[str, list[str]]:
         _fp8_reasons(params, reasons)
     if params.context_parallel or params.cp_size > 1:
         reasons[_UNFUSED].append("context parallelism, which the others have")
-    if params.qkv_dtype not in _DTYPES:
+    if params.qkv_dtype not in DTYPES:
         reasons[_UNFUSED].append(f"unsupported qkv_dtype = {params.qkv_dtype}")
     if not _has_kernels(_device(params)) and not asked_for_unfused:
         reasons[_UNFUSED].append("no kernel of this build being for CUDA: it would materialise the "
@@ -279,103 +277,26 @@ def _sub_backend(params) -> FusedAttnBackend:
     return FusedAttnBackend.F16_arbitrary_seqlen
 
 
-def case_lines(params: AttentionParams) -> list[str]:
-    """The problem as lines of tessera's case language: one for each pass that will run."""
-    p = params
-    if p.qkv_dtype not in _DTYPES:
-        raise ValueError(f"qkv_dtype={p.qkv_dtype}: must be float16, bfloat16 or float32")
-    words = [_DTYPES[p.qkv_dtype], f"b={max(p.batch_size, 1)}", f"sq={max(p.max_seqlen_q, 1)}",
-             f"sk={max(p.max_seqlen_kv, 1)}", f"hq={p.num_heads}", f"hk={p.num_gqa_groups}",
-             f"dqk={p.head_dim_qk}", f"dv={p.head_dim_v}", f"layout={_layout(p)}"]
-    if p.inference_params is not None:
-        words += _cache_words(p)
-    mask = p.attn_mask_type
-    bottom_right = mask.endswith("bottom_right") or \
-        mask not in ("causal", "padding_causal") and p.bottom_right_diagonal is not False
-    left, right = p.window_size or (-1, -1)
-    bounded = "causal" in mask or (left, right) != (-1, -1)
-    if "causal" in mask:
-        words.append("causal")
-    if left >= 0 or "causal" not in mask and right >= 0:
-        words.append(f"window={left},{right}")
-    if bounded or p.core_attention_bias_type == "alibi":
-        words.append(f"align={'bottom_right' if bottom_right else 'top_left'}")
-    if "padding" in mask or "t" in p.qkv_layout.split("_")[0]:
-        words.append("lens=random:0" if p.max_seqlen_q == p.max_seqlen_kv else
-                     "lens_q=random:0 lens_k=random:1")
-    if p.pad_between_seqs:
-        words.append("gaps=random:0")
-    if mask == "arbitrary":
-        words.append("keep=random:0.5/bhqk")
-    grads = []
-    if p.core_attention_bias_type == "alibi":
-        slopes = p.alibi_slopes_shape
-        words.append("alibi=bh" if slopes is not None and len(slopes) == 2 else "alibi")
-    elif p.core_attention_bias_type != "no_bias":
-        shape = p.core_attention_bias_shape or (1, 2, 2, 2)
-        axes = "".join(axis for n, axis in zip(shape, "bhqk", strict=True) if n != 1)
-        words.append(f"bias={p.core_attention_bias_type.removesuffix('_scale_bias')}/{axes or '1'}")
-        grads += ["dbias"] * p.core_attention_bias_requires_grad
-    if p.softcap:
-        words.append(f"softcap={p.softcap:g}")
-    if p.softmax_type != "vanilla":
-        learnable = p.softmax_type == "learnable"
-        words.append("sink=learnable" if learnable else "sink=off_by_one")
-        grads += ["dsink"] * learnable
-    if p.attention_dropout:
-        words.append(f"dropout={p.attention_dropout:g}")
-    if p.deterministic:
-        words.append("deterministic")
-    forward, backward = _fp8_words(p)
-    lines = [" ".join(["fwd", *_replaced(words, forward)] + ["max_logit"] * p.return_max_logit)]
-    if p.is_training if p.requires_backward is None else p.requires_backward:
-        lines.append(" ".join(["bwd", *_replaced(words, backward)] +
-                              [f"grads={','.join(grads)}"] * bool(grads)))
-    return lines
-
-
-def _replaced(words: list[str], fp8: list[str]) -> list[str]:
-    """The words of a 16-bit problem, its dtype replaced."""
-    return [fp8[0], *words[1:], *fp8[1:]] if fp8 else words
-
-
-def _fp8_words(p) -> tuple[list[str], list[str]]:
-    """(dtype, tokens) of FP8, of the forward and of the backward pass; [] is 16 bits."""
+def _roundings(p) -> tuple[Rounded | None, Rounded | None]:
+    """What FP8 makes of the forward and of the backward pass; None is 16 bits."""
     used = _fp8_recipes(p)
     if not used:
-        return [], []
-    wide, dtype = not switch("NVTE_FP8_DPA_BWD", 1), _DTYPES[p.qkv_dtype]
+        return None, None
+    wide = not switch("NVTE_FP8_DPA_BWD", 1)
     if len(used) == 2 and not (used[0].fp8_mha or p.fp8_output or wide):
-        return [dtype, "precision=fp8"], [dtype, "precision=fp8"]
-    q, grad = (_CACHE_DTYPES[get_fp8_torch_dtype(used[0], forward)] for forward in (True, False))
-    scales = ["qscale=one", "kvscale=one"]
-    return [q, *scales, f"o={dtype}"], [] if wide else [q, *scales, f"do={grad}", f"o={dtype}"]
-
-
-def _cache_words(p: AttentionParams) -> list[str]:
-    """Pages, and fp8 keys and values, of the caches of inference_params."""
-    cache = p.inference_params
-    words = [f"kv={_CACHE_DTYPES[cache.dtype]}"] if cache.dtype in _CACHE_DTYPES else []
-    if p.qkv_layout.startswith("paged"):
-        words.append(f"page={cache.page_size or cache.max_sequence_length}")
-    return words
-
-
-def _layout(p: AttentionParams) -> str:
-    """qkv_layout, or its formats when q, k and v are not of one size, as one buffer needs it."""
-    one_size = p.head_dim_qk == p.head_dim_v and ("3" not in p.qkv_layout or (
-        p.max_seqlen_q, p.num_heads) == (p.max_seqlen_kv, p.num_gqa_groups))
-    return p.qkv_layout if one_size else ",".join(formats_of(p.qkv_layout))
+        return Rounded(products=True), Rounded(products=True)
+    q, do = (get_fp8_torch_dtype(used[0], forward) for forward in (True, False))
+    return Rounded(qkv=q), None if wide else Rounded(qkv=q, do=do)
 
 
 def _kernel_reasons(params) -> list[str]:
     """Why tessera's kernels cannot run this; empty if they can."""
     try:
-        lines = case_lines(params)
-    except ValueError as error:
+        asked = questions(params, *_roundings(params))
+    except (ValueError, _lib.Refused) as error:
         return [str(error)]
-    for line in lines:
-        reasons = _explained(line, _device(params))
+    for question in asked:
+        reasons = _explained(question, _device(params))
         if reasons:
             return list(reasons)
     return []
