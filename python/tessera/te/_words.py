@@ -62,11 +62,13 @@ def mask_of(text) -> str | None:
     return _SPELLINGS.get(frozenset(re.split("[_,]", text))) if isinstance(text, str) else None
 
 
-def band(mask: str, left: int = -1, right: int = -1) -> dict:
-    """causal, window and align of a mask that says itself where its diagonal ends: the top left, unless its
-    name has bottom_right. A window's -1 is unbounded."""
+def band(mask: str, left: int = -1, right: int = -1, bottom_right: bool | None = None) -> dict:
+    """causal, window and align of a mask. None: its name says where the diagonal ends, the top left unless that has
+    bottom_right. A window's -1 is unbounded."""
     causal = "causal" in mask
-    given = {"causal": causal, "align": "bottom_right" if mask.endswith("bottom_right") else "top_left"}
+    if bottom_right is None:
+        bottom_right = mask.endswith("bottom_right")
+    given = {"causal": causal, "align": "bottom_right" if bottom_right else "top_left"}
     if left >= 0 or right >= 0 and not causal:
         given["window"] = left, 0 if causal else right
     return given

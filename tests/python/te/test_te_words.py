@@ -44,6 +44,8 @@ def test_masks_have_the_bands_of_the_c_layer():
 def test_a_window_beside_a_mask():
     assert _words.band("causal", 8, 3)["window"] == (8, 0)  # a causal mask ends at the diagonal
     assert _words.band("no_mask", -1, 3)["window"] == (-1, 3)
+    assert _words.band("no_mask", 2, 3, True)["align"] == _words.band("causal_bottom_right")["align"] == "bottom_right"
+    assert _words.band("causal_bottom_right", bottom_right=False)["align"] == "top_left"
     assert "window" not in _words.band("causal", -1, 0) and "window" not in _words.band("padding")
 
 

@@ -23,6 +23,7 @@ import torch
 
 from ... import _lib, alibi_slopes
 from ...torch._later import constant
+from .._words import band
 from . import _words
 
 
@@ -102,11 +103,9 @@ class Call:
         a call with tensors that look the same was accepted before."""
         if not checked:
             self._check_tensors()
-        given = {"layout": (self.q_format, self.kv_format), "softmax_scale": self.softmax_scale,
-                 "align": "bottom_right" if self.bottom_right else "top_left",
+        given = {"layout": (self.q_format, self.kv_format), "softmax_scale": self.softmax_scale, **self.band(),
                  "deterministic": self.deterministic, "return_max_logit": self.return_max_logit}
         self.cap(given)
-        self._band(given)
         if self.masked:
             self._padding_by_mask(given)
         elif self.padded:
@@ -136,11 +135,8 @@ class Call:
         if self.softcap:
             given["softcap"] = self.softcap
 
-    def _band(self, given):
-        given["causal"] = "causal" in self.mask
-        if self.window not in ((-1, -1), (-1, 0)) or \
-                self.window == (-1, 0) and not given["causal"]:
-            given["window"] = self.window
+    def band(self) -> dict:
+        return band(self.mask, *self.window, self.bottom_right)
 
     def _lengths(self, given):
         by_name = "attn_mask_type" if "padding" in self.mask else "qkv_format"

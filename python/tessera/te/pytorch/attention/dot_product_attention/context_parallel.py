@@ -88,12 +88,10 @@ class Spread:
         if kind not in ("no_bias", "alibi"):
             call.bias, call.bias_type = None, "no_bias"  # its rows are this rank's, its keys all
         call._check_tensors()
-        given = {"layout": (call.q_format, call.kv_format), "softmax_scale": call.softmax_scale,
-                 "align": "bottom_right" if call.bottom_right else "top_left",
+        given = {"layout": (call.q_format, call.kv_format), "softmax_scale": call.softmax_scale, **call.band(),
                  "deterministic": call.deterministic, "return_max_logit": call.return_max_logit,
                  "shards": self._shards("q", call), "shards_k": self._shards("kv", call)}
         call.cap(given)
-        call._band(given)
         call._scores(given)
         if bias is not None and call.bias is None:
             given |= {"bias": bias, "bias_at": kind.removesuffix("_bias")}
