@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TE's words and numbers in Python are those of the C layer, src/nvte."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tessera.te import _words
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = (ROOT / "include" / "tessera_nvte.h").read_text()
 CALL = (ROOT / "src" / "nvte" / "call.cc").read_text()
+PARAMS = (ROOT / "src" / "nvte" / "params.h").read_text()
 
 
 @pytest.mark.parametrize("name, words, suffix", [
@@ -39,6 +41,37 @@ def test_masks_have_the_bands_of_the_c_layer():
         band = _words.band(mask)
         assert band["causal"] == (number >= numbers[causal_from]), mask
         assert (band["align"] == "bottom_right") == (number.name in bottom_right), mask
+
+
+def fields_of_config():
+    """Names and defaults of the configuration of a fused call, in the C layer's order; numbers for words."""
+    rows = re.findall(r"X\(\w+, [^,]+, (\w+), ([^)]+)\)", re.search(
+        r"#define TESSERA_NVTE_CONFIG_FIELDS\(X\)(.*?)\n\n", PARAMS, re.DOTALL)[1])
+    words = dict(re.findall(r"(k?NVTE\w+) = (-?\d+)", HEADER)) | {"true": 1, "false": 0}
+    words |= {"NVTE_QKV_Layout_NOT_SET": len(_words.LAYOUTS), "NVTE_QKV_Format_NOT_SET": len(_words.FORMATS)}
+    return {name: float(words.get(default, default.removesuffix("f"))) for name, default in rows}
+
+
+def defaults(kind):
+    return {field.name: float(field.default) for field in dataclasses.fields(kind)}
+
+
+def test_pytorchs_question_has_the_fields_of_the_c_layer():
+    pytest.importorskip("torch")
+    from tessera.te.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
+
+    found, expected = defaults(FusedAttentionParams), fields_of_config()
+    assert list(found) == list(expected) and found == expected
+
+
+def test_jaxs_question_has_the_fields_of_the_c_layer():
+    """But for those of pages."""
+    pytest.importorskip("jax")
+    from tessera.te.jax.cpp_extensions import FusedAttnParams
+
+    expected = {name: default for name, default in fields_of_config().items() if "page" not in name}
+    found = defaults(FusedAttnParams)
+    assert list(found) == list(expected) and found == expected
 
 
 def test_a_window_beside_a_mask():
