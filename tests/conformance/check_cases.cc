@@ -5,8 +5,8 @@
 // door and judges it by the error rule. Prints the lines that fail, each with why, then `N passed,
 // M refused, K failed`; exits with 1 on any failure. refused.<device> and refused.<backend> beside
 // the file, or FILE in their place, hold rules (docs/cases.md): a case must be refused where one of
-// them holds, and nowhere else. Random cases know of themselves whether they are legal and whether the cpu backend computes them; --threads 0
-// draws 1 to 8 of them for each case.
+// them holds, and nowhere else. Random cases know of themselves whether they are legal and whether
+// the cpu backend computes them. --threads 0 draws 1 to 8 threads for each case.
 #include <fnmatch.h>
 #include <signal.h>
 #include <unistd.h>

@@ -92,7 +92,7 @@ class _Draw:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Of one sequence, on one of the devices that share the heads."""
+    """The sizes of one sequence, on one of the devices that share the heads."""
     sq: int
     sk: int
     hq: int
@@ -195,8 +195,8 @@ def worst(results, count: int = _WORST) -> list[dict]:
 
 
 def summary(results) -> list[dict]:
-    """Of all results, of each pass, and of each family from the worst on: how many have a peer, the geometric mean of
-    the ratios, and the share of them below 1 and below 0.98."""
+    """How many results have a peer, the geometric mean of their ratios, and the share of them below 1 and below 0.98:
+    a row for all, for each pass, and for each family from the worst on."""
     rows = [compared(result) for result in results if best_peer(result)]
     groups = {"all": rows} if rows else {}
     for result in rows:

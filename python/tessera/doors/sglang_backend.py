@@ -29,7 +29,7 @@ if missing := [name for name in ("init_forward_metadata_out_graph", "init_cuda_g
 
 @dataclasses.dataclass
 class Metadata:
-    """Of one batch of b requests."""
+    """Where the tokens of one batch of b requests lie."""
     cu_seqlens: torch.Tensor          # int32 [b + 1], of the new tokens
     seqlens_k: torch.Tensor           # int32 [b], with the new tokens
     longest: int                      # of the new tokens of a request, or more
@@ -203,7 +203,7 @@ def _refuse(asked: list[str]):
 
 
 class Steps:
-    """Of a draft worker: a backend for each step of its chain but the last, which only makes a token."""
+    """The backends of a draft worker: one for each step of its chain but the last, which only makes a token."""
 
     needs_cpu_seq_lens = False
 

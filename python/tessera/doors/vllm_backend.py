@@ -89,7 +89,8 @@ class Backend(host.AttentionBackend):
 
 @dataclasses.dataclass
 class Metadata:
-    """Of one batch and one group of layers. The tensors are vLLM's own, which graphs are captured with."""
+    """Where the tokens of one batch lie, for one group of layers. The tensors are vLLM's own, which graphs are captured
+    with."""
     tokens: int
     longest: int                # of the new tokens of a sequence, or more
     cu_seqlens: torch.Tensor    # int32 [b + 1], of the new tokens

@@ -65,7 +65,8 @@ class TreeAttnMetadata:
     @classmethod
     def from_tree_choices(cls, tree_choices: Sequence[tuple[int, ...]], dtype: torch.dtype | None = None,
                           device=None) -> TreeAttnMetadata:
-        """Of paths: (1, 0) is the first child of the second child of the root. dtype is that of attention_bias."""
+        """Makes it of paths: (1, 0) is the first child of the second child of the root. dtype is that of
+        attention_bias."""
         choices = sorted(set(map(tuple, tree_choices)), key=lambda path: (len(path), path))
         node = {(): 0, **{path: i for i, path in enumerate(choices, 1)}}
         for path in choices:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference as a plan: fp64 arithmetic on any dtype, with precision="fp8" on what it rounds. Unlike other plans its run() allocates,
-// O(tokens), beside the workspace.
+// The reference as a plan: fp64 arithmetic on any dtype, with precision="fp8" on what it rounds.
+// Unlike other plans its run() allocates, O(tokens), beside the workspace.
 #include "conformance/reference/plan.h"
 
 #include <memory>

@@ -184,6 +184,22 @@ def test_tables_in_comments_stay_tables():
     assert "ReflowComments: false" in (ROOT / ".clang-format").read_text().splitlines()
 
 
+def test_lines_end_before_column_121():
+    """Comments too, which clang-format leaves as they are; ruff holds Python's."""
+    if not TRACKED:
+        pytest.skip("not a checkout: git lists no files")
+    long = [f"{name}:{number}" for name in SOURCES
+            for number, line in enumerate((ROOT / name).read_text().splitlines(), 1) if len(line) > 120]
+    assert not long, long
+
+
+def test_docstrings_begin_with_what_they_speak_of():
+    """Not with whose it is: "Of one batch" leaves open what."""
+    begun = [f"{name}: {line}" for name in TRACKED if name.endswith(".py")
+             for line in re.findall(r'^ *"{3}Of .*', (ROOT / name).read_text(), re.MULTILINE)]
+    assert not begun, begun
+
+
 @pytest.mark.parametrize("name", ["cpu.json", "hopper.json"])
 def test_plotted_figures_are_those_of_the_tables(name):
     """A plot's data has the times that docs/performance.md shows beside the same case."""
