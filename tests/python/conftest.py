@@ -57,6 +57,17 @@ def examples(request):
     return request.config.getoption("--examples")
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """PyTorch on one thread: more cost small problems more than they give."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def relaxed(examples):
     """Settings of hypothesis: no deadline; the same problems each time unless asked for more."""

@@ -19,15 +19,8 @@ from tessera.torch import comm  # noqa: E402
 from tessera.torch import context_parallel as cp  # noqa: E402
 from tessera.torch.context_parallel import _local  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def dense_rows(text):

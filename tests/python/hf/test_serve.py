@@ -14,16 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 import tessera.torch as tt  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "serve"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads cost small problems more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

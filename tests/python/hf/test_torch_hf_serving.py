@@ -16,14 +16,7 @@ from test_torch_hf import MODELS, build, tokens  # noqa: E402
 from transformers import cache_utils, masking_utils  # noqa: E402
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads cost small problems more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

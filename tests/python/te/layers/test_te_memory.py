@@ -14,6 +14,7 @@ from tessera.te.common.recipe import DelayedScaling  # noqa: E402
 from tessera.te.pytorch import cpu_offload, graph  # noqa: E402
 from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 B, S, H, D = 2, 16, 4, 8
 
 
@@ -28,15 +29,6 @@ class Block(torch.nn.Module):
     def forward(self, x, mask="causal"):
         q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).unbind(2)
         return x + self.attention(q, k, v, attn_mask_type=mask)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads cost small problems more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
