@@ -17,7 +17,7 @@ _ROWS = (0, 1)
 _LENGTHS = (0,)
 
 
-class Call:
+class Struct:
     """tessera_rotate_args or tessera_append_args under construction."""
 
     def __init__(self, adapter, operation: str, args, names: tuple[str, ...], layout: str,
@@ -56,9 +56,9 @@ class Call:
 
 
 def rotate_call(adapter, x, y, cos, sin, positions, *, layout: str, interleaved: bool,
-                inverse: bool = False) -> Call:
+                inverse: bool = False) -> Struct:
     """The call that turns x into y."""
-    call = Call(adapter, "rotate", _lib.RotateArgs(), _lib.ROTATE_TENSORS, layout, interleaved)
+    call = Struct(adapter, "rotate", _lib.RotateArgs(), _lib.ROTATE_TENSORS, layout, interleaved)
     order = call.arguments.order_q
     if inverse:
         call.args.flags |= _lib.INVERSE
@@ -77,9 +77,9 @@ def rotate_call(adapter, x, y, cos, sin, positions, *, layout: str, interleaved:
 
 
 def append_call(adapter, k, v, k_cache, v_cache, seqlens_k, *, layout: str, cu_seqlens, seqlens_q,
-                page_table, q, q_out, rope, interleaved: bool, k_scale, v_scale) -> Call:
+                page_table, q, q_out, rope, interleaved: bool, k_scale, v_scale) -> Struct:
     """The call that appends k and v to the caches and turns q into q_out."""
-    call = Call(adapter, "append_kv", _lib.AppendArgs(), _lib.APPEND_TENSORS, layout, interleaved)
+    call = Struct(adapter, "append_kv", _lib.AppendArgs(), _lib.APPEND_TENSORS, layout, interleaved)
     a = call.arguments
     order, in_cache = a.order_q, _keywords.ORDERS["bshd"]
     first = "b, sk" if page_table is None else "pages, page_size"

@@ -56,7 +56,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str | tupl
 
     >>> o = attention(q, k, v, axis_name="cp", shards=Shards.zigzag([s] * b, 4), causal=True)
     """
-    call = _Call(q, k, v, axis_name, shards, shards_k, keywords)
+    call = _OnShards(q, k, v, axis_name, shards, shards_k, keywords)
     run = _by_heads if call.chosen(exchange) == "heads" else _by_keys
     o, lse, max_logit = run(call)
     wanted = [o]
@@ -113,7 +113,7 @@ def sharded(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], *, shards: Sha
 
 # ---- a call, checked ----
 
-class _Call:
+class _OnShards:
     """q, k and v as rows, and what is known of the problem when a program is traced."""
 
     def __init__(self, q, k, v, axis_name, shards, shards_k, keywords):
@@ -316,7 +316,7 @@ def _slots(rows: Rows) -> tuple[_Slot, ...]:
     return _slots_of(rows.shards, rows.is_packed)
 
 
-def _by_keys(call: _Call):
+def _by_keys(call: _OnShards):
     """(o [t, hq, dv], lse [t, hq], max_logit [hq])"""
     slots = _slots(call.rows)
     # One order of rows for all slots, so that o is put together by one look-up.
@@ -340,7 +340,7 @@ def _by_keys(call: _Call):
     return taken(o, back, there), taken(lse, back, there, -jnp.inf), peak
 
 
-def _seen(call: _Call, slot: _Slot, mine) -> dict:
+def _seen(call: _OnShards, slot: _Slot, mine) -> dict:
     """Keywords that say which of the whole keys each run sees. Starts can say all; they are left out
     where they are not needed, as GPUs do not take them yet."""
     keys = call.rows_k.shards.lengths
@@ -366,7 +366,7 @@ def _mine(axis, table: np.ndarray):
 
 # ---- heads ----
 
-def _by_heads(call: _Call):
+def _by_heads(call: _OnShards):
     """(o [t, hq, dv], lse [t, hq], max_logit [hq]); max_logit is -inf for other devices' heads."""
     own = call.hq // call.rows.shards.size
     first = jax.lax.axis_index(call.axis) * own

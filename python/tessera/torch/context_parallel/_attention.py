@@ -143,12 +143,13 @@ class _Shape(NamedTuple):
         return torch.tensor(self.rows, dtype=torch.int64, device=x.device)
 
 
-class _Call(NamedTuple):
+class _Operator(NamedTuple):
+    """What tessera::cp_attention is called with, and how its rows become the caller's."""
     arguments: tuple
     shape: _Shape
 
 
-def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Call:
+def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Operator:
     """The operator's arguments; `how` is (exchange, groups of heads, save_gathered, max_bytes).
     torch.compile traces through it."""
     for name in keywords:
@@ -185,7 +186,7 @@ def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Call:
         rest["segment_ids"] = _ids(rest["segment_ids"], layouts, shape_q, shape_k, q, k)
     if rest.get("key_ranges") is not None:
         rest["key_ranges"] = _ranges(rest["key_ranges"], layouts[0], shape_q)
-    return _Call((*_sorted(q, k, v, rest), text, *names), shape_q)
+    return _Operator((*_sorted(q, k, v, rest), text, *names), shape_q)
 
 
 def _sorted(q, k, v, keywords) -> tuple:
