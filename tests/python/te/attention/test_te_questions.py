@@ -106,3 +106,5 @@ def test_words_that_make_no_call_are_a_reason():
     chosen = _selection.select(_selection.AttentionParams(
         device="cpu", attn_mask_type="padding", core_attention_bias_type="alibi", padding="two masks"))
     assert any("needs lengths" in reason for reason in chosen.reasons["FusedAttention"])
+    chosen = _selection.select(_selection.AttentionParams(device="cpu", pad_between_seqs=True))
+    assert any("needs packed sequences" in reason for reason in chosen.reasons["FusedAttention"])

@@ -49,6 +49,8 @@ def questions(p, forward: Rounded | None = None, backward: Rounded | None = None
     """One for each pass of AttentionParams that will run; a ValueError or Refused where its words make no call."""
     if p.qkv_dtype not in DTYPES:
         raise ValueError(f"qkv_dtype={p.qkv_dtype}: must be float16, bfloat16 or float32")
+    if p.pad_between_seqs and "t" not in p.qkv_layout.removeprefix("paged_kv_"):
+        raise ValueError(f"pad_between_seqs=True: needs packed sequences; qkv_layout={p.qkv_layout!r} has none")
     call = _call(p)
     given = {name: x for name, x in call.keywords(checked=True).items() if x is not None}
     if p.deterministic is None:
