@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """precision="fp8" of bf16 inputs on a GPU beside bf16 and beside raw E4M3 inputs, forward and backward.
 
-    python benchmarks/fp8_rounded.py [--kernels]
+    python benchmarks/fp8_rounded.py [--kernels] [--loop]
 
 Microseconds of a call, 16k tokens in all: the median of five rounds by turns. "plain" is smooth="none"; "raw" are E4M3
-inputs, which nobody rounds. --kernels also lists what each kernel takes of the first shape, as PyTorch's profiler says.
+inputs, which nobody rounds. --kernels also lists what each kernel takes of the first shape, as PyTorch's profiler says;
+--loop says it of calls in the midst of a second of them, with the time between kernels, the clock and the power.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
+import subprocess
+import time
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,6 +31,7 @@ SHAPES = ((16384, 16, 16, 128, 128, False), (16384, 16, 16, 128, 128, True), (81
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", action="store_true", help="what each kernel of the first shape takes")
+    parser.add_argument("--loop", action="store_true", help="the same in the midst of a second of calls")
     args = parser.parse_args(argv)
     print(torch.cuda.get_device_name())
     for i, shape in enumerate(SHAPES):
@@ -39,6 +44,8 @@ def main(argv=None):
             print(f"  {name}")
             for kernel, us in kernels(calls[name]):
                 print(f"    {us:8.1f}  {kernel}")
+        for name in calls if args.loop and i == 0 else ():
+            in_a_loop(name, calls[name])
 
 
 def forms(s, hq, hk, d, dv, causal):
@@ -88,6 +95,44 @@ def kernels(call, count=3):
         torch.cuda.synchronize()
     found = [(event.key[:100], event.self_device_time_total / count) for event in run.key_averages()]
     return sorted((x for x in found if x[1] > 0), key=lambda x: -x[1])
+
+
+def in_a_loop(name, call, seconds=1.0, count=20):
+    """Prints what kernels take, and what is between them, after `seconds` of calls: by then the clock is what power
+    allows."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        for _ in range(3 * count):
+            call()
+        state = sensors()  # while the calls are at work
+        torch.cuda.synchronize()
+    events = sorted((event for event in run.events() if event.device_time > 0), key=lambda e: e.time_range.start)
+    events = events[len(events) // 3:]
+    calls = count * 2
+    busy, gaps = {}, {}
+    for before, event in zip([None, *events], events):
+        key = event.name[:60]
+        busy.setdefault(key, []).append(event.time_range.elapsed_us())
+        if before:
+            gap = event.time_range.start - before.time_range.end
+            gaps.setdefault(key, []).append(gap)
+    span = events[-1].time_range.end - events[0].time_range.start
+    print(f"  {name}, in a loop: {span / calls:.1f} us a call, {state}")
+    for key, took in sorted(busy.items(), key=lambda item: -sum(item[1])):
+        gap = statistics.median(gaps.get(key, [0]))
+        print(f"    {sum(took) / calls:8.1f} in {len(took) / calls:.1f} launches, median gap before {gap:6.1f}  {key}")
+
+
+def sensors() -> str:
+    """Clock and power of the device now, as nvidia-smi says."""
+    if not shutil.which("nvidia-smi"):
+        return "no nvidia-smi"
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def test_second_derivatives_are_refused():
     (dict(causal=True, window=(3, 4)), r"window"),
     (dict(layout="bsdh"), r'layout=\'bsdh\': must be "bshd"'),
     (dict(window=(1.0, 0)), r"window\[0\]=1.0: must be an integer"),
-    (dict(bias=torch.zeros(5, 33, 33)), r"bias.shape=\[1, 5, 33, 33\]"),
+    (dict(bias=torch.zeros(5, 33, 33)), r"bias.shape=\[5, 33, 33\], read as \[1, 5, 33, 33\]"),
     (dict(keep=torch.zeros(33, 33)), r"keep.dtype=fp32: must be bool"),
     (dict(dropout_p=1.5), r"dropout_p=1.5"),
     (dict(rng_state=torch.zeros(2)), r"rng_state.dtype=fp32: must be int64"),

@@ -10,6 +10,7 @@ Under Float8CurrentScaling the last 3 (2) slots alone have a history, as TE has 
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import os
 import pickle
@@ -239,6 +240,8 @@ class _Reader(pickle.Unpickler):
             return _DATA[module, name]
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _storage
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 writes members of enumerations
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
@@ -248,6 +251,12 @@ class _AnyReader(pickle.Unpickler):
     def find_class(self, module, name):
         known = _DATA.get((module, name))
         return super().find_class(module, name) if known is None else known
+
+
+def _member(kind, name: str):
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r}")
+    return kind[name]
 
 
 def _storage(data: bytes):
