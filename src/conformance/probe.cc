@@ -12,11 +12,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
-#endif
+
+#include "core/machine/amx.h"
 
 namespace tessera {
 namespace {
@@ -91,11 +89,7 @@ __attribute__((target("avx512f,avx512bf16"))) double avx512_bf16(float* sink) {
 
 // Products of 16 x 32 by 32 x 16 on four tiles of sums by turns, which is as fast as they come.
 double amx_bf16(float*) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
-  } configuration;
+  const WholeTiles configuration;
   asm volatile("ldtilecfg %0" : : "m"(configuration));
   for (int round = 0; round < kRounds; ++round) {
     asm volatile(
@@ -105,22 +99,11 @@ double amx_bf16(float*) {
   asm volatile("tilerelease");
   return 2.0 * kRounds * 4 * 16 * 16 * 32;
 }
-
-// Linux saves tiles for a process that has asked for them once.
-bool has_amx() {
-#ifdef __linux__
-  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
 #endif
 
 Burst burst_for(int32_t dtype) {
 #if defined(__x86_64__)
-  if (dtype == TESSERA_BF16 && has_amx()) return amx_bf16;
+  if (dtype == TESSERA_BF16 && may_use_amx()) return amx_bf16;
   if (dtype == TESSERA_BF16 && __builtin_cpu_supports("avx512bf16")) return avx512_bf16;
   if (__builtin_cpu_supports("avx512f")) return avx512_fp32;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2_fp32;

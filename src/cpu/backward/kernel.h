@@ -383,20 +383,23 @@ class Backward : BackwardRows<S, kPairs, T> {
     }
   }
 
-  // S and dP of a run's keys. If one vector alone sees them the other is hidden.
+  // S and dP of a run's keys, which matrix tiles have made already. If one vector alone sees them the
+  // other is hidden.
   template <int kVec>
   void score_run(const StripRows<S>& rows, const Visible<S>& visible, const Run& run,
                  const Word* q_t, const Word* do_t) {
     const int64_t at = run.vector * L;
-    for (int j = run.first; j < run.last && !S::kHasTiles; j += R) {
-      prefetch_bias(rows, visible, j);
-      ask_ahead();
-      multiply_rows<S, kVec>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step, q_t + at,
-                             x_.s + j * W + at);
-    }
-    for (int j = run.first; j < run.last && !S::kHasTiles; j += R) {
-      multiply_rows<S, kVec>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step, do_t + at,
-                             x_.dp + j * W + at);
+    if constexpr (!S::kHasTiles) {
+      for (int j = run.first; j < run.last; j += R) {
+        prefetch_bias(rows, visible, j);
+        ask_ahead();
+        multiply_rows<S, kVec>(x_.qk_depth, x_.depth_piece, x_.k + j * x_.k_step, x_.k_step,
+                               q_t + at, x_.s + j * W + at);
+      }
+      for (int j = run.first; j < run.last; j += R) {
+        multiply_rows<S, kVec>(x_.v_depth, x_.depth_piece, x_.v + j * x_.v_step, x_.v_step,
+                               do_t + at, x_.dp + j * W + at);
+      }
     }
     if constexpr (kVec < kVectors) {
       const int64_t other = L - at;

@@ -124,7 +124,10 @@ class BackwardRows {
     copy_rows(k, rows, call_.dqk, x_.k, x_.k_step);
     copy_rows(v, rows, call_.dv, x_.v, x_.v_step);
     if constexpr (S::kHasTiles) {
-      turn_pairs<S>({x_.k, x_.k_step}, rows, call_.dqk, {x_.k_t, x_.k_t_step});
+      const auto row = [&](int64_t j) {
+        return reinterpret_cast<const Bf16*>(x_.k + j * x_.k_step);
+      };
+      turn_pairs<S>(row, rows, call_.dqk, {x_.k_t, x_.k_t_step});
     } else if constexpr (kPairs) {
       interleave_pairs<S>(x_.k, x_.k_step, rows, call_.dqk, x_.k_pairs, x_.k_pairs_step);
     }

@@ -41,7 +41,7 @@ struct Scratch {
   // One block of keys.
   Word *k, *v;       // [B][k_step], pairs along head dims
   Word* k_pairs;     // [B / 2][k_pairs_step], pairs along keys; k itself if a word is one element
-  Word* k_t;         // [dqk, up to 16][k_t_step], the same turned over, instead of it
+  Word* k_t;         // [dqk, up to 32][k_t_step], the same turned over, instead of it
   float *dk, *dv;    // [B][dk_step]
   float* bias_keys;  // [B][kLanes]
 
@@ -100,7 +100,7 @@ struct Scratch {
       take(k_pairs, kTiles ? 0 : B / 2, k_pairs_step);
     else
       k_pairs = k;
-    take(k_t, kTiles ? pad_to(dqk, 16) : 0, k_t_step);
+    take(k_t, kTiles ? pad_to(dqk, 32) : 0, k_t_step);
     take(dk, B, dk_step), take(dv, B, dv_step);
     take(bias_keys, args.bias_gradient == BiasGradient::kKeys ? B * S::kLanes : 0);
     take(q_t, M, qk_depth), take(do_t, M, v_depth);

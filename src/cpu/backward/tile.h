@@ -194,22 +194,5 @@ __attribute__((noinline)) void interleave_pairs(const uint32_t* in, int64_t in_s
   }
 }
 
-// out[d][r / 2] = (in[r][d], in[r + 1][d]) for even r: the same turned over, of a multiple of 32 rows
-// in rows of bf16 that are padded to whole vectors.
-template <typename S>
-__attribute__((noinline)) void turn_pairs(Matrix<const uint32_t> in, int count, int64_t dim,
-                                          Matrix<uint32_t> out) {
-  constexpr int T = S::kLanes;
-  for (int r = 0; r < count; r += 2 * T) {
-    for (int64_t d = 0; d < dim; d += T) {
-      const auto pair = [&](int i) {
-        return S::interleave_rows(reinterpret_cast<const Bf16*>(in.at(r + 2 * i, d / 2)),
-                                  reinterpret_cast<const Bf16*>(in.at(r + 2 * i + 1, d / 2)));
-      };
-      transpose_words<S>(pair, [&](int c) { return out.at(d + c, r / 2); });
-    }
-  }
-}
-
 }  // namespace
 }  // namespace tessera::cpu

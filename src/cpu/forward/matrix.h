@@ -15,41 +15,21 @@
 namespace tessera::cpu {
 namespace {
 
-// Keys that a tile's k holds.
-constexpr int kTileKeys = 32;
-
 // K[j][d] and V^T[d][j] of the block's keys, up to a multiple of 32.
 template <typename S>
 __attribute__((noinline)) void pack_tiles(const Call& call, Block<S>& block) {
   constexpr int T = S::kTile;
-  const auto row_of = [](const char* const* rows, int j) {
+  const auto row_of = [](const char* const* rows, int64_t j) {
     return reinterpret_cast<const Bf16*>(rows[j]);
   };
-  const int keys = static_cast<int>(round_up(block.keys.count, kTileKeys));
+  const int keys = static_cast<int>(round_up(block.keys.count, S::kDepth));
   for (int j = 0; j < keys; ++j) {
     for (int64_t d = 0; d < call.dqk; d += 2 * T) {
       const int n = static_cast<int>(smaller<int64_t>(2 * T, call.dqk - d));
       S::store_pairs(block.k_tiles.at(j, d / 2), S::load_row_n(row_of(block.k_rows, j) + d, n));
     }
   }
-  for (int j = 0; j < keys; j += kTileKeys) {
-    for (int64_t d = 0; d < call.dv; d += 2 * T) {
-      const int n = static_cast<int>(smaller<int64_t>(2 * T, call.dv - d));
-      typename S::Pairs low[T], high[T];  // the first four of each 8 head dims, and the others
-      for (int r = 0; r < T; ++r) {
-        const auto even = S::load_row_n(row_of(block.v_rows, j + 2 * r) + d, n);
-        const auto odd = S::load_row_n(row_of(block.v_rows, j + 2 * r + 1) + d, n);
-        S::interleave_fours(even, odd, low[r], high[r]);
-      }
-      const auto turn = [&](const typename S::Pairs* rows, int from) {
-        transpose_words<S>(
-            [&](int r) { return rows[r]; },
-            [&](int c) { return block.v_tiles.at(d + c / 4 * 8 + c % 4 + from, j / 2); });
-      };
-      turn(low, 0);
-      turn(high, 4);
-    }
-  }
+  turn_pairs<S>([&](int64_t j) { return row_of(block.v_rows, j); }, keys, call.dv, block.v_tiles);
 }
 
 // S^T of the keys that the strip sees, and of the others of their tiles.
@@ -57,7 +37,7 @@ template <typename S, int N>
 void multiply_key_tiles(const Block<S>& block, const float* q_t, int first, int last,
                         float* scores) {
   constexpr int kRow = N * S::kLanes;
-  const int64_t begin = first / kTileKeys * kTileKeys;
+  const int64_t begin = first / S::kDepth * S::kDepth;
   multiply_matrices<S, false>(round_up(last - begin, S::kTile), kRow, block.k_tiles.step,
                               {block.k_tiles.at(begin, 0), block.k_tiles.step},
                               {reinterpret_cast<const uint32_t*>(q_t), kRow},
@@ -95,8 +75,8 @@ template <typename S, int N>
 void accumulate_tiles(const Block<S>& block, const Visible<S>& visible, int64_t dv, uint32_t* pairs,
                       const float* alpha, float* o_t) {
   constexpr int L = S::kLanes, kRow = N * L;
-  const int first = visible.first / kTileKeys * kTileKeys;
-  const int last = static_cast<int>(round_up(visible.last, kTileKeys));
+  const int first = visible.first / S::kDepth * S::kDepth;
+  const int last = static_cast<int>(round_up(visible.last, S::kDepth));
   const int64_t rows = round_up(dv, S::kTile);
   clear_weights<S, N>(visible, first, last, pairs);
   // Times 1 changes no bit.

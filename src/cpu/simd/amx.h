@@ -11,6 +11,7 @@
 // together are added to C. A finite element times 0 changes no bit.
 #pragma once
 
+#include "core/machine/amx.h"
 #include "cpu/simd/avx512bf16.h"
 #include "cpu/simd/kernels.h"
 
@@ -34,11 +35,7 @@ struct Amx : Avx512Bf16 {
   // that its state is small again for whoever saves it. The instructions are volatile and name
   // memory: they stay in order with what reads and writes it.
   TESSERA_INLINE void begin_tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } configuration;
+    const WholeTiles configuration;
     asm volatile("ldtilecfg %0" : : "m"(configuration));
   }
   TESSERA_INLINE void end_tiles() { asm volatile("tilerelease" : : : "memory"); }

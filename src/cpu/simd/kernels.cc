@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/simd/kernels.h"
 
-#if defined(TESSERA_CPU_AMX) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <iterator>
 #include <string_view>
 
 #include "core/environment.h"
+#include "core/machine/amx.h"
 
 namespace tessera::cpu {
 
@@ -40,16 +36,7 @@ struct Level {
 #endif
 
 #ifdef TESSERA_CPU_AMX
-// Linux saves tiles for a process that has asked for them once, and all of its threads.
-bool has_amx() {
-#ifdef __linux__
-  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return has_avx512bf16() && __builtin_cpu_supports("amx-tile") &&
-         __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
+bool has_amx() { return has_avx512bf16() && may_use_amx(); }
 #endif
 
 // The levels that the build's option TESSERA_CPU_LEVELS names, best first.

@@ -74,15 +74,34 @@ TESSERA_INLINE void multiply_matrices(int64_t rows, int64_t columns, int64_t dep
   if (i < rows) row_of_blocks(multiply_block<S, 1, 2, kAdd>, multiply_block<S, 1, 1, kAdd>, i);
 }
 
-// Transposes 16 x 16 words: from(r) has row r, as pairs, and column c goes to the 16 words at to(c).
-template <typename S, typename From, typename To>
-TESSERA_INLINE void transpose_words(From from, To to) {
-  typename S::F x[S::kTile];
-  TESSERA_UNROLL
-  for (int r = 0; r < S::kTile; ++r) x[r] = S::as_float(from(r));
-  S::transpose(x);
-  TESSERA_UNROLL
-  for (int c = 0; c < S::kTile; ++c) S::store_pairs(to(c), S::as_int(x[c]));
+// out[d][j / 2] = (row(j)[d], row(j + 1)[d]) for even j: rows of bf16, turned over, as the left
+// operand of a product that sums over them. count is a multiple of 32. out has dim rows, rounded up
+// to 32, of which those from dim on become 0.
+template <typename S, typename Row>
+TESSERA_INLINE void turn_pairs(Row row, int64_t count, int64_t dim, Matrix<uint32_t> out) {
+  constexpr int T = S::kTile;
+  for (int64_t j = 0; j < count; j += S::kDepth) {
+    for (int64_t d = 0; d < dim; d += 2 * T) {
+      const int n = static_cast<int>(dim - d < 2 * T ? dim - d : 2 * T);
+      typename S::Pairs low[T], high[T];  // the first four of each 8 head dims, and the others
+      for (int r = 0; r < T; ++r) {
+        S::interleave_fours(S::load_row_n(row(j + 2 * r) + d, n),
+                            S::load_row_n(row(j + 2 * r + 1) + d, n), low[r], high[r]);
+      }
+      const auto turn = [&](const typename S::Pairs* pairs, int from) {
+        typename S::F x[T];
+        TESSERA_UNROLL
+        for (int r = 0; r < T; ++r) x[r] = S::as_float(pairs[r]);
+        S::transpose(x);
+        TESSERA_UNROLL
+        for (int c = 0; c < T; ++c) {
+          S::store_pairs(out.at(d + c / 4 * 8 + c % 4 + from, j / 2), S::as_int(x[c]));
+        }
+      };
+      turn(low, 0);
+      turn(high, 4);
+    }
+  }
 }
 
 }  // namespace

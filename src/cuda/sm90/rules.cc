@@ -125,7 +125,7 @@ void require_features(Support& support, const Problem& p) {
                   });
 }
 
-// Of the gradients of precision="fp8".
+// Why this backend does not compute the gradients of precision="fp8" of a problem.
 void require_rounded_backward(Support& support, const Problem& p) {
   for (int index = TESSERA_AMAX_O; index <= TESSERA_AMAX_DV; ++index) {
     support.require(!given(p, index), ReasonId::kFeature, Remedy::kNone, [&] {

@@ -41,7 +41,7 @@ struct Work {
   }
 };
 
-// Of a tile, what the loops of a consumer need; the rest stays in shared memory.
+// The part of Work that a consumer's loops over key blocks need, in registers.
 struct TileBlocks {
   int begin, end, clean_begin, clean_end;
 

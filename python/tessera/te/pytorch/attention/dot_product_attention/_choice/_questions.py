@@ -91,7 +91,8 @@ def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _call(p) -> Call:
-    """Tensors of lengths that p.padding calls one are two where queries are not as long as keys."""
+    """p as the call of a module. p.padding="lengths" means that one tensor has the lengths of both sides; where
+    max_seqlen_q and max_seqlen_kv differ, each side has its own."""
     q_format, kv_format = _words.formats_of(p.qkv_layout)
     b, sq, sk = (max(n, 1) for n in (p.batch_size, p.max_seqlen_q, p.max_seqlen_kv))
     mask = _words.mask_type(p.attn_mask_type)
