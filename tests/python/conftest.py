@@ -53,6 +53,15 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def one_device(monkeypatch):
+    """Names of TE and xformers put caches, layers and lengths on a GPU wherever there is one. Tests that go on the CPU
+    hide it, so that what they make lies beside these; with TESSERA_TEST_DEVICE=cuda all of it is on the GPU."""
+    import torch
+    if torch.get_default_device().type == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
 def examples(request):
     return request.config.getoption("--examples")
 

@@ -8,8 +8,16 @@ SEED = 11
 
 
 def normal(*shape, dtype=torch.float32, grad=False, seed=SEED):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_(grad)
+    """The same numbers on every device: they are drawn on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
+    x = torch.randn(*shape, generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype).requires_grad_(grad)
+
+
+def shuffled(n, seed=SEED):
+    """0 … n - 1, int32, in an order that is the same on every device."""
+    order = torch.randperm(n, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return order.to(torch.get_default_device(), torch.int32)
 
 
 def distance(sq, sk, shift=0):

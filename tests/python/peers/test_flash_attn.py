@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import tessera  # noqa: E402
 import tessera.flash_attn as fa2  # noqa: E402
 import tessera.flash_attn_interface as fa3  # noqa: E402
-from dropins import attend, close, distance, normal, same_gradients, visible  # noqa: E402
+from dropins import attend, close, distance, normal, same_gradients, shuffled, visible  # noqa: E402
 
 B, SQ, SK, HQ, HK, D = 2, 5, 7, 4, 2, 16
 BAND = [dict(), dict(causal=True), dict(window_size=(2, 1)), dict(causal=True, window_size=(2, 5)),
@@ -127,8 +127,7 @@ def test_varlen_with_a_block_table():
 def paged(k, v, lengths, page_size):
     """Pools of k and v [t, hk, d], shuffled pages, NaN where nothing is, and their table."""
     most = -(-max(lengths) // page_size)
-    order = torch.randperm(most * len(lengths), generator=torch.Generator().manual_seed(0))
-    table = order.reshape(len(lengths), most).to(torch.int32)
+    table = shuffled(most * len(lengths), 0).reshape(len(lengths), most)
     pools = [torch.full((most * len(lengths) + 1, page_size, *x.shape[1:]), torch.nan) for x in (k, v)]
     starts = cumulative(lengths)
     for n, (start, length) in enumerate(zip(starts, lengths)):
@@ -226,8 +225,7 @@ def test_a_step_of_generation(module, rotary_dim, interleaved, where, causal):
 
 def paged_history(history, lengths, room, page_size=4):
     pages = -(-room // page_size)
-    table = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(1)) \
-        .reshape(len(lengths), pages).to(torch.int32)
+    table = shuffled(pages * len(lengths), 1).reshape(len(lengths), pages)
     pools = [torch.full((pages * len(lengths), page_size, HK, D), torch.nan) for _ in range(2)]
     for pool, past in zip(pools, history):
         for n, x in enumerate(past):

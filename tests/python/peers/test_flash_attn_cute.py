@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch as tt  # noqa: E402
+from dropins import normal  # noqa: E402
 from tessera.flash_attn import cute  # noqa: E402
 from tessera.flash_attn.cute import interface  # noqa: E402
 
@@ -14,12 +15,8 @@ HQ, HK, D, DV = 4, 2, 32, 16
 same = torch.testing.assert_close
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def qkv(sq=9, sk=20, b=2):
-    return drawn(b, sq, HQ, D), drawn(b, sk, HK, D, seed=1), drawn(b, sk, HK, DV, seed=2)
+    return normal(b, sq, HQ, D), normal(b, sk, HK, D, seed=1), normal(b, sk, HK, DV, seed=2)
 
 
 @pytest.mark.parametrize("theirs,ours", [
@@ -42,7 +39,7 @@ def test_padded(theirs, ours):
 def test_gradients_of_latent_attention():
     q, k, v = (x.requires_grad_() for x in qkv())
     k, v = k[:, :, :1], v[:, :, :1]
-    qv = drawn(2, 9, HQ, DV, seed=3).requires_grad_()
+    qv = normal(2, 9, HQ, DV, seed=3).requires_grad_()
     o, lse = cute.flash_attn_func(q, k, v, qv=qv, causal=True, return_lse=True)
     scores = (torch.einsum("bihd,bjhd->bhij", q, k.expand(-1, -1, HQ, -1)) +
               torch.einsum("bihd,bjhd->bhij", qv, v.expand(-1, -1, HQ, -1))) / math.sqrt(D + DV)
@@ -51,7 +48,7 @@ def test_gradients_of_latent_attention():
     expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.expand(-1, -1, HQ, -1))
     same(o, expected, atol=1e-5, rtol=1e-5)
     same(lse, scores.logsumexp(-1).transpose(1, 2), atol=1e-5, rtol=1e-5)
-    do = drawn(*o.shape, seed=5)
+    do = normal(*o.shape, seed=5)
     for a, b in zip(torch.autograd.grad(o, (q, qv), do, retain_graph=True), torch.autograd.grad(expected, (q, qv), do)):
         same(a, b, atol=1e-5, rtol=1e-4)
 

@@ -11,6 +11,7 @@ import tessera.xformers as xops  # noqa: E402
 from dropins import attend, close, normal, same_gradients  # noqa: E402
 from tessera.xformers.fmha import attn_bias as biases  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_device")
 H, D = 2, 8
 LENS_Q, LENS_K, PADDING = [3, 1, 4], [5, 2, 4], 6
 STARTS = [1, 7, 10, 18]

@@ -11,6 +11,7 @@ from tessera.xformers.fmha.common import Context, Inputs  # noqa: E402
 from tessera.xformers.tree_attention import (  # noqa: E402
     TreeAttnMetadata, construct_full_tree_choices, construct_tree_choices, get_full_tree_size, tree_attention)
 
+pytestmark = pytest.mark.usefixtures("one_device")
 B, S, H, D = 2, 6, 4, 8
 
 
@@ -23,7 +24,7 @@ def inputs(*shape, dv=D, **words):
 
 def test_what_inputs_knows():
     inp = inputs(B, S, H, dv=16, p=0.1)
-    assert fmha.Inputs is Inputs and inp.device == torch.device("cpu")
+    assert fmha.Inputs is Inputs and inp.device == inp.query.device
     assert inp.scale_float == D ** -0.5 and inputs(B, S, H, scale=0.3).scale_float == 0.3
     assert inp.nbytes == 4 * B * S * H * (D + D + 16)
     assert inp.get_output_dtype() == torch.float32
@@ -70,7 +71,7 @@ INVALID = [
     ({"key": lambda x: x.key[..., :4]}, r"key.shape=\[2, 6, 4, 4\].* must agree"),
     ({"key": lambda x: x.key[:, :3]}, r"key.shape=\[2, 3, 4, 8\].* must agree"),
     ({"key": lambda x: x.key[:, :, :3], "value": lambda x: x.value[:, :, :3]}, "h of query be a multiple"),
-    ({"attn_bias": lambda x: xops.BlockDiagonalMask.from_seqlens([4, 8], device="cpu")}, "b = 1 with BlockDiagonal"),
+    ({"attn_bias": lambda x: xops.BlockDiagonalMask.from_seqlens([4, 8])}, "b = 1 with BlockDiagonal"),
 ]
 
 
@@ -212,7 +213,7 @@ def test_each_path_is_a_sequence():
     n, context = len(tree.attention_bias), 5
     q, k, v = (normal(1, n, H, D, seed=i) for i in range(3))
     cache = [normal(1, context, H, D, seed=i) for i in (5, 6)]
-    prefix = xops.BlockDiagonalPaddedKeysMask.from_seqlens([n], context, [context], device="cpu")
+    prefix = xops.BlockDiagonalPaddedKeysMask.from_seqlens([n], context, [context])
     o = tree_attention(q, k, v, *cache, tree.attention_bias, prefix)
     for row, length in zip(tree.retrieval_indices, tree.path_lengths):
         path = row[:length]

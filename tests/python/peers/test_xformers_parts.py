@@ -11,6 +11,7 @@ from tessera.xformers.fmha.merge_training import (  # noqa: E402
     Partial, memory_efficient_attention_partial_autograd, merge_attentions_autograd)
 from tessera.xformers.tree_attention import tree_attention  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_device")
 H, D = 2, 8
 
 

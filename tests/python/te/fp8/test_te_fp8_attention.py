@@ -310,6 +310,7 @@ def test_checkpoints_see_the_region_and_the_scales_of_the_first_time(core, reent
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_cache_in_fp8_is_refused():
     params = te.InferenceParams(2, 8, 4, 16, torch.bfloat16, qkv_format="bshd")
     q = torch.zeros(2, 4, 4, 16, dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ from tessera.te.pytorch.attention.rope import (  # noqa: E402
     FusedQKVRoPEFunc, FusedRoPEFunc, RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb)
 
+pytestmark = pytest.mark.usefixtures("one_device")
 H, G, D, LONGEST = 4, 2, 16, 48
 
 
@@ -56,7 +57,7 @@ class Model:
                 torch.testing.assert_close(o.unflatten(-1, (H, D)), expected, atol=2e-6, rtol=2e-5)
 
     def draw(self, count):
-        return [torch.from_numpy(self.rng.standard_normal((count, heads, D)).astype(np.float32))
+        return [torch.tensor(self.rng.standard_normal((count, heads, D)), dtype=torch.float32)
                 for heads in (H, G, G)]
 
     def laid_out(self, parts):

@@ -13,6 +13,7 @@ from tessera.te.pytorch import (  # noqa: E402
     InferenceParams, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer,
     apply_rotary_pos_emb)
 
+pytestmark = pytest.mark.usefixtures("one_device")
 HIDDEN, H, G, D = 24, 6, 3, 4
 
 

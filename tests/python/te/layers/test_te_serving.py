@@ -14,6 +14,7 @@ from tessera.te.pytorch.attention.dot_product_attention.utils import (  # noqa: 
     AttentionParams, check_set_window_size, get_attention_backend)
 from tessera.te.pytorch.utils import init_method_normal, scaled_init_method_normal  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_device")
 H, G, D, HIDDEN = 4, 2, 16, 64
 MOST, CONTEXT, LONGEST = 3, 6, 16  # sequences in a batch, tokens of a context, tokens of a sequence
 BACKENDS = ("FlashAttention", "FusedAttention", "UnfusedAttention")
@@ -57,8 +58,8 @@ def model(module, qkv_format, mask):
         hidden_size=HIDDEN, ffn_hidden_size=4 * HIDDEN, num_attention_heads=H, num_gqa_groups=G, hidden_dropout=0.0,
         attention_dropout=0.0, init_method=init_method_normal(0.1),
         output_layer_init_method=scaled_init_method_normal(0.1, 2), layer_number=number, kv_channels=D,
-        self_attn_mask_type=mask, fuse_qkv_params=False, params_dtype=torch.float32, attn_input_format=qkv_format,
-        device="cpu").eval() for number in (1, 2)]
+        self_attn_mask_type=mask, fuse_qkv_params=False, params_dtype=torch.float32,
+        attn_input_format=qkv_format).eval() for number in (1, 2)]
 
 
 def run(layers, tensors, **words):
