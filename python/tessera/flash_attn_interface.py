@@ -4,7 +4,10 @@
     from tessera.flash_attn_interface import flash_attn_func     # was: from flash_attn_interface import
 
 Shapes are [b, s, h, d], or packed [t, h, d]; dv may differ from d; descales are [b, hk]. num_splits,
-pack_gqa and scheduler_metadata have no effect. qv is refused by name. tessera.flash_attn is version 2's.
+pack_gqa and scheduler_metadata have no effect. qv, of q's shape with dv columns, is the part of q that attends to v,
+as latent attention has it: softmax((q kᵀ + qv vᵀ) · softmax_scale) v, where softmax_scale is 1/√(d + dv) unless given.
+It is one product over columns that lie beside each other, for which k and v are copied. tessera.flash_attn is
+version 2's.
 Programs that call torch.ops.flash_attn_3 themselves call register_ops() once before.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .flash_attn import _kvcache, _ops_3, _passes, _translate as to
+from .flash_attn import _kvcache, _ops_3, _passes, _plan, _translate as to
 from .flash_attn._translate import Refused
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -25,7 +28,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
                     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
     """Attention of q [b, sq, hq, d] over k [b, sk, hk, d], v [b, sk, hk, dv] -> [b, sq, hq, dv], or with
     return_attn_probs (out, lse [b, hq, sq]). A query sees keys of its own attention_chunk positions."""
-    _refuse_qv("flash_attn_func", qv)
+    q, k, v = _with_qv("flash_attn_func", q, k, v, qv, q_descale, k_descale, v_descale)
     positions = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
     return to.attention(q, k, v, return_lse=return_attn_probs,
                         **to.chunk_ranges(attention_chunk, positions, (1, 1, -1, 2)),
@@ -59,7 +62,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            deterministic=False, sm_margin=0, return_attn_probs=False):
     """Attention of packed q [tq, hq, d] over k [tk, hk, d], v [tk, hk, dv] -> [tq, hq, dv], or with
     return_attn_probs (out, lse [hq, tq]). seqused [b] is how much of a sequence's place is used."""
-    _refuse_qv("flash_attn_varlen_func", qv)
+    q, k, v = _with_qv("flash_attn_varlen_func", q, k, v, qv, q_descale, k_descale, v_descale)
     where = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     if attention_chunk:
         used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
@@ -83,8 +86,9 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             pack_gqa=None, sm_margin=0, return_softmax_lse=False):
     """tessera.flash_attn.flash_attn_with_kvcache, with queries [b, sq, hq, d] or packed [tq, hq, d] by
     cu_seqlens_q, new keys packed by cu_seqlens_k_new, and rotary_seqlens [b], the position of the first
-    new token where that is not the cache's length. Returns out, or (out, lse)."""
-    _refuse_qv("flash_attn_with_kvcache", qv)
+    new token where that is not the cache's length. Returns out, or (out, lse). Beside qv, k_cache and v_cache are
+    copied unless they are columns of one tensor, those of v before those of k."""
+    _check_qv("flash_attn_with_kvcache", q, v_cache, qv, q_descale, k_descale, v_descale)
     given = _keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale, v_descale,
                       sm_margin)
     for name in ("causal", "window", "align"):
@@ -95,7 +99,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         rotary=_kvcache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
         cache=_kvcache.Cache(cache_seqlens, cache_batch_idx, cache_leftpad, page_table, selects_rows=True),
         queries=_kvcache.Queries(cu_seqlens_q, to.lengths(max_seqlen_q, None)["max_seqlen_q"]),
-        causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+        causal=causal, window_size=window_size, attention_chunk=attention_chunk, qv=qv,
         return_lse=return_softmax_lse, **given)
 
 
@@ -109,15 +113,24 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
                            qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
                            cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
                            attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
-    """An empty int32 tensor for scheduler_metadata=, which has no effect: the backend plans each call by itself."""
-    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+    """scheduler_metadata= for a call of flash_attn_with_kvcache: int32, as long as FlashAttention 3's on Hopper, on
+    cache_seqlens' device. It has no effect, and is 0: the backend plans each call by itself. num_splits, pack_gqa,
+    has_softcap and sm_margin do not change it; sequences' lengths and starts are int32."""
+    return _plan.scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim,
+        headdim if headdim_v is None else headdim_v, qkv_dtype, cache_seqlens,
+        per_sequence={"cache_leftpad": cache_leftpad},
+        cumulative={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}, page_size=page_size,
+        max_seqlen_k_new=max_seqlen_k_new, causal=causal, window_size=window_size, attention_chunk=attention_chunk)
 
 
-def register_ops() -> _ops_3.RegisteredOps:
+def register_ops(bwd_results: int = 8) -> _ops_3.RegisteredOps:
     """Registers fwd, bwd, fwd_combine and get_scheduler_metadata of torch.ops.flash_attn_3, with the schemas and
-    results of FlashAttention-3's extension, until remove() of the result. Intermediate results of its kernels are empty
-    tensors, and bwd's rowsum(dout * out) is not padded. Refused where the extension is loaded."""
-    return _ops_3.RegisteredOps(_ops_3.Passes(_flash_attn_forward, _flash_attn_backward, get_scheduler_metadata))
+    results of FlashAttention-3's extension, until remove() of the result. bwd has 8 results, which begin with dq, dk,
+    dv and rowsum(dout * out); with bwd_results=5 it has those of the extension's later versions, which begin with that
+    sum: dq, dk and dv are then only written. Intermediate results of its kernels are empty tensors, and the sum is not
+    padded. Refused where the extension is loaded."""
+    return _ops_3.RegisteredOps(_ops_3.Passes(_flash_attn_forward, _flash_attn_backward), bwd_results)
 
 
 @torch.no_grad()
@@ -128,8 +141,11 @@ def _flash_attn_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens
                         scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0):
     """(out, lse, None, None): the forward pass of the functions above, without autograd. With k_new, page_table,
     kv_batch_idx, leftpad_k or rotary_cos, or cu_seqlens_q alone, k and v are the cache of flash_attn_with_kvcache, and
-    seqused_k its lengths; with both cu_seqlens they are packed; else padded, of lengths seqused_k. out is written."""
+    seqused_k its lengths; with both cu_seqlens they are packed; else padded, of lengths seqused_k. out is written.
+    Beside qv, softmax_scale=None is 1/√d, not 1/√(d + dv), as in FlashAttention 3."""
     name = "_flash_attn_forward"
+    if qv is not None and softmax_scale is None:
+        softmax_scale = q.shape[-1]**-0.5  # the extension's, which does not count qv
     score = dict(softmax_scale=softmax_scale, causal=causal, q_descale=q_descale, k_descale=k_descale,
                  v_descale=v_descale, window_size=window_size, softcap=softcap, sm_margin=sm_margin)
     if any(x is not None for x in (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)) or \
@@ -146,7 +162,7 @@ def _flash_attn_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens
                                         seqused_k, qv=qv, attention_chunk=attention_chunk, return_attn_probs=True,
                                         **score)
     else:
-        _refuse_qv(name, qv)
+        q, k, v = _with_qv(name, q, k, v, qv, q_descale, k_descale, v_descale)
         _check_padded(name, cu_seqlens_q, cu_seqlens_k)
         if attention_chunk and not (seqused_q is seqused_k is None):
             raise Refused(f"tessera.{name}: attention_chunk={attention_chunk}: is not built beside seqused_q and "
@@ -199,7 +215,17 @@ def _keywords(softmax_scale, causal, window_size, softcap, q_descale, k_descale,
             "q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale, "sm_margin": sm_margin}
 
 
-def _refuse_qv(name: str, qv):
-    if qv is not None:
-        raise Refused(f"tessera.{name}: qv: no backend has a second product of its own; the same is "
-                      "q=torch.cat([q, qv], -1), k=torch.cat([k, v], -1)")
+def _with_qv(name: str, q, k, v, qv, *descales):
+    _check_qv(name, q, v, qv, *descales)
+    return (q, k, v) if qv is None else to.with_qv(q, k, v, qv)
+
+
+def _check_qv(name: str, q, v, qv, *descales):
+    if qv is None:
+        return
+    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype:
+        raise ValueError(f"tessera.{name}: qv.shape={list(qv.shape)}, qv.dtype={qv.dtype}: must be "
+                         f"{[*q.shape[:-1], v.shape[-1]]} in q's dtype, {q.dtype}")
+    if q.dtype.itemsize == 1 or v.dtype.itemsize == 1 or any(x is not None for x in descales):
+        raise Refused(f"tessera.{name}: qv: is not built for fp8, nor beside descales, as k and v are one product; use "
+                      "16 bits")

@@ -44,8 +44,8 @@ class Queries(NamedTuple):
 
 @torch.no_grad()
 def attend(name: str, q, k_cache, v_cache, *, new: New, rotary: Rotary, cache: Cache, causal, window_size,
-           return_lse: bool, queries: Queries = Queries(), attention_chunk: int = 0, **score):
-    """out, or (out, lse)."""
+           return_lse: bool, queries: Queries = Queries(), attention_chunk: int = 0, qv=None, **score):
+    """out, or (out, lse). qv, which is not turned, is the part of q that attends to v."""
     packed = queries.cu_seqlens is not None
     batch = len(queries.cu_seqlens) - 1 if packed else q.shape[0]
     table, before = _pages(name, k_cache, cache, new, rotary, batch)
@@ -67,6 +67,8 @@ def attend(name: str, q, k_cache, v_cache, *, new: New, rotary: Rotary, cache: C
     elif cache.leftpad is not None:  # a mask of keys alone, behind which a cache may hold anything
         places = torch.arange(table.shape[1] * k_cache.shape[1], device=q.device)
         keywords["keep"] = (places >= cache.leftpad[:, None])[:, None, None]
+    if qv is not None:
+        q, k_cache, v_cache = to.with_qv(q, k_cache, v_cache, qv)
     return to.attention(q, k_cache, v_cache, page_table=table, seqlens_k=after,
                         return_lse=return_lse, **band, **keywords, **score)
 

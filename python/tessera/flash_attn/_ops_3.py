@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .._lib import Refused
-from . import _translate as to
+from . import _plan, _translate as to
 
 _NAMESPACE = "flash_attn_3"
 _SCHEMAS = {
@@ -31,8 +31,7 @@ _SCHEMAS = {
            "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
            "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
            "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
-           "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> "
-           "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
+           "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> ",
     "fwd_combine": "(Tensor out_partial, Tensor lse_partial, Tensor(out!)? out=None, ScalarType? out_dtype=None) -> "
                    "(Tensor(out!), Tensor)",
     "get_scheduler_metadata":
@@ -43,27 +42,32 @@ _SCHEMAS = {
         "int attention_chunk=0, bool has_softcap=False, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> "
         "Tensor",
 }
+# The results of bwd, by their number: later versions of the extension only write dq, dk and dv.
+_BWD_RESULTS = {8: "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
+                5: "(Tensor, Tensor, Tensor, Tensor, Tensor)"}
 
 
 class Passes(NamedTuple):
-    """Functions of the interface: its two passes, and the empty plan."""
+    """The two passes of the interface."""
     forward: Callable
     backward: Callable
-    plan: Callable
 
 
 class RegisteredOps:
     """Operators that are registered until remove()."""
 
-    def __init__(self, passes: Passes):
+    def __init__(self, passes: Passes, bwd_results: int):
+        if bwd_results not in _BWD_RESULTS:
+            raise ValueError(f"tessera.flash_attn_interface.register_ops: bwd_results={bwd_results}: must be 8 or 5")
         taken = [name for name in _SCHEMAS if hasattr(getattr(torch.ops, _NAMESPACE), name)]
         if taken:
             raise Refused(f"tessera.flash_attn_interface.register_ops: torch.ops.{_NAMESPACE}.{taken[0]}: is "
                           "registered already, by FlashAttention-3's extension or by an earlier call; leave that "
                           "extension out, or call remove() of what the earlier call returned")
         self._library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-        for name, function in _functions(passes).items():
-            self._library.define(name + _SCHEMAS[name])
+        for name, function in _functions(passes, bwd_results).items():
+            results = _BWD_RESULTS[bwd_results] if name == "bwd" else ""
+            self._library.define(name + _SCHEMAS[name] + results)
             self._library.impl(name, function, "CompositeImplicitAutograd")
 
     def remove(self):
@@ -73,7 +77,7 @@ class RegisteredOps:
             self._library = None
 
 
-def _functions(passes: Passes) -> dict:
+def _functions(passes: Passes, bwd_results: int) -> dict:
     """Operator -> its function, whose parameters are those of its schema in their order."""
     def fwd(q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None,
             cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
@@ -91,19 +95,31 @@ def _functions(passes: Passes) -> dict:
     def bwd(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None,
             seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False,
             window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):
-        found = passes.backward(
+        if bwd_results == 5 and any(x is None for x in (dq, dk, dv)):
+            raise ValueError("tessera.flash_attn_3.bwd: dq, dk and dv must be given, as none of five results is a "
+                             "gradient; register_ops(bwd_results=8) returns them")
+        *gradients, delta = passes.backward(
             dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
             max_seqlen_k, dq, dk, dv, softmax_scale, is_causal, (window_size_left, window_size_right), softcap,
             deterministic, sm_margin)
-        return *found, *_nothing(q, 4)
+        return *(gradients if bwd_results == 8 else ()), delta, *_nothing(q, 4)
 
     def fwd_combine(out_partial, lse_partial, out=None, out_dtype=None):
         with torch.no_grad():
             return to.combined(out_partial, lse_partial, out, out_dtype)
 
     def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v,
-                               qkv_dtype, seqused_k, *_, **__):
-        return passes.plan(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, seqused_k)
+                               qkv_dtype, seqused_k, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+                               seqused_q=None, leftpad_k=None, page_size=None, max_seqlen_k_new=0, is_causal=False,
+                               window_size_left=-1, window_size_right=-1, attention_chunk=0, has_softcap=False,
+                               num_splits=0, pack_gqa=None, sm_margin=0):
+        return _plan.scheduler_metadata(
+            batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
+            per_sequence={"seqused_q": seqused_q, "leftpad_k": leftpad_k},
+            cumulative={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+                        "cu_seqlens_k_new": cu_seqlens_k_new},
+            page_size=page_size, max_seqlen_k_new=max_seqlen_k_new, causal=is_causal,
+            window_size=(window_size_left, window_size_right), attention_chunk=attention_chunk)
 
     return {"fwd": fwd, "bwd": bwd, "fwd_combine": fwd_combine, "get_scheduler_metadata": get_scheduler_metadata}
 

@@ -5,6 +5,7 @@ negative window side is unbounded, and causal overrides its right side."""
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from .._lib import Refused
 from ..torch import attention, merge
@@ -37,6 +38,26 @@ def score(softmax_scale, softcap, alibi_slopes=None) -> dict:
     """What shapes a score; a softcap of 0 or less is off."""
     return {"softmax_scale": softmax_scale, "softcap": softcap if softcap > 0 else 0.0,
             "alibi_slopes": alibi_slopes}
+
+
+def with_qv(q, k, v, qv):
+    """(q, k, v) whose scores are q kᵀ + qv vᵀ. v's columns come first, where a kernel that finds v in k reads them
+    once. Nothing of k and v is copied where v's columns lie before k's already."""
+    dv = v.shape[-1]
+    if _is_before(v, k):
+        k = v.as_strided((*v.shape[:-1], dv + k.shape[-1]), v.stride())
+    else:
+        k = torch.cat([v, k], -1)
+    return torch.cat([qv, q], -1), k, k[..., :dv]
+
+
+def _is_before(v, k) -> bool:
+    """Whether v and k are neighbouring columns of one tensor without a gradient, of values that are there."""
+    if torch.compiler.is_compiling() or any(x.requires_grad or is_fake(x) for x in (v, k)):
+        return False
+    return v.shape[:-1] == k.shape[:-1] and v.stride() == k.stride() and v.stride(-1) == 1 and v.dtype == k.dtype and \
+        v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and \
+        k.storage_offset() == v.storage_offset() + v.shape[-1]
 
 
 def lengths(max_seqlen_q, max_seqlen_k) -> dict:
@@ -94,5 +115,5 @@ def combined(out_partial, lse_partial, out=None, out_dtype=None):
     return o if out is None else out.copy_(o), lse.transpose(-1, -2)
 
 
-__all__ = ["attention", "combined", "unpacked", "band", "score", "lengths", "packed", "deterministic", "chunk_ranges",
-           "sequence_of", "cumulative", "Refused"]
+__all__ = ["attention", "combined", "unpacked", "band", "score", "with_qv", "lengths", "packed", "deterministic",
+           "chunk_ranges", "sequence_of", "cumulative", "Refused"]

@@ -363,7 +363,8 @@ def test_a_cache_has_no_gradient():
 
 
 @pytest.mark.parametrize("call, error, message", [
-    (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=v), tessera.Refused, "qv: .*torch.cat"),
+    (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=v), ValueError, r"qv.shape=\[2, 7, 2, 16\].*\[2, 5, 4, 16\]"),
+    (lambda q, k, v: fa3.flash_attn_func(q, k, v, qv=q, k_descale=torch.ones(2, 2)), tessera.Refused, "qv: .*fp8"),
     (lambda q, k, v: fa3.flash_attn_func(q, k, v, k_descale=torch.ones(2, 2)), ValueError, "k_scale"),
     (lambda q, k, v: fa2.flash_attn_with_kvcache(q, k, v, k), ValueError, "give both"),
     (lambda q, k, v: fa2.flash_attn_with_kvcache(q, k, v, k, v), ValueError, "cache_seqlens"),

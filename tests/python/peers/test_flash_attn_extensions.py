@@ -166,7 +166,7 @@ def test_a_cache_of_version_3(packed):
      ValueError, "rng_state=None: .* p_dropout=0.1"),
     (lambda x: extension.varlen_fwd(*[x[0]] * 3, None, CU, CU, None, USED, None, None, 8, 8, 0.0, 0.2, False, True, -1,
                                     -1, 0.0, False, None), tessera.Refused, "leftpad_k=Tensor"),
-    (lambda x: forward(x, x, x, qv=x), tessera.Refused, "qv"),
+    (lambda x: forward(x, x, x, qv=x[:, 1:]), ValueError, "qv.shape=.*must be"),
     (lambda x: forward(x, x, x, k_new=x, v_new=x, seqused_q=USED, seqused_k=USED), tessera.Refused, "seqused_q=Tensor"),
     (lambda x: forward(x, x, x, attention_chunk=3, seqused_k=USED), tessera.Refused, "attention_chunk=3"),
     (lambda x: forward(x, x, x, cu_seqlens_k=CU), ValueError, "cu_seqlens_k=Tensor: must come with cu_seqlens_q"),

@@ -26,6 +26,7 @@ BWD = ("flash_attn_3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
        "int? max_seqlen_k=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
        "int window_size_right=-1, float softcap=0., bool deterministic=False, int sm_margin=0) "
        "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)")
+FIVE = " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 @pytest.fixture
@@ -149,16 +150,76 @@ def test_parts_and_the_plan(ops):
     o, lse = ops.fwd_combine(parts, rows, out, torch.bfloat16)
     want, want_lse = fa3.flash_attn_combine(parts, rows, out_dtype=torch.bfloat16)
     assert o is out and torch.equal(o, want) and torch.equal(lse, want_lse)
-    plan = ops.get_scheduler_metadata(B, 1, 64, H, 2, D, D, torch.bfloat16, torch.tensor([3, 5]), None, None, None,
-                                      None, None, 16, 0, True, -1, -1, 0, False, 1, None, 0)
-    assert plan.dtype == torch.int32
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    plan = ops.get_scheduler_metadata(B, 1, 64, H, 2, D, D, torch.bfloat16, used, None, None, None, None, None, 16, 0,
+                                      True, -1, -1, 0, False, 1, None, 0)
+    same = fa3.get_scheduler_metadata(B, 1, 64, H, 2, D, used, page_size=16, causal=True)
+    assert plan.dtype == torch.int32 and torch.equal(plan, same)
     q, k, v = tensors()
     assert torch.equal(ops.fwd(q, k, v, scheduler_metadata=plan)[0], fa3.flash_attn_func(q, k, v))
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, scheduler_metadata=plan),
+                       fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used))
+
+
+# Lengths by hand from mha_fwd_get_scheduler_metadata of FlashAttention 3 on Hopper: 2 vectors of the batch rounded up
+# to 4, one more unless local, one more if causal or local, and 1.
+@pytest.mark.parametrize("batch, length, words", [
+    (2, 4 * 3 + 1, {}), (4, 4 * 3 + 1, {}), (5, 8 * 3 + 1, {}), (5, 8 * 4 + 1, dict(causal=True)),
+    (1, 4 * 3 + 1, dict(window_size=(3, 2))), (1, 4 * 4 + 1, dict(window_size=(-1, 0))),
+    (1, 4 * 4 + 1, dict(window_size=(63, 0))),  # on the left it reaches each of 64 keys
+    (1, 4 * 3 + 1, dict(window_size=(63, 9))), (1, 4 * 3 + 1, dict(causal=True, attention_chunk=8)),
+    (1, 4 * 3 + 1, dict(max_seqlen_q=1, causal=True)), (1, 4 * 4 + 1, dict(max_seqlen_q=1, causal=True, headdim=128,
+                                                                           page_size=64)),
+    (1, 4 * 3 + 1, dict(max_seqlen_q=1, causal=True, headdim=64, page_size=64))], ids=str)
+def test_a_plan_is_as_long_as_theirs(batch, length, words):
+    words = dict(max_seqlen_q=9, max_seqlen_k=64, num_heads_q=H, num_heads_kv=2, headdim=D) | words
+    used = torch.zeros(batch, dtype=torch.int32)
+    plan = fa3.get_scheduler_metadata(batch, cache_seqlens=used, cache_leftpad=used,
+                                      cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32), **words)
+    assert plan.shape == (length,) and plan.dtype == torch.int32 and plan.device == used.device and not plan.any()
+
+
+@pytest.mark.parametrize("words, message", [
+    (dict(num_heads_kv=3), "num_heads=4, num_heads_k=3"), (dict(num_heads_kv=0), "num_heads_k=0: must be 1 or more"),
+    (dict(batch_size=3), r"cache_seqlens.dtype=torch.int32, cache_seqlens.shape=\[2\].*must be .*\[3\]"),
+    (dict(cache_seqlens=torch.zeros(2, dtype=torch.int64)), "cache_seqlens.dtype=torch.int64"),
+    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), r"cu_seqlens_q.shape=\[2\].*must be .*\[3\]"),
+    (dict(cache_leftpad=torch.zeros(2)), "cache_leftpad.dtype=torch.float32"),
+    (dict(qkv_dtype=torch.int8), "qkv_dtype=torch.int8"), (dict(max_seqlen_k=-1), "max_seqlen_k=-1: must be 0 or more"),
+    (dict(page_size=0), "page_size=0"), (dict(headdim_v=0), "headdim_v=0")], ids=str)
+def test_a_plan_of_nonsense(words, message):
+    sensible = dict(batch_size=B, max_seqlen_q=1, max_seqlen_k=64, num_heads_q=H, num_heads_kv=2, headdim=D,
+                    cache_seqlens=torch.zeros(B, dtype=torch.int32))
+    fa3.get_scheduler_metadata(**sensible)
+    with pytest.raises(ValueError, match=f"get_scheduler_metadata: .*{message}"):
+        fa3.get_scheduler_metadata(**sensible | words)
+
+
+def test_five_results_of_later_versions():
+    handle = fa3.register_ops(bwd_results=5)
+    try:
+        bwd = torch.ops.flash_attn_3.bwd
+        assert str(bwd.default._schema) == str(torch._C.parse_schema(BWD.partition(" -> ")[0] + FIVE))
+        q, k, v = tensors()
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        want, lse = fa3.flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+        do, written = normal(*want.shape, seed=9), [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        delta, *rest = bwd(do, q, k, v, want.detach(), lse.detach(), *written, is_causal=True)
+        assert len(rest) == 4 and not any(x.numel() for x in rest)
+        close(delta, (do * want).sum(-1).transpose(-1, -2))
+        for x, y in zip(written, torch.autograd.grad((want * do).sum(), leaves)):
+            close(x, y)
+        with pytest.raises(ValueError, match="flash_attn_3.bwd: dq, dk and dv must be given"):
+            bwd(do, q, k, v, want.detach(), lse.detach(), *written[:2], is_causal=True)
+    finally:
+        handle.remove()
+    with pytest.raises(ValueError, match="bwd_results=6: must be 8 or 5"):
+        fa3.register_ops(bwd_results=6)
 
 
 def test_what_is_refused_has_a_name(ops):
     q, k, v = tensors()
-    with pytest.raises(tessera.Refused, match="qv: no backend"):
-        ops.fwd(q, k, v, q_v=q)
+    with pytest.raises(tessera.Refused, match="qv: is not built for fp8"):
+        ops.fwd(q, k, v, q_v=q, v_descale=torch.ones(B, 2))
     with pytest.raises(tessera.Refused, match="sm_margin=2"):
         ops.bwd(q, q, k, v, q, normal(B, H, S), sm_margin=2)

@@ -9,8 +9,6 @@ What is given as code (score_mod, mask_mod) or as sparse blocks and indices is r
 
 from __future__ import annotations
 
-import torch
-
 from .. import _translate as to
 
 
@@ -87,8 +85,8 @@ def _attend(name, q, k, v, qv, return_lse, where, softmax_scale, causal, window_
             deterministic):
     keywords = {**where, **_band(name, causal, window_size), **to.score(softmax_scale, softcap), "sink": learnable_sink,
                 "deterministic": to.deterministic(deterministic)}
-    if qv is not None:  # v first, where a kernel finds it in k
-        q, k = torch.cat([qv, q], -1), torch.cat([v, k], -1)
+    if qv is not None:
+        q, k, v = to.with_qv(q, k, v, qv)
     found = to.attention(q, k, v, return_lse=return_lse, **keywords)
     if not return_lse:
         return found, None
