@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import Refused
 from .fmha import memory_efficient_attention_partial, merge_attentions, triton_splitk
 
 __all__ = ["SplitKAutotune", "TreeAttnMetadata", "construct_full_tree_choices", "construct_tree_choices",
@@ -134,18 +133,30 @@ def tree_attention(q, spec_k, spec_v, cache_k, cache_v, spec_attn_bias, prefix_a
     prefix_attn_bias packs b sequences of `tree` queries, as BlockDiagonalPaddedKeysMask does; for a paged bias the
     cache is [1, tokens, h, d]. spec_attn_bias [tree, of spec_k] is added to the scores, such as
     TreeAttnMetadata.attention_bias. Gradients reach every tensor
-    of floats. The ops and autotune have no effect; quantized_kv_scales is Refused.
+    of floats, unless the cache is uint8: the bytes of e4m3, with quantized_kv_scales for cache_k and cache_v, int32
+    [b, s, h] or [b, s, g, h], as triton_splitk.InputsFp8 has them. The ops and autotune have no effect.
     """
-    if quantized_kv_scales is not None or not cache_k.is_floating_point():
-        raise Refused(f"tessera.xformers.tree_attention: cache_k.dtype={cache_k.dtype}, quantized_kv_scales: keys with "
-                      "a shift are not built; fp8 ones are, by tessera.torch.attention(k_scale=, v_scale=)")
+    if (quantized_kv_scales is not None) != (cache_k.dtype == cache_v.dtype == torch.uint8):
+        raise ValueError(f"tessera.xformers.tree_attention: cache_k.dtype={cache_k.dtype}, cache_v.dtype="
+                         f"{cache_v.dtype}: must be torch.uint8 with quantized_kv_scales, and only then")
     b, tree = q.shape[:2]
     if spec_attn_bias.shape != (tree, spec_k.shape[1]):
         raise ValueError(f"tessera.xformers.tree_attention: spec_attn_bias.shape={list(spec_attn_bias.shape)}: must be "
                          f"{[tree, spec_k.shape[1]]}, of q and spec_k")
-    context, context_lse = memory_efficient_attention_partial(*(x.flatten(0, 1)[None] for x in (q, cache_k, cache_v)),
-                                                              prefix_attn_bias, op=prefix_op)
+    context, context_lse = _over_context(*(x.flatten(0, 1)[None] for x in (q, cache_k, cache_v)), prefix_attn_bias,
+                                         prefix_op, quantized_kv_scales)
     drafts, drafts_lse = memory_efficient_attention_partial(q, spec_k, spec_v, spec_attn_bias, op=suffix_op)
     rows = context_lse[0].unflatten(-1, (b, tree)).movedim(-2, 0)
     return merge_attentions([context.reshape(drafts.shape), drafts], [rows, drafts_lse], write_lse=False,
                             output_dtype=q.dtype)[0]
+
+
+def _over_context(q, cache_k, cache_v, bias, op, scales):
+    """(out, lse) of what is in the cache."""
+    if scales is None:
+        return memory_efficient_attention_partial(q, cache_k, cache_v, bias, op=op)
+    codes = [x.contiguous().view(torch.int32) for x in (cache_k, cache_v)]
+    out, context = triton_splitk.FwOp.apply(
+        triton_splitk.InputsFp8(q, *codes, bias, is_partial=True, k_fp8_scale_shift=scales[0].flatten(0, 1)[None],
+                                v_fp8_scale_shift=scales[1].flatten(0, 1)[None]), needs_gradient=True)
+    return out, context.lse

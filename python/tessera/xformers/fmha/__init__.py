@@ -90,13 +90,31 @@ def merge_attentions(attn_split, lse_split, write_lse: bool = True,
     return out, lse.reshape(lses[0].shape) if write_lse else None
 
 
+def _memory_efficient_attention_forward(inp: Inputs, op) -> torch.Tensor:  # noqa: F405
+    """The output of a call as an object, without a gradient; that of triton_splitk.InputsFp8 has no other function."""
+    return _memory_efficient_attention_forward_requires_grad(inp, op)[0]
+
+
+def _memory_efficient_attention_forward_requires_grad(inp: Inputs, op) -> tuple[torch.Tensor, Context]:  # noqa: F405
+    """(out, what the backward pass wants) of a call as an object."""
+    inp.validate_inputs()
+    shape = inp.normalize_bmhk()
+    _check_op("_memory_efficient_attention_forward_requires_grad", op)
+    out, context = AttentionFwOpBase.apply(inp, needs_gradient=True)  # noqa: F405
+    return out.reshape(shape), context
+
+
 # ---- below: how ----
 
 def _call(name: str, query, key, value, attn_bias, p, scale, op, output_dtype, share_heads=True) -> Call:
+    _check_op(name, op)
+    return Call(name, query, key, value, attn_bias, p, scale, output_dtype, share_heads)
+
+
+def _check_op(name: str, op):
     if not _operators.is_known(op):
         raise Refused(f"tessera.xformers.{name}: op={op!r}: is no kernel of tessera.xformers.fmha, such as "
                       "fmha.flash.FwOp, and none of them has an effect; leave it out")
-    return Call(name, query, key, value, attn_bias, p, scale, output_dtype, share_heads)
 
 
 def _no_dropout(p: float):

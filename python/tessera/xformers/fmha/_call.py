@@ -7,6 +7,7 @@ import torch
 
 from ... import Refused
 from ...torch import _functions, attention
+from . import _quantized
 from ._base import Blocks
 from .attn_bias import AttentionBias, LowerTriangularMaskWithTensorBias
 
@@ -14,10 +15,12 @@ from .attn_bias import AttentionBias, LowerTriangularMaskWithTensorBias
 class Call:
     """One problem in tessera's words."""
 
-    def __init__(self, name: str, query, key, value, bias, p, scale, output_dtype=None, share_heads=True):
-        if key.dtype == torch.int32 or value.dtype == torch.int32:
-            raise Refused(f"tessera.xformers.{name}: key.dtype={key.dtype}: keys and values of 4 bits in int32 are not "
-                          "built; fp8 ones are, by tessera.torch.attention(k_scale=, v_scale=)")
+    def __init__(self, name: str, query, key, value, bias, p, scale, output_dtype=None, share_heads=True,
+                 scale_shift=None):
+        in_codes = torch.int32 in (key.dtype, value.dtype) or scale_shift is not None
+        if in_codes and not share_heads:
+            raise Refused(f"tessera.xformers.{name}: key.dtype={key.dtype}: keys and values in codes have no backward "
+                          "pass; decode them, in query's dtype")
         if not 3 <= query.dim() <= 5 or not query.dim() == key.dim() == value.dim():
             raise ValueError(f"tessera.xformers.{name}: query.shape={list(query.shape)}, key.shape="
                              f"{list(key.shape)}, value.shape={list(value.shape)}: must all be "
@@ -25,6 +28,10 @@ class Call:
         self.name, self.query_shape = name, query.shape
         if query.dim() == 5 and share_heads and key.stride(3) == value.stride(3) == 0:
             key, value = key[:, :, :, :1], value[:, :, :, :1]
+            if scale_shift is not None:
+                scale_shift = [x if x is None else x[..., :1] for x in scale_shift]
+        if in_codes:
+            key, value = _quantized.decoded(name, query, key, value, scale_shift)
         self.query, self.key, self.value = map(_with_heads, (query, key, value))
         self.packed, self.tokens = isinstance(bias, Blocks), self.key.shape[1]
         self.rows = None  # of key, where sequences share some

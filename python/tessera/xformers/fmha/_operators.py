@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import types
 
+from . import triton_splitk
 from .common import AttentionBwOpBase, AttentionFwOpBase, AttentionOp, AttentionOpBase, Context, Gradients, Inputs
 
 
@@ -18,10 +19,10 @@ def _kernel(file: str, name: str) -> types.ModuleType:
     return sys.modules.setdefault(module.__name__, module)
 
 
-KERNELS = ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3, triton_splitk = (
+ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3 = (
     _kernel("ck", "ck"), _kernel("ck_splitk", "ck_splitK"), _kernel("cutlass", "cutlass"),
-    _kernel("cutlass_blackwell", "cutlass_blackwell"), _kernel("flash", "fa2"), _kernel("flash3", "fa3"),
-    _kernel("triton_splitk", "triton_splitK"))
+    _kernel("cutlass_blackwell", "cutlass_blackwell"), _kernel("flash", "fa2"), _kernel("flash3", "fa3"))
+KERNELS = ck, ck_splitk, cutlass, cutlass_blackwell, flash, flash3, triton_splitk
 flash3.FwOp_KVSplit = type("FwOp_KVSplit", (flash3.FwOp,), {"NAME": "fa3F_splitKV", "__module__": flash3.__name__})
 ALL_FW_OPS = [kernel.FwOp for kernel in KERNELS]
 ALL_BW_OPS = [kernel.BwOp for kernel in KERNELS]

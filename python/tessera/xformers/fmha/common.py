@@ -35,6 +35,11 @@ class Inputs:
         return self.query.device
 
     @property
+    def scale_shift(self):
+        """Scales and shifts of the rows of key and of value in fp8; None for others."""
+        return None
+
+    @property
     def scale_float(self) -> float:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
@@ -197,4 +202,4 @@ AttentionOp = tuple  # (forward or None, backward or None)
 
 def _call(inp: Inputs, share_heads: bool = True) -> Call:
     return Call("Inputs", inp.query, inp.key, inp.value, inp.attn_bias, inp.p, inp.scale, inp.get_output_dtype(),
-                share_heads)
+                share_heads, inp.scale_shift)
