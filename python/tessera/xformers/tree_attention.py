@@ -103,9 +103,9 @@ class TreeAttnMetadata:
                                      for found in children.values()]),
             num_children_per_node=long(counts),
             candidate_idx=long([children[path[:-1]].index(node[path] - 1) for path in choices]),
-            num_nodes_per_level=long(sizes), num_nodes_per_level_cpu=torch.tensor(sizes),
+            num_nodes_per_level=long(sizes), num_nodes_per_level_cpu=torch.tensor(sizes, device="cpu"),
             num_children_per_node_at_level=[long(level) for level in at_level],
-            num_children_per_node_at_level_cpu=[torch.tensor(level) for level in at_level],
+            num_children_per_node_at_level_cpu=[torch.tensor(level, device="cpu") for level in at_level],
             subtree_sizes=starts[1:])
 
 

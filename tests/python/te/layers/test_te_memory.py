@@ -14,7 +14,7 @@ from tessera.te.common.recipe import DelayedScaling  # noqa: E402
 from tessera.te.pytorch import cpu_offload, graph  # noqa: E402
 from tessera.te.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_device")
 B, S, H, D = 2, 16, 4, 8
 
 
