@@ -45,6 +45,8 @@ MODULES = {
     "xformers.ops.fmha.attn_bias": ("xformers", "xformers/ops/fmha/attn_bias.py", "tessera.xformers.fmha.attn_bias"),
     "xformers.ops.fmha.merge_training": ("xformers", "xformers/ops/fmha/merge_training.py",
                                          "tessera.xformers.fmha.merge_training"),
+    "xformers.ops.fmha.triton_splitk": ("xformers", "xformers/ops/fmha/triton_splitk.py",
+                                        "tessera.xformers.fmha.triton_splitk"),
     "xformers.ops.tree_attention": ("xformers", "xformers/ops/tree_attention.py", "tessera.xformers.tree_attention"),
 }
 WHEELS = {"flash-attn-4"}  # packages that have nothing else, and no release that is not a preview

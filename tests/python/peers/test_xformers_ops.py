@@ -148,6 +148,9 @@ def test_reasons_are_tesseras():
     four_bits = changed(key=lambda x: x.key.int(), value=lambda x: x.value.int())
     assert "keys of 4 bits must have" in fmha.triton_splitk.FwOp.not_supported_reasons(four_bits)[0]
     assert issubclass(fmha.flash3.FwOp_KVSplit, fmha.flash3.FwOp)
+    split = fmha.triton_splitk
+    assert split.FwOp_S4 is split.FwOp_Map[4] and split.FwOp_S128.SPLIT_K == 128 and split.FwOp.SPLIT_K is None
+    assert issubclass(split.FwOp.get_operator(3, block_n=32), split.FwOp) and split.FwOp_S2.NAME == "triton_splitK2"
     for bias in (type(None), torch.Tensor, xops.LowerTriangularMask, xops.PagedBlockDiagonalPaddedKeysMask):
         assert bias in fmha.flash.FwOp.SUPPORTED_ATTN_BIAS_TYPES
 

@@ -9,7 +9,8 @@ import torch
 
 from .common import AttentionBwOpBase, AttentionFwOpBase, Inputs
 
-__all__ = ["BwOp", "FwOp", "InputsFp8"]
+__all__ = ["BwOp", "FwOp", "FwOp_Map", "FwOp_S1", "FwOp_S2", "FwOp_S4", "FwOp_S8", "FwOp_S16", "FwOp_S32", "FwOp_S64",
+           "FwOp_S128", "InputsFp8"]
 
 
 @dataclasses.dataclass
@@ -37,8 +38,19 @@ class FwOp(AttentionFwOpBase):
     NAME = "triton_splitKF"
     NUM_GROUPS = 1
     NUM_GROUPS_VALUES = (1, 2, 4, 8)
+    SPLIT_K: int | None = None
+
+    @classmethod
+    def get_operator(cls, splitk: int, *, block_m=None, block_n=None, num_warps=None, num_stages=None,
+                     split_k_early_exit=None) -> type[AttentionFwOpBase]:
+        """xformers' name of this pass in `splitk` parts, which have no effect, nor have the other words."""
+        return type(f"FwOp_S{splitk}", (cls,), {"NAME": f"triton_splitK{splitk}", "SPLIT_K": splitk})
 
 
 class BwOp(AttentionBwOpBase):
     """The backward pass, which keys in codes do not have."""
     NAME = "triton_splitKB"
+
+
+FwOp_Map = {parts: FwOp.get_operator(parts) for parts in (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96, 112, 128)}
+FwOp_S1, FwOp_S2, FwOp_S4, FwOp_S8, FwOp_S16, FwOp_S32, FwOp_S64, FwOp_S128 = (FwOp_Map[2**i] for i in range(8))
