@@ -49,6 +49,7 @@ MAY_INCLUDE_WITHIN = {
     },
     "cuda/sm90": {
         "machine": set(),
+        "bias": {"machine"},
         "score": {"machine"},  # what both passes share: it knows neither
         "forward": {"machine", "score"},
         "decode": {"machine"},

@@ -89,6 +89,11 @@ EXPECTED = (
     (90, "fwd bf16 b=1 sq=128 sk=8192 h=8 d=128", "cuda_sm80", "sm80/forward/d128_lean",
      {"cuda_sm90": "sk=8192: cuda_sm80 splits the keys and is faster from 8192 on where batch, heads and queries "
                    "make 8 tiles of 128 rows"}),
+    (90, "fwd bf16 b=2 s=197 h=2 d=64 bias=post/hqk", "cuda_sm90", "sm90/forward/d64_bias", {}),
+    (90, "fwd bf16 b=2 s=197 h=2 d=64 bias=post/k", "cuda_sm90", "sm90/forward/d64_rich", {}),
+    (90, "fwd bf16 b=2 s=197 h=2 d=64 bias=post/hqk batch_invariant", "cuda_sm90", "sm90/forward/d64_rich", {}),
+    (90, "bwd bf16 b=4 s=196 h=2 d=64 bias=post/bhqk grads=dbias", "cuda_sm90",
+     "sm90/backward/d64_bias, sm90/dbias/d64_plain", {}),
     (90, "bwd bf16 b=1 s=128 h=2 d=256 alibi", "cuda_sm90", "sm90/backward/d256_rich", {}),
     (90, "bwd bf16 b=1 s=128 h=2 d=512", "cuda_sm80", "sm80/backward/dq_d576, sm80/backward/dkdv_d576",
      {"cuda_sm90": "head_dim_qk=512: and head_dim_v must be at most 256 in the backward pass"}),

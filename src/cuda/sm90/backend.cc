@@ -37,6 +37,9 @@ class Sm90Backend final : public Sm90Rules {
                 : is_wide(sizes_of(canonical)) ? plan_wide_forward
                                                : plan_forward;
     auto planned = plan(canonical, device, std::move(fallback).value());
+    if (planned.ok() && (plan == plan_backward || plan == plan_forward)) {
+      planned = plan_padded_bias(std::move(planned).value());
+    }
     if (!planned.ok() || is_backward(canonical) || !(latent || has_decode_kernel(canonical))) {
       return planned;
     }

@@ -42,6 +42,10 @@ void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
                                            std::unique_ptr<Plan> fallback);
 
+// A plan that lets `inner`, of one of plan_forward() or plan_backward(), read a copy of the bias
+// where pads_bias() (bias/problem.h) says so, and else runs it as it is.
+std::unique_ptr<Plan> plan_padded_bias(std::unique_ptr<Plan> inner);
+
 Result<std::unique_ptr<Plan>> plan_wide_forward(const Problem& canonical, const Device& device,
                                                 std::unique_ptr<Plan> fallback);
 

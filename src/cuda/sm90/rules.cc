@@ -9,6 +9,7 @@
 #include "core/mask/sequence.h"
 #include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/backward/choice.h"
+#include "cuda/sm90/bias/problem.h"
 #include "cuda/sm90/dbias/choice.h"
 #include "cuda/sm90/decode/choice.h"
 #include "cuda/sm90/forward/choice.h"
@@ -261,8 +262,8 @@ std::string Sm90Rules::yields(const Problem& p, const Device&) const {
 // others run in kernels of cuda_sm80.
 std::string Sm90Rules::kernels_for(const Problem& problem, const Device& device) const {
   const int multiprocessors = traits_of(device).multiprocessors;
-  return is_backward(problem) ? backward_names(problem, multiprocessors)
-                              : forward_names(problem, multiprocessors);
+  const Problem p = with_padded_bias(problem);
+  return is_backward(p) ? backward_names(p, multiprocessors) : forward_names(p, multiprocessors);
 }
 
 std::vector<const char*> Sm90Rules::kernel_names() const {

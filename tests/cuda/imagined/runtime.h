@@ -10,6 +10,7 @@ namespace imagined {
 // Since the last reset(). fault: the first thing that CUDA would have refused; "": none.
 struct Seen {
   int launches = 0, maps = 0;
+  int64_t padded_bytes = 0;  // of copies of a bias
   std::string fault;
 };
 Seen& seen();

@@ -119,6 +119,45 @@ TEST(CudaSizes, NothingWraps) {
   EXPECT_GT(on_h100.launched("cuda_sm90"), 1000);
 }
 
+// Of both passes: the copy is counted, and the kernels' own pieces lie behind it, since their maps
+// are of the copy.
+TEST(CudaSizes, BiasesThatTmaCannotReadAreCopied) {
+  Calls calls({TESSERA_CUDA, imagined::kH100, 90, 0});
+  const auto bytes_for = [&](int32_t pass, int64_t keys, int64_t row) {
+    const Extents e{3, 49, keys, 2, 2, 64, 64};
+    tessera_problem p = forward(e, TESSERA_BF16);
+    for (int i : {TESSERA_Q, TESSERA_K, TESSERA_V}) {
+      tessera_tensor& t = p.tensor[i];
+      t.stride[2] = 64, t.stride[1] = 128, t.stride[0] = 128 * t.extent[1];
+    }
+    give(p, TESSERA_BIAS, TESSERA_BF16, {3, 2, 49, keys});
+    tessera_tensor& bias = p.tensor[TESSERA_BIAS];
+    bias.stride[3] = 1, bias.stride[2] = row, bias.stride[1] = 49 * row, bias.stride[0] = 98 * row;
+    EXPECT_EQ(describe(p, {TESSERA_O, TESSERA_LSE}, nullptr), TESSERA_OK);
+    if (pass == TESSERA_BACKWARD) {
+      p.pass = pass;
+      EXPECT_EQ(
+          describe(p, {TESSERA_DO, TESSERA_DQ, TESSERA_DK, TESSERA_DV, TESSERA_DBIAS}, nullptr),
+          TESSERA_OK);
+    }
+    force(p, "cuda_sm90");
+    calls.make(p, e);
+    tessera_device device{TESSERA_CUDA, imagined::kH100, 90, 0};
+    tessera_info info{};
+    info.struct_size = sizeof info;
+    EXPECT_EQ(tessera_prepare(&p, &device, 0, &info, nullptr), TESSERA_OK);
+    return info.workspace_bytes;
+  };
+  for (const int32_t pass : {TESSERA_FORWARD, TESSERA_BACKWARD}) {
+    const int64_t aligned = bytes_for(pass, 50, 56);
+    EXPECT_EQ(imagined::seen().padded_bytes, 0);
+    const int64_t padded = bytes_for(pass, 50, 50);
+    EXPECT_EQ(imagined::seen().padded_bytes, 2 * 3 * 2 * 49 * 56);
+    EXPECT_EQ(padded, aligned + (imagined::seen().padded_bytes + 255) / 256 * 256);
+  }
+  EXPECT_EQ(calls.launched("cuda_sm90"), 4);
+}
+
 // A batch that only 1 and itself divide.
 TEST(CudaSizes, HeadsThatNothingDividesAreOrderedAtOnce) {
   constexpr int64_t kPrime = 16777213;
