@@ -5,7 +5,7 @@ time, rows of the tile tables. For make_cases.py."""
 import random
 from itertools import cycle, product
 
-from case_lines import PASSES, heads, line
+from case_lines import PASSES, both, heads, line
 
 
 def wide():
@@ -318,6 +318,26 @@ def shaped():
                    bias="post/bhqk" if i % 4 == 3 else "post/hqk", grads="dbias", deterministic=next(orders),
                    poison=True,
                    seed=i + 1)
+
+
+def padded_bias():
+    """A bias in the type of q whose rows do not begin at multiples of 16 bytes: on Hopper kernels read a copy of it
+    (cuda/sm90/bias), of every combination of features. A row that all queries share has none."""
+    for i, (s, d, shape) in enumerate(((49, 32, "bhqk"), (196, 64, "hqk"), (197, 128, "qk"), (51, 96, "bqk"))):
+        yield from both(dtype=("bf16", "fp16")[i % 2], b=3, s=s, h=3, d=d, bias=f"post/{shape}", grads="dbias",
+                        poison=True)
+    small = {"b": 2, "hq": 4, "hk": 2, "d": 64, "poison": True}
+    yield line("bwd", dtype="bf16", **small, s=99, bias="post/hqk", grads="dbias", deterministic=True)
+    yield from both(dtype="fp16", **small, s=77, causal=True, bias="pre/hqk", softcap=20, grads="dbias")
+    yield from both(dtype="bf16", **small, sq=65, sk=131, causal=True, align="bottom_right", bias="post/bhqk",
+                    alibi=True, sink="learnable", grads="dbias,dalibi_slopes")
+    yield from both(dtype="fp16", **small, s=49, bias="post/hqk", dropout="0.2", keep="random:0.7")
+    yield from both(dtype="bf16", **small, s=90, layout="thd", lens="90,37", bias="post/hqk", grads="dbias")
+    yield from both(dtype="bf16", **small, s=130, bias="post/bhqk", bias_low="min,random:0.4", lens="130,71")
+    yield from both(dtype="fp16", b=2, hq=4, hk=2, dqk=192, dv=128, s=76, causal=True, bias="post/qk", grads="dbias",
+                    poison=True)
+    yield line("fwd", dtype="bf16", **{**small, "d": 128}, s=194, bias="post/hqk", bias_inf="0.3", max_logit=True)
+    yield line("fwd", dtype="bf16", **small, s=49, bias="post/k")
 
 
 def many_short():
