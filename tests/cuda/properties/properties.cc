@@ -14,6 +14,7 @@
 //   errors   the caller's errors, failed launches and spoilt captures leave the context usable
 //   lengths  wrong lengths and page tables write nothing outside; TESSERA_LOG=checks names them
 //   addresses  low and high ones, of cuMemMap and cudaMallocAsync, give the bits of cudaMalloc's
+//   bias     a 16-bit one in rows that begin anywhere gives the bits of aligned rows (Hopper)
 //   host     prepared calls run 10^5 times; prints what one costs the host
 //   large    tensors of more than 2^31 elements
 #include "properties.h"
@@ -33,10 +34,10 @@ constexpr struct {
   const char* name;
   void (*run)();
 } kProperties[] = {
-    {"repeat", repeat}, {"layouts", layouts}, {"packed", packed},       {"outside", outside},
-    {"nan", nan},       {"graph", graph},     {"streams", streams},     {"dropout", dropout},
-    {"errors", errors}, {"lengths", lengths}, {"addresses", addresses}, {"host", host_cost},
-    {"large", large}};
+    {"repeat", repeat},  {"layouts", layouts}, {"packed", packed},       {"outside", outside},
+    {"nan", nan},        {"graph", graph},     {"streams", streams},     {"dropout", dropout},
+    {"errors", errors},  {"lengths", lengths}, {"addresses", addresses}, {"bias", biases},
+    {"host", host_cost}, {"large", large}};
 
 }  // namespace
 

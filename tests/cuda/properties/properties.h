@@ -22,6 +22,7 @@ void errors();
 void lengths();
 void host_cost();
 void addresses();
+void biases();
 void large();
 
 // The messages of the topics of TESSERA_LOG while it lives.
