@@ -30,8 +30,10 @@ _ROWS = ("do", "o", "lse", "dlse")
 _AMAX = ("dq", "dk", "dv")
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast changes
 _NO_SIZES: list = []
+_LENGTHS = ("max_seqlen_q", "max_seqlen_k")  # beside a text, in this order
 
 _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
+_is_autocast, _plain = torch._C._is_any_autocast_enabled, _ops.plain
 
 # Keys hold the types of values too: 1, 1.0 and True are three.
 _kept: dict[tuple, str] = {}     # options, and the names of tensors -> the text of the call
@@ -91,25 +93,52 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
     return results[0] if picked is None else tuple([results[i] for i in picked])
 
 
-def prepared(**keywords):
-    """(q, k, v) -> attention(q, k, v, **keywords), for callers whose keywords were accepted before and
-    hold no tensors: what attention looks up on every call is looked up once. It returns o, or
-    (o, max_logit)."""
+def prepared(changing: Sequence[str] = (), otherwise=None, **keywords):
+    """(q, k, v, *given) -> attention(q, k, v, **keywords), for callers whose keywords were accepted before: what
+    attention looks up on every call is looked up once. It returns what attention does.
+
+    The keywords `changing` name what each call gives anew, in their order: all tensors among the keywords, which are
+    those of one call here, and max_seqlen_q and max_seqlen_k, both or neither. `otherwise`, attention unless given,
+    gets the same arguments under autocast and where the operator fails: it knows what to say. q and k are torch.Tensor
+    itself, no nested tensors or DTensors."""
     keywords = {"deterministic": False, **keywords}
-    names, _, options, flags = _describe.sort(None, None, None, keywords)
+    names, tensors, options, flags = _describe.sort(None, None, None, keywords)
+    places = [i for i, name in enumerate(changing) if isinstance(keywords[name], torch.Tensor)]
+    lengths = [name for name in _LENGTHS if keywords.get(name) is not None]
+    length_places = [changing.index(name) for name in lengths if name in changing]
+    if [id(keywords[changing[i]]) for i in places] != [id(x) for x in tensors[3:]] or \
+            len(length_places) not in (0, len(lengths)) or len(places) + len(length_places) != len(changing):
+        raise ValueError(f"tessera.prepared: changing={changing}: must name all tensors in the order of keywords, and "
+                         "lengths, both or neither")
     outputs = _outputs(None, keywords)
     picked = _picked(outputs, keywords)
     sizes, text = _describe.written(names, options, flags, outputs)
+    fixed = {name: value for name, value in keywords.items() if name not in changing}
+    del keywords, tensors, options  # which hold tensors of one call
 
-    def run(q, k, v):
-        if torch._C._is_any_autocast_enabled():
-            return attention(q, k, v, **keywords)
+    def ordinary(q, k, v, *given):
+        return attention(q, k, v, **fixed, **dict(zip(changing, given)))
+    otherwise = otherwise or ordinary
+
+    def run(q, k, v, *given):
+        if _is_autocast():
+            return otherwise(q, k, v, *given)
         try:
-            results = _ops.plain(q, k, v, sizes, text)
-        except (RuntimeError, TypeError, AttributeError):
-            return attention(q, k, v, **keywords)  # knows what to say
+            results = _ops.any_tensors([q, k, v, *[given[i] for i in places]],
+                                       [given[i] for i in length_places] or sizes, text)
+        except _FAILURES:
+            return otherwise(q, k, v, *given)
         return results[0] if picked is None else tuple([results[i] for i in picked])
-    return run
+
+    def run_plain(q, k, v):
+        if _is_autocast():
+            return otherwise(q, k, v)
+        try:
+            results = _plain(q, k, v, sizes, text)
+        except _FAILURES:
+            return otherwise(q, k, v)
+        return results[0] if picked is None else tuple([results[i] for i in picked])
+    return run if changing else run_plain
 
 
 @documented(_keywords.BACKWARD, torch.Tensor, deterministic=_DETERMINISTIC)
@@ -310,7 +339,7 @@ def _into(q, outputs: list[str], keywords: dict) -> list[torch.Tensor]:
 def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tuple[list, str]:
     """The integers beside the text of a call, and the text, checked by describe() unless such a call was
     seen before; `written` are the caller's tensors to write into."""
-    sizes = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in options]
+    sizes = [options[name] for name in _LENGTHS if name in options]
     fixed = {name: value for name, value in options.items() if name not in _UNFIXED}
     dtypes = [getattr(x, "dtype", None) for x in written if x is not None]
     try:
@@ -345,7 +374,7 @@ def _untraced():
         torch._C._set_tracing_state(state)
 
 
-_UNFIXED = ("max_seqlen_q", "max_seqlen_k", "out", "lse")  # of options, what no text has
+_UNFIXED = (*_LENGTHS, "out", "lse")  # of options, what no text has
 
 
 def _backward(names, tensors, options, flags, outputs, given: dict, written) -> list:

@@ -2,6 +2,7 @@
 """The text of a call as PyTorch's operators carry it: what keywords become, and what kernels make of it."""
 import functools
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -173,3 +174,56 @@ def test_numbers_may_be_tensors_without_axes():
         tt.scaled_dot_product_attention(q, k, v, scale=scale)
     with pytest.raises(ValueError, match="softmax_scale=Tensor: must be a number"):
         tt.attention(q, k, v, softmax_scale=torch.ones(2))
+
+
+# ---- prepared calls ----
+
+def packed_given(s=33, cut=9, same=True):
+    cu = torch.tensor([0, cut, s], dtype=torch.int32)
+    longest = max(cut, s - cut)
+    return dict(cu_seqlens_q=cu, cu_seqlens_k=cu if same else cu.clone(), max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_prepared_takes_what_is_new_in_each_call(same):
+    q, k, v = (x[0] for x in qkv(1))
+    own = dict(layout="thd", causal=True, align="bottom_right", softmax_scale=0.3)
+    given = packed_given(same=same)
+    run = tt._functions.prepared(tuple(given), **given, **own)
+    for cut in (9, 20, 3):
+        given = packed_given(cut=cut, same=same)
+        assert torch.equal(run(q, k, v, *given.values()), tt.attention(q, k, v, **given, **own))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(run(q, k, v, *given.values()), tt.attention(q, k, v, **given, **own))
+
+
+def test_prepared_keeps_lengths_that_do_not_change_and_no_tensor():
+    q, k, v = (x[0] for x in qkv(1))
+    given = packed_given()
+    sink, lengths = torch.randn(4), [given.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")]
+    fixed = dict(layout="thd", max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
+    run = tt._functions.prepared((*given, "sink"), **given, sink=sink, **fixed)
+    gone = weakref.ref(sink)
+    del sink
+    assert gone() is None
+    other = torch.randn(4, requires_grad=True)
+    ours, theirs = (torch.autograd.grad(o.square().sum(), other)[0] for o in (
+        run(q, k, v, *given.values(), other), tt.attention(q, k, v, **given, sink=other, **fixed)))
+    assert torch.equal(ours, theirs)
+
+
+def test_prepared_says_what_attention_says_or_leaves_it_to_another():
+    q, k, v = qkv()
+    run = tt._functions.prepared(("sink",), sink=torch.randn(4))
+    with pytest.raises(ValueError, match="sink.shape"):
+        run(q, k, v, torch.randn(3))
+    run = tt._functions.prepared(("sink",), lambda *given: len(given), sink=torch.randn(4))
+    assert run(q, k, v, torch.randn(3)) == 4
+
+
+@pytest.mark.parametrize("changing", [(), ("sink",), ("keep", "sink"), ("sink", "keep", "max_seqlen_q"),
+                                      ("sink", "keep", "softcap")])
+def test_prepared_needs_every_tensor_named(changing):
+    given = dict(sink=torch.randn(4), keep=torch.ones(33, 33, dtype=torch.bool), max_seqlen_q=33, max_seqlen_k=33)
+    with pytest.raises(ValueError, match="changing"):
+        tt._functions.prepared(changing, **given, softcap=2.0)

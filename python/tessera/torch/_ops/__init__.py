@@ -158,10 +158,9 @@ def plain(q, k, v, sizes, text):
     """attention, past the dispatcher's autograd key where that is all it would decide, of no tensors
     beside q, k and v."""
     tensors = [q, k, v]
-    if torch._C._are_functorch_transforms_active() or _is_traced():
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None and _is_traced():
         return attention(tensors, sizes, text)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled() or \
-            has_duals():
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or has_duals():
         return Attention.apply(q, k, v, (tensors, sizes, text))
     with below_autograd():
         return attention(tensors, sizes, text)
