@@ -20,7 +20,7 @@ from transformers import (AttentionInterface, AttentionMaskInterface, Cache, Gen
 
 from .._lib import Refused
 from ..torch import attention
-from . import _continuous, _masks, _models, _parallel
+from . import _continuous, _masks, _models, _parallel, _plans
 from ._continuous import continuous_batching as continuous_batching
 from ._masks import CausalMask, Mask, attention_mask
 from ._parallel import context_parallel as context_parallel
@@ -56,66 +56,101 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     softcap their cap (None: off), s_aux [h] a learnable sink. position_bias is added to scores, and broadcasts to
     [b, h, sq, sk]. others are further arguments of models: harmless ones are known by name, the rest is Refused.
     Raises ValueError as tessera.torch.attention does."""
-    for name, value_ in others.items():
-        harmless = name in _HARMLESS or isinstance(value_, Cache)  # which the layer has read
-        if not harmless and value_ is not None and value_ is not False:
-            raise Refused(f"tessera.hf: {type(module).__name__}: {name}={type(value_).__name__}: "
-                          'attn_implementation="tessera" does not know this argument; use '
-                          'attn_implementation="eager"')
-    if isinstance(attention_mask, _parallel.BandMask) or _parallel.is_on():
+    if others and not _HARMLESS.issuperset(others):
+        _refuse_unknown(module, others)
+    kind = None if attention_mask is None else _masks.kind_of(attention_mask)
+    if kind is _parallel.BandMask or _parallel.is_on():
         if seq_idx is not None:
             raise Refused("tessera.hf.context_parallel: seq_idx=Tensor: rows of several sequences are not known for "
                           "tokens on several ranks; give each rank's batch one sequence a row")
         return _on_ranks(module, query, key, value, attention_mask, position_bias, dict(
             softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
             sink=None if s_aux is None else s_aux.float())), None
-    packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
-    keywords = {}
-    kind = None if attention_mask is None else _masks.kind_of(attention_mask)
-    is_ours = kind is not None
-    if is_ours and issubclass(kind, CausalMask):  # as in eager, the mask decides, whatever the module says
+    packed = (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and \
+        _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
+    if kind is not None and issubclass(kind, CausalMask):  # as in eager, the mask decides, whatever the module says
         attention_mask, is_causal, sliding_window = None, True, None
     elif isinstance(attention_mask, Mask):
         attention_mask = attention_mask.plain()
+    if attention_mask is None and is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    sink = None if s_aux is None else s_aux.float()
+
+    words = None
+    if position_bias is seq_idx is None and not dropout and not torch.compiler.is_compiling() and \
+            type(query) is type(key) is type(value) is torch.Tensor:
+        words, tensors = _plans.words(query, key, attention_mask, kind, is_causal, sliding_window, cu_seq_lens_q,
+                                      cu_seq_lens_k, max_length_q, max_length_k, scaling, softcap, sink)
+        run = _plans.known.get(words)
+        if run is not None:
+            o = run(_tokens(query), _tokens(key), _tokens(value), *tensors) if packed else \
+                run(query.transpose(1, 2), key, value, *tensors)
+            if o is not None:
+                return o[None] if packed else o, None
+
+    keywords = dict(sink=sink, softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        keywords.update(_band(causal, sliding_window, query.shape[2], packed))
-    elif is_ours and attention_mask.dtype == torch.int32:
-        keywords["key_ranges"] = attention_mask
-    elif attention_mask.dtype == torch.bool:
-        keywords["keep"] = attention_mask[..., :key.shape[2]]
-    elif not attention_mask.is_floating_point():
-        raise ValueError(
-            f"tessera.hf: {type(module).__name__}: attention_mask.dtype={attention_mask.dtype}: must be bool, "
-            "True = visible, or floating point, added to the scores; use attention_mask.bool() if 1 means "
-            "visible, attention_mask == 0 if 1 means hidden")
+        keywords.update(_band(is_causal, sliding_window, query.shape[2], packed))
     else:
-        mask = attention_mask[..., :key.shape[2]]
-        position_bias = mask if position_bias is None else position_bias + mask
+        name, mask = _mask_keyword(module, attention_mask, kind, key)
+        if name != "bias":
+            keywords[name] = mask
+        else:
+            position_bias = mask if position_bias is None else position_bias + mask
     if position_bias is not None:
         fits = position_bias.dtype in (query.dtype, torch.float32)
         bias = position_bias if fits else position_bias.to(query.dtype)
         keywords["bias"] = bias if bias.stride(-1) in (0, 1) else bias.contiguous()  # T5 permutes it
-    if s_aux is not None:
-        keywords["sink"] = s_aux.float()
-    keywords.update(softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
-    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous()
-               for x in (query, key, value))  # a few models permute what they have projected
     if packed and attention_mask is None and position_bias is None:
-        longest = {f"max_seqlen_{side}": length for side, length in
-                   (("q", max_length_q), ("k", max_length_k)) if isinstance(length, int)}
-        o = attention(q[0], k[0], v[0], layout="thd", cu_seqlens_q=cu_seq_lens_q,
-                      cu_seqlens_k=cu_seq_lens_k, **longest, **keywords)
-        return o[None], None
-    if packed:  # the mask counts positions of the row
-        keywords["segment_ids"] = _sequence_of_each(cu_seq_lens_q, q), \
-            _sequence_of_each(cu_seq_lens_k, k)
+        keywords.update({f"max_seqlen_{side}": length for side, length in
+                         (("q", max_length_q), ("k", max_length_k)) if isinstance(length, int)},
+                        layout="thd", cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k)
+    elif packed:  # the mask counts positions of the row
+        keywords["segment_ids"] = _sequence_of_each(cu_seq_lens_q, query), _sequence_of_each(cu_seq_lens_k, key)
     elif seq_idx is not None:
-        keywords["segment_ids"] = _segments(seq_idx, q, k)
-    return attention(q, k, v, **keywords), None
+        keywords["segment_ids"] = _segments(seq_idx, query, key)
+    o = _attend(query, key, value, keywords)
+    if words is not None:
+        _plans.keep(words, query, key, value, keywords)
+    return o, None
 
 
 # ---- below: how ----
+
+def _tokens(x) -> torch.Tensor:
+    """A packed row [1, h, t, d] as [t, h, d]."""
+    return x[0].transpose(0, 1)
+
+
+def _attend(query, key, value, keywords: dict) -> torch.Tensor:
+    """o [b, s, h, d] of [b, h, s, d]."""
+    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous()
+               for x in (query, key, value))  # a few models permute what they have projected
+    if keywords.get("layout") == "thd":
+        return attention(q[0], k[0], v[0], **keywords)[None]
+    return attention(q, k, v, **keywords)
+
+
+def _mask_keyword(module, mask, kind, key) -> tuple[str, torch.Tensor]:
+    """A mask as a keyword of attention; bias is one that others are added to."""
+    if kind is not None and mask.dtype == torch.int32:
+        return "key_ranges", mask
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"tessera.hf: {type(module).__name__}: attention_mask.dtype={mask.dtype}: must be bool, "
+            "True = visible, or floating point, added to the scores; use attention_mask.bool() if 1 means "
+            "visible, attention_mask == 0 if 1 means hidden")
+    return "keep" if mask.dtype == torch.bool else "bias", mask[..., :key.shape[2]]
+
+
+def _refuse_unknown(module, others: dict):
+    for name, value in others.items():
+        harmless = name in _HARMLESS or isinstance(value, Cache)  # which the layer has read
+        if not harmless and value is not None and value is not False:
+            raise Refused(f"tessera.hf: {type(module).__name__}: {name}={type(value).__name__}: "
+                          'attn_implementation="tessera" does not know this argument; use '
+                          'attn_implementation="eager"')
+
 
 def _on_ranks(module, query, key, value, mask, position_bias, keywords) -> torch.Tensor:
     """A layer of a model of context_parallel."""
@@ -157,18 +192,18 @@ def _band(causal, sliding_window, sq: int, packed: bool) -> dict:
 
 
 def _segments(seq_idx, q, k) -> tuple[torch.Tensor, torch.Tensor]:
-    """segment_ids of q and k [b, s, h, d] where seq_idx [b|1, s] says whose each token is."""
+    """segment_ids of q and k [b, h, s, d] where seq_idx [b|1, s] says whose each token is."""
     if seq_idx.dim() != 2 or seq_idx.shape[0] not in (1, q.shape[0]) or \
-            not seq_idx.shape[1] == q.shape[1] == k.shape[1]:
-        raise ValueError(f"tessera.hf: seq_idx.shape={list(seq_idx.shape)}: must be [{q.shape[0]}, {q.shape[1]}], a "
-                         f"number for each query and for each of {k.shape[1]} keys; with a cache leave it out")
+            not seq_idx.shape[1] == q.shape[2] == k.shape[2]:
+        raise ValueError(f"tessera.hf: seq_idx.shape={list(seq_idx.shape)}: must be [{q.shape[0]}, {q.shape[2]}], a "
+                         f"number for each query and for each of {k.shape[2]} keys; with a cache leave it out")
     ids = seq_idx.to(torch.int32).expand(q.shape[0], -1).contiguous()
     return ids, ids
 
 
 def _sequence_of_each(cu_seq_lens, x) -> torch.Tensor:
-    """int32 [1, s]: which sequence of a packed row each token of x [1, s, h, d] belongs to."""
-    positions = torch.arange(x.shape[1], dtype=cu_seq_lens.dtype, device=x.device)
+    """int32 [1, s]: which sequence of a packed row each token of x [1, h, s, d] belongs to."""
+    positions = torch.arange(x.shape[2], dtype=cu_seq_lens.dtype, device=x.device)
     return torch.searchsorted(cu_seq_lens[1:].contiguous(), positions, right=True,
                               out_int32=True)[None]
 
