@@ -168,34 +168,36 @@ def _changed(what: str) -> RuntimeError:
 def _forward(module, q, k, v, words: dict):
     """[.., h * dv] of TE's words. Calls whose words are the same share what they were translated to."""
     key = None if torch.compiler.is_compiling() else _key(module, words)
-    plan = None if key is None else module._plans.get(key)
-    if plan is not None:
-        run, keywords = plan
-        out = run(q, k, v) if run else attention(q, k, v, cu_seqlens_q=words["cu_seqlens_q"],
-                                                 cu_seqlens_k=words["cu_seqlens_kv"], **keywords)
-        return out.flatten(-2)
+    run = None if key is None else module._plans.get(key)
+    if run is not None:
+        if key[0][0] != "t":
+            return run(q, k, v).flatten(-2)
+        return run(q, k, v, words["cu_seqlens_q"], words["cu_seqlens_kv"], words["max_seqlen_q"],
+                   words["max_seqlen_kv"]).flatten(-2)
     if not words.get("pad_between_seqs"):
         words = {**words, "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None}
     q, k, v, keywords = _direct.translated(module, q, k, v, **words)
     out = attention(q, k, v, **keywords)
     if key is not None:
-        packed = keywords.pop("cu_seqlens_q", None) is not None
-        keywords.pop("cu_seqlens_k", None)
-        module._plans[key] = (None if packed else prepared(**keywords)), keywords
+        module._plans[key] = prepared(_LENGTHS if key[0][0] == "t" else (), **keywords)
     return out.flatten(-2)
 
 
 def _key(module, words: dict):
-    """All that a translation depends on beside the tensors q, k, v and cu_seqlens; None where other tensors matter."""
+    """All that a translation depends on beside the tensors q, k, v and cu_seqlens, and the lengths; None where other
+    tensors matter."""
     mask, layout = words.get("attn_mask_type", "causal"), words.get("qkv_layout", "sbh3d")
     if words.get("alibi_slopes") is not None or module.attention_dropout and module.training or mask not in _PLAIN:
         return None
     key = layout, mask, words.get("window_size"), words.get("softcap", 0.0), module.softmax_scale, module.deterministic
     if layout[0] != "t":
         return None if "padding" in mask else key
-    lengths = words.get("max_seqlen_q"), words.get("max_seqlen_kv")
-    return None if words.get("pad_between_seqs") or type(lengths[0]) is not int or type(lengths[1]) is not int else \
-        (*key, *lengths)
+    if words.get("pad_between_seqs") or type(words.get("max_seqlen_q")) is not int or \
+            type(words.get("max_seqlen_kv")) is not int:
+        return None
+    of_q, of_kv = words.get("cu_seqlens_q"), words.get("cu_seqlens_kv")
+    return None if of_q is None or of_kv is None else (*key, of_q is of_kv)
 
 
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # of packed sequences, new in each call
 _PLAIN = frozenset(AttnMaskTypes) - {"arbitrary"}

@@ -160,6 +160,29 @@ def test_what_it_carries(te, words, fields, keywords):
             assert torch.equal(a, b)
 
 
+def test_packed_sequences_of_any_length_share_what_was_prepared(te):
+    dpa = te()
+    version = dpa.dpa_utils.get_attention_backend(params(dpa))[1]
+    inputs = qkv(10)
+    module, _ = run(dpa, *inputs, version)
+    for lengths in ((3, 10), (3, 10), (8, 10), (5, 10)):
+        for apart in (False, True):
+            cu = torch.tensor([0, *lengths], dtype=torch.int32)
+            longest = int(cu.diff().max())
+            own = cu.clone() if apart else cu
+            for mask, keywords in (("padding_causal", dict(causal=True, align="top_left")), ("padding", {}),
+                                   ("padding_causal_bottom_right", dict(causal=True, align="bottom_right"))):
+                words = dict(qkv_layout="thd_thd_thd", attn_mask_type=mask, cu_seqlens_q=cu, cu_seqlens_kv=own,
+                             max_seqlen_q=longest, max_seqlen_kv=longest, window_size=(-1, 0) if keywords else (-1, -1))
+                theirs = with_gradients(lambda: tt.attention(
+                    *inputs, layout="thd", softmax_scale=0.3, cu_seqlens_q=cu, cu_seqlens_k=own, max_seqlen_q=longest,
+                    max_seqlen_k=longest, **keywords).flatten(-2), inputs)
+                ours = with_gradients(lambda: module(*inputs, flash_attention_backend=version, **words), inputs)
+                for a, b in zip(ours, theirs, strict=True):
+                    assert torch.equal(a, b)
+    assert len(module._plans) == 2 * 3
+
+
 def test_packed_sequences_with_and_without_gaps(te):
     dpa = te()
     cu, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 9], [0, 4, 10]))
