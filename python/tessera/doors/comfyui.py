@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+
+import torch
 
 from .._lib import Refused
 from ..torch import _functions, _sdpa
@@ -23,6 +26,9 @@ _HOST = "comfy.ldm.modules.attention"
 _KNOWN = frozenset({"mask", "attn_precision", "skip_reshape", "skip_output_reshape", "scale", "enable_gqa",
                     "transformer_options", "low_precision_attention", "_inside_attn_wrapper"})
 _said: set[str] = set()
+_NUMBERS = frozenset({type(None), int, float})
+_MAX_KEPT = 512
+_plans: dict[tuple, Callable] = {}  # what attention says of a call without a mask -> _prepared
 
 
 def override(otherwise=None):
@@ -43,15 +49,59 @@ def override(otherwise=None):
 
 def attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **more):
     """ComfyUI's attention: [b, s, h * d], or [b, h, s, d] with skip_output_reshape."""
-    if not _KNOWN.issuperset(more):
+    if more and not _KNOWN.issuperset(more):
         raise NotImplementedError(f"tessera.comfyui: {', '.join(sorted(more.keys() - _KNOWN))}: is not known")
+    scale = more.get("scale")
+    if mask is not None or not type(q) is type(k) is type(v) is torch.Tensor or type(scale) not in _NUMBERS or \
+            torch.compiler.is_compiling():
+        return _attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale, more.get("enable_gqa", False))
+    words = not skip_reshape, not skip_output_reshape, scale, torch.are_deterministic_algorithms_enabled()
+    run = _plans.get(words)
+    if run is not None:
+        o = run(q, k, v, heads)
+        if o is not None:
+            return o
+    o = _attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale, more.get("enable_gqa", False))
+    if run is None:
+        if len(_plans) >= _MAX_KEPT:
+            _plans.clear()
+        _plans[words] = _prepared(*words)
+    return o
+
+
+def _prepared(reshape, reshape_output, scale, deterministic):
+    """attention of as many heads of q as of k, without a mask: what depends on neither q, k, v nor heads is decided
+    here. It returns None where there is more to do."""
+    layout = "bshd" if reshape else ("bshd", "bhsd") if reshape_output else "bhsd"  # the first is o's
+    run = _functions.prepared((), lambda *_: None, layout=layout, softmax_scale=scale, deterministic=deterministic)
+
+    def of_heads(q, k, v, heads):
+        if q.shape[1] != k.shape[1]:
+            return None
+        o = run(q.transpose(1, 2) if reshape_output else q, k, v)
+        return o if o is None or not reshape_output else o.flatten(-2)
+
+    def of_rows(q, k, v, heads):
+        shape = q.shape
+        b, width = shape[0], shape[-1]
+        d = width // heads
+        if not heads * d == width == k.shape[-1] == v.shape[-1]:
+            return None
+        # A shape in a tuple would take 0.4 us more.
+        o = run(q.reshape(b, -1, heads, d), k.reshape(b, -1, heads, d), v.reshape(b, -1, heads, d))
+        return o if o is None else o.flatten(-2) if reshape_output else o.transpose(1, 2)
+    return of_rows if reshape else of_heads
+
+
+def _attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale, enable_gqa):
+    """attention, of all calls."""
     heads_at = 1 if skip_reshape else 2
     if not skip_reshape:
         b, d = q.shape[0], q.shape[-1] // heads
         q, k, v = (x.reshape(b, -1, x.shape[-1] // d, d) for x in (q, k, v))
     if mask is None and q.shape[heads_at] == k.shape[heads_at]:
         layout = "bhsd" if skip_reshape else "bshd"
-        o = _functions.attention(*_sdpa._readable(q, k, v), layout=layout, softmax_scale=more.get("scale"))
+        o = _functions.attention(*_sdpa._readable(q, k, v), layout=layout, softmax_scale=scale)
         if skip_reshape == skip_output_reshape:
             return o if skip_reshape else o.flatten(-2)
         o = o.transpose(1, 2)
@@ -60,8 +110,7 @@ def attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None:
         mask = mask[(None,) * (3 - mask.dim())].unsqueeze(1) if mask.dim() < 4 else mask
-    o = _sdpa.scaled_dot_product_attention(q, k, v, mask, scale=more.get("scale"),
-                                           enable_gqa=more.get("enable_gqa", False))
+    o = _sdpa.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
     return o if skip_output_reshape else o.transpose(1, 2).flatten(-2)
 
 

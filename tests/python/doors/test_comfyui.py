@@ -154,6 +154,48 @@ def test_registered_by_name_and_undone():
     assert not REGISTERED
 
 
+CALLS = [dict(skip_reshape=skip, skip_output_reshape=output, scale=scale)
+         for skip in (False, True) for output in (False, True) for scale in (None, 0.3, 1)]
+
+
+def test_what_is_remembered_is_told_apart_by_all_it_depends_on():
+    def results(fresh=False):
+        for keywords in CALLS:
+            for heads, dtype in ((4, torch.float32), (8, torch.float32), (4, torch.bfloat16)):
+                if fresh:
+                    comfyui._plans.clear()
+                h = 4 if keywords["skip_reshape"] else heads
+                yield comfyui.attention(*(x.to(dtype) for x in qkv(keywords["skip_reshape"])), h, **keywords)
+    first = list(results(fresh=True))
+    list(results())
+    for again, expected in zip(results(), first, strict=True):
+        assert torch.equal(again, expected)
+    assert len(comfyui._plans) == len(CALLS)
+
+
+@pytest.mark.parametrize("strange", ["strides", "grouped", "autocast", "wider values"])
+def test_what_is_remembered_leaves_the_rest_to_the_ordinary_way(strange):
+    keywords = dict(skip_reshape=True, enable_gqa=True) if strange == "grouped" else {}
+    inputs = qkv(strange == "grouped", hk=2 if strange == "grouped" else 4)
+    if strange == "strides":
+        inputs = [x.mT.contiguous().mT for x in inputs]
+    if strange == "wider values":
+        inputs[2] = inputs[2].repeat(1, 1, 2)
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16, enabled=strange == "autocast"):
+            try:
+                return comfyui.attention(*inputs, 4, **keywords)
+            except (ValueError, RuntimeError) as error:
+                return str(error)
+    comfyui._plans.clear()
+    expected = call()
+    for more in ({}, dict(skip_reshape=True)):
+        comfyui.attention(*qkv(bool(more)), 4, **more)
+    again = call()
+    assert again == expected if isinstance(expected, str) else torch.equal(again, expected)
+
+
 def test_without_comfyui_it_says_so(monkeypatch):
     monkeypatch.delitem(sys.modules, "comfy.ldm.modules.attention")
     with pytest.raises(RuntimeError, match=f"is not imported.*ComfyUI {comfyui.TESTED}"):
