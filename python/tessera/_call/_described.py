@@ -249,7 +249,8 @@ def shape_of(call: Call, tensor: str, shapes) -> tuple:
 
 
 def results_of(call: Call, shapes, dtypes) -> list[tuple[tuple, str]]:
-    """(shape, name of the dtype) of what comes back, for operands of some shapes and dtypes."""
+    """(shape, name of the dtype) of what comes back, for operands of some shapes and dtypes; what tessera_outputs says,
+    which tests/python/library/test_outputs.py compares it with."""
     q, q_dtype = shape_of(call, "q", shapes), dtypes[call.places["q"].operand]
     b, s, h, _ = _keywords.ORDERS[call.layouts[0]]
     rows = (q[h], q[s]) if b is None else (q[b], q[h], q[s])
