@@ -25,7 +25,7 @@ from ._keywords import ORDERS
 ROWS = ((0, 1, 2), (None, 0, 1))  # lse: [b, hq, sq] or [hq, t]
 _PADDED, _PACKED = 0, 1
 # tensors that no keyword gives and that are no keyword's gradient -> order, axes; amax are numbers
-_FORMS = {"q": ("order_q", "b, sq, hq, dqk"), "o": ("order_q", "b, sq, hq, dv"),
+FORMS = {"q": ("order_q", "b, sq, hq, dqk"), "o": ("order_q", "b, sq, hq, dv"),
           "lse": ("order_rows", "b, hq, sq"), "shift": ((0,), "b"), "max_logit": ((0,), "hq")}
 
 # package -> who takes its arrays
@@ -144,7 +144,7 @@ class Arguments:
         tensor = tensor.removeprefix("d")
         if tensor in ("k", "v"):
             return self.order_kv, self.axes_kv("dqk" if tensor == "k" else "dv"), 0
-        order, axes = _FORMS.get(tensor, ((None,), "1"))
+        order, axes = FORMS.get(tensor, ((None,), "1"))
         return getattr(self, order) if isinstance(order, str) else order, axes, 0
 
     def put_own(self, tensor: str, value, name: str = "", output=False):

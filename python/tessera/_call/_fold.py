@@ -19,17 +19,27 @@ import dataclasses
 
 from .. import _lib
 from . import _keywords
-from ._args import ORDERS
+from ._args import FORMS
 
-DENSE = ("bias", "mask", "keep_tail")
 _QUERIES = ("q", "do", "o", "dq")
 _KEYS = ("k", "v", "dk", "dv")
-_ROWS = ("lse", "dlse")
-_OF_SEQUENCES = ("segment_ids_q", "segment_ids_k", "seqlens_q", "seqlens_k", "page_table_k",
-                 "page_table_v", "q_start", "k_start", "shift")
-_SCALES = ("k_scale", "v_scale", "q_scale", "do_scale")
-_OF_HEADS = frozenset(("sink", "alibi_slopes", "max_logit", *_SCALES))
 _GRADIENT_OF = {f"d{name}": name for name in _keywords.DIFFERENTIABLE}
+_ROWS = {tensor: row for row in _keywords.ALL.values() if isinstance(row, _keywords.Tensor) for tensor in row.tensors}
+
+
+def _letters(axes: str) -> tuple[str, ...]:
+    """"b" of a batch, "h" of heads, "s" of what a sequence has and "" of anything else, for each axis of a row."""
+    known = {"b": "b", "hq": "h", "hk": "h", "sq": "s", "s": "s"}
+    return tuple(known.get(axis.removesuffix("|1"), "") for axis in axes.split(", "))
+
+
+# Of the tensors whose axes do not follow a layout.
+_AXES = {name: _letters(FORMS[name.removeprefix("d")][1]) for name in ("lse", "dlse", "shift", "max_logit")} | {
+    name: _letters(row.axes) for name, row in _ROWS.items()}
+_DENSE = frozenset(name for name, row in _ROWS.items() if row.broadcasts and len(_AXES[name]) == 4)
+_OF_HEADS = frozenset(name for name, letters in _AXES.items() if "h" in letters and "s" not in letters)
+_BROADCAST = frozenset(name for name, row in _ROWS.items() if row.broadcasts or row.blocks or "|1" in row.axes)
+_OF_KEY_HEADS = frozenset(name for name, row in _ROWS.items() if "hk" in row.axes.split(", "))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,32 +48,31 @@ class Axes:
     layouts: tuple[str, str]  # of q and of k and v
     paged: bool
 
+    def letters(self, name: str, rank: int) -> tuple[str, ...]:
+        """The letter of each axis of an array: "b" of the batch, "h" of the heads."""
+        if name in _QUERIES:
+            return tuple(self.layouts[0])
+        if name in _KEYS:  # a pool's pages are any sequence's
+            return ("", "s", "h", "d") if self.paged else tuple(self.layouts[1])
+        letters = _AXES.get(name, ())
+        if name in _ROWS and _ROWS[name].blocks and rank < 3:
+            letters = letters[:2]
+        return letters[len(letters) - rank:]
+
     def batch(self, name: str, rank: int) -> int | None:
         """The axis of sequences, dense tensors as if they had all four axes; None where the array is for
         all of them. Packed arrays have no such axis: what is returned is where one would be put."""
-        if name in _QUERIES:
-            return ORDERS[self.layouts[0]][0]
-        if name in _KEYS:
-            return None if self.paged else ORDERS[self.layouts[1]][0]
-        if name in (*_ROWS, *DENSE, "key_ranges", *_OF_SEQUENCES):
-            return 0
-        return 0 if name in _OF_HEADS and rank >= 2 else None
+        if name in _AXES and name not in _OF_HEADS:
+            return 0 if "b" in _AXES[name] else None
+        return self._index("b", name, rank)
 
     def heads(self, name: str, rank: int) -> int | None:
         """The axis of heads, likewise."""
-        if name in _QUERIES:
-            return ORDERS[self.layouts[0]][2]
-        if name in _KEYS:
-            return ORDERS["bshd" if self.paged else self.layouts[1]][2]
-        if name in _ROWS:
-            return rank - 2
-        if name in DENSE:
-            return 1
-        if name == "key_ranges":
-            return rank - 3
-        if name in _SCALES:
-            return (None, 0, 1, 1)[rank]
-        return rank - 1 if name in _OF_HEADS else None
+        return self._index("h", name, 4 if name in _DENSE else rank)
+
+    def _index(self, letter: str, name: str, rank: int) -> int | None:
+        letters = self.letters(name, rank)
+        return letters.index(letter) if letter in letters else None
 
 
 def folds_heads(ranks: dict[str, int], batched: set[str], flags: int, axes: Axes, wanted=(),
@@ -87,10 +96,11 @@ class Fold:
     """The new axis, of n examples, before the batch of each tensor or before its heads. `library` has
     the three functions that array libraries spell differently: expand, movedim and sum."""
 
-    def __init__(self, library, n: int, axes: Axes, of_heads: bool, shape_q):
+    def __init__(self, library, n: int, axes: Axes, of_heads: bool, shape_q, shape_k):
         self.library, self.n = library, n
         self.axis = axes.heads if of_heads else axes.batch
         self._extent = shape_q[self.axis("q", len(shape_q))]
+        self._extent_of_keys = shape_k[self.axis("k", len(shape_k))] if of_heads else self._extent
 
     def folded(self, name: str, x, dim: int | None, wants_gradient: bool, hidden: int | None = None):
         """`x`, with the new axis at `dim` or without it, for the one call. `hidden` is an axis of an
@@ -100,7 +110,7 @@ class Fold:
         if axis is None:
             return x
         axis = _past(axis, hidden)
-        missing = 4 - len(shape) if name in DENSE else 0
+        missing = 4 - len(shape) if name in _DENSE else 0
         shape = (1,) * missing + shape
         extent = self._full(name, shape, axis)
         if dim is None:
@@ -116,8 +126,9 @@ class Fold:
 
     def _full(self, name, shape, axis):
         """What an axis of extent 1 stands for, if the tensor may have it."""
-        broadcasts = name in DENSE or name in ("key_ranges", "alibi_slopes")
-        return self._extent if broadcasts and shape[axis] == 1 else shape[axis]
+        if name not in _BROADCAST or shape[axis] != 1:
+            return shape[axis]
+        return self._extent_of_keys if name in _OF_KEY_HEADS else self._extent
 
     def split(self, x, name: str, hidden: int | None = None):
         """(x with the new axis, where it is)."""
@@ -129,9 +140,9 @@ class Fold:
         """(The gradient of `name` for each example, of `shape`, where the new axis is), summed where an
         example's array is of extent 1."""
         gradient, axis = self.split(gradient, name, hidden)
-        if name not in DENSE and name not in _OF_HEADS:
+        if name not in _DENSE and name not in _OF_HEADS:
             return gradient, axis
-        missing = 4 - len(shape) if name in DENSE else 0
+        missing = 4 - len(shape) if name in _DENSE else 0
         if (*(1,) * missing, *shape)[axis] == 1:
             gradient = self.library.sum(gradient, axis + 1)
         return self.library.movedim(gradient, axis, 0).reshape((self.n, *shape)), 0

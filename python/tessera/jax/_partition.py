@@ -60,11 +60,10 @@ class Places:
 
     def _of(self, name: str, shape, hidden) -> tuple[int | None, int | None]:
         """(axis of the batch, axis of the heads), None where there is none to split."""
-        rank = len(shape) - (hidden is not None)
+        letters = self.axes.letters(name, len(shape) - (hidden is not None))
         found = []
-        for factor, axis in enumerate((self.axes.batch(name, rank), self.axes.heads(name, rank))):
-            if axis is not None and name in _fold.DENSE:
-                axis = axis - (4 - rank) if axis >= 4 - rank else None
+        for factor, letter in enumerate("bh"):
+            axis = letters.index(letter) if letter in letters else None
             axis = axis if axis is None or hidden is None or axis < hidden else axis + 1
             extents = (self.extents[factor],)
             if factor == _HEADS and self.heads_kv > 1:

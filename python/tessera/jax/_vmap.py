@@ -54,8 +54,8 @@ def _choose(call: Call, roles, operands, dims, n) -> Fold | None:
                            [like for like in call.likes if isinstance(like, str)])
     if of_heads is None:
         return None
-    return Fold(_Library, n, axes, of_heads, _described.shape_of(
-        call, "q", [shape_of(x, dim) for x, dim in zip(operands, dims)]))
+    shapes = [shape_of(x, dim) for x, dim in zip(operands, dims)]
+    return Fold(_Library, n, axes, of_heads, *(_described.shape_of(call, name, shapes) for name in "qk"))
 
 
 def _one_by_one(function, operands, dims):

@@ -17,11 +17,7 @@ from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchem
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
 
 from .. import _lib
-from .._call import GRADIENTS, Call
-from . import _describe
-
-_OF_KEYS = ("k", "v", "dk", "dv")
-_OF_ROWS = {"lse": ("bhs", "ht"), "dlse": ("bhs", "ht"), "max_logit": ("h", "h"), "shift": ("b", "b")}
+from .._call import GRADIENTS, Call, _fold
 
 
 def register():
@@ -64,18 +60,9 @@ def _of_merge(schema) -> OpStrategy:
 
 def _axes_of(call: Call, operand, shape) -> dict[str, int]:
     """Where an operand or a result has the axes b and h, if there are several."""
-    name = operand.tensors[0]
-    of_q, of_keys = call.layouts
-    if name in ("q", "o", "do", "dq", *_OF_KEYS):
-        letters = of_keys if name in _OF_KEYS else of_q
-        if name in _OF_KEYS and call.is_paged:  # a pool's pages are any sequence's
-            letters = letters.replace("thd", "_shd").replace("b", "_")
-    elif name in _OF_ROWS:
-        letters = _OF_ROWS[name][of_q == "thd"]
-    else:
-        row = next((row for row in _describe.TENSORS.values() if name in row.tensors), None)
-        words = [] if row is None or shape is None else row.axes.replace("|1", "").split(", ")[-len(shape):]
-        letters = ["h" if word in ("hq", "hk") else word for word in words] if shape else ""
+    name, layout = operand.tensors[0], call.layouts[0]
+    rank = {"o": len(layout), "lse": len(layout) - 1, "max_logit": 1}.get(name, 0) if shape is None else len(shape)
+    letters = _fold.Axes(call.layouts, call.is_paged).letters(name, rank)
     return {axis: i for i, axis in enumerate(letters) if axis in ("b", "h") and (shape is None or shape[i] > 1)}
 
 

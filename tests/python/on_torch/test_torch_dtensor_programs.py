@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 
 import tessera.torch as tt  # noqa: E402
 from cp_pool import Pool  # noqa: E402
-from tessera.torch import _describe  # noqa: E402
+from tessera._call import Call, Operand  # noqa: E402
+from tessera.torch import _describe, _sharding  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -109,6 +110,19 @@ def operators(rank, group, hk, letters, compiled):
 @pytest.mark.parametrize("hk", [8, 2, 1])
 def test_operators(pool, hk, letters):
     pool.run(operators, 4, 1, hk, letters, False)
+
+
+def test_axes_that_strategies_share_out():
+    call = Call.of("in=q,k,v,bias,alibi_slopes,k_scale format_q=thd format_kv=sbhd out=o,lse,max_logit")
+
+    def axes(name, *shape):
+        return _sharding._axes_of(call, Operand((name,)), shape)
+    assert axes("q", 9, 4, 8) == {"h": 1} and axes("k", 5, 2, 4, 8) == {"b": 1, "h": 2}
+    assert axes("bias", 2, 1, 5, 5) == {"b": 0} and axes("bias", 4, 5, 5) == {"h": 0}
+    assert axes("alibi_slopes", 4) == axes("k_scale", 4) == {"h": 0}
+    assert axes("k_scale", 2, 4) == axes("k_scale", 2, 4, 7) == {"b": 0, "h": 1} and axes("k_scale") == {}
+    assert [_sharding._axes_of(call, Operand((name,)), None) for name in ("o", "lse", "max_logit", "amax_o")] == \
+        [{"h": 1}, {"h": 0}, {"h": 0}, {}]
 
 
 def test_operators_compiled(pool):

@@ -127,6 +127,21 @@ def test_grouped_heads_and_max_logit(no_loop):
     compare(torch.func.vmap(function)(q, k, sink), each(function, (q, 0), (k, 0), (sink, 0)))
 
 
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("shape", [(2,), (B, 2), (1, 2), (B, 1), (1, 1), (1, 2, 1), (B, 1, 1)])
+def test_scales_of_fp8_keys(shape, mine, no_loop):
+    """Of the batch, of a head or of both, and of blocks; each example's own or shared."""
+    q, k = normal(N, B, S, H, D).bfloat16(), normal(B, S, 2, D).to(torch.float8_e4m3fn)
+    scale = normal(N, *shape).abs() + 0.5
+
+    def function(q, scale):
+        blocks = (0, 128) if len(shape) == 3 else (0, 0)
+        return tt.attention(q, k, k, k_scale=scale, scale_block=blocks, return_lse=True)
+    arguments = (q, 0), (scale, 0) if mine else (scale[0], None)
+    ours = torch.func.vmap(function, tuple(dim for _, dim in arguments))(*(x for x, _ in arguments))
+    compare(ours, each(function, *arguments))
+
+
 def test_packed_sequences(no_loop):
     q, cu = normal(N, 9, H, D), torch.tensor([0, 4, 9], dtype=torch.int32)
     bias, ranges = normal(N, 1, H, 5, 5), integers(6, N, H, 9, 2)

@@ -50,7 +50,7 @@ def _choose(call: Call, tensors, dims, n) -> Fold | None:
     gradients = list(call.places_of_results) if call.is_backward else ()
     of_heads = folds_heads(ranks, batched, call.flags, axes, gradients,
                            [like for like in call.likes if isinstance(like, str)])
-    return None if of_heads is None else Fold(_Library, n, axes, of_heads, shapes["q"])
+    return None if of_heads is None else Fold(_Library, n, axes, of_heads, shapes["q"], shapes["k"])
 
 
 def _one_by_one(function, n, tensors, dims):
