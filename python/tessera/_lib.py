@@ -33,12 +33,14 @@ FORMATS = {"bshd": 0, "sbhd": 1, "bhsd": 2, "thd": 3}
 ALIGNS = {"top_left": 1, "bottom_right": 2}
 ALIGN_GIVEN = 3
 
-CAUSAL, WINDOW, MASK_DROP, BIAS_PRE_SCALE = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-SOFTMAX_SCALE, SOFTCAP, DROPOUT, SINK_OFF_BY_ONE = 1 << 4, 1 << 5, 1 << 6, 1 << 7
-DETERMINISTIC, BATCH_INVARIANT, ALLOW_QUADRATIC = 1 << 8, 1 << 9, 1 << 10
-SAME_LENGTHS, MAX_SEQLEN_Q, MAX_SEQLEN_K = 1 << 11, 1 << 12, 1 << 13
-PARTIAL, ACCUMULATE, V_IN_K = 1 << 14, 1 << 15, 1 << 16
-FP8_PRODUCTS, SMOOTH_MEAN, SMOOTH_HADAMARD = 1 << 17, 1 << 18, 1 << 19
+# enum tessera_flags in lower case, in order.
+FLAGS = {name: 1 << bit for bit, name in enumerate((
+    "causal", "window", "mask_drop", "bias_pre_scale", "softmax_scale", "softcap", "dropout", "sink_off_by_one",
+    "deterministic", "batch_invariant", "allow_quadratic", "same_lengths", "max_seqlen_q", "max_seqlen_k", "partial",
+    "accumulate", "v_in_k", "fp8_products", "smooth_mean", "smooth_hadamard"))}
+(CAUSAL, WINDOW, MASK_DROP, BIAS_PRE_SCALE, SOFTMAX_SCALE, SOFTCAP, DROPOUT, SINK_OFF_BY_ONE,
+ DETERMINISTIC, BATCH_INVARIANT, ALLOW_QUADRATIC, SAME_LENGTHS, MAX_SEQLEN_Q, MAX_SEQLEN_K, PARTIAL,
+ ACCUMULATE, V_IN_K, FP8_PRODUCTS, SMOOTH_MEAN, SMOOTH_HADAMARD) = FLAGS.values()
 
 # enum tessera_index in lower case, in order.
 TENSORS = (

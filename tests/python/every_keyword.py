@@ -76,6 +76,7 @@ import importlib
 import inspect
 import sys
 import tessera
+import tessera._call._fold
 module, library = sys.argv[1:]
 front = importlib.import_module(module)
 library = importlib.import_module(library)
@@ -100,6 +101,8 @@ except ValueError as error:
     assert "keep_tail=3" in str(error), error
 else:
     raise AssertionError("keep_tail=3")
+axes = tessera._call._fold.Axes(("bshd", "bshd"), paged=False)
+assert (axes.batch("keep_tail", 4), axes.heads("keep_tail", 4)) == (0, 1)
 print(tessera.__file__)
 """
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from .. import _lib
 from . import _keywords
 
-# The rows of core/problem/fields.def. Texts have them in this order.
 FLAG, WORD, INTEGER, NUMBER, TEXT = "flag", "word", "integer", "number", "text"
 _FORMATS = tuple(_lib.FORMATS)
 
@@ -27,39 +26,27 @@ class Field(NamedTuple):
     words: tuple[str, ...] = ()  # by their numbers
 
 
-FIELDS = {
-    "pass": Field(WORD, words=("forward", "backward")),
-    "format_q": Field(WORD, words=_FORMATS),
-    "format_kv": Field(WORD, words=_FORMATS),
-    "causal": Field(FLAG, _lib.CAUSAL),
-    "window_left": Field(INTEGER, _lib.WINDOW),
-    "window_right": Field(INTEGER, _lib.WINDOW),
-    "align": Field(WORD, words=("none", *_lib.ALIGNS, "given")),
-    "same_lengths": Field(FLAG, _lib.SAME_LENGTHS),
-    "max_seqlen_q": Field(INTEGER, _lib.MAX_SEQLEN_Q),
-    "max_seqlen_k": Field(INTEGER, _lib.MAX_SEQLEN_K),
-    "mask_drop": Field(FLAG, _lib.MASK_DROP),
-    "bias_pre_scale": Field(FLAG, _lib.BIAS_PRE_SCALE),
-    "sink_off_by_one": Field(FLAG, _lib.SINK_OFF_BY_ONE),
-    "softmax_scale": Field(NUMBER, _lib.SOFTMAX_SCALE),
-    "softcap": Field(NUMBER, _lib.SOFTCAP),
-    "dropout_p": Field(NUMBER, _lib.DROPOUT),
-    "partial": Field(FLAG, _lib.PARTIAL),
-    "accumulate": Field(FLAG, _lib.ACCUMULATE),
-    "v_in_k": Field(FLAG, _lib.V_IN_K),
-    "deterministic": Field(FLAG, _lib.DETERMINISTIC),
-    "batch_invariant": Field(FLAG, _lib.BATCH_INVARIANT),
-    "allow_quadratic": Field(FLAG, _lib.ALLOW_QUADRATIC),
-    "fp8_products": Field(FLAG, _lib.FP8_PRODUCTS),
-    "smooth_mean": Field(FLAG, _lib.SMOOTH_MEAN),
-    "smooth_hadamard": Field(FLAG, _lib.SMOOTH_HADAMARD),
-    "backend": Field(TEXT),
-}
-# Integers without a flag are told by their keywords.
-FIELDS |= {field: Field(INTEGER) for row in _keywords.ALL.values() if isinstance(row, _keywords.Option)
-           for field in row.fields
-           if field not in FIELDS and (hasattr(_lib.Problem, field) or hasattr(_lib.Buffers, field))}
 _MEMBERS = {"pass": "pass_"}  # names that Python has words for
+_WORDS = {"pass": ("forward", "backward"), "format_q": _FORMATS, "format_kv": _FORMATS,
+          "align": ("none", *_lib.ALIGNS, "given")}
+
+
+def _fields() -> dict[str, Field]:
+    """The rows of core/problem/fields.def, of the structs' mirror and the keywords: the flags, and the scalars
+    that options become."""
+    types = dict((*_lib.Problem._fields_, *_lib.Buffers._fields_))
+    kinds = {_lib.c_double: NUMBER, types["backend"]: TEXT}
+    scalars = {field: row.flag for row in _keywords.ALL.values() if isinstance(row, _keywords.Option)
+               for field in row.fields if field in types}
+    fields = {"pass": Field(WORD, words=_WORDS["pass"])}
+    fields |= {name: Field(FLAG, flag) for name, flag in _lib.FLAGS.items() if flag not in scalars.values()}
+    for name, flag in scalars.items():
+        words = _WORDS.get(name, ())
+        fields[name] = Field(WORD, words=words) if words else Field(kinds.get(types[name], INTEGER), flag)
+    return fields
+
+
+FIELDS = _fields()  # texts have them in this order
 _ROWS = tuple((name, _MEMBERS.get(name, name), field, hasattr(_lib.Problem, _MEMBERS.get(name, name)))
               for name, field in FIELDS.items())
 GRADIENT_OF = {name: f"d{name}" for name in _keywords.DIFFERENTIABLE}

@@ -26,9 +26,6 @@ SMOOTH = {"none": 0, "mean": _lib.SMOOTH_MEAN,
 _LENGTHS = "int32 or int64"
 
 
-NUMBERS = ("softmax_scale", "softcap", "dropout_p")
-
-
 def is_number(value) -> bool:
     """A real Python or NumPy number (ml_dtypes scalars included), not a boolean, not an array."""
     if isinstance(value, bool) or type(value).__name__ == "bool_":
@@ -137,6 +134,7 @@ class Option(Keyword):
     encode: Callable[[Any], tuple]
     decode: Callable[..., Any] | None = None  # None: it belongs to the front end
     fields: tuple[str, ...] = ()  # of tessera_problem or of _args.Arguments
+    flag: int = 0                 # that says they are given, if one does
 
     @property
     def form(self) -> str:
@@ -166,13 +164,13 @@ def _number(name: str, flag: int, **row) -> Option:
     off = row.get("default")
     return Option(values="number", check=lambda a, name, value: a.number(name, value),
                   encode=lambda x: (0,) if x is None or x == off else (flag, x),
-                  decode=lambda flags, x: x if flags & flag else None, fields=(name,), **row)
+                  decode=lambda flags, x: x if flags & flag else None, fields=(name,), flag=flag, **row)
 
 
 def _integer(name: str, flag: int, **row) -> Option:
     return Option(values="int", check=lambda a, name, value: a.integer(name, value),
                   encode=lambda n: (0,) if n is None else (flag, n),
-                  decode=lambda flags, n: n if flags & flag else None, fields=(name,), **row)
+                  decode=lambda flags, n: n if flags & flag else None, fields=(name,), flag=flag, **row)
 
 
 def _word(flags: Mapping[str, int], **row) -> Option:
@@ -292,7 +290,7 @@ class Keywords(TypedDict, total=False):
         _lib.CAUSAL, doc="Query i sees no key after key i + shift; align says what shift is.")]
     window: Annotated[tuple[int, int] | None, Option(
         values="(left, right)", check=_check_window, encode=_encode_window, decode=_decode_window,
-        fields=("window_left", "window_right"),
+        fields=("window_left", "window_right"), flag=_lib.WINDOW,
         doc="Query i sees keys i + shift - left to i + shift + right, both included; align says what shift is. "
             "-1 means no bound on that side. With causal, right must be -1 or 0.")]
     align: Annotated[Literal["top_left", "bottom_right"] | int | Array | None, Option(
@@ -508,6 +506,7 @@ def _rows(table) -> dict[str, Keyword]:
 
 SHARED, FORWARD, BACKWARD = _rows(Keywords), _rows(Forward), _rows(Backward)
 ALL = FORWARD | BACKWARD
+NUMBERS = tuple(name for name, row in ALL.items() if row.form == "number")
 DIFFERENTIABLE = ("q", "k", "v", *sorted(
     (name for name, row in SHARED.items() if isinstance(row, Tensor) and row.differentiable),
     key=_lib.INDEX.get))
