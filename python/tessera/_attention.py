@@ -62,7 +62,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray,
     >>> o, lse = tessera.attention(q, k, v, window=(128, 0), align="top_left", return_lse=True)
     """
     keywords["q"], keywords["k"], keywords["v"] = q, k, v
-    results = _prepared.prepared(_numpy, "attention", keywords).run(keywords)
+    results = _prepared.of_keywords(_numpy, "attention", keywords).run(keywords)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -85,7 +85,7 @@ def attention_backward(do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarr
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
     keywords.update(q=q, k=k, v=v, do=do, o=o, lse=lse, dlse=dlse,
                     **_prepared.gradient_outputs(_numpy, grads))
-    found = _prepared.prepared(_numpy, "attention_backward", keywords, backward=True)
+    found = _prepared.of_keywords(_numpy, "attention_backward", keywords, backward=True)
     return Gradients(**dict(zip(found.results, found.run(keywords))))
 
 

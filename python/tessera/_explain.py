@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _lib, _numpy
 from ._call import _args, _keywords, _prepared
-from ._call._described import NEW, Described
+from ._call._description import NEW, Description
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -116,7 +116,7 @@ def explained(arrays, q, k, v, backward, grads, dlse, device, keywords: dict) ->
         given.update(_prepared.gradient_outputs(arrays, grads))
     elif dlse is not None:
         raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")
-    described = Described(arrays, "explain", given, backward).describe_outputs(given)
+    described = Description(arrays, "explain", given, backward).describe_outputs(given)
     if not backward and getattr(arrays, "are_first_columns", lambda *_: False)(v, k):
         described.arguments.problem.flags |= _lib.V_IN_K  # as the operator finds when it runs
     own = arrays.device(q)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import tessera
-from tessera._call import _described, _keywords, _prepared
+from tessera._call import _description, _keywords, _prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "lib"
@@ -25,19 +25,19 @@ def ignored(monkeypatch, front, array, known=None) -> list[str]:
     the front end keeps what it described."""
     calls = []
 
-    class Spy(_described.Described):
+    class Spy(_description.Description):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             calls.append(self.call)
     for module in [module for name, module in sys.modules.items() if name.startswith("tessera") and
-                   getattr(module, "Described", None) is Spy.__base__]:
-        monkeypatch.setattr(module, "Described", Spy)
+                   getattr(module, "Description", None) is Spy.__base__]:
+        monkeypatch.setattr(module, "Description", Spy)
     x, bias = array((2, 4, 2, 8), "bfloat16"), array((4, 4), "float32")
     rows = {"do": x, "o": x, "lse": array((2, 2, 4), "float32")}
 
     def outcome(function, **keywords):
         calls.clear()
-        (_prepared._prepared if known is None else known).clear()
+        (_prepared._kept if known is None else known).clear()
         given = rows if function.__name__ == "attention_backward" else {}
         try:
             result = function(**given, q=x, k=x, v=x, **keywords)

@@ -5,6 +5,17 @@ symbolic shapes; and its text, which call.h reads.
     in=q+k+v@2,bias pass=backward causal=True window_left=8 softcap=20.0 out=dq+dk+dv@2,dbias
 
 Scalars are named as in core/problem/fields.def, and said where they are not zero, or where their flag is set.
+
+What a call is on its way, and where:
+
+    keywords     _keywords     what users type: a table, from which the rest follows; _documented writes it out
+    Arguments    _args         keywords becoming a tessera_problem
+    Call         this module   what is asked for, without arrays and extents, so that it can be kept, carried and mapped
+    Description  _description  a Call with extents: the problem, and where its arrays are; what is wrong is said of it.
+                               It is made of keywords, or of a Call and its operands
+    Prepared     _prepared     a Description that the library has accepted, kept by its keywords and run by addresses:
+                               for NumPy and Paddle; PyTorch's and JAX's bindings read what they run from the text
+    Fold         _fold         several calls as one, for vmap; and the axes that shards may split
 """
 
 from __future__ import annotations

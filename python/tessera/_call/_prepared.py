@@ -24,7 +24,7 @@ import ctypes
 
 from .. import _interrupt, _lib
 from . import GRADIENTS, Call, _args
-from ._described import NEW, Described, operands_of
+from ._description import NEW, Description, operands_of
 
 _MAX_PREPARED = 512
 _DATA = _lib.Buffers.data.offset // 8
@@ -33,14 +33,14 @@ _WORKSPACE = _lib.Buffers.workspace.offset // 8
 _INTERRUPT = _lib.Buffers.interrupt.offset // 8
 _Words = ctypes.c_uint64 * (ctypes.sizeof(_lib.Buffers) // 8)
 
-_prepared: dict = {}
+_kept: dict = {}
 num_threads = 0  # of every call; 0: the library's default
 
 
 def set_num_threads(n: int):
     global num_threads
     num_threads = n
-    _prepared.clear()
+    _kept.clear()
 
 
 def threads_of(arrays) -> int:
@@ -52,7 +52,7 @@ def threads_of(arrays) -> int:
 class Prepared:
     """A call that was accepted, and how to fill the buffers of one like it."""
 
-    def __init__(self, described: Described, device: _lib.Device):
+    def __init__(self, described: Description, device: _lib.Device):
         a = described.arguments
         arrays = self.arrays = a.adapter
         threads = threads_of(arrays)
@@ -115,7 +115,7 @@ class Prepared:
         return results
 
 
-def prepared(arrays, operation: str, given: dict, backward: bool = False) -> Prepared:
+def of_keywords(arrays, operation: str, given: dict, backward: bool = False) -> Prepared:
     """The call of the keywords `given`, once the library has accepted it."""
     get = given.get
     if "rng_state" in given:
@@ -125,28 +125,28 @@ def prepared(arrays, operation: str, given: dict, backward: bool = False) -> Pre
         threads = arrays.num_threads
         key = (arrays, operation, threads and threads(), *given, *map(signature, given.values()),
                get("seqlens_q") is get("seqlens_k"), get("cu_seqlens_q") is get("cu_seqlens_k"))
-        found = _prepared.get(key)
+        found = _kept.get(key)
     except TypeError:  # something unhashable: not kept, and perhaps illegal
         key = found = None
     if found is None:
-        described = Described(arrays, operation, given, backward).describe_outputs(given)
+        described = Description(arrays, operation, given, backward).describe_outputs(given)
         found = _keep(key, Prepared(described, arrays.device(given["q"])))
     return found
 
 
-def prepared_call(arrays, call: Call, operands) -> Prepared:
+def of_call(arrays, call: Call, operands) -> Prepared:
     """A Call on arrays like `operands`, NEW for those that are still to come."""
     threads = arrays.num_threads
     key = (arrays, call, threads and threads(), *map(arrays.signature, operands))
-    return _prepared.get(key) or _keep(key, Prepared(
-        Described.of(arrays, call, operands), arrays.device(operands[call.places["q"].operand])))
+    return _kept.get(key) or _keep(key, Prepared(
+        Description.of(arrays, call, operands), arrays.device(operands[call.places["q"].operand])))
 
 
 def _keep(key, found: Prepared) -> Prepared:
     if key is not None:
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        _prepared[key] = found
+        if len(_kept) >= _MAX_PREPARED:
+            _kept.clear()
+        _kept[key] = found
     return found
 
 

@@ -56,7 +56,7 @@ class Cpu:
 
         def forward():
             given = arguments.copy()
-            return _prepared.prepared(arrays, "attention", given).run(given)
+            return _prepared.of_keywords(arrays, "attention", given).run(given)
         results = forward()
         if not backward:
             return results[0], None, forward
@@ -69,7 +69,7 @@ class Cpu:
         def backward_pass():
             given = dict(rest, do=do, o=o, lse=lse, dlse=dlse,
                          **_prepared.gradient_outputs(arrays, gradients(tokens)))
-            return _prepared.prepared(arrays, "attention_backward", given, True).run(given)
+            return _prepared.of_keywords(arrays, "attention_backward", given, True).run(given)
         return o, do, backward_pass
 
     def copies(self, read: int) -> int:

@@ -18,7 +18,7 @@ from .. import _explain, _lib
 from .._call import _args, _keywords
 from .._attention import Gradients
 from .._call import GRADIENTS
-from .._call._described import NEW, Described, operands_of, returned
+from .._call._description import NEW, Description, operands_of, returned
 from .._call._documented import documented
 from . import _arrays, _binding, _call
 from ._results import prepare, results_of, validate
@@ -38,7 +38,7 @@ _ASKED_DETERMINISTIC = any(
     f"--xla_gpu_{name}=true" in os.environ.get("XLA_FLAGS", "").split()
     for name in ("deterministic_ops", "exclude_nondeterministic_ops"))
 
-_kept: dict[tuple, tuple] = {}  # -> a Described, and the operands whose values are looked at
+_kept: dict[tuple, tuple] = {}  # -> a Description, and the operands whose values are looked at
 # The tensors whose values libtessera looks at before it computes, on the CPU: core/validate/values.cc.
 _READ = {
     *(f"{name}_{side}" for side in "qk" for name in ("seqlens", "cu_seqlens")),
@@ -141,7 +141,7 @@ def explain(q: jax.Array | str, k: jax.Array | None = None, v: jax.Array | None 
 # ---- below: how ----
 
 def _given(operation: str, q, k, v, keywords: dict, table=None) -> dict:
-    """The arguments of a call as Described takes them, by name; None is left out."""
+    """The arguments of a call as Description takes them, by name; None is left out."""
     _keywords.check_names(operation, keywords,
                           table or (FORWARD if operation == "attention" else BACKWARD))
     given = {"q": q, "k": k, "v": v}
@@ -170,7 +170,7 @@ def _given(operation: str, q, k, v, keywords: dict, table=None) -> dict:
     return given
 
 
-def _described(operation: str, given: dict) -> Described:
+def _described(operation: str, given: dict) -> Description:
     """The call's description, after what is illegal by shapes and options was raised."""
     get = given.get
     try:
@@ -184,7 +184,7 @@ def _described(operation: str, given: dict) -> Described:
         if get("accumulate"):
             raise ValueError(f"tessera.{operation}: accumulate=True: adds to what outputs hold, and JAX has none to "
                              "give; tessera.jax.merge joins o and lse of parts, and + their gradients")
-        described = Described(_arrays, operation, given, "do" in given)
+        described = Description(_arrays, operation, given, "do" in given)
         _check(described, _operands(described, given))
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
@@ -195,7 +195,7 @@ def _described(operation: str, given: dict) -> Described:
     return described
 
 
-def _described_backward(given: dict, dlse, names) -> Described:
+def _described_backward(given: dict, dlse, names) -> Description:
     """Describes the backward pass of attention(**given), whose o, lse and do are still to come."""
     forward = {name: x for name, x in given.items() if name in FORWARD or name in ("q", "k", "v")}
     if "o_scale" in given:  # says that o is fp8, but not which
@@ -233,11 +233,11 @@ def _signature(x):
     return type(x), x
 
 
-def _operands(described: Described, given: dict) -> list[jax.Array]:
+def _operands(described: Description, given: dict) -> list[jax.Array]:
     return [_arrays.array_of(x) for x in operands_of(described.sources, given)]
 
 
-def _check(described: Described, operands):
+def _check(described: Description, operands):
     """Raises the ValueError of shapes and options; whether a backend can is for the lowering."""
     described.validate_scalars()
     if _arrays.is_symbolic(operands):
@@ -248,7 +248,7 @@ def _check(described: Described, operands):
         pass
 
 
-def _validate(described: Described, given: dict, read: list[int]):
+def _validate(described: Description, given: dict, read: list[int]):
     """Raises the ValueError of values, where they are at hand: an eager call on the CPU, which waits
     for what is read, as JAX may still compute it."""
     operands = _operands(described, given)

@@ -27,7 +27,7 @@ from .. import _lib
 from .._call import _fold
 from .._call._args import is_fp8
 from .._call import GRADIENTS, Call
-from .._call._described import shape_of
+from .._call._description import shape_of
 from ._results import results_of
 
 _log = logging.getLogger("tessera.sharding")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .._call import Call, _described
+from .._call import Call, _description
 from .._call._fold import Axes, Fold, folds_heads, shape_of
 
 
@@ -55,7 +55,7 @@ def _choose(call: Call, roles, operands, dims, n) -> Fold | None:
     if of_heads is None:
         return None
     shapes = [shape_of(x, dim) for x, dim in zip(operands, dims)]
-    return Fold(_Library, n, axes, of_heads, *(_described.shape_of(call, name, shapes) for name in "qk"))
+    return Fold(_Library, n, axes, of_heads, *(_description.shape_of(call, name, shapes) for name in "qk"))
 
 
 def _one_by_one(function, operands, dims):

@@ -17,7 +17,7 @@ from paddle.autograd import PyLayer
 
 from .. import _lib, _utilities
 from .._call import Call, _args, _prepared
-from .._call._described import NEW, returned
+from .._call._description import NEW, returned
 from . import _tensors
 
 
@@ -25,12 +25,12 @@ def attention(given: dict, wanted: tuple[str, ...]):
     """attention of keywords, differentiable in those that `wanted` names."""
     hides_lse = _args.ask_for_lse(_tensors, given)
     check_autograd(given["q"].dtype)
-    prepared = _prepared.prepared(_tensors, "attention", given)
+    prepared = _prepared.of_keywords(_tensors, "attention", given)
     operands = prepared.operands(given)
     places = tuple(prepared.call.places[name].operand for name in wanted)
     if places not in prepared.differentiable:  # or autograd would make an OSError of what is wrong
         rows = (NEW,) * 3
-        _prepared.prepared_call(_tensors, prepared.call.backward(places, False), (*rows, *operands))
+        _prepared.of_call(_tensors, prepared.call.backward(places, False), (*rows, *operands))
         prepared.differentiable.add(places)
     results = Attention.apply(_Applied(prepared, given, operands, places), *(operands[i] for i in places))
     return returned(results, hides_lse)
@@ -93,7 +93,7 @@ def gradients(call: Call, wanted: tuple[int, ...], operands, o, lse, do, dlse) -
 def run(call: Call, operands) -> list:
     """What a Call returns."""
     operands = [_dense(x) if i in _rows(call) else x for i, x in enumerate(operands)]
-    return _prepared.prepared_call(_tensors, call, operands).run(operands)
+    return _prepared.of_call(_tensors, call, operands).run(operands)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -59,7 +59,7 @@ def attention(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor,
     if wanted:
         _check_differentiable(given)
         return _autograd.attention(given, wanted)
-    results = _prepared.prepared(_tensors, "attention", given).run(given)
+    results = _prepared.of_keywords(_tensors, "attention", given).run(given)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -81,7 +81,7 @@ def attention_backward(do: paddle.Tensor, q: paddle.Tensor, k: paddle.Tensor, v:
     _keywords.check_names("attention_backward", keywords, _keywords.BACKWARD)
     given = dict(_completed("attention_backward", q, keywords), q=q, k=k, v=v, do=do, o=o, lse=lse,
                  dlse=dlse, **_prepared.gradient_outputs(_tensors, grads))
-    found = _prepared.prepared(_tensors, "attention_backward", given, backward=True)
+    found = _prepared.of_keywords(_tensors, "attention_backward", given, backward=True)
     return Gradients(**dict(zip(found.results, found.run(given))))
 
 

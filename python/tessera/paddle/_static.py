@@ -20,7 +20,7 @@ from .. import _lib
 from .._call import _args, _prepared
 from .._call._args import ArrayInfo
 from .._call import Call
-from .._call._described import Described, operands_of, results_of, returned
+from .._call._description import Description, operands_of, results_of, returned
 from . import _autograd, _tensors
 
 Value = paddle.pir.Value
@@ -39,7 +39,7 @@ def attention(given: dict):
     if "rng_state" in given:
         given["rng_state"] = _prepared.rng_array(_GraphTensors, "attention", given["rng_state"], given["q"])
     _refuse_to_be_saved()
-    described = Described(_GraphTensors, "attention", given)
+    described = Description(_GraphTensors, "attention", given)
     operands = operands_of(described.sources, given)
     for (name, _), x in zip(described.sources, operands):
         if isinstance(x, paddle.Tensor) and not x.stop_gradient:

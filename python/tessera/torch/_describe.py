@@ -3,7 +3,7 @@
 operators take; and what the library says of them.
 
 sort() and written() are on the path of every call that was not seen before, and torch.compile traces
-through both. Everything that can be wrong with a call is said by Described, which is _args on PyTorch
+through both. Everything that can be wrong with a call is said by Description, which is _args on PyTorch
 tensors."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from .. import _call, _lib
-from .._call import GRADIENTS, Call, _described, _keywords
+from .._call import GRADIENTS, Call, _description, _keywords
 from . import _tensors
 
 OPTIONS = {name: row for name, row in _keywords.ALL.items()
@@ -71,7 +71,7 @@ _given_by_tensor = _Shaped()  # stands for a tensor of diagonals, which is elsew
 
 
 def written(names, options: dict, flags: int, outputs, backward: bool = False) -> tuple[list, str]:
-    """The integers beside a text, and the text, for keywords that Described accepts, with the flags of
+    """The integers beside a text, and the text, for keywords that Description accepts, with the flags of
     sort(). While tracing every integer that may be symbolic is beside it, and at least one."""
     tracing = torch.compiler.is_compiling()
     values = {"pass": int(backward)}
@@ -135,7 +135,7 @@ def keywords(call: Call, tensors, sizes) -> dict:
 def results_of(call: Call, tensors) -> list[torch.Tensor]:
     """New tensors for what a call returns, or fake ones beside fake ones."""
     at = {name: tensors[place.operand] for name, place in call.places.items()}
-    found = _described.results_of(call, [x.shape for x in tensors], [str(x.dtype)[6:] for x in tensors])
+    found = _description.results_of(call, [x.shape for x in tensors], [str(x.dtype)[6:] for x in tensors])
     return [_new(call, at, result.tensors[0], shape, getattr(torch, dtype))
             for result, (shape, dtype) in zip(call.results, found)]
 
@@ -155,12 +155,12 @@ def readable(x):
     return x if not isinstance(x, torch.Tensor) or not x.dim() or x.stride(-1) == 1 else x.contiguous()
 
 
-class Described(_described.Described):
+class Description(_description.Description):
     """A problem with the tensors that it was described by, inputs and those of the caller's to write into,
     by enum tessera_index."""
 
     @classmethod
-    def of_keywords(cls, operation: str, given: dict, backward: bool = False) -> Described:
+    def of_keywords(cls, operation: str, given: dict, backward: bool = False) -> Description:
         """What users ask for."""
         if not backward:  # which belong to the backward pass; callers look at names
             given = {name: value for name, value in given.items() if value is not None}
@@ -169,7 +169,7 @@ class Described(_described.Described):
         return self
 
     @classmethod
-    def of_call(cls, call: Call, tensors, sizes, outputs=None) -> Described:
+    def of_call(cls, call: Call, tensors, sizes, outputs=None) -> Description:
         """What an operator was given; `outputs` are the caller's to write into."""
         tensors = list(tensors)
         if "do" in call.places:  # autograd makes strides of 0, which kernels get a copy of

@@ -256,7 +256,7 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     outputs = _outputs(q, keywords)
     try:
         sizes, text = _call(names, options, flags, outputs, into, q,
-                            lambda: _describe.Described.of_keywords("attention", given))
+                            lambda: _describe.Description.of_keywords("attention", given))
         if into[0] is None:
             results = _ops.any_tensors(tensors, sizes, text)
         else:
@@ -390,7 +390,7 @@ def _backward(names, tensors, options, flags, outputs, given: dict, written) -> 
         return written + new_amax
     operation = "attention_backward"
     try:
-        sizes, text = _call(names, options, flags, outputs, written, q, lambda: _describe.Described.of_keywords(
+        sizes, text = _call(names, options, flags, outputs, written, q, lambda: _describe.Description.of_keywords(
             operation, given, backward=True))
         if not written:
             with _ops.below_autograd():
@@ -447,7 +447,7 @@ def _diagnose(operation: str, given: dict, error: Exception, backward: bool = Fa
         return error
     try:
         with _untraced():
-            _describe.Described.of_keywords(operation, given, backward).check()
+            _describe.Description.of_keywords(operation, given, backward).check()
     except (ValueError, RuntimeError, MemoryError) as better:
         return better
     if "can't allocate memory" in str(error):

@@ -15,7 +15,7 @@ import pytest
 
 import tessera
 from tessera import _call, _lib, _numpy
-from tessera._call import Call, fields_of, _described
+from tessera._call import Call, fields_of, _description
 
 CASES = Path(__file__).resolve().parents[2] / "cases"
 check = _lib.load("libtessera_check.so")
@@ -134,7 +134,7 @@ def test_a_locale_with_decimal_commas_reads_the_same(tmp_path, monkeypatch):
 
 def test_a_tensor_that_no_keyword_gives_fails_at_import(monkeypatch):
     monkeypatch.setattr(_lib, "TENSORS", (*_lib.TENSORS, "temperature"))
-    spec = importlib.util.spec_from_file_location("tessera._call._described_again", _described.__file__)
+    spec = importlib.util.spec_from_file_location("tessera._call._description_again", _description.__file__)
     with pytest.raises(ImportError, match="temperature"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

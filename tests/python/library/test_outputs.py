@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import tessera.torch as tt  # noqa: E402
 from tessera import _lib  # noqa: E402
-from tessera._call import FIELDS, GRADIENT_OF, Call, Operand, _described  # noqa: E402
+from tessera._call import FIELDS, GRADIENT_OF, Call, Operand, _description  # noqa: E402
 from tessera._call._args import ORDERS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,12 +124,12 @@ def in_order(fields: dict) -> tuple:
 
 
 def by_library(call: Call, tensors) -> list:
-    a = tt._describe.Described.of_call(call, tensors, ()).arguments
+    a = tt._describe.Description.of_call(call, tensors, ()).arguments
     return [a.new(result.tensors[0]) for result in call.results]
 
 
 def by_python(call: Call, tensors) -> list:
-    return _described.results_of(call, [tuple(x.shape) for x in tensors], list(map(dtype_name, tensors)))
+    return _description.results_of(call, [tuple(x.shape) for x in tensors], list(map(dtype_name, tensors)))
 
 
 def strides(x) -> tuple:
@@ -185,7 +185,7 @@ def check_stacked(call: Call, tensors: dict, expected: list):
         return
     axis = 2
     one, shapes, dtypes = stacked(call, call.inputs, tensors, axis)
-    assert _described.results_of(one, shapes, dtypes) == [
+    assert _description.results_of(one, shapes, dtypes) == [
         (grown(shape, axis), dtype) if result.tensors == ("dk",) else (shape, dtype)
         for result, (shape, dtype) in zip(call.results, expected) if result.tensors != ("dv",)], one.text
 

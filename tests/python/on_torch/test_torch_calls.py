@@ -113,7 +113,7 @@ def test_text_is_what_the_arguments_say():
     seen = set()
     for case in cases:
         given = {"deterministic": False, "q": q, "k": k, "v": v, **case}
-        described = tt._describe.Described.of_keywords("attention", given)
+        described = tt._describe.Description.of_keywords("attention", given)
         own = {name: x for name, x in given.items() if name not in "qkv"}
         names, tensors, options, flags = tt._describe.sort(*(given[name] for name in "qkv"), own)
         sizes, text = tt._describe.written(names, options, flags, tt._functions._outputs(given["q"], own))
@@ -123,7 +123,7 @@ def test_text_is_what_the_arguments_say():
         assert fields == dict(tessera._call.fields_of(a.problem, a)), case
         assert {tessera._lib.INDEX[name]: id(x) for name, x in zip(names, tensors)} == \
             {index: id(x) for index, x in described.tensors.items()}, case
-        again = tt._describe.Described.of_call(call, tensors, sizes)
+        again = tt._describe.Description.of_call(call, tensors, sizes)
         for mine, yours in zip(a.problem.tensor, again.arguments.problem.tensor):
             if mine.dtype:
                 assert bytes(mine) == bytes(yours), case

@@ -27,19 +27,19 @@ class Build:
     def peer(self, w: Workload):
         """A function of one call of the workload."""
         torch = import_torch(w)
-        from ..._call._described import NEW
-        from ...torch._describe import Described
+        from ..._call._description import NEW
+        from ...torch._describe import Description
         from ..through.torch import placer
         place = placer(w.device)
         given = {name: place(value) for name, value in given_to_ours(w, torch).items()}
-        call, o = self._caller(Described.of_keywords("attention", {**given, "return_lse": True}), w)
+        call, o = self._caller(Description.of_keywords("attention", {**given, "return_lse": True}), w)
         if not w.backward:
             return call
         call()
         dlse = o["lse"].new_ones(o["lse"].shape) if w.dlse else None
         backward = {"do": place(w.do), "o": o["o"], "lse": o["lse"], "dlse": dlse,
                     **dict.fromkeys(w.gradients, NEW)}
-        call, _ = self._caller(Described.of_keywords("attention_backward", given | backward, backward=True), w)
+        call, _ = self._caller(Description.of_keywords("attention_backward", given | backward, backward=True), w)
         return call
 
     def _caller(self, call, w: Workload):

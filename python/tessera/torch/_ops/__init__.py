@@ -62,7 +62,7 @@ _later.when_imported("torch.utils.flop_counter", lambda: _flops.register(torch.o
 
 def _refuse(call: Call, inputs, sizes, outputs=None):
     try:
-        described = _describe.Described.of_call(call, inputs, sizes, outputs)
+        described = _describe.Description.of_call(call, inputs, sizes, outputs)
     except _tensors.NoHint:
         return  # extents that only the run will know: it will check them
     described.validate_scalars()

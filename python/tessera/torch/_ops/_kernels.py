@@ -17,7 +17,7 @@ def attention(inputs, sizes, text):
     call = Call.of(text)
     outputs = _describe.results_of(call, inputs)
     if "accumulate" in call.values:
-        _describe.Described.of_call(call, inputs, sizes)  # says what is wrong
+        _describe.Description.of_call(call, inputs, sizes)  # says what is wrong
     attention_into(outputs, inputs, sizes, text)
     return outputs
 
@@ -30,7 +30,7 @@ def attention_into(outputs, inputs, sizes, text):
     if inputs[0].device.type != "cpu":
         raise _lib.Refused(f"tessera.{call.operation}: q.device={str(inputs[0].device)!r}: needs "
                            "the compiled binding; build tessera with torch installed")
-    described = _describe.Described.of_call(call, inputs, sizes, outputs)
+    described = _describe.Description.of_call(call, inputs, sizes, outputs)
     device, threads = _tensors.device(inputs[0]), torch.get_num_threads()
     size = described.prepare(device, threads)
     workspace = torch.empty(size + 63, dtype=torch.uint8)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard as _Shard
 
 from ... import _lib
 from ..._call import _keywords
-from ..._call._described import Described
+from ..._call._description import Description
 from ...context_parallel import Plan, Shards, plan as _plan
 from .. import _describe, _functions, _later, _tensors
 from ..comm import Topology, by_name
@@ -196,7 +196,7 @@ def _sorted(q, k, v, keywords) -> tuple:
     outputs = _functions._outputs(None, keywords)  # with lse: parts are merged by it
     if torch.compiler.is_compiling():
         return tensors, *_describe.written(names, options, flags, outputs)
-    return tensors, *_functions._call(names, options, flags, outputs, (), q, lambda: Described(
+    return tensors, *_functions._call(names, options, flags, outputs, (), q, lambda: Description(
         _tensors, "attention", {**keywords, "q": q, "k": k, "v": v}))
 
 

@@ -183,7 +183,7 @@ def _check_rest(given: dict, spec: Spec, rank: int):
         rest["rng_state"] = given["rng_state"][:2]
     if q.dtype.itemsize == 1:
         raise _lib.Refused(f"tessera.{OPERATION}: q.dtype={str(q.dtype)[6:]}: does not travel; use bfloat16")
-    call = _describe.Described.of_keywords(OPERATION, {**rest, "layout": "thd", "cu_seqlens_q": cu[0],
+    call = _describe.Description.of_keywords(OPERATION, {**rest, "layout": "thd", "cu_seqlens_q": cu[0],
                                                        "cu_seqlens_k": cu[1], "align": "top_left"})
     if q.device.type == "cpu" and q.shape[0] and k.shape[0]:
         call.validate(call.tensors)

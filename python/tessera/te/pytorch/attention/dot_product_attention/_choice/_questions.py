@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ......_call._described import NEW, Described
+from ......_call._description import NEW, Description
 from ......_call._prepared import gradient_outputs
 from ......torch import _tensors
 from .... import _words
@@ -32,12 +32,12 @@ class Rounded:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One pass: what tessera._call._described.Described takes, with q, k and v."""
+    """One pass: what tessera._call._description.Description takes, with q, k and v."""
     backward: bool
     given: dict
 
-    def described(self) -> Described:
-        return Described(_tensors, "explain", dict(self.given), self.backward).describe_outputs(self.given)
+    def described(self) -> Description:
+        return Description(_tensors, "explain", dict(self.given), self.backward).describe_outputs(self.given)
 
 
 def explained(question: Question, device: str) -> tuple[str, ...]:

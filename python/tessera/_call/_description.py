@@ -34,7 +34,7 @@ class _New:
 NEW = _New()
 
 
-class Described:
+class Description:
     """A problem, its Call, and where their arrays are among what was given.
 
     `sources` has for each operand of the Call the keyword that gave it, and of a pair the part. `outputs`
@@ -59,7 +59,7 @@ class Described:
         return Call(a.operation, tuple(map(str, self._read)), fields_of(a.problem, a), tuple(map(str, self._written)))
 
     @classmethod
-    def of(cls, arrays, call: Call, operands, sizes=(), outputs=None) -> Described:
+    def of(cls, arrays, call: Call, operands, sizes=(), outputs=None) -> Description:
         """Describes a Call on operands, which may be NEW; `sizes` are its $0, $1, ..., `outputs` the caller's
         arrays to write into."""
         self = cls.__new__(cls)
@@ -161,7 +161,7 @@ class Described:
                 written.append(Operand((f"amax_{name}",)))
         return outputs, written
 
-    def describe_outputs(self, given: dict) -> Described:
+    def describe_outputs(self, given: dict) -> Description:
         """Lets the library describe what comes back; extents must be known."""
         a = self.arguments
         a.describe_wanted()
@@ -202,12 +202,12 @@ class Described:
         given = dict(q=q, k=k, v=v, dropout_p=a.dropout_p, softcap=a.softcap, rng_state=np.zeros(2, np.int64))
         if a.problem.flags & _lib.SOFTMAX_SCALE:
             given["softmax_scale"] = a.softmax_scale
-        plain = Described(_numpy, a.operation, given).describe_outputs(given)
+        plain = Description(_numpy, a.operation, given).describe_outputs(given)
         plain.validate(plain.tensors_of(given))
 
 
 def operands_of(sources, given: dict) -> tuple:
-    """The arrays that go in, as a Call has them, of keywords; `sources` are those of Described."""
+    """The arrays that go in, as a Call has them, of keywords; `sources` are those of Description."""
     return tuple([given[name] if part is None else given[name][part] for name, part in sources])
 
 
