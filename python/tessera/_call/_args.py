@@ -319,6 +319,17 @@ def is_on(adapter, given: dict, name: str) -> bool:
     return Arguments(adapter, "attention").boolean(name, value)
 
 
+def row_shape(shape_q, layout: str) -> tuple:
+    """The shape of lse: [b, hq, sq], packed [hq, t]."""
+    b, s, h, _ = ORDERS[layout]
+    return (shape_q[h], shape_q[s]) if b is None else (shape_q[b], shape_q[h], shape_q[s])
+
+
+def statistics_dtype(q_dtype: str) -> str:
+    """The dtype of lse, dlse and max_logit."""
+    return "float64" if q_dtype == "float64" else "float32"
+
+
 def is_fp8(dtype: str) -> bool:
     return dtype.startswith("float8")
 

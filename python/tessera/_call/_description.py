@@ -252,9 +252,7 @@ def results_of(call: Call, shapes, dtypes) -> list[tuple[tuple, str]]:
     """(shape, name of the dtype) of what comes back, for operands of some shapes and dtypes; what tessera_outputs says,
     which tests/python/library/test_outputs.py compares it with."""
     q, q_dtype = shape_of(call, "q", shapes), dtypes[call.places["q"].operand]
-    b, s, h, _ = _keywords.ORDERS[call.layouts[0]]
-    rows = (q[h], q[s]) if b is None else (q[b], q[h], q[s])
-    sums = "float64" if q_dtype == "float64" else "float32"
+    rows, sums = _args.row_shape(q, call.layouts[0]), _args.statistics_dtype(q_dtype)
     beside_fp8 = dtypes[call.places["o"].operand] if "o" in call.places else ""
     beside_fp8 = beside_fp8 if beside_fp8.endswith("16") else "bfloat16"
     results = []
@@ -264,7 +262,7 @@ def results_of(call: Call, shapes, dtypes) -> list[tuple[tuple, str]]:
         elif like == "o":
             shape, dtype = (*q[:-1], shape_of(call, "v", shapes)[-1]), q_dtype
         else:
-            shape, dtype = {"lse": (rows, sums), "max_logit": ((q[h],), sums)}.get(like, ((), "float32"))
+            shape, dtype = {"lse": (rows, sums), "max_logit": (rows[-2:-1], sums)}.get(like, ((), "float32"))
         results.append((shape, result.dtype or (beside_fp8 if dtype.startswith("float8") else dtype)))
     return results
 

@@ -167,15 +167,4 @@ def dtype_named(name: str):
     return jnp.dtype(getattr(jnp, name))
 
 
-def statistics_dtype(q_dtype):
-    """The dtype of lse, dlse and max_logit."""
-    return jnp.dtype(jnp.float64 if q_dtype == jnp.float64 else jnp.float32)
-
-
-def row_shape(shape, layout: str) -> tuple:
-    """The shape of lse from q's: [b, hq, sq], packed [hq, t]."""
-    b, s, h, _ = _args.ORDERS[layout]
-    return (shape[h], shape[s]) if b is None else (shape[b], shape[h], shape[s])
-
-
 INDEX = _lib.INDEX

@@ -135,7 +135,7 @@ def keywords(call: Call, tensors, sizes) -> dict:
 def results_of(call: Call, tensors) -> list[torch.Tensor]:
     """New tensors for what a call returns, or fake ones beside fake ones."""
     at = {name: tensors[place.operand] for name, place in call.places.items()}
-    found = _description.results_of(call, [x.shape for x in tensors], [str(x.dtype)[6:] for x in tensors])
+    found = _description.results_of(call, [x.shape for x in tensors], list(map(_tensors.dtype_name, tensors)))
     return [_new(call, at, result.tensors[0], shape, getattr(torch, dtype))
             for result, (shape, dtype) in zip(call.results, found)]
 

@@ -326,12 +326,12 @@ def _dtype_of(dtype) -> str:
 
 def _into(q, outputs: list[str], keywords: dict) -> list[torch.Tensor]:
     """The outputs of a call with out=: the caller's, and new ones."""
-    rows = _tensors.statistics_dtype(q)
     layout = keywords.get("layout") or "bshd"
     layout = layout[0] if isinstance(layout, tuple) else layout
+    dtype = getattr(torch, _args.statistics_dtype(_tensors.dtype_name(q)))
     lse = keywords.get("lse")
-    new = {"lse": lambda: q.new_empty(_tensors.row_shape(q, layout), dtype=rows) if lse is None else lse,
-           "max_logit": lambda: q.new_empty((q.shape[_args.ORDERS[layout][2]],), dtype=rows),
+    new = {"lse": lambda: q.new_empty(_args.row_shape(q.shape, layout), dtype=dtype) if lse is None else lse,
+           "max_logit": lambda: q.new_empty(_args.row_shape(q.shape, layout)[-2:-1], dtype=dtype),
            "amax_o": lambda: q.new_empty((), dtype=torch.float32)}
     return [keywords["out"], *(new[name]() for name in outputs[1:])]
 

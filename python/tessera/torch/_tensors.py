@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's adapter for _args and _utilities, and for what _described and _explain describe. Extents may be symbolic: a
-problem is described by their hints, the values of the call being traced, without a guard on them."""
+"""PyTorch's adapter for _args, _utilities, _description and _explain. Extents may be symbolic: a problem is
+described by their hints, the values of the call being traced, without a guard on them."""
 
 from __future__ import annotations
 
 import torch
 
 from .. import _lib
-from .._call._args import ORDERS, ArrayInfo
+from .._call._args import ArrayInfo
 
 noun, array_type, num_threads = "PyTorch tensor", torch.Tensor, torch.get_num_threads
 
@@ -15,7 +15,7 @@ noun, array_type, num_threads = "PyTorch tensor", torch.Tensor, torch.get_num_th
 def info(x) -> ArrayInfo | None:
     if not isinstance(x, torch.Tensor):
         return None
-    dtype = str(x.dtype)[len("torch."):]
+    dtype = dtype_name(x)
     flaw = ""
     if x.layout is not torch.strided or x.is_nested:
         flaw = f"layout={x.layout}: must be strided; use to_dense(), or layout=\"thd\" for lengths"
@@ -45,6 +45,10 @@ def hint(value):
 
 def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def pointer(x: torch.Tensor) -> int:
@@ -77,26 +81,10 @@ def int64(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int64).contiguous()
 
 
-def statistics_dtype(q) -> torch.dtype:
-    """The dtype of lse, dlse and max_logit."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def output_shape(q, v) -> tuple:
-    """o's shape in q's layout: q's axes, with v's head dim."""
-    return (*q.shape[:-1], v.shape[-1])
-
-
-def row_shape(q, layout: str) -> tuple:
-    """The shape of lse: [b, hq, sq], packed [hq, t]."""
-    b, s, h, _ = ORDERS[layout]
-    return (q.shape[h], q.shape[s]) if b is None else (q.shape[b], q.shape[h], q.shape[s])
-
-
 def empty_o(q, v, layout: str, dtype: torch.dtype) -> torch.Tensor:
     """A new o: of layout "bhsd" in memory as q is, like PyTorch's own attention, so that
     o.transpose(1, 2).reshape(b, s, h * dv) copies nothing; of others, whose axes those are, row-major."""
-    shape = output_shape(q, v)
+    shape = (*q.shape[:-1], v.shape[-1])
     if layout != "bhsd":
         return q.new_empty(shape, dtype=dtype)
     like = q if q.shape[-1] == v.shape[-1] else q[..., :1].expand(shape)

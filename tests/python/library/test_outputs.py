@@ -17,14 +17,11 @@ import tessera.torch as tt  # noqa: E402
 from tessera import _lib  # noqa: E402
 from tessera._call import FIELDS, GRADIENT_OF, Call, Operand, _description  # noqa: E402
 from tessera._call._args import ORDERS  # noqa: E402
+from tessera.torch._tensors import dtype_name  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP8, WIDE = ("float8_e4m3fn", "float8_e5m2"), ("dq", "dk", "dv")
 DTYPES = ("float32", "bfloat16", "float16", "float64", *FP8)
-
-
-def dtype_name(x) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 class Tensors(dict):

@@ -130,7 +130,7 @@ def test_grouped_heads_and_max_logit(no_loop):
 @pytest.mark.parametrize("mine", [True, False])
 @pytest.mark.parametrize("shape", [(2,), (B, 2), (1, 2), (B, 1), (1, 1), (1, 2, 1), (B, 1, 1)])
 def test_scales_of_fp8_keys(shape, mine, no_loop):
-    """Of the batch, of a head or of both, and of blocks; each example's own or shared."""
+    """Each example's own or shared: one a sequence, one a head, both, or one for all."""
     q, k = normal(N, B, S, H, D).bfloat16(), normal(B, S, 2, D).to(torch.float8_e4m3fn)
     scale = normal(N, *shape).abs() + 0.5
 

@@ -137,7 +137,7 @@ class Attention(_SingleLevelFunction):
     def forward(ctx, *inputs):
         tensors, ctx.sizes, ctx.text = inputs[-1]
         if tensors[0].dtype.itemsize == 1:
-            raise _args.no_autograd(str(tensors[0].dtype)[6:], "tessera.torch", "torch.no_grad()")
+            raise _args.no_autograd(_tensors.dtype_name(tensors[0]), "tessera.torch", "torch.no_grad()")
         with below_autograd():
             outputs = attention(tensors, ctx.sizes, ctx.text)
         ctx.set_materialize_grads(False)
