@@ -142,7 +142,7 @@ def _case(draw: _Draw, model: dict, limits: Limits) -> str:
     batch = max(min(round(wanted / flops), int((limits.elements - shared) / own)), 2 if use == "packed" else 1)
     if use == "documents" or "segments" in layer:
         batch = min(batch, _LARGEST_DENSE // (sizes.sq * sizes.sk))
-    mask = {"packed": f"layout=thd lens=random:{draw.below(1000)}", "documents": f"segments={documents}",
+    mask = {"packed": f"layout=thd lens=random:{draw.below(1000)} longest", "documents": f"segments={documents}",
             "chunk": "align=bottom_right"}.get(use, "")
     learned = [f"d{name}" for name in ("bias", "sink") if backward and name in layer]
     words = ["bwd" if backward else "fwd", "bf16", f"b={batch}", sizes.words(), layer, mask,

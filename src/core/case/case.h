@@ -148,6 +148,7 @@ struct Case {
   bool dlse = false;
   bool dbias = false, dsink = false, dalibi_slopes = false;
   bool max_logit = false, no_lse = false;
+  bool longest = false;  // the caller says the longest of packed sequences
   bool strided = false, expanded = false, interleaved = false, out = false, poison = false;
   uint32_t seed = 0;
 

@@ -146,9 +146,9 @@ void Builder::place_scores() {
   if (c_.mask.what != CaseMask::What::kNone)
     place_broadcast(TESSERA_MASK, TESSERA_BOOL, c_.mask.shape);
   const bool dense = given(g_.problem, TESSERA_BIAS) || given(g_.problem, TESSERA_MASK);
-  if (dense && thd_q_)
+  if ((dense || c_.longest) && thd_q_)
     g_.problem.flags |= TESSERA_MAX_SEQLEN_Q, g_.problem.max_seqlen_q = extent_q_;
-  if (dense && thd_k_)
+  if ((dense || c_.longest) && thd_k_)
     g_.problem.flags |= TESSERA_MAX_SEQLEN_K, g_.problem.max_seqlen_k = extent_k_;
   switch (c_.ranges.kind) {  // random: of every head; two: of each head; prefix: of every sequence
     case CaseRanges::Kind::kNone:

@@ -88,6 +88,7 @@ constexpr Token kTokens[] = {
      .read = [](Case& c, View v) { return read_layout(c.layout, v); },
      .write = [](const Case& c, Text& v) { return (v = c.layout.name) != "bshd"; },
      .tell = tell_layout},
+    flag<&Case::longest>("longest"),
     list<&Case::lens, true>("lens", kList, "lens=5,17"),
     list<&Case::lens_q, true>("lens_q", kList, "lens_q=5,17"),
     list<&Case::lens_k, true>("lens_k", kList, "lens_k=random:3"),
