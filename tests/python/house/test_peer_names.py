@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tools" / "peers"))
 import peer_names  # noqa: E402
 
 RECORD = json.loads(peer_names.RECORD.read_text())
@@ -17,7 +17,7 @@ RECORD = json.loads(peer_names.RECORD.read_text())
 
 def test_the_table_of_migrating_is_what_there_is():
     page = peer_names.PAGE.read_text()
-    assert peer_names.with_table(page, RECORD) == page, "run python tools/peer_names.py --record"
+    assert peer_names.with_table(page, RECORD) == page, "run python tools/peers/peer_names.py --record"
 
 
 @pytest.mark.parametrize("module", peer_names.MODULES)

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tools" / "peers"))
 import te_names  # noqa: E402
 
 import tessera.te.transformer_engine_torch as tex  # noqa: E402

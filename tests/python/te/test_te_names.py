@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tools" / "peers"))
 import te_names  # noqa: E402
 
 RECORD = json.loads(te_names.RECORD.read_text())
@@ -20,7 +20,7 @@ RECORD = json.loads(te_names.RECORD.read_text())
 def test_the_table_of_te_md_is_what_there_is():
     pytest.importorskip("flax")
     page = te_names.PAGE.read_text()
-    assert te_names.with_table(page, RECORD) == page, "run python tools/te_names.py --record"
+    assert te_names.with_table(page, RECORD) == page, "run python tools/peers/te_names.py --record"
 
 
 def test_the_record_is_what_pypi_has(tmp_path):

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names and signatures of TransformerEngine's attention beside tessera.te's.
 
-    python tools/te_names.py              fetch the sources from PyPI, print what is missing here
-    python tools/te_names.py --record     also write docs/data/te_names.json and the table of docs/te.md
-    python tools/te_names.py --recorded   print what is missing of the recorded ones, offline
+    python tools/peers/te_names.py              fetch the sources from PyPI, print what is missing here
+    python tools/peers/te_names.py --record     also write docs/data/te_names.json and the table of docs/te.md
+    python tools/peers/te_names.py --recorded   print what is missing of the recorded ones, offline
 
 TransformerEngine is read, never imported: it wants a GPU. Its Python lies in the wheel transformer_engine, the names
 of its extension in the source distribution transformer_engine_torch. tests/python/te/test_te_names.py holds the table.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import peer_names
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "data" / "te_names.json"
 PAGE = ROOT / "docs" / "te.md"
 BEGIN, END = "<!-- te_names: begin -->\n", "<!-- te_names: end -->\n"

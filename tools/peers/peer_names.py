@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names and signatures of flash-attn, FlashAttention 3's interface and xformers.ops beside ours.
 
-    python tools/peer_names.py              fetch the newest sources from PyPI, print what is missing here
-    python tools/peer_names.py --record     also write docs/data/peer_names.json and the table of docs/migrating.md
-    python tools/peer_names.py --recorded   print what is missing of the recorded ones, offline
+    python tools/peers/peer_names.py             fetch the newest sources from PyPI, print what is missing here
+    python tools/peers/peer_names.py --record    also write docs/data/peer_names.json and the table in docs/migrating.md
+    python tools/peers/peer_names.py --recorded  print what is missing of the recorded ones, offline
 
 The peers are read, never imported: their modules want a GPU. tests/python/house/test_peer_names.py holds the table.
 """
@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "data" / "peer_names.json"
 PAGE = ROOT / "docs" / "migrating.md"
 BEGIN, END = "<!-- peer_names: begin -->\n", "<!-- peer_names: end -->\n"
