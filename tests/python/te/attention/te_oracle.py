@@ -20,11 +20,10 @@ HEADS = 4
 
 
 @pytest.fixture
-def fresh_selection(monkeypatch):
-    """No switch is set, there is no GPU, and nothing has been selected yet."""
+def fresh_selection(monkeypatch, one_device):
+    """No switch is set, there is no GPU beside tests on the CPU, and nothing has been selected yet."""
     for name in _selection.SWITCHES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _attention_backends["backend_selection_requires_update"] = True
 
 
@@ -54,10 +53,13 @@ class Problem:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self):
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator("cpu").manual_seed(7)  # the same numbers on every device
+
+        def drawn(how, *shape):
+            return how(*shape, generator=generator, device="cpu").to(torch.get_default_device())
 
         def draw(*shape):
-            return torch.randn(*shape, generator=generator).to(self.dtype)
+            return drawn(torch.randn, *shape).to(self.dtype)
 
         self.q = draw(2, self.sq, HEADS, self.dqk)
         self.k = draw(2, self.sk, self.groups, self.dqk)
@@ -67,15 +69,14 @@ class Problem:
         shape = [1 if axis == "1" else extents[axis] for axis in self.bias_shape]
         shape[2:] = [1 if self.bias_shape[2] == "1" else self.sq, self.sk]
         self.core_bias = draw(*shape)
-        self.custom = torch.rand(self.slopes, generator=generator) if self.slopes else None
+        self.custom = drawn(torch.rand, *self.slopes) if self.slopes else None
         self.offset = draw(HEADS).float()
-        self.hidden_pairs = torch.rand(2, 1, self.sq, self.sk, generator=generator) < 0.4
+        self.hidden_pairs = drawn(torch.rand, 2, 1, self.sq, self.sk) < 0.4
         self.hidden_q = torch.arange(self.sq) >= torch.tensor(self.lens_q)[:, None]
         self.hidden_k = torch.arange(self.sk) >= torch.tensor(self.lens_k)[:, None]
         if self.by_mask:
-            self.hidden_q = torch.rand(2, self.sq, generator=generator) < 0.3
-            self.hidden_k = self.hidden_q if self.sq == self.sk else \
-                torch.rand(2, self.sk, generator=generator) < 0.3
+            self.hidden_q = drawn(torch.rand, 2, self.sq) < 0.3
+            self.hidden_k = self.hidden_q if self.sq == self.sk else drawn(torch.rand, 2, self.sk) < 0.3
         if not self.padded:
             self.hidden_q = torch.zeros_like(self.hidden_q)
             self.hidden_k = torch.zeros_like(self.hidden_k)

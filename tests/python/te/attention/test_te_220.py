@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.te.transformer_engine_torch as tex  # noqa: E402
+from dropins import normal  # noqa: E402
 from tessera.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, MultiheadAttention, TransformerLayer, constants  # noqa: E402
 from tessera.te.pytorch.attention import custom_ops  # noqa: E402
@@ -52,7 +53,7 @@ def test_softcap_that_is_none(value):
 
 @pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
 def test_softcap_of_layers(layer_type):
-    words = dict(hidden_dropout=0.0, attention_dropout=0.0, device="cpu", layer_type=layer_type)
+    words = dict(hidden_dropout=0.0, attention_dropout=0.0, layer_type=layer_type)
     x = torch.randn(5, 2, 16)
     more = {"encoder_output": torch.randn(4, 2, 16)} if layer_type == "decoder" else {}
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def test_softcap_of_layers(layer_type):
                 parameter.data.mul_(100)
     assert torch.equal(capped(x, **more), plain(x, softcap=0.05, **more))
     assert not torch.allclose(capped(x, **more), plain(x, **more))
-    attention = MultiheadAttention(16, 2, attention_dropout=0.0, device="cpu", softcap=0.05)
+    attention = MultiheadAttention(16, 2, attention_dropout=0.0, softcap=0.05)
     assert attention.core_attention.softcap == 0.05
     assert torch.equal(attention(x), attention(x, softcap=0.05))
 
@@ -89,7 +90,7 @@ def test_strategies_of_context_parallelism():
 
 
 def test_clamped_swiglu():
-    layer = TransformerLayer(8, 16, 2, activation="clamped_swiglu", device="cpu",
+    layer = TransformerLayer(8, 16, 2, activation="clamped_swiglu",
                              activation_params={"limit": 0.5, "alpha": 1.5}).layernorm_mlp
     for parameter in layer.parameters():
         parameter.data.normal_()
@@ -100,7 +101,7 @@ def test_clamped_swiglu():
     want = gate / (1 + (-1.5 * gate).exp()) * (torch.where(linear.abs() > 0.5, 0.5 * linear.sign(), linear) + 1)
     torch.testing.assert_close(y, want @ layer.fc2_weight.T)
     with pytest.raises(ValueError, match="activation_params=.*beside activation="):
-        TransformerLayer(8, 16, 2, device="cpu", activation_params={"limit": 1})
+        TransformerLayer(8, 16, 2, activation_params={"limit": 1})
 
 
 # ---- a mask for each sequence ----
@@ -118,11 +119,10 @@ POLICIES = {
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
 @pytest.mark.parametrize("policies", POLICIES)
 def test_policies_of_sequences(policies, dispatch, gap):
-    generator = torch.Generator().manual_seed(1)
     lens_q, lens_k = torch.tensor([5, 7, 3, 8]), torch.tensor([6, 7, 9, 8])
     starts = [torch.cat([torch.zeros(1, dtype=torch.int64), (x + gap).cumsum(0)]).int() for x in (lens_q, lens_k)]
     cu = [torch.cat([torch.zeros(1, dtype=torch.int64), x.cumsum(0)]).int() for x in (lens_q, lens_k)]
-    leaves = [torch.randn(int(starts[side][-1]), 2, 8, generator=generator).requires_grad_() for side in (0, 1, 1)]
+    leaves = [normal(int(starts[side][-1]), 2, 8, grad=True, seed=i) for i, side in enumerate((0, 1, 1))]
     module = DotProductAttention(2, 8, qkv_format="thd", softmax_type="learnable", return_max_logit=True, softcap=1.0)
     module.softmax_offset.data.copy_(torch.tensor([0.3, -0.2]))
     padded = dict(cu_seqlens_q_padded=starts[0], cu_seqlens_kv_padded=starts[1]) if gap else {}
@@ -132,7 +132,7 @@ def test_policies_of_sequences(policies, dispatch, gap):
             {"sequence_ids": torch.tensor(ids, dtype=torch.int64), "mask_type": mask, "window_size": window,
              **({} if corner is None else {"bottom_right_diagonal": corner})}
             for ids, mask, window, corner in POLICIES[policies]])
-    do = torch.randn(out.shape, generator=generator)
+    do = normal(*out.shape)
     out.backward(do)
     got = [x.grad.clone() for x in (*leaves, module.softmax_offset)]
     for x in (*leaves, module.softmax_offset):
@@ -182,7 +182,7 @@ def test_policies_that_are_none(policies, given, message):
 def test_policies_of_layers():
     x, cu = torch.randn(6, 16), torch.tensor([0, 2, 6], dtype=torch.int32)
     layer = TransformerLayer(16, 32, 2, attn_input_format="thd", hidden_dropout=0.0, attention_dropout=0.0,
-                             device="cpu", self_attn_mask_type="padding_causal")
+                             self_attn_mask_type="padding_causal")
     words = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=4, max_seqlen_kv=4)
     got = layer(x, thd_attention_policies=[policy(1), policy(0, mask_type="padding_causal")], **words)
     torch.testing.assert_close(got[:2], layer(x, **words)[:2])
@@ -343,7 +343,7 @@ def test_chunks_in_the_order_of_ranks():
     assert torch.equal(context_parallel.thd_cp_rank_order_to_sequence_order(order[None], cu, 2, seq_dim=1)[0], x)
     assert torch.equal(tex.thd_cp_rank_order_to_sequence_order(
         tex.thd_sequence_order_to_cp_rank_order(x, cu, 2, 20), cu, 2, 20), x)
-    before, after = (getattr(context_parallel, f"get_seq_chunk_ids_for_reordering_{when}_attn")(3, "cpu")
+    before, after = (getattr(context_parallel, f"get_seq_chunk_ids_for_reordering_{when}_attn")(3, x.device)
                      for when in ("before", "after"))
     assert before.tolist() == [0, 2, 4, 5, 3, 1] and after.tolist() == [0, 5, 1, 4, 2, 3]
     rows = torch.arange(3 * 2 * 4 * 5).view(3, 2, 4, 5)  # [cp, b, s, d]

@@ -48,7 +48,7 @@ def lengths_of(given, side, axes, x):
         return packed, given.get(f"cu_seqlens_{side}_padded"), given.get(f"max_seqlen_{side}")
     b, s = x.shape[axes.index("b")], x.shape[axes.index("s")]
     lengths = given.get(f"seqlens_{side}")
-    lengths = torch.full((b,), s) if lengths is None else lengths
+    lengths = torch.full((b,), s, device=x.device) if lengths is None else lengths
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), None, s
 
 

@@ -8,14 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tessera.torch  # noqa: E402
+from dropins import normal  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, backends  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention._choice import _packages  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as on a machine without
+def fresh(one_device):
     _attention_backends["backend_selection_requires_update"] = True
     _packages._installed.cache_clear()
     yield
@@ -104,8 +104,7 @@ def test_a_public_package_by_name(case, monkeypatch):
                                      window_size=window, attention_type="cross")
         module.flash_attention = backends.FlashAttention(package=package)
         shape = {"sbhd": lambda n: (n, 2, 2, 8), "thd": lambda n: (n, 2, 8)}[layout]
-        g = torch.Generator().manual_seed(0)
-        q, k = torch.randn(shape(5), generator=g), torch.randn(shape(sk), generator=g)
+        q, k = normal(*shape(5)), normal(*shape(sk), seed=0)
         cu = torch.tensor([0, 2, 5], dtype=torch.int32)
         lengths = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=3, max_seqlen_kv=3)
         return module(q, k, k, **(lengths if layout == "thd" else {}), **(given or {}))
@@ -218,7 +217,7 @@ def test_cudnn_by_name_is_the_backend_that_is_forced(level, monkeypatch):
         return tessera.torch.attention(q, k, v, **keywords)
     monkeypatch.setattr(backends, "attention", attention)
     monkeypatch.setattr(backends.fused_logger, "isEnabledFor", lambda _: level == "2")
-    q = torch.randn(5, 2, 2, 8, generator=torch.Generator().manual_seed(0))
+    q = normal(5, 2, 2, 8)
     module = _module_of_cudnn()
     outs = [module(q, q, q) for _ in range(2)]  # of a plan that was kept, too
     assert asked == ["cudnn"] * 2
@@ -231,7 +230,7 @@ def test_cudnn_by_name_is_the_backend_that_is_forced(level, monkeypatch):
 
 
 def test_cudnn_by_name_says_why_it_does_not_run():
-    q = torch.zeros(5, 2, 2, 8, dtype=torch.bfloat16)
+    q = torch.zeros(5, 2, 2, 8, dtype=torch.bfloat16, device="cpu")
     with pytest.raises(tessera.torch.Refused, match=r'backend="cudnn" is forced(.|\n)*cudnn.*must be a CUDA device'):
         _module_of_cudnn()(q, q, q)
 

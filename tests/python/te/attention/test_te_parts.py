@@ -29,10 +29,9 @@ FP8 = fused.FusedAttnBackend.FP8
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(monkeypatch, one_device):
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as on a machine without
     _attention_backends["backend_selection_requires_update"] = True
 
 

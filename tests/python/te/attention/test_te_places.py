@@ -134,7 +134,7 @@ def test_how_weights_are_drawn():
 
 
 def test_attributes_and_scales_of_layers():
-    layer = TransformerLayer(32, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu",
+    layer = TransformerLayer(32, 32, 2, hidden_dropout=0.0, attention_dropout=0.0,
                              params_dtype=torch.bfloat16)
     core = layer.self_attention.core_attention
     for module in (layer, layer.self_attention, core, backends.UnfusedDotProductAttention()):
