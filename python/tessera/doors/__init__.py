@@ -35,6 +35,8 @@ DOORS = {
                     "the node in examples/comfyui, copied to ComfyUI/custom_nodes/tessera", stand_in=True),
     "Megatron-Core": Door("megatron-core", "0.19.2", "tessera.doors.megatron",
                           "with tessera.doors.megatron.patch(): spec = get_gpt_layer_local_spec()"),
+    "torchtitan": Door("torchtitan", "0.3.0", "tessera.doors.torchtitan",
+                       "torchtitan.train --override.imports tessera.doors.torchtitan.attention, of a model for varlen"),
     "xDiT": Door("xfuser", "0.7.0", "tessera.doors.xdit",
                  "tessera.doors.xdit.register(), then --attention_backend TESSERA"),
     "MaxText": Door("maxtext", "0.2.5", "tessera.doors.te_jax",

@@ -33,7 +33,7 @@ def test_every_door_has_an_example_or_is_one_line():
                       (ROOT / "docs" / "integrations.md").read_text(), re.M)
     examples = {name: path for name, path in rows if path}
     assert {name for name, _ in rows} == set(doors.DOORS)
-    assert set(doors.DOORS) - set(examples) == {"TransformerEngine", "SGLang"}
+    assert set(doors.DOORS) - set(examples) == {"TransformerEngine", "SGLang", "torchtitan"}
     assert set(examples.values()) == {"examples/comfyui/__init__.py", *(
         path.relative_to(ROOT).as_posix() for path in (ROOT / "examples" / "doors").glob("*.py"))}
 
@@ -72,6 +72,6 @@ def test_a_stand_in_is_no_host(monkeypatch):
 
 def test_importing_tessera_imports_no_host():
     names = ("vllm", "sglang", "maxtext", "diffusers", "megatron", "transformer_engine", "xfuser", "comfy", "trl",
-             "kernels", "transformers")
+             "kernels", "transformers", "torchtitan")
     code = f"import sys, tessera, tessera.doors; print([name for name in {names} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
