@@ -61,7 +61,7 @@ class LocalDotProductAttention(host.DotProductAttention):
         self.return_max_logit = config.qk_clip or config.log_max_attention_logit
         self.current_max_attn_logits = None
         self.dropout_p = self.attention_dropout.p
-        self._plans = {}  # what calls of q, k and v alone were translated to
+        self._plans = _functions.Plans()  # what calls of q, k and v alone were translated to
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None, num_splits=None):

@@ -24,7 +24,7 @@ import warnings
 import torch
 
 from ..torch import attention
-from ..torch._functions import prepared
+from ..torch._functions import Plans, prepared
 from .pytorch import _words
 from .pytorch.attention.dot_product_attention import _direct
 from .pytorch.attention.dot_product_attention._choice import _selection
@@ -145,14 +145,22 @@ def _class() -> type:
 
         def __init__(self, softmax_scale, **options):
             super().__init__(softmax_scale, **options)
-            self._plans = {}
+            self._plans = Plans()
 
         def forward(self, query_layer, key_layer, value_layer, **words):
             if words.get("flash_attention_backend") is not VERSION:
                 return super().forward(query_layer, key_layer, value_layer, **words)
             return _forward(self, query_layer, key_layer, value_layer, words)
 
+        def __reduce__(self):  # pickles find no class inside a function
+            return _empty, (), self.__dict__
+
     return FlashAttention
+
+
+def _empty() -> torch.nn.Module:
+    """A module that its pickle fills."""
+    return object.__new__(_class())
 
 
 def _check(what: str, theirs: list, known):

@@ -141,6 +141,14 @@ def prepared(changing: Sequence[str] = (), otherwise=None, **keywords):
     return run if changing else run_plain
 
 
+class Plans(dict):
+    """What a module keeps of its calls, functions of prepared() among them. Its copies and pickles are empty: such a
+    function has neither, and a module fills them again."""
+
+    def __reduce__(self):
+        return Plans, ()
+
+
 @documented(_keywords.BACKWARD, torch.Tensor, deterministic=_DETERMINISTIC)
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                        o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None = None,

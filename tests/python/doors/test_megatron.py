@@ -3,6 +3,8 @@
 (`./dev test hosts` installs it). Two things of Megatron's own attention are replaced, which it takes from the current
 CUDA device: its buffer of scores, by one on the CPU, and its generators, by PyTorch's."""
 import contextlib
+import copy
+import io
 import types
 
 import pytest
@@ -185,6 +187,24 @@ def test_calls_share_what_is_the_same_and_nothing_else():
     hidden = CAUSAL[..., :9, :9].clone()
     hidden[..., 1:, 0] = True
     assert not torch.allclose(core(q, k, v, hidden), causal)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: stored(module)], ids=["copied", "stored"])
+def test_a_module_that_has_run_is_copied_and_stored(copied):
+    module = made()
+    module.pg_collection = module.tp_group = None  # process groups themselves are never copied
+    inputs = qkv(9, 2)
+    theirs = module(*inputs, None)
+    other = copied(module)
+    assert module._plans and not other._plans
+    assert torch.equal(other(*inputs, None), theirs) and other._plans.keys() == module._plans.keys()
+
+
+def stored(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def test_masks_of_the_two_hosts():

@@ -5,9 +5,11 @@ The stand-in has what TE has between loading its library and running a module, i
 plugin part of common.load_framework_extension("torch") and of dot_product_attention.py, a selection, and backends that
 say that they ran. Its words to a backend are those that DotProductAttention.forward gives.
 """
+import copy
 import dataclasses
 import importlib
 import os
+import pickle
 import sys
 import types
 import warnings
@@ -181,6 +183,20 @@ def test_packed_sequences_of_any_length_share_what_was_prepared(te):
                 for a, b in zip(ours, theirs, strict=True):
                     assert torch.equal(a, b)
     assert len(module._plans) == 2 * 3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))],
+                         ids=["copied", "pickled"])
+def test_a_module_that_has_run_is_copied_and_pickled(te, copied):
+    dpa = te()
+    inputs = qkv(9, 2)
+    version = dpa.dpa_utils.get_attention_backend(params(dpa))[1]
+    module, call = run(dpa, *inputs, version)
+    theirs = call()
+    other = copied(module)
+    assert type(other) is type(module) and module._plans and not other._plans
+    words = dict(qkv_layout="sbhd_sbhd_sbhd", window_size=(-1, 0), flash_attention_backend=version)
+    assert torch.equal(other(*inputs, **words), theirs) and len(other._plans) == 1
 
 
 def test_packed_sequences_with_and_without_gaps(te):
