@@ -6,7 +6,8 @@ arithmetic is nothing, with PyTorch's scaled_dot_product_attention beside.
 
 Microseconds, the smallest of the repetitions, one thread. "four options" are causal, a window, a
 softcap and a scale (SDPA beside has the first and the last); "both passes" end in the gradients of q,
-k and v; "compiled" is torch.compile's program. "inside" is the operator as a loop of TorchScript calls
+k and v; "compiled" is torch.compile's program. Calls with tensors among their keywords follow, and what they cost
+where the keywords are translated once ("prepared"). "inside" is the operator as a loop of TorchScript calls
 it, on an empty batch: dispatcher, binding, plan and allocations, up to where a kernel would start. On a
 GPU nothing is waited for.
 """
@@ -16,11 +17,13 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 import tessera.torch as tt
+from tessera.torch._functions import prepared
 
 OPTIONS = {"causal": True, "window": (8, 0), "softcap": 20.0, "softmax_scale": 0.3}
 PLAIN = "in=q,k,v out=o,lse"
@@ -71,6 +74,16 @@ def measure(device: str, timed) -> dict[str, tuple[float, float | None]]:
             rows[f"{form}, with gradient{name}"] = tuple(timed(repeated(f, x)) for f, _, x in pairs)
             rows[f"{form}, both passes{name}"] = tuple(timed(both_passes(f, x)) for f, _, x in pairs)
 
+    for name, own, inputs in with_tensors(device):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        function = partial(tt.attention, **own)
+        changing = [word for word, value in own.items() if isinstance(value, torch.Tensor)]
+        run, given = prepared(changing, **own), [own[word] for word in changing]
+        rows[name] = timed(repeated(function, inputs)), None
+        rows[f"{name}, prepared"] = timed(repeated(run, (*inputs, *given))), None
+        rows[f"{name}, with gradient"] = timed(repeated(function, leaves)), None
+        rows[f"{name}, both passes"] = timed(both_passes(function, leaves)), None
+
     empty = [torch.randn(0, 16, 1, 16, device=device) for _ in range(3)]
     loop = scripted()
     with torch.no_grad(), tt._ops.below_autograd():
@@ -79,6 +92,18 @@ def measure(device: str, timed) -> dict[str, tuple[float, float | None]]:
         rows["the operator, with its kernel"] = timed(lambda n: loop(q, k, v, n)), None
         rows["inside the operator"] = timed(lambda n: loop(*empty, n)), None
     return rows
+
+
+def with_tensors(device: str):
+    """(name, keywords, (q, k, v)) of the calls that training and serving make."""
+    padded = [torch.randn(1, 16, 1, 16, device=device) for _ in range(3)]
+    cu = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    yield "packed", dict(layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=16, max_seqlen_k=16,
+                         causal=True), [x[0] for x in padded]
+    ranges = torch.tensor([[[[0, 16]]]], dtype=torch.int32, device=device)
+    yield "key ranges", dict(key_ranges=ranges), padded
+    lengths, sink = torch.tensor([16], dtype=torch.int32, device=device), torch.zeros(1, device=device)
+    yield "lengths and a sink", dict(causal=True, align="bottom_right", seqlens_k=lengths, sink=sink), padded
 
 
 def both_passes(function, leaves):

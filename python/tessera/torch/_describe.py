@@ -25,7 +25,8 @@ _CHANGING = frozenset(("max_seqlen_q", "max_seqlen_k"))  # from batch to batch: 
 _NAMES = {name: row.tensors for name, row in TENSORS.items()}
 _FLAGS = {name: row.flag for name, row in TENSORS.items()}
 _WORDS = {name: row.words for name, row in TENSORS.items() if row.words}
-_SHARED = {name for name, row in TENSORS.items() if row.shared}
+SHARED = frozenset(name for name, row in TENSORS.items() if row.shared)
+PAIRED_LENGTHS = ("seqlens_q", "seqlens_k"), ("cu_seqlens_q", "cu_seqlens_k")  # may be one tensor, as a flag says
 
 
 def sort(q, k, v, keywords: dict) -> tuple[list, list, dict, int]:
@@ -51,13 +52,13 @@ def sort(q, k, v, keywords: dict) -> tuple[list, list, dict, int]:
         if len(own) == 2 and isinstance(value, tuple) and len(value) == 2:
             names += own
             tensors += value
-        elif name in _SHARED:
+        elif name in SHARED:
             names += own
             tensors += [value, value]
         else:
             names.append(own[0])
             tensors.append(value)
-    for of_q, of_k in (("seqlens_q", "seqlens_k"), ("cu_seqlens_q", "cu_seqlens_k")):
+    for of_q, of_k in PAIRED_LENGTHS:
         if keywords.get(of_q) is not None and keywords[of_q] is keywords.get(of_k):
             flags |= _lib.SAME_LENGTHS
     return names, tensors, options, flags

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users call: keywords in, one operator of the dispatcher out.
 
-Keywords that were seen before cost one look-up, where none of them is a tensor, and options beside
-tensors another; shapes are the operator's business. When the operator fails, the call is described once
+Keywords that were seen before cost one look-up, whatever tensors are among them, and those that must be
+completed another; shapes are the operator's business. When the operator fails, the call is described once
 more by _args, which knows what to say and how the caller spelled it."""
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ _NO_SIZES: list = []
 _LENGTHS = ("max_seqlen_q", "max_seqlen_k")  # beside a text, in this order
 
 _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
-_is_autocast, _plain = torch._C._is_any_autocast_enabled, _ops.plain
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))  # and no other subclass
+_is_autocast, _is_deterministic = torch._C._is_any_autocast_enabled, torch._C._get_deterministic_algorithms
+_plain, _any_tensors = _ops.plain, _ops.any_tensors
 
 # Keys hold the types of values too: 1, 1.0 and True are three.
 _kept: dict[tuple, str] = {}     # options, and the names of tensors -> the text of the call
-_known: dict[tuple, tuple] = {}  # q's dtype, keywords without tensors -> (the text of the call, _picked)
+_known: dict[tuple, tuple] = {}  # _key -> (the text of the call, _picked)
 
 
 @overload
@@ -76,17 +78,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Unp
             return _dtensor.attention(attention, q, k, v, keywords, is_drawn)
     if torch.compiler.is_compiling():
         return _compiled(q, k, v, keywords)
+    tensors, sizes = [q, k, v], []
+    key = None if _is_autocast() else _key(q, keywords, tensors, sizes)
     try:
-        key = (torch.are_deterministic_algorithms_enabled(), getattr(q, "dtype", None), *keywords.items(),
-               *map(type, keywords.values()))
         known = _known.get(key)
     except TypeError:  # something unhashable
         key = known = None
-    if known is None or torch._C._is_any_autocast_enabled():
-        return _described(q, k, v, keywords, key)
+    if known is None:
+        return _described(q, k, v, keywords, key, tensors, sizes)
     text, picked = known
     try:
-        results = _ops.plain(q, k, v, _NO_SIZES, text)
+        results = _plain(q, k, v, sizes, text) if len(tensors) == 3 else _any_tensors(tensors, sizes, text)
     except _FAILURES as error:
         _complete("attention", q, keywords)
         raise _diagnose("attention", {"q": q, "k": k, "v": v, **keywords}, error) from None
@@ -254,8 +256,31 @@ def explain(q: torch.Tensor | str, k: torch.Tensor | None = None, v: torch.Tenso
 
 # ---- below: how ----
 
-def _described(q, k, v, keywords: dict, key: tuple | None):
-    """attention of keywords that are new, or hold tensors; `key` is theirs in _known."""
+def _key(q, keywords: dict, tensors: list, sizes: list) -> tuple:
+    """All that the text of a call depends on. Adds the tensors among the keywords to `tensors` and the lengths to
+    `sizes`, in the order of _describe.sort and written."""
+    key = [_is_deterministic(), getattr(q, "dtype", None)]
+    for name, value in keywords.items():
+        kind = type(value)
+        if kind in _TENSORS:
+            tensors.append(value)
+            if name in _describe.SHARED:
+                tensors.append(value)
+            key.append(name)
+        elif kind is int and name in _LENGTHS:
+            sizes.insert(_LENGTHS.index(name), value)
+            key.append(name)
+        else:
+            key += name, kind, value
+    if len(tensors) > 4:
+        given = keywords.get
+        key += [given(of_q) is given(of_k) for of_q, of_k in _describe.PAIRED_LENGTHS]
+    return tuple(key)
+
+
+def _described(q, k, v, keywords: dict, key: tuple | None, found: list, lengths: list):
+    """attention of keywords that are new, or must be completed; `key` is theirs in _known, beside the tensors and
+    lengths that it found."""
     if _complete("attention", q, keywords):
         key = None  # the tensor's value may be another in the next call
     names, tensors, options, flags = _sorted(q, k, v, keywords)
@@ -273,7 +298,8 @@ def _described(q, k, v, keywords: dict, key: tuple | None):
     except _FAILURES as error:
         raise _diagnose("attention", given, error) from None
     picked = _picked(outputs, keywords)
-    if key is not None and into[0] is None and len(names) == 3 and not sizes:
+    # It finds not all that _complete makes and _describe.sort takes apart; such calls come here again.
+    if key is not None and into[0] is None and list(map(id, found)) == list(map(id, tensors)) and lengths == sizes:
         if len(_known) >= _MAX_KEPT:
             _known.clear()
         _known[key] = text, picked

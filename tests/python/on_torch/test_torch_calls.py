@@ -176,6 +176,188 @@ def test_numbers_may_be_tensors_without_axes():
         tt.attention(q, k, v, softmax_scale=torch.ones(2))
 
 
+# ---- calls whose keywords were seen before ----
+
+CU, LENGTHS = torch.tensor([0, 9, 33], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+KEEP = torch.arange(33 * 33).view(33, 33) % 3 != 0
+PACKED = dict(layout="thd", cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=24, max_seqlen_k=30)
+IDS = torch.arange(33, dtype=torch.int32).view(1, 33) // 10
+DIFFERENT = {  # neighbours differ in one thing
+    "keep": dict(keep=KEEP), "other keep": dict(keep=~KEEP), "drop": dict(drop=KEEP),
+    "keep by heads": dict(keep=KEEP.expand(1, 4, 33, 33)),
+    "keep, causal": dict(keep=KEEP, causal=True), "keep, not causal": dict(keep=KEEP, causal=False),
+    "keep, scale": dict(keep=KEEP, softmax_scale=0.5), "keep, other scale": dict(keep=KEEP, softmax_scale=0.75),
+    "keep, scale of a tensor": dict(keep=KEEP, softmax_scale=torch.tensor(0.5)),
+    "keep, other scale of a tensor": dict(keep=KEEP, softmax_scale=torch.tensor(0.75)),
+    "keep, lse": dict(keep=KEEP, return_lse=True), "keep, fp32": dict(keep=KEEP, out_dtype="float32"),
+    "sink": dict(sink=torch.arange(4.0)), "parameter": dict(sink=torch.nn.Parameter(torch.arange(4.0))),
+    "word": dict(sink="off_by_one"), "sink and keep": dict(sink=torch.arange(4.0), keep=KEEP),
+    "keep and sink": dict(keep=KEEP, sink=torch.arange(4.0)),
+    "bias": dict(bias=KEEP.float()), "early bias": dict(bias=KEEP.float(), bias_at="pre_scale", softmax_scale=0.5),
+    "lengths of q and k": dict(seqlens_q=LENGTHS, seqlens_k=LENGTHS),
+    "lengths apart": dict(seqlens_q=LENGTHS, seqlens_k=LENGTHS + 9), "lengths": dict(seqlens_k=LENGTHS),
+    "diagonal": dict(seqlens_k=LENGTHS, causal=True, align="bottom_right"),
+    "top left": dict(seqlens_k=LENGTHS, causal=True, align="top_left"),
+    "shift": dict(seqlens_k=LENGTHS, causal=True, align=LENGTHS),
+    "documents": dict(segment_ids=IDS), "pair": dict(segment_ids=(IDS, IDS)),
+    "pair apart": dict(segment_ids=(IDS, IDS // 2)), "documents, keep": dict(segment_ids=IDS, keep=KEEP),
+    "dropout": dict(keep=KEEP, dropout_p=0.5, rng_state=torch.tensor([3, 4])),
+    "dropout by words": dict(keep=KEEP, dropout_p=0.5, rng_state=(3, 5)),
+    "window": dict(keep=KEEP, window=(3, 2)), "listed window": dict(keep=KEEP, window=[3, 4]),
+    "packed": PACKED, "packed apart": {**PACKED, "cu_seqlens_k": CU.clone()},
+    "packed as": {**PACKED, "causal": True, "align": "top_left"}, "longer": {**PACKED, "max_seqlen_q": 33},
+    "lengths the other way": {name: PACKED[name] for name in reversed(PACKED)},
+    "of NumPy's length": {**PACKED, "max_seqlen_q": np.int64(24)},
+    "of no length": {name: value for name, value in PACKED.items() if not name.startswith("max")},
+}
+
+
+@pytest.fixture
+def nothing_known(monkeypatch):
+    """Forgets all calls; what it gives does so again."""
+    def forget():
+        monkeypatch.setattr(tt._functions, "_known", {})
+        monkeypatch.setattr(tt._functions, "_kept", {})
+    forget()
+    return forget
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The keywords of calls that were not known."""
+    calls, own = [], tt._functions._described
+    monkeypatch.setattr(tt._functions, "_described", lambda q, k, v, keywords, *more: (
+        calls.append(keywords), own(q, k, v, keywords, *more))[1])
+    return calls
+
+
+def results(name, inputs):
+    """All that a call gives, and its gradients."""
+    keywords = DIFFERENT[name]
+    inputs = [x[0] if keywords.get("layout") == "thd" else x for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = tt.attention(*inputs, **keywords)
+    out = out if isinstance(out, tuple) else (out,)
+    wanted = inputs + [x for x in keywords.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    return *out, *torch.autograd.grad(out[0].float().square().sum(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_that_are_known_share_what_is_the_same_and_nothing_else(nothing_known, described, dtype):
+    inputs, expected = qkv(b=1, dtype=dtype), {}
+    for name in DIFFERENT:
+        nothing_known()
+        expected[name] = results(name, inputs)
+    nothing_known()
+    for _ in range(2):
+        again = set()
+        for name in DIFFERENT:
+            del described[:]
+            assert_same(results(name, inputs), expected[name])
+            again |= {name} if described else set()
+    # Numbers are read in each call, a state is made of words, pairs are taken apart; no dictionary has a list.
+    assert again == {"keep, scale of a tensor", "keep, other scale of a tensor", "dropout by words", "pair",
+                     "pair apart", "listed window", "of NumPy's length"}
+
+
+def test_what_is_known_holds_no_tensor(nothing_known):
+    q, k, v = qkv()
+    keep = KEEP.clone()
+    tt.attention(q, k, v, keep=keep)
+    gone = weakref.ref(keep)
+    del keep
+    assert gone() is None and len(tt._functions._known) == 1
+
+
+def test_determinism_and_autocast_are_asked_in_each_call(nothing_known, described, monkeypatch):
+    q, k, v = qkv()
+    texts, run = [], tt._functions._any_tensors
+    for module, name in ((tt._functions, "_any_tensors"), (tt._ops, "any_tensors")):
+        monkeypatch.setattr(module, name, lambda *given: (texts.append(given[-1]), run(*given))[1])
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for is_deterministic in (False, True) * 2:
+            torch.use_deterministic_algorithms(is_deterministic)
+            tt.attention(q, k, v, keep=KEEP)
+            assert ("deterministic=True" in texts[-1]) is is_deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert len(described) == 2
+    half = tt.attention(*[x.bfloat16() for x in (q, k, v)], keep=KEEP)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tt.attention(q, k, v, keep=KEEP), half)
+    assert tt.attention(q, k, v, keep=KEEP).dtype is torch.float32
+
+
+def test_types_are_asked_in_each_call(nothing_known):
+    """Of q, as fp8 has no lse, and of values."""
+    q, k, v = qkv()
+    fp8 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    for _ in range(2):
+        tt.attention(*fp8, keep=KEEP, causal=True)
+        o = tt.attention(q.requires_grad_(), k, v, keep=KEEP, causal=True)
+        assert torch.autograd.grad(o.sum(), q)[0].shape == q.shape
+        with pytest.raises(ValueError, match="causal=1: must be True or False"):
+            tt.attention(q, k, v, keep=KEEP, causal=1)
+
+
+def test_few_calls_are_kept(nothing_known, monkeypatch):
+    monkeypatch.setattr(tt._functions, "_MAX_KEPT", 3)
+    q, k, v = qkv(s=5)
+    for i in range(10):
+        tt.attention(q, k, v, seqlens_k=torch.tensor([3, 5]), softmax_scale=1.0 + i)
+        assert len(tt._functions._known) <= 3
+
+
+WRONG = {"shape": dict(keep=KEEP[1:]), "dtype": dict(keep=KEEP.float()), "device": dict(keep=KEEP.to("meta")),
+         "stride": dict(keep=KEEP.expand(2, 4, 33, 33)[..., ::2]), "axes": dict(keep=KEEP.expand(1, 1, 1, 33, 33)),
+         "lengths": {**PACKED, "cu_seqlens_q": CU.flip(0)}, "count": {**PACKED, "cu_seqlens_k": CU[:2]},
+         "longest": {**PACKED, "max_seqlen_q": -1}, "gradient": dict(sink=torch.zeros(3, requires_grad=True))}
+RIGHT = {"keep": dict(keep=KEEP), "cu_seqlens_q": PACKED, "cu_seqlens_k": {**PACKED, "cu_seqlens_k": CU.clone()},
+         "sink": dict(sink=torch.zeros(4))}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "value"])
+def test_a_known_call_fails_as_a_new_one_does(nothing_known, described, wrong):
+    keywords = WRONG.get(wrong, RIGHT["keep"])
+    inputs = qkv(b=1)
+    if wrong == "value":
+        inputs[2] = inputs[2][:, 1:]
+    inputs = [x[0] if "layout" in keywords else x for x in inputs]
+
+    def message():
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            tt.attention(*inputs, **keywords)
+        return type(caught.value), str(caught.value), caught.value.__cause__
+    new = message()
+    nothing_known()
+    for right in RIGHT.values():
+        tt.attention(*[x[0] if "layout" in right else x for x in qkv(b=1)], **right)
+    del described[:]
+    assert message() == new and not described
+    tt.attention(*qkv(b=1), keep=KEEP)
+
+
+def test_others_see_known_calls(nothing_known):
+    """vmap, fake tensors, subclasses and torch.compile, each after a plain call of the same keywords."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    q, k, v = qkv()
+    expected = tt.attention(q, k, v, keep=KEEP)
+    mapped = torch.vmap(lambda q, k, v, keep: tt.attention(q, k, v, keep=keep), in_dims=(0, 0, 0, None))
+    torch.testing.assert_close(mapped(q[:, None], k[:, None], v[:, None], KEEP)[:, 0], expected)
+    with FakeTensorMode() as mode:
+        fake = tt.attention(*map(mode.from_tensor, (q, k, v)), keep=mode.from_tensor(KEEP))
+    assert fake.shape == expected.shape and type(fake) is not torch.Tensor
+
+    class Named(torch.Tensor):
+        pass
+    assert torch.equal(tt.attention(q, k, v, keep=KEEP.as_subclass(Named)).as_subclass(torch.Tensor), expected)
+    compiled = torch.compile(lambda *x, keep: tt.attention(*x, keep=keep), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v, keep=KEEP), expected)
+    traced = torch.jit.trace(lambda *x: tt.attention(*x[:3], keep=x[3]), (q, k, v, KEEP))
+    assert torch.equal(traced(q, k, v, ~KEEP), tt.attention(q, k, v, keep=~KEEP))
+
+
 # ---- prepared calls ----
 
 def packed_given(s=33, cut=9, same=True):

@@ -168,9 +168,12 @@ def plain(q, k, v, sizes, text):
 
 def any_tensors(tensors, sizes, text):
     """plain(), of any tensors."""
-    if torch._C._are_functorch_transforms_active() or _is_traced():
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None and _is_traced():
         return attention(tensors, sizes, text)
-    return _attention_autograd(tensors, sizes, text)
+    if needs_gradient(tensors):
+        return Attention.apply(*[tensors[i] for i in Call.of(text).differentiable], (tensors, sizes, text))
+    with below_autograd():
+        return attention(tensors, sizes, text)
 
 
 def _is_traced() -> bool:
