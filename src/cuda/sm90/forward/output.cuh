@@ -139,8 +139,8 @@ struct Output {
   // belong to no sequence but lie in the tensor.
   __device__ __forceinline__ void store_nothing(int rows, int lane) const {
     constexpr int kColumns = 16 / sizeof(Element);  // of one store
-    for (int i = 0; i < rows; ++i) {
-      if (!work.owns(work.m0 + i)) continue;
+    const int end = min(work.q.owned_hi - work.m0, rows);
+    for (int i = max(work.q.owned_lo - work.m0, 0); i < end; ++i) {
       if (lane == 0 && p.tensor[TESSERA_LSE].data) {
         float lse = 0;
         const bool exists = work.exists(work.m0 + i);

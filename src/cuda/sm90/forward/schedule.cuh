@@ -73,6 +73,36 @@ __device__ __forceinline__ Sequence packed_sequence(const Params& p, int n, int 
   return {n, q, k, band_of(p, n, q.length, k.length)};
 }
 
+// The first slot of sequence n, whose rows are stored from `start` on (see tile_of_slot).
+__device__ __forceinline__ int slot_of_start(int n, int start, int tile_rows) {
+  return n == 0 ? 0 : start / tile_rows + n + 1;
+}
+
+// The sequence whose tiles stand at a slot, by all lanes of a warp: memory is asked
+// once for each factor of 32 in the number of sequences.
+template <typename Side>
+__device__ __forceinline__ int sequence_of_slot(const Params& p, int slot, int tile_rows,
+                                                int lane) {
+  int lo = 0, hi = p.batch;  // the first slot of lo <= slot < that of hi
+  while (hi - lo > 1) {
+    const int step = (hi - lo + kWarp - 1) / kWarp, n = lo + lane * step;
+    const bool begun = n < hi && slot_of_start(n, packed_start<Side>(p, n), tile_rows) <= slot;
+    lo += (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;
+    hi = min(lo + step, hi);
+  }
+  return lo;
+}
+
+// The first row of the tile at a slot of a sequence that packed_sequence() has found.
+__device__ __forceinline__ int row_of_slot(const Params& p, int n, const Rows& rows, int extent,
+                                           int slot, int tile_rows) {
+  const int next = rows.first + rows.owned_hi;
+  const int end = n + 1 < p.batch ? slot_of_start(n + 1, next, tile_rows)
+                                  : num_tile_slots(true, extent, p.batch, tile_rows);
+  const int tiles_before = n == 0 ? (rows.first + tile_rows - 1) / tile_rows : 0;
+  return (end - 1 - slot - tiles_before) * tile_rows;
+}
+
 // The sequences of a packed problem in the order in which their tiles are handed out: longest
 // first, so that no SM is left with a long tile at the end. It lies in shared memory and is filled
 // by one warp. Problems of more than kMost sequences keep the order of storage.
@@ -169,8 +199,13 @@ struct Schedule {
                                                 int index, Work& work) {
     const Params& p = a.problem;
     const int lane = threadIdx.x % kWarp;
+    const bool packed = p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
     if (PackedOrder::covers(p)) {
       decode_packed(a, order, index, lane, work);
+    } else if (packed) {
+      const int slot = index / p.hq;
+      work.n = sequence_of_slot<SideOfQueries>(p, slot, kTileM, lane);
+      work.head = index - slot * p.hq;
     } else if (p.thd_q) {
       const int slot = index / p.hq;
       const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot, kTileM);
@@ -193,8 +228,10 @@ struct Schedule {
       work.n = a.heads.quotient(head);
       work.head = head - work.n * a.heads.divisor;
     }
-    const bool packed = p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
     const Sequence sequence = packed ? packed_sequence(p, work.n, lane) : sequence_of(p, work.n);
+    if (packed && !PackedOrder::covers(p)) {
+      work.m0 = row_of_slot(p, work.n, sequence.q, p.sq, index / p.hq, kTileM);
+    }
     work.q = sequence.q;
     work.k = sequence.k;
     work.band = sequence.band;

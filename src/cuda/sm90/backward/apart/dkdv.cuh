@@ -87,8 +87,7 @@ struct BackwardDkdv : DkdvShape<kDim> {
   static __device__ __forceinline__ bool is_packed(const Params& p) {
     return p.thd_q && p.thd_k && p.tensor[SideOfQueries::kCuSeqlens].stride[0] != 0;
   }
-  // What Schedule::decode() finds, by all lanes of a warp: tile_of_slot() asks memory once for each
-  // factor of 2 in the number of sequences, here for each factor of 32.
+  // What Schedule::decode() finds, by all lanes of a warp.
   static __device__ __forceinline__ KeyTile decode_packed(const DkdvParams& a, int index,
                                                           int lane) {
     const Params& p = a.problem;
@@ -96,21 +95,10 @@ struct BackwardDkdv : DkdvShape<kDim> {
     tile.upwards = tile.descends = 0;
     const int round = index / p.hk, slot = a.tiles / p.hk - 1 - round;
     tile.kv_head = index - round * p.hk;
-    const auto first_slot = [](int n, int start) { return n == 0 ? 0 : start / kKeys + n + 1; };
-    int lo = 0, hi = p.batch;  // the first slot of lo <= slot < that of hi
-    while (hi - lo > 1) {
-      const int step = (hi - lo + kWarp - 1) / kWarp, n = lo + lane * step;
-      const bool begun = n < hi && first_slot(n, packed_start<SideOfKeys>(p, n)) <= slot;
-      lo += (__popc(__ballot_sync(kAllLanes, begun)) - 1) * step;
-      hi = min(lo + step, hi);
-    }
-    const Sequence sequence = packed_sequence(p, lo, lane);
-    const int start = sequence.k.first, next = start + sequence.k.owned_hi;
-    const int end =
-        lo + 1 < p.batch ? first_slot(lo + 1, next) : num_tile_slots(true, p.sk, p.batch, kKeys);
-    const int tiles_before = lo == 0 ? (start + kKeys - 1) / kKeys : 0;
-    tile.key0 = (end - 1 - slot - tiles_before) * kKeys;
-    Schedule::set_sequence(p, lo, sequence.q, sequence.k, tile);
+    const int n = sequence_of_slot<SideOfKeys>(p, slot, kKeys, lane);
+    const Sequence sequence = packed_sequence(p, n, lane);
+    tile.key0 = row_of_slot(p, n, sequence.k, p.sk, slot, kKeys);
+    Schedule::set_sequence(p, n, sequence.q, sequence.k, tile);
     Schedule::set_blocks(p, tile);
     return tile;
   }

@@ -35,6 +35,36 @@ struct KeyTile {
   }
 };
 
+// tile_of_slot() of packed keys for a thread by itself, whose CTA waits for it: memory is asked once for
+// each factor of 8 in the number of sequences, not of 2. Of starts in 64 bits the low half is read, which
+// is all of those that a caller may give.
+__device__ __forceinline__ TileOfRows tile_of_packed_slot(const Params& p, int slot,
+                                                          int tile_rows) {
+  constexpr int kWays = 8;
+  const View& padded = p.tensor[SideOfKeys::kPadded];
+  const View& starts = padded.data ? padded : p.tensor[SideOfKeys::kCuSeqlens];
+  const auto* const words = static_cast<const int32_t*>(starts.data);
+  const int64_t step_words = starts.stride[0] * (starts.dtype == TESSERA_INT32 ? 1 : 2);
+  int lo = 0, hi = p.batch;  // the first slot of lo <= slot < that of hi
+  while (hi - lo > 1) {
+    const int step = (hi - lo + kWays - 1) / kWays;
+    int begun = 0;
+#pragma unroll
+    for (int i = 1; i < kWays; ++i) {
+      const int n = lo + i * step;
+      const int start = clamped(__ldg(words + min(n, p.batch - 1) * step_words), 0, p.sk);
+      begun += n < hi && start / tile_rows + n + 1 <= slot;
+    }
+    lo += begun * step;
+    hi = min(lo + step, hi);
+  }
+  const int start = packed_start<SideOfKeys>(p, lo), next = packed_start<SideOfKeys>(p, lo + 1);
+  const int end =
+      lo + 1 < p.batch ? next / tile_rows + lo + 2 : num_tile_slots(true, p.sk, p.batch, tile_rows);
+  const int tiles_before = lo == 0 ? (start + tile_rows - 1) / tile_rows : 0;
+  return {lo, (end - 1 - slot - tiles_before) * tile_rows};
+}
+
 template <int kTileM, int kTileN>
 struct KeySchedule {
   // The tile that stands at `index` of the grid. Causal problems have the longest tiles first,
@@ -55,7 +85,7 @@ struct KeySchedule {
       const int slot = a.heads_per_section.quotient(in_section);
       tile.upwards = a.upward_sections > 0;
       const TileOfRows rows =
-          tile_of_slot<SideOfKeys>(p, tile.upwards ? slot : a.tiles / p.hk - 1 - slot, kTileN);
+          tile_of_packed_slot(p, tile.upwards ? slot : a.tiles / p.hk - 1 - slot, kTileN);
       n = rows.n;
       tile.kv_head =
           section * a.heads_per_section.divisor + in_section - slot * a.heads_per_section.divisor;
