@@ -28,6 +28,7 @@ struct Batch {
   std::vector<int32_t> q, k;  // cu_seqlens or lengths
   int queries;                // of a tile
   int most_runs = 0;
+  int beside = 1;  // CTAs that take the same keys of a pack of heads each
 
   int sequences() const { return args.params.batch; }
   int packs() const { return args.params.hq / args.pack; }
@@ -40,9 +41,10 @@ struct Batch {
     give(p.thd_q ? TESSERA_CU_SEQLENS_Q : TESSERA_SEQLENS_Q, q);
     give(p.thd_k ? TESSERA_CU_SEQLENS_K : TESSERA_SEQLENS_K, k);
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, queries);
-    args.units = slots * packs();
+    args.units = slots * packs() / beside;
     args.queries = Divisor::of(queries);
-    args.packs = Divisor::of(packs());
+    args.beside = Divisor::of(beside);
+    args.packs = Divisor::of(packs() / beside);
     args.packs_kv = Divisor::of(p.group / args.pack);
   }
   CellsOf cells(int n) const {
@@ -128,7 +130,12 @@ std::vector<Placed> pieces_of(const Batch& batch, int threads, int most_runs) {
   for (int run = 0; run < most_runs; ++run) {
     const Found found = find_start(batch, threads, run, most_runs);
     Walk walk(batch.args, kStepKeys, found.runs, found.start, run);
-    while (walk.next()) pieces.push_back({walk.piece(), walk.sequence().n, run});
+    while (walk.next()) {
+      for (int which = 0; which < batch.beside; ++which) {
+        const Piece piece = walk.piece().of_beside(batch.beside, which);
+        pieces.push_back({piece, walk.sequence().n, run});
+      }
+    }
     EXPECT_FALSE(walk.next());
   }
   return pieces;
@@ -175,7 +182,7 @@ void expect_whole_units(const Batch& batch, const std::map<Unit, std::vector<Pla
     const Interval keys = sequence.band.keys(0, sequence.q.length);
     const int parts = static_cast<int>(pieces.size());
     ASSERT_TRUE(numbers.insert(pieces[0].piece.unit).second);
-    ASSERT_LT(pieces[0].piece.unit, batch.args.units);
+    ASSERT_LT(pieces[0].piece.unit, batch.args.units * batch.beside);
     if (!keys.empty()) {
       ASSERT_LE(pieces.front().piece.key_begin, keys.lo);
       ASSERT_GE(pieces.back().piece.key_end, keys.hi);
@@ -278,6 +285,39 @@ TEST(Work, UnitsCutApart) {
     }
   }
   ASSERT_GT(apart, 100);
+}
+
+// CTAs side by side: each has packs of its own, and all of them the same keys.
+TEST(Work, SideBySide) {
+  std::mt19937 random(5);
+  int problems = 0;
+  for (int problem = 0; problem < 150; ++problem) {
+    Batch batch = draw(random);
+    while (batch.beside < 4 && batch.packs() % (2 * batch.beside) == 0) batch.beside *= 2;
+    if (batch.beside == 1) continue;
+    ++problems;
+    batch.args.least_apart = static_cast<int>(random() % 2);
+    batch.args.chunks = problem % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 0;
+    batch.args.least_steps = 1;
+    batch.point();
+    for (int most_runs = 1; most_runs <= 24; most_runs += 1 + most_runs / 4) {
+      batch.args.most_runs = most_runs;
+      const std::vector<Placed> pieces = pieces_of(batch, 3, most_runs);
+      const auto units = by_unit(pieces);
+      const int slots =
+          batch.args.chunks > 0 ? batch.args.units * batch.args.chunks : 2 * most_runs;
+      expect_whole_units(batch, units, slots * batch.beside);
+      if (most_runs % 8 == 1) expect_all_rows(batch, units);
+      for (const Placed& placed : pieces) {
+        const int first = placed.piece.pack / batch.beside * batch.beside;
+        const auto& beside = units.at({placed.n, placed.piece.row0, first});
+        ASSERT_EQ(beside.at(placed.piece.part).piece.key_begin, placed.piece.key_begin);
+        ASSERT_EQ(beside.at(placed.piece.part).run, placed.run);
+      }
+      if (HasFatalFailure()) FAIL() << "problem " << problem << ", " << most_runs << " CTAs";
+    }
+  }
+  ASSERT_GT(problems, 40);
 }
 
 // Batch-invariant cuts: those of a sequence alone, whatever the grid.

@@ -32,17 +32,20 @@ Status launch_kernel(const char* operation, const void* function, dim3 grid, int
 }
 
 Status launch_overlapping(const char* operation, const void* function, dim3 grid, int threads,
-                          int shared_bytes, const void* args, cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+                          int shared_bytes, const void* args, cudaStream_t stream,
+                          int ctas_of_cluster) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(ctas_of_cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = ctas_of_cluster > 1 ? 2 : 1;
   void* arguments[] = {const_cast<void*>(args)};
   return launch_status(cudaLaunchKernelExC(&config, function, arguments), operation);
 }

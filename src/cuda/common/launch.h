@@ -23,9 +23,10 @@ Status cuda_status(cudaError_t error, const char* operation);
 Status launch_kernel(const char* operation, const void* function, dim3 grid, int threads,
                      int shared_bytes, const void* args, cudaStream_t stream);
 // The same for a kernel that may start while the one before it ends, and waits for its memory
-// itself (griddepcontrol, from sm90 on).
+// itself (griddepcontrol, from sm90 on), with CTAs that follow each other in clusters.
 Status launch_overlapping(const char* operation, const void* function, dim3 grid, int threads,
-                          int shared_bytes, const void* args, cudaStream_t stream);
+                          int shared_bytes, const void* args, cudaStream_t stream,
+                          int ctas_of_cluster = 1);
 
 // Makes the device current for the calls of one scope and puts back the one that was.
 class DeviceScope {

@@ -120,13 +120,14 @@ __device__ __forceinline__ RowSum sum_of_parts(const PartsArgs& args, const Piec
                                                int column) {
   constexpr int kLanes = 16;  // of a row, and parts at once
   static_assert(S::kD / 4 % kLanes == 0);
-  constexpr int kPart = S::kRows * S::kD;  // floats from slot to slot
+  constexpr int kSlot = S::kRows * S::kD;  // floats
   const int lane = threadIdx.x % 32, own = lane % kLanes, parts = piece.parts;
-  const float* const first = args.part_o + int64_t{piece.first_slot} * kPart + row * S::kD + column;
-  const float* next = args.part_o + int64_t{piece.next_slots} * kPart + row * S::kD + column;
+  const float* const first = args.part_o + int64_t{piece.first_slot} * kSlot + row * S::kD + column;
+  const float* next = args.part_o + int64_t{piece.next_slots} * kSlot + row * S::kD + column;
+  const int part = piece.slot_step * kSlot;  // floats from part to part
   RowSum total;
 #pragma unroll 1
-  for (int part0 = 0; part0 < parts; part0 += kLanes, next += kLanes * kPart) {
+  for (int part0 = 0; part0 < parts; part0 += kLanes, next += kLanes * part) {
     float2 sums{-kInfinity, 0};
     if (part0 + own < parts) {
       sums = __ldcg(args.part_sums + int64_t{piece.slot_of(part0 + own)} * S::kRows + row);
@@ -135,7 +136,7 @@ __device__ __forceinline__ RowSum sum_of_parts(const PartsArgs& args, const Piec
 #pragma unroll
     for (int j = 0; j < kLanes; ++j) {
       x[j] = {0, 0, 0, 0};
-      load_if(part0 + j < parts, x[j], j == 0 && part0 == 0 ? first : next + j * kPart);
+      load_if(part0 + j < parts, x[j], j == 0 && part0 == 0 ? first : next + j * part);
     }
     float most = sums.x;
 #pragma unroll

@@ -15,10 +15,11 @@ struct WorkArgs {
   Params params;
   int pack;          // query heads that share a tile; divides the group
   Divisor queries;   // of a tile
-  Divisor packs;     // of a sequence's heads
+  Divisor beside;    // CTAs that take the same keys of a pack of heads each; 1: none do
+  Divisor packs;     // of a sequence's heads, by `beside`
   Divisor packs_kv;  // of the heads that share k and v
-  int units;         // at most, by shapes
-  int most_runs;     // CTAs that the workspace has slots for, two for each
+  int units;         // at most, by shapes; of `beside` packs
+  int most_runs;     // of as many CTAs that the workspace has slots for, two for each CTA
   int chunks;        // most parts of a unit where they may not depend on the batch; 0: they may
   int least_steps;   // of such a part
   // The least steps of a piece where each unit is cut on its own, as units may be that are few; 0:

@@ -36,6 +36,7 @@ Cut cut_of(const Problem& problem, const CutTile& tile, int64_t ctas, int64_t mo
   // Sequences, packs and steps; where lengths are live, perhaps fewer.
   const int64_t cells = cut.units * (cut.chunks > 0 ? cut.chunks : steps);
   cut.ctas = std::clamp<int64_t>(std::min(ctas, most_ctas), 1, std::max<int64_t>(cells, 1));
+  cut.ctas = std::max<int64_t>(cut.ctas / tile.beside, 1) * tile.beside;
   cut.slots = cut.chunks > 0 ? cut.units * cut.chunks : 2 * most_ctas;
   return cut;
 }
@@ -45,10 +46,11 @@ WorkArgs work_args(const Params& params, const Cut& cut) {
   return {.params = params,
           .pack = pack,
           .queries = Divisor::of(cut.tile.rows / pack),
-          .packs = Divisor::of(params.hq / pack),
+          .beside = Divisor::of(cut.tile.beside),
+          .packs = Divisor::of(params.hq / pack / cut.tile.beside),
           .packs_kv = Divisor::of(params.group / pack),
-          .units = static_cast<int>(cut.units),
-          .most_runs = static_cast<int>(cut.slots / 2),
+          .units = static_cast<int>(cut.units / cut.tile.beside),
+          .most_runs = static_cast<int>(cut.slots / 2 / cut.tile.beside),
           .chunks = static_cast<int>(cut.chunks),
           .least_steps = static_cast<int>(cut.least_steps),
           .least_apart = 0};

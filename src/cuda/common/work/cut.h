@@ -10,9 +10,10 @@ namespace tessera::cuda {
 
 // What a kernel takes at a time.
 struct CutTile {
-  int rows;       // of a unit: queries by heads
-  int pack;       // heads that share it
-  int step_keys;  // of a CTA
+  int rows;        // of a unit: queries by heads
+  int pack;        // heads that share it
+  int step_keys;   // of a CTA
+  int beside = 1;  // CTAs that take the same keys of a pack of heads each; divides the packs
   // Where parts of a unit may not depend on the batch: keys of one, and how many at most.
   int least_keys, most_parts;
 };

@@ -16,6 +16,10 @@
 // All of this is the way to a CTA's first load, by code that has not run before: each thing is
 // written once, and divided without dividing.
 //
+// A kernel whose heads lie beside each other in memory lets as many CTAs go side by side, each with a
+// pack of heads of its own: what is said of a CTA here is then said of all of these, and a unit has
+// the packs of all.
+//
 // Nothing here but the sum over a warp needs a GPU: tests/cuda/work_test.cc deals out small
 // problems on the host.
 #pragma once
@@ -138,9 +142,22 @@ struct Piece {
   // Where parts go: part 0, which ends a run that may have begun with another unit's, apart from the
   // others, which follow each other.
   int first_slot, next_slots;
-  int part;  // which this one is
+  int part;           // which this one is
+  int slot_step = 1;  // from part to part
 
-  __device__ int slot_of(int part) const { return part == 0 ? first_slot : next_slots + part; }
+  __device__ int slot_of(int part) const {
+    return part == 0 ? first_slot : next_slots + part * slot_step;
+  }
+  // The piece of CTA `which` of `all` that go side by side, if this is the piece of all.
+  __device__ Piece of_beside(int all, int which) const {
+    Piece own = *this;
+    own.unit = unit * all + which;
+    own.pack = pack * all + which;
+    own.first_slot = first_slot * all + which;
+    own.next_slots = next_slots * all + which;
+    own.slot_step = all;
+    return own;
+  }
 };
 
 // A sequence with its cells.

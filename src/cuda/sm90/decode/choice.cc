@@ -17,6 +17,15 @@ int64_t rows_of(const Problem& problem) {
   return (queries * sizes_of(problem).group()).value();
 }
 
+// Key heads whose rows of one key are read at about the same time by a CTA each: rows of heads that
+// lie beside each other have pages of DRAM in common.
+int kv_heads_beside(const Problem& problem) {
+  constexpr int kMost = 8;
+  int heads = 1;
+  while (heads < kMost && sizes_of(problem).hk % (2 * heads) == 0) heads *= 2;
+  return heads;
+}
+
 }  // namespace
 
 const DecodeKernel* find_decode_kernel(const Problem& problem, int64_t rows) {
@@ -66,6 +75,31 @@ const DecodeKernel& decode_kernel_of(const Problem& problem) {
   return *find_decode_kernel(problem, rows_of(problem));
 }
 
+int decode_cluster_of(const Problem& problem, int multiprocessors) {
+  constexpr int64_t kMost = 8, kFewBytes = 8 << 20;
+  const Sizes s = sizes_of(problem);
+  const CutTile tile = decode_tile_of(problem);
+  const bool has_lengths = given(problem, TESSERA_SEQLENS_Q) || given(problem, TESSERA_SEQLENS_K);
+  const bool are_alike = !is_thd_q(problem) && (s.batch == 1 || !has_lengths) &&
+                         s.sq <= tile.rows / tile.pack && !has(problem, TESSERA_BATCH_INVARIANT);
+  if (!are_alike) return 1;
+  const int64_t units = units_of(problem, tile.rows, tile.pack);
+  const Count bytes =
+      Count{s.batch} * s.hk * s.sk * (s.dqk + s.dv) * size_of(problem.tensor[TESSERA_K].dtype);
+  if (Count{kFewBytes} < bytes) {
+    // Pairs that fill the GPU.
+    return 2 * units <= multiprocessors && 20 * units >= 9 * multiprocessors ? 2 : 1;
+  }
+  // A block for each team of a CTA, on half of the GPU: more CTAs in clusters of four and eight may
+  // not run at a time.
+  int64_t ctas = 1;
+  while (2 * ctas <= kMost && 4 * ctas * units <= multiprocessors &&
+         2 * ctas * DecodeTile::kTeams * tile.step_keys <= s.sk) {
+    ctas *= 2;
+  }
+  return static_cast<int>(ctas);
+}
+
 CutTile decode_tile_of(const Problem& problem) {
   // A part that does not depend on the batch has so many keys that bringing it costs little beside
   // reading them.
@@ -74,6 +108,7 @@ CutTile decode_tile_of(const Problem& problem) {
   return {.rows = rows,
           .pack = static_cast<int>(sizes_of(problem).group()),
           .step_keys = DecodeTile::kKeys,
+          .beside = kv_heads_beside(problem),
           .least_keys = std::max(kLeastKeys, kLeastKeysOfRow * rows),
           .most_parts = kMostChunks};
 }

@@ -20,4 +20,9 @@ const DecodeKernel* find_decode_kernel(const Problem& problem, int64_t rows);
 CutTile decode_tile_of(const Problem& problem);
 const DecodeKernel& decode_kernel_of(const Problem& problem);
 
+// CTAs of a cluster that share a unit and nothing else, so that its parts are summed without memory,
+// where all units have as many keys: those of one sequence, or of sequences without lengths. 1: work is
+// dealt out.
+int decode_cluster_of(const Problem& problem, int multiprocessors);
+
 }  // namespace tessera::cuda::sm90

@@ -5,6 +5,7 @@
 
 #include "cuda/common/few/rows.cuh"
 #include "cuda/sm90/decode/shape.cuh"
+#include "cuda/sm90/machine/cluster.cuh"
 #include "cuda/sm90/machine/pipeline.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -44,7 +45,7 @@ class DecodeConsumer {
     const Params& p = args_.params;
     const Piece& piece = work.piece;
     const TileRows of{piece.row0, work.head0, args_.pack};
-    if (threadIdx.x == 0) open_count(args_, piece);
+    if (threadIdx.x == 0 && args_.cluster == 1) open_count(args_, piece);
     if constexpr (S::kFp8) convert_queries(shared_.q(slot));
 
     const float to_log2 =
@@ -101,12 +102,15 @@ class DecodeConsumer {
         const RowSum total = sum_of_teams(storage_.parts, row, column);
         if (parts == 1) {
           tile.template finish<T, true>(8 * pass + row, column, total);
+        } else if (args_.cluster > 1) {
+          share_part(8 * pass + row, column, total);
         } else {
           store_part(work.piece, 8 * pass + row, column, total);
         }
       }
     }
     if (parts == 1) return;
+    if (args_.cluster > 1) return sum_in_cluster(tile);
     meet();  // the CTA has written its part
     if (threadIdx.x == 0) storage_.last = brings_last(args_, work.piece);
     meet();
@@ -125,6 +129,54 @@ class DecodeConsumer {
     const int64_t at = int64_t{piece.slot_of(piece.part)} * S::kRows + row;
     __stcg(reinterpret_cast<float4*>(args_.part_o + at * S::kD + column), total.o);
     if (column == 0) __stcg(args_.part_sums + at, make_float2(total.max, total.sum));
+  }
+
+  // The CTA's part where the other CTAs of its cluster read it: in the blocks of keys, which it has
+  // used.
+  __device__ __forceinline__ void share_part(int row, int column, const RowSum& total) {
+    auto& part = storage_.part_of_cta();
+    *reinterpret_cast<float4*>(&part.o[row][column]) = total.o;
+    if (column == 0) part.sums[row] = make_float2(total.max, total.sum);
+  }
+
+  // The sums over the cluster, of which each CTA has some of the columns.
+  __device__ __forceinline__ void sum_in_cluster(const FewRows& tile) {
+    using Part = typename S::PartOfCta;
+    constexpr int kAtOnce = 8;
+    const int ctas = args_.cluster, rank = rank_in_cluster(), quads = tile.used * kQuads;
+    const uint32_t part = shared_.part_of_cta();
+    cluster_sync();
+#pragma unroll 1
+    for (int i = threadIdx.x * ctas + rank; i < quads; i += S::kConsumers * ctas) {
+      const int row = i / kQuads, column = i % kQuads * 4;
+      const uint32_t o = part + (row * S::kD + column) * sizeof(float);
+      const uint32_t sums = part + offsetof(Part, sums) + row * sizeof(float2);
+      RowSum total;
+#pragma unroll 1
+      for (int cta0 = 0; cta0 < ctas; cta0 += kAtOnce) {
+        float2 sum[kAtOnce];
+        float4 x[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          sum[j] = {-kInfinity, 0}, x[j] = {0, 0, 0, 0};
+          if (cta0 + j >= ctas) continue;
+          sum[j] = load2_from_cluster(address_in(cta0 + j, sums));
+          x[j] = load4_from_cluster(address_in(cta0 + j, o));
+        }
+        float most = -kInfinity;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) most = fmaxf(most, sum[j].x);
+        const float top = total.raise(most);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const float weight = exp2_approx(sum[j].x - top);
+          total.sum += sum[j].y * weight;
+          total.add(x[j], weight);
+        }
+      }
+      tile.template finish<T, true>(row, column, total);
+    }
+    cluster_sync();  // the others may still read this CTA's part
   }
 
   // q as fp16 whose finite values are below 2^15 in each row, the 16 columns of a step in the order

@@ -15,6 +15,10 @@
 namespace tessera::cuda::sm90 {
 namespace {
 
+struct DecodeCut : Cut {
+  int cluster;  // see decode_cluster_of()
+};
+
 class DecodePlan final : public Plan {
  public:
   DecodePlan(int multiprocessors, std::unique_ptr<Plan> general, std::unique_ptr<Plan> other)
@@ -36,10 +40,11 @@ class DecodePlan final : public Plan {
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     const DecodeKernel& kernel = decode_kernel_of(problem);
-    const Cut cut = cut_for(problem, multiprocessors_for(buffers, multiprocessors_));
+    const DecodeCut cut = cut_for(problem, multiprocessors_for(buffers, multiprocessors_));
     DecodeArgs args{};
     static_cast<WorkArgs&>(args) = work_args(params_of(problem, buffers), cut);
     args.least_apart = 1;
+    args.cluster = cut.cluster;
     args.box_keys = keys_of_box(problem, DecodeTile::kKeys);
     args.page_size = Divisor::of(std::max(args.params.page_size, 1));
     args.mark = next_mark();
@@ -48,15 +53,20 @@ class DecodePlan final : public Plan {
     take_workspace(kernel, cut, workspace, args);
     return launch_overlapping(kernel.name, kernel.code->function,
                               dim3(static_cast<unsigned>(cut.ctas)), DecodeTile::kThreads,
-                              kernel.code->shared_bytes, &args, stream);
+                              kernel.code->shared_bytes, &args, stream, cut.cluster);
   }
 
  private:
   const Plan& other() const { return other_ ? *other_ : *general_; }
 
   // A function of shapes and the device alone.
-  Cut cut_for(const Problem& problem, int multiprocessors) const {
-    return cut_of(problem, decode_tile_of(problem), multiprocessors, multiprocessors_);
+  DecodeCut cut_for(const Problem& problem, int multiprocessors) const {
+    CutTile tile = decode_tile_of(problem);
+    const int cluster = decode_cluster_of(problem, multiprocessors);
+    if (cluster > 1) tile.beside = 1;
+    DecodeCut cut{cut_of(problem, tile, multiprocessors, multiprocessors_), cluster};
+    if (cluster > 1) cut.ctas = cut.units * cluster;
+    return cut;
   }
 
   static Status make_maps(const Problem& problem, const Buffers& buffers, DecodeArgs& args) {

@@ -13,6 +13,7 @@ struct DecodeArgs : PartsArgs {
   // cache counts in pairs of bytes.
   CUtensorMap q, k, v;
   int box_keys;  // divides a block
+  int cluster;   // CTAs that share a unit and nothing else, a power of two; 1: work is dealt out
 };
 static_assert(sizeof(DecodeArgs) <= 4096, "kernel arguments are 4 KB");
 

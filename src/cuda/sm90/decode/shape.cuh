@@ -47,6 +47,12 @@ struct Decode {
   using QTile = SmemTile<kRows, kD>;
   using Parts = TeamParts<kWarps, 8, kD>;
 
+  // What CTAs of a cluster read of each other.
+  struct PartOfCta {
+    float o[kRows][kD];  // not divided by the sums
+    float2 sums[kRows];  // maximum in units of log2, sum
+  };
+
   struct SharedStorage {
     alignas(1024) uint8_t ring[kTeams][kStages][2][kTileBytes];  // K, V
     alignas(1024) uint8_t q[2][QTile::kBytes];
@@ -57,6 +63,11 @@ struct Decode {
     int last;
     uint64_t full[kTeams][kStages], empty[kTeams][kStages];
     uint64_t q_full[2], q_empty[2];
+
+    __device__ __forceinline__ PartOfCta& part_of_cta() {
+      static_assert(sizeof(PartOfCta) <= sizeof ring);
+      return *reinterpret_cast<PartOfCta*>(&ring);
+    }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -88,6 +99,7 @@ struct Decode {
     __device__ __forceinline__ uint32_t v(int team, int stage) const {
       return k(team, stage) + kTileBytes;
     }
+    __device__ __forceinline__ uint32_t part_of_cta() const { return k(0, 0); }
     __device__ __forceinline__ uint32_t q(int slot) const {
       return at(offsetof(SharedStorage, q)) + slot * QTile::kBytes;
     }

@@ -46,12 +46,10 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   const cuuint32_t box[5] = {kChunkColumns, static_cast<cuuint32_t>(shape.box_heads),
                              static_cast<cuuint32_t>(shape.box_rows), 1, 1};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
-  // A shorter row ends before 256 bytes do: the rest of them belongs to the next head, which this
-  // CTA does not read.
-  constexpr int64_t kPromotedBytes = 256;
-  const auto promotion = shape.head_dim * 2 < kPromotedBytes && shape.is_sparse
-                             ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  // A box has rows of 128 bytes. Where memory is what bounds a kernel, L2 is not to bring more: 256
+  // bytes are those of the next head, or those that the box beside this one asks for too.
+  const auto promotion =
+      shape.is_sparse ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   const CUresult result =
       encode(map, shape.type, 5, reinterpret_cast<void*>(row.base), extent, stride, box, step,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
