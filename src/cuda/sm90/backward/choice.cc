@@ -93,9 +93,13 @@ bool is_short(const Problem& p, const Extent& of, int multiprocessors) {
 bool is_faster_apart(const Problem& p, int multiprocessors) {
   const Sizes s = sizes_of(p);
   const int64_t columns = std::max(s.dqk, s.dv);
-  if (columns > 64 && columns <= 96) return false;
   const Extent of = extent_of(p);
-  if (is_thd_q(p) || is_thd_k(p)) return is_faster_apart_packed(p, of, multiprocessors);
+  const bool is_packed = is_thd_q(p) || is_thd_k(p);
+  if (columns > 64 && columns <= 96) {  // in the kernels of 128 columns; the fused one has 96
+    return !is_packed && !given(p, TESSERA_SEQLENS_Q) && !given(p, TESSERA_SEQLENS_K) &&
+           of.rows <= kShortRows && of.tiles >= kManyTiles;
+  }
+  if (is_packed) return is_faster_apart_packed(p, of, multiprocessors);
   const bool in_turn = has(p, TESSERA_DETERMINISTIC);
   // A warp stores the zeros of tiles without work, one after the other.
   if (given(p, TESSERA_SEQLENS_Q) || given(p, TESSERA_SEQLENS_K)) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sm90/forward/choice.h"
 
+#include <algorithm>
+
 #include "cuda/sm90/machine/readable.h"
 
 namespace tessera::cuda::sm90 {
@@ -38,6 +40,12 @@ const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, i
   return best;
 }
 
+const ForwardKernel* kernel_of_more_columns(int dtype, int64_t dqk, int64_t dv) {
+  constexpr int kFrom = 64, kTo = 96, kMore = 128;
+  if (std::min(dqk, dv) <= kFrom || std::max(dqk, dv) > kTo) return nullptr;
+  return find_forward_kernel({kLean}, dtype, kMore, kMore);
+}
+
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale) {
   const Sizes s = sizes_of(problem);
   return *find_forward_kernel(needs_of(problem, bias, scale), problem.tensor[TESSERA_Q].dtype,
@@ -51,6 +59,13 @@ const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, fl
 const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors) {
   constexpr int kShortWithoutDiagonal = 512;  // keys of a sequence
   constexpr int kLoneTiles = 4;               // of a CTA
+  // Blocks of 128 keys instead of 160, and two tiles' queries at a time: 1.11 to 1.23 times as fast
+  // from 256 to 1024 keys.
+  constexpr int kShortOfMoreColumns = 1024;
+  if (tall.features == kLean && p.window.right >= 0 && p.sk <= kShortOfMoreColumns && !p.thd_q &&
+      !p.thd_k) {
+    if (const auto* more = kernel_of_more_columns(tall.dtype, p.dqk, p.dv)) return *more;
+  }
   const auto row = [&](int consumers) {
     const ForwardTile& tile = tall.tile;
     const ForwardKernel* kernel = find_forward_kernel({tall.features, tile.loads_bias}, tall.dtype,

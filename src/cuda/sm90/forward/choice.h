@@ -29,4 +29,8 @@ const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, fl
 // The row with the same features and head dims and as many rows a tile as suit the problem.
 const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors);
 
+// The kernel of 128 columns, for head dims of 65 to 96 that have one of their own: with_rows() takes it
+// where sequences are short under a diagonal. Null for other head dims.
+const ForwardKernel* kernel_of_more_columns(int dtype, int64_t dqk, int64_t dv);
+
 }  // namespace tessera::cuda::sm90

@@ -198,16 +198,19 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
   TESSERA_RETURN_IF_ERROR(scope.status());
   constexpr ForwardNeeds kNeeds[] = {{kLean},  {kAlibi}, {kSoftcap},    {kDropout},
                                      {kMasks}, {kBias},  {kEverything}, {kEverything, true}};
+  const auto prepare = [](const ForwardKernel* kernel) -> Status {
+    if (!kernel) return {};
+    return cuda_status(
+        cudaFuncSetAttribute(kernel->code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel->code->shared_bytes),
+        "cudaFuncSetAttribute");
+  };
   for (const ForwardNeeds& needs : kNeeds) {
     for (const int consumers : {3, kConsumersOfLowTile, kConsumersOfLoneTile}) {
-      const ForwardKernel* kernel = find_forward_kernel(needs, dtype, s.dqk, s.dv, consumers);
-      if (!kernel) continue;
-      TESSERA_RETURN_IF_ERROR(cuda_status(
-          cudaFuncSetAttribute(kernel->code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kernel->code->shared_bytes),
-          "cudaFuncSetAttribute"));
+      TESSERA_RETURN_IF_ERROR(prepare(find_forward_kernel(needs, dtype, s.dqk, s.dv, consumers)));
     }
   }
+  TESSERA_RETURN_IF_ERROR(prepare(kernel_of_more_columns(dtype, s.dqk, s.dv)));
   return std::unique_ptr<Plan>(
       std::make_unique<ForwardPlan>(info.value().multiprocessors, std::move(fallback)));
 }
