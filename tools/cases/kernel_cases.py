@@ -52,7 +52,7 @@ fwd bf16 b=200 s=60 h=2 d=128 layout=thd lens=random:1 poison
 fwd bf16 b=200 s=60 hq=4 hk=2 d=64 layout=thd longest lens=random:2 gaps=random:3 causal poison
 fwd fp16 b=1100 s=20 h=1 d=128 layout=thd lens=random:4 gaps=2 poison
 fwd bf16 b=150 sq=150 sk=30 h=2 d=64 layout=thd lens_q=random:4 lens_k=random:5 poison
-fwd bf16 b=150 sq=30 sk=150 h=2 d=96 layout=thd lens_q=random:4 lens_k=random:5 causal align=bottom_right sink=learnable poison
+fwd bf16 b=150 sq=30 sk=150 h=2 d=96 layout=thd lens_q=random:4 lens_k=random:5 causal align=bottom_right poison
 fwd bf16 b=140 s=70 h=2 d=192 layout=thd lens=random:6 softcap=20 gaps=5 poison
 fwd bf16 b=130 s=200 h=2 d=128 layout=thd lens=random:8 alibi window=60,0 poison
 fwd e4m3 b=200 s=140 h=2 d=128 layout=thd lens=random:7 causal poison

@@ -16,7 +16,7 @@ _DENSE = (None,) * 4
 
 
 def _inputs(w: Workload):
-    """(q, k, v, do) in FlashAttention-3's layout, [b, s, h, d] or packed [t, h, d], and what says how they are packed."""
+    """(q, k, v, do) as FlashAttention-3 has them, [b, s, h, d] or packed [t, h, d], and what says how they are packed."""
     kw = w.keywords
     if kw.get("layout") != "thd":
         return tuple(None if x is None else x.swapaxes(1, 2) for x in plain(w, "fa3")), _DENSE
@@ -61,7 +61,8 @@ class Library:
         if packed is _DENSE and q.shape[1] != k.shape[1] and kw.get("causal") and kw.get("align") != "bottom_right":
             raise Unsupported("fa3 aligns a causal mask at the bottom right")
         q, k, v = (tensor(torch, x, w.device).contiguous() for x in (q, k, v))
-        cu_q, cu_k, longest_q, longest_k = (tensor(torch, x, w.device) if isinstance(x, np.ndarray) else x for x in packed)
+        cu_q, cu_k, longest_q, longest_k = (tensor(torch, x, w.device) if isinstance(x, np.ndarray) else x
+                                            for x in packed)
         causal, (left, right) = bool(kw.get("causal")), kw.get("window") or (-1, -1)
         softcap, scale = kw.get("softcap") or 0.0, kw.get("softmax_scale") or q.shape[-1]**-0.5
         ops = torch.ops.flash_attn_3
