@@ -45,6 +45,19 @@ def low():
                align="bottom_right", poison=True)
 
 
+def more_columns():
+    """Short sequences of 65 to 96 columns, which Hopper computes in kernels of 128."""
+    for text in """
+fwd bf16 b=3 s=300 h=4 d=80 causal poison
+fwd fp16 b=2 sq=150 sk=500 hq=4 hk=2 dqk=72 dv=88 causal align=bottom_right lens_k=random:3 sink=learnable poison
+fwd bf16 b=2 s=260 hq=4 hk=1 d=96 window=90,5 layout=sbhd max_logit strided poison
+bwd bf16 b=140 s=70 h=4 d=72 poison
+bwd fp16 b=70 sq=150 sk=100 hq=8 hk=4 d=96 causal align=bottom_right dlse poison
+bwd bf16 b=140 s=60 h=4 dqk=80 dv=72 causal deterministic poison
+""".strip().splitlines():
+        yield text
+
+
 def many_sequences():
     """Packed sequences in numbers that no CTA puts into order, and many short ones whose longest the caller says."""
     for text in """

@@ -550,7 +550,7 @@ def ci():
                     sums(),
                     added(), unbuilt(),
                     fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
-                    kernels.padded_bias(), kernels.many_sequences(),
+                    kernels.padded_bias(), kernels.many_sequences(), kernels.more_columns(),
                     kernels.groups(), kernels.documents(False), kernels.segments_again(False),
                     kernels.wide_backward(False), products(500, 8, False)):
         yield from section

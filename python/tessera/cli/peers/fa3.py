@@ -16,7 +16,7 @@ _DENSE = (None,) * 4
 
 
 def _inputs(w: Workload):
-    """(q, k, v, do) as FlashAttention-3 has them, [b, s, h, d] or packed [t, h, d], and what says how they are packed."""
+    """(q, k, v, do) as FlashAttention-3 has them, [b, s, h, d] or packed [t, h, d], and how they are packed."""
     kw = w.keywords
     if kw.get("layout") != "thd":
         return tuple(None if x is None else x.swapaxes(1, 2) for x in plain(w, "fa3")), _DENSE
