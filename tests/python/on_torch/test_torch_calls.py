@@ -290,7 +290,7 @@ def test_determinism_and_autocast_are_asked_in_each_call(nothing_known, describe
 
 
 def test_types_are_asked_in_each_call(nothing_known):
-    """The gradients of q (fp8 has no lse) and of the values."""
+    """The type of q, as fp8 has no lse, and those of values."""
     q, k, v = qkv()
     fp8 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     for _ in range(2):
