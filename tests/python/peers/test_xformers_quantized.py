@@ -178,7 +178,7 @@ def fp8_call(**words):
     (lambda: fp8_call(query=lambda k, s: normal(B, S, H, 16)), ValueError, "fp8 must have d / 4 int32"),
     (lambda: fp8_call(key=lambda k, s: normal(B, S, H, D), value=lambda k, s: normal(B, S, H, D)), ValueError,
      "must both be torch.int32"),
-], ids=str)
+], ids=["no scales of v", "scales of other lengths", "scales in fp32", "another head dim", "values for codes"])
 def test_what_is_illegal_has_a_name(call, error, message):
     with pytest.raises(error, match=message):
         fmha.triton_splitk.FwOp.apply(call(), False)
