@@ -47,20 +47,19 @@ def low():
 
 def more_columns():
     """Short sequences of 65 to 96 columns, which Hopper computes in kernels of 128."""
-    for text in """
+    yield from """
 fwd bf16 b=3 s=300 h=4 d=80 causal poison
 fwd fp16 b=2 sq=150 sk=500 hq=4 hk=2 dqk=72 dv=88 causal align=bottom_right lens_k=random:3 sink=learnable poison
 fwd bf16 b=2 s=260 hq=4 hk=1 d=96 window=90,5 layout=sbhd max_logit strided poison
 bwd bf16 b=140 s=70 h=4 d=72 poison
 bwd fp16 b=70 sq=150 sk=100 hq=8 hk=4 d=96 causal align=bottom_right dlse poison
 bwd bf16 b=140 s=60 h=4 dqk=80 dv=72 causal deterministic poison
-""".strip().splitlines():
-        yield text
+""".strip().splitlines()
 
 
 def many_sequences():
     """Packed sequences in numbers that no CTA puts into order, and many short ones whose longest the caller says."""
-    for text in """
+    yield from """
 fwd bf16 b=200 s=60 h=2 d=128 layout=thd lens=random:1 poison
 fwd bf16 b=200 s=60 hq=4 hk=2 d=64 layout=thd longest lens=random:2 gaps=random:3 causal poison
 fwd fp16 b=1100 s=20 h=1 d=128 layout=thd lens=random:4 gaps=2 poison
@@ -74,8 +73,7 @@ bwd fp16 b=170 s=90 h=4 d=64 layout=thd longest lens=random:5 gaps=2 poison
 bwd bf16 b=40 s=192 h=16 d=64 layout=thd longest lens=random:1 poison
 bwd fp16 b=30 s=300 hq=24 hk=8 d=128 layout=thd longest lens=random:3 causal poison
 bwd bf16 b=9 s=700 hq=24 hk=8 d=64 layout=thd longest lens=random:4 causal gaps=random:4 poison
-""".strip().splitlines():
-        yield text
+""".strip().splitlines()
 
 
 def many_tiles():

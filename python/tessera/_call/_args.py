@@ -26,7 +26,7 @@ ROWS = ((0, 1, 2), (None, 0, 1))  # lse: [b, hq, sq] or [hq, t]
 _PADDED, _PACKED = 0, 1
 # tensors that no keyword gives and that are no keyword's gradient -> order, axes; amax are numbers
 FORMS = {"q": ("order_q", "b, sq, hq, dqk"), "o": ("order_q", "b, sq, hq, dv"),
-          "lse": ("order_rows", "b, hq, sq"), "shift": ((0,), "b"), "max_logit": ((0,), "hq")}
+         "lse": ("order_rows", "b, hq, sq"), "shift": ((0,), "b"), "max_logit": ((0,), "hq")}
 
 # package -> who takes its arrays
 _HOMES = {"numpy": ("tessera", "NumPy array"), "torch": ("tessera.torch", "PyTorch tensor"),

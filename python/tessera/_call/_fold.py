@@ -33,7 +33,7 @@ def _letters(axes: str) -> tuple[str, ...]:
     return tuple(known.get(axis.removesuffix("|1"), "") for axis in axes.split(", "))
 
 
-# Of the tensors whose axes do not follow a layout.
+# The letters of each tensor whose axes follow no layout.
 _AXES = {name: _letters(FORMS[name.removeprefix("d")][1]) for name in ("lse", "dlse", "shift", "max_logit")} | {
     name: _letters(row.axes) for name, row in _ROWS.items()}
 _DENSE = frozenset(name for name, row in _ROWS.items() if row.broadcasts and len(_AXES[name]) == 4)

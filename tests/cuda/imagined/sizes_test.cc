@@ -119,8 +119,8 @@ TEST(CudaSizes, NothingWraps) {
   EXPECT_GT(on_h100.launched("cuda_sm90"), 1000);
 }
 
-// Of both passes: the copy is counted, and the kernels' own pieces lie behind it, since their maps
-// are of the copy.
+// The workspace of either pass has the copy first and the kernels' own pieces behind it, and the
+// kernels' maps are of the copy.
 TEST(CudaSizes, BiasesThatTmaCannotReadAreCopied) {
   Calls calls({TESSERA_CUDA, imagined::kH100, 90, 0});
   const auto bytes_for = [&](int32_t pass, int64_t keys, int64_t row) {

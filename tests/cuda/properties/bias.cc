@@ -15,7 +15,7 @@ std::vector<uint8_t> outputs_with_rows(const Options& o, int64_t row) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t key = 0; key < o.sk; ++key) {
       bits = bits * 1664525 + 1013904223;
-      // Of either sign; below 1/64 in bf16, between 1 and 1.25 in fp16.
+      // The values have either sign, and are below 1/64 in bf16 and between 1 and 1.25 in fp16.
       bias[static_cast<size_t>(r * row + key)] =
           static_cast<uint16_t>(0x3C00 | (bits >> 16 & 0x80FF));
     }

@@ -184,7 +184,7 @@ def _check_rest(given: dict, spec: Spec, rank: int):
     if q.dtype.itemsize == 1:
         raise _lib.Refused(f"tessera.{OPERATION}: q.dtype={_tensors.dtype_name(q)}: does not travel; use bfloat16")
     call = _describe.Description.of_keywords(OPERATION, {**rest, "layout": "thd", "cu_seqlens_q": cu[0],
-                                                       "cu_seqlens_k": cu[1], "align": "top_left"})
+                                                         "cu_seqlens_k": cu[1], "align": "top_left"})
     if q.device.type == "cpu" and q.shape[0] and k.shape[0]:
         call.validate(call.tensors)
     call.prepare(_tensors.device(q), torch.get_num_threads())

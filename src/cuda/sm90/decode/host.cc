@@ -75,7 +75,7 @@ class DecodePlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(make_tensor_map(q, buffers.data[TESSERA_Q], &args.q));
     for (const auto& [index, map] : {std::pair{TESSERA_K, &args.k}, {TESSERA_V, &args.v}}) {
       MapShape keys = shape_of(problem.tensor[index], args.box_keys, 0);
-      keys.is_sparse = true;
+      keys.brings_boxes_alone = true;
       TESSERA_RETURN_IF_ERROR(make_tensor_map(keys, buffers.data[index], map));
     }
     return {};

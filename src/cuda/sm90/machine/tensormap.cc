@@ -48,8 +48,8 @@ Status make_tensor_map(const MapShape& shape, const void* base, CUtensorMap* map
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
   // A box has rows of 128 bytes. Where memory is what bounds a kernel, L2 is not to bring more: 256
   // bytes are those of the next head, or those that the box beside this one asks for too.
-  const auto promotion =
-      shape.is_sparse ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  const auto promotion = shape.brings_boxes_alone ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                  : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   const CUresult result =
       encode(map, shape.type, 5, reinterpret_cast<void*>(row.base), extent, stride, box, step,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,

@@ -33,7 +33,7 @@ struct MapShape {
   int box_rows;
   int reach;
   int box_heads = 1;
-  bool is_sparse = false;  // nobody reads the heads beside a box soon
+  bool brings_boxes_alone = false;  // into L2, where memory is what bounds the kernel
 };
 
 CUtensorMapDataType type_of_map(int dtype);  // of a 16-bit type

@@ -10,22 +10,6 @@
 namespace tessera::cuda::sm90 {
 namespace {
 
-cudaLaunchConfig_t launch_config(const WideKernel& kernel, int clusters,
-                                 cudaLaunchAttribute (&attributes)[2]) {
-  const auto ctas = static_cast<unsigned>(kernel.tile.ctas);
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {ctas, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters) * ctas);
-  config.blockDim = dim3(WideTile::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(kernel.code->shared_bytes);
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return config;
-}
-
 // A kernel and how many of its clusters run at a time.
 struct Choice {
   const WideKernel* kernel;
@@ -37,8 +21,15 @@ Result<Choice> prepare(const WideKernel& kernel) {
       cudaFuncSetAttribute(kernel.code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            kernel.code->shared_bytes),
       "cudaFuncSetAttribute"));
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = launch_config(kernel, 1, attributes);
+  const auto ctas = static_cast<unsigned>(kernel.tile.ctas);
+  cudaLaunchAttribute in_clusters{};
+  in_clusters.id = cudaLaunchAttributeClusterDimension;
+  in_clusters.val.clusterDim = {ctas, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(WideTile::kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(kernel.code->shared_bytes);
+  config.attrs = &in_clusters;
   config.numAttrs = 1;
   int clusters = 0;
   TESSERA_RETURN_IF_ERROR(
@@ -76,20 +67,12 @@ class WidePlan final : public Plan {
     order_tiles(kernel.tile.tile_m(), choice.clusters, static_cast<TileCounter*>(buffers.workspace),
                 a);
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    return launch(choice, a, stream);
+    const auto grid = static_cast<unsigned>(std::min(a.tiles, choice.clusters) * ctas);
+    return launch_overlapping("sm90/wide", kernel.code->function, dim3(grid), WideTile::kThreads,
+                              kernel.code->shared_bytes, &a, stream, ctas);
   }
 
  private:
-  static Status launch(const Choice& choice, const ForwardParams& a, cudaStream_t stream) {
-    cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config =
-        launch_config(*choice.kernel, std::min(a.tiles, choice.clusters), attributes);
-    config.stream = stream;
-    void* arguments[] = {const_cast<ForwardParams*>(&a)};
-    return cuda_status(cudaLaunchKernelExC(&config, choice.kernel->code->function, arguments),
-                       "cudaLaunchKernel (sm90/wide)");
-  }
-
   Choice clustered_, alone_;
   std::unique_ptr<Plan> fallback_;
 };
