@@ -197,7 +197,9 @@ def _key(module, words: dict):
     mask, layout = words.get("attn_mask_type", "causal"), words.get("qkv_layout", "sbh3d")
     if words.get("alibi_slopes") is not None or module.attention_dropout and module.training or mask not in _PLAIN:
         return None
-    key = layout, mask, words.get("window_size"), words.get("softcap", 0.0), module.softmax_scale, module.deterministic
+    window = words.get("window_size")
+    key = (layout, mask, window, window and tuple(map(type, window)), words.get("softcap", 0.0), module.softmax_scale,
+           module.deterministic)
     if layout[0] != "t":
         return None if "padding" in mask else key
     if words.get("pad_between_seqs") or type(words.get("max_seqlen_q")) is not int or \

@@ -272,6 +272,8 @@ def _key(q, keywords: dict, tensors: list, sizes: list) -> tuple:
             key.append(name)
         else:
             key += name, kind, value
+            if kind is tuple:
+                key += map(type, value)
     if len(tensors) > 4:
         given = keywords.get
         key += [given(of_q) is given(of_k) for of_q, of_k in _describe.PAIRED_LENGTHS]
@@ -377,7 +379,7 @@ def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tu
     fixed = {name: value for name, value in options.items() if name not in _UNFIXED}
     dtypes = [getattr(x, "dtype", None) for x in written if x is not None]
     try:
-        key = (*names, *outputs, flags, *fixed.items(), *map(type, fixed.values()), *map(type, sizes),
+        key = (*names, *outputs, flags, *fixed.items(), *map(_types, fixed.values()), *map(type, sizes),
                *(name for name in _UNFIXED if name in options), *([q.dtype, *dtypes] if dtypes else ()))
         return sizes, _kept[key]
     except KeyError:
@@ -392,6 +394,11 @@ def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tu
             _kept.clear()
         _kept[key] = text
     return sizes, text
+
+
+def _types(value):
+    """That of an option, or those in a tuple of them."""
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 
 @contextlib.contextmanager

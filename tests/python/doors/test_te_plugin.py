@@ -185,6 +185,18 @@ def test_packed_sequences_of_any_length_share_what_was_prepared(te):
     assert len(module._plans) == 2 * 3
 
 
+def test_what_calls_share_is_no_window_of_other_types(te):
+    dpa = te()
+    version = dpa.dpa_utils.get_attention_backend(params(dpa))[1]
+    inputs = qkv(10, 2)
+    module, _ = run(dpa, *inputs, version)
+    words = dict(flash_attention_backend=version, qkv_layout="sbhd_sbhd_sbhd", attn_mask_type="no_mask")
+    for _ in range(2):
+        module(*inputs, window_size=(2, 0), **words)
+        with pytest.raises(ValueError, match=r"window_size=\(2.0, 0\): must be a pair"):
+            module(*inputs, window_size=(2.0, 0), **words)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))],
                          ids=["copied", "pickled"])
 def test_a_module_that_has_run_is_copied_and_pickled(te, copied):

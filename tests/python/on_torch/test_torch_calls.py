@@ -301,6 +301,18 @@ def test_types_are_asked_in_each_call(nothing_known):
             tt.attention(q, k, v, keep=KEEP, causal=1)
 
 
+@pytest.mark.parametrize("wrong", [(3.0, 0), (3, False)])
+def test_a_tuple_is_known_with_the_types_in_it(nothing_known, wrong):
+    q, k, v = qkv()
+    o, lse = tt.attention(q, k, v, return_lse=True)
+    for call in (lambda **window: tt.attention(q, k, v, **window),
+                 lambda **window: tt.attention_backward(o, q, k, v, o, lse, **window)):
+        for _ in range(2):
+            call(window=(3, 0), align="top_left")
+            with pytest.raises(ValueError, match=r"window\[.\]=.*: must be an integer"):
+                call(window=wrong, align="top_left")
+
+
 def test_few_calls_are_kept(nothing_known, monkeypatch):
     monkeypatch.setattr(tt._functions, "_MAX_KEPT", 3)
     q, k, v = qkv(s=5)

@@ -195,6 +195,15 @@ def test_plans_are_bounded_and_need_a_comparable_key(monkeypatch):
         torch.testing.assert_close(module(q, q, q, window_size=[2, 0]), plain(q, q, q, window=(2, 0)))
 
 
+@pytest.mark.parametrize("wrong", [(2.0, 0), (2, False)])
+def test_a_window_is_known_with_its_types(wrong):
+    module, q = DotProductAttention(2, 8, qkv_format="bshd"), torch.randn(1, 5, 2, 8)
+    for _ in range(2):
+        module(q, q, q, window_size=(2, 0))
+        with pytest.raises(ValueError, match="window_size=.*: must be a pair"):
+            module(q, q, q, window_size=wrong)
+
+
 def test_the_module_costs_little_beside_tessera_torch():
     """Counted in calls of Python and C functions, which a busy machine does not change."""
     q = torch.randn(1, 16, 1, 16)

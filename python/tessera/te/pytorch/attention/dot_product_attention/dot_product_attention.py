@@ -365,7 +365,9 @@ class DotProductAttention(Float8Module):
     def _prepared(self, q, k, v, tensors, words, layout, checkpointing: bool):
         """(the module that runs, its keywords but for dropout). Calls that look alike are checked
         once, and share a selection while it is the last one or the switches stay as they were."""
-        key = _plans.key(q, k, v, tensors, (*words, layout, checkpointing, *self._settings()))
+        window = words[2]
+        types = tuple(map(type, window)) if type(window) is tuple else None  # (1.0, 0) == (1, 0)
+        key = _plans.key(q, k, v, tensors, (*words, types, layout, checkpointing, *self._settings()))
         plan = _plans.find(key)
         if plan is not None:
             backend = self._selected_backend()
