@@ -55,7 +55,7 @@ class LocalDotProductAttention(host.DotProductAttention):
             self.softmax_scale = k_channels ** -0.5
         elif config.apply_query_key_layer_scaling:  # Megatron divides by it here and multiplies the scores again
             self.softmax_scale *= self.layer_number
-        self.window = config.window_size if is_layer_window_attention(
+        self.window = tuple(config.window_size) if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number) else None
         self.batch_invariant = num_splits == 1 or num_splits is None and config.batch_invariant_mode
         self.return_max_logit = config.qk_clip or config.log_max_attention_logit
@@ -73,7 +73,8 @@ class LocalDotProductAttention(host.DotProductAttention):
         if attention_mask is attention_bias is packed_seq_params is self.softmax_offset is None and \
                 not (self.return_max_logit or self.dropout_p and self.training or torch.compiler.is_compiling()):
             sq = query.shape[0]
-            plan = kind, sq == 1, sq == key.shape[0], num_splits, self.training
+            plan = (kind, sq == 1, sq == key.shape[0], num_splits, self.training, self.softmax_scale, self.window,
+                    self.config.deterministic_mode)
             if run := self._plans.get(plan):
                 return run(query, key, value).flatten(-2)
         keywords = {"softmax_scale": self.softmax_scale, "deterministic": self.config.deterministic_mode}

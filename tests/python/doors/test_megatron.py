@@ -189,6 +189,22 @@ def test_calls_share_what_is_the_same_and_nothing_else():
     assert not torch.allclose(core(q, k, v, hidden), causal)
 
 
+@pytest.mark.parametrize("change", [
+    lambda core: setattr(core, "softmax_scale", 1.0), lambda core: setattr(core, "window", (2, 0)),
+    lambda core: setattr(core.config, "deterministic_mode", True)], ids=["softmax_scale", "window", "deterministic"])
+def test_a_module_that_changes_after_a_call_is_translated_again(change, monkeypatch):
+    seen = []
+    monkeypatch.setattr(door._functions, "attention",
+                        lambda *qkv, **keywords: seen.append(keywords) or tt.attention(*qkv, **keywords))
+    core, new = made(), made()
+    core(*qkv(9, 2), None)
+    change(core)
+    change(new)
+    inputs = qkv(9, 2)
+    assert torch.equal(core(*inputs, None), new(*inputs, None))
+    assert len(seen) == 3 and seen[0] != seen[1] == seen[2]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: stored(module)], ids=["copied", "stored"])
 def test_a_module_that_has_run_is_copied_and_stored(copied):
     module = made()
