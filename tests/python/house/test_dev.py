@@ -62,6 +62,23 @@ def test_a_wheel_for_an_unknown_platform_is_refused():
     assert "wheel --platform riscv64: takes --cpu, --platform aarch64 or nothing" in done.stderr
 
 
+@pytest.mark.parametrize("asked, ran", [
+    ("", ["all"]), ("core", ["core"]), ("python docs", ["python", "docs"]),
+    ("core cpu -R mask", ["core -R mask", "cpu -R mask"]), ("asan core", ["asan", "core"]),
+    ("aarch64 core", ["aarch64", "aarch64_wheel", "core"])])
+def test_each_named_stage_runs(asked, ran):
+    stages = "all core cpu python docs aarch64 aarch64_wheel"
+    instead = "".join(f'test_{name}() {{ echo {name} "$@"; }}; ' for name in stages.split())
+    script = f'set -- help; . ./dev >/dev/null; {instead} test_sanitizer() {{ echo "$@"; }}; tests {asked}'
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ran
+
+
+def test_an_unknown_stage_is_refused():
+    done = subprocess.run([ROOT / "dev", "test", "pyhton"], capture_output=True, text=True)
+    assert done.returncode == 1 and "test pyhton: must be of all core cpu python" in done.stderr
+
+
 PAGES = ("torch", "hf", "flash_attn", "xformers")
 MADE = f"""
 import json, sys
