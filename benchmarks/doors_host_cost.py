@@ -38,8 +38,8 @@ def main(argv=None):
     columns = f"{'door':>8}{'torch':>8}{'adds':>8}"
     print(f"{'us a call on ' + args.device:<34}{columns}  fastest:{columns}")
     added = {}
-    with torch.no_grad():
-        for rows in (transformers, transformer_engine, comfyui):
+    for rows in (transformers, transformer_engine, comfyui):
+        with torch.inference_mode() if rows is comfyui else torch.no_grad():  # as ComfyUI calls
             try:
                 found = rows(args.tokens, args.device)
             except ImportError as missing:

@@ -28,6 +28,7 @@ _KNOWN = frozenset({"mask", "attn_precision", "skip_reshape", "skip_output_resha
 _said: set[str] = set()
 _NUMBERS = frozenset({type(None), int, float})
 _MAX_KEPT = 512
+_is_deterministic = torch._C._get_deterministic_algorithms
 _plans: dict[tuple, Callable] = {}  # what attention says of a call without a mask -> _prepared
 
 
@@ -35,37 +36,45 @@ def override(otherwise=None):
     """A function for transformer_options["optimized_attention_override"]. ComfyUI calls it with the attention
     that it chose and its arguments. `otherwise`, an override that was there before, gets the calls that tessera
     does not compute."""
-    def attention_override(func, q, k, v, heads, mask=None, *arguments, **keywords):
+    def attention_override(func, q, k, v, heads, mask=None, *arguments, **words):
         try:
-            return attention(q, k, v, heads, mask, *arguments, **keywords)
+            return _attended(q, k, v, heads, mask, words) if not arguments else \
+                attention(q, k, v, heads, mask, *arguments, **words)
         except (Refused, NotImplementedError) as reason:
             _say(str(reason))
-        keywords["mask"] = mask
+        words["mask"] = mask
         if otherwise is not None:
-            return otherwise(func, q, k, v, heads, *arguments, **keywords)
-        return func(q, k, v, heads, *arguments, **keywords)
+            return otherwise(func, q, k, v, heads, *arguments, **words)
+        return func(q, k, v, heads, *arguments, **words)
     return attention_override
 
 
 def attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **more):
     """ComfyUI's attention: [b, s, h * d], or [b, h, s, d] with skip_output_reshape."""
-    if more and not _KNOWN.issuperset(more):
-        raise NotImplementedError(f"tessera.comfyui: {', '.join(sorted(more.keys() - _KNOWN))}: is not known")
-    scale = more.get("scale")
-    if mask is not None or not type(q) is type(k) is type(v) is torch.Tensor or type(scale) not in _NUMBERS or \
-            torch.compiler.is_compiling():
-        return _attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale, more.get("enable_gqa", False))
-    words = not skip_reshape, not skip_output_reshape, scale, torch.are_deterministic_algorithms_enabled()
-    run = _plans.get(words)
-    if run is not None:
-        o = run(q, k, v, heads)
-        if o is not None:
-            return o
-    o = _attention(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale, more.get("enable_gqa", False))
-    if run is None:
+    more.update(skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
+    return _attended(q, k, v, heads, mask, more)
+
+
+def _attended(q, k, v, heads, mask, words: dict):
+    """attention, its other arguments by their names."""
+    if not _KNOWN.issuperset(words):
+        raise NotImplementedError(f"tessera.comfyui: {', '.join(sorted(words.keys() - _KNOWN))}: is not known")
+    get = words.get
+    reshape, reshape_output, scale = not get("skip_reshape"), not get("skip_output_reshape"), get("scale")
+    plan = run = None
+    if mask is None and type(q) is type(k) is type(v) is torch.Tensor and type(scale) in _NUMBERS and \
+            not torch.compiler.is_compiling():
+        plan = reshape, reshape_output, scale, _is_deterministic()
+        run = _plans.get(plan)
+        if run is not None:
+            o = run(q, k, v, heads)
+            if o is not None:
+                return o
+    o = _attention(q, k, v, heads, mask, not reshape, not reshape_output, scale, get("enable_gqa", False))
+    if plan is not None and run is None:
         if len(_plans) >= _MAX_KEPT:
             _plans.clear()
-        _plans[words] = _prepared(*words)
+        _plans[plan] = _prepared(*plan)
     return o
 
 
