@@ -4,9 +4,11 @@
 import ast
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,25 @@ def test_each_named_stage_runs(asked, ran):
 def test_an_unknown_stage_is_refused():
     done = subprocess.run([ROOT / "dev", "test", "pyhton"], capture_output=True, text=True)
     assert done.returncode == 1 and "test pyhton: must be of all core cpu python" in done.stderr
+
+
+def test_the_demo_takes_a_wheel_where_one_lies(tmp_path):
+    script = f'set -- help; . {ROOT}/dev >/dev/null; root={tmp_path}; cd $root; '
+    script += 'use_wheel && echo "$PYTHONPATH" || echo none'
+
+    def used():
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    folder = tmp_path / "build" / "dist" / "cpu"
+    folder.mkdir(parents=True)
+    wheel = f"tessera_attention-0.1.0-py3-none-manylinux_2_34_{os.uname().machine}.whl"
+    with zipfile.ZipFile(folder / wheel.replace(os.uname().machine, "other"), "w") as other:
+        other.writestr("tessera/__init__.py", "")
+    assert used() == "none"
+    with zipfile.ZipFile(folder / wheel, "w") as ours:
+        ours.writestr("tessera/__init__.py", "")
+    assert used() == str(tmp_path / "build" / "wheel-of-demo")
+    assert (tmp_path / "build" / "wheel-of-demo" / "tessera" / "__init__.py").exists()
 
 
 PAGES = ("torch", "hf", "flash_attn", "xformers")
