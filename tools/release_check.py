@@ -16,7 +16,7 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def open_items(version: str, changelog: str, citation: str, status: str, tags: list[str],
+def open_items(version: str, changelog: str, citation: str, project: str, status: str, tags: list[str],
                wheels: list[str]) -> list[str]:
     """What is still to be done, a sentence each."""
     items = []
@@ -28,6 +28,10 @@ def open_items(version: str, changelog: str, citation: str, status: str, tags: l
     cited = re.search(r"^version: (.+)$", citation, re.MULTILINE)
     if not cited or cited[1] != version:
         items.append(f"CITATION.cff: version {cited and cited[1]}: must be {version}")
+    if not re.search(r"^\[project\.urls\]$", project, re.MULTILINE):
+        items.append("pyproject.toml: has no [project.urls]; the package page shows no links without an address")
+    elif not re.search(r"^repository-code: https://", citation, re.MULTILINE):
+        items.append("CITATION.cff: needs repository-code: and the address that pyproject.toml has")
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         items.append(f"CMakeLists.txt: version {version}: must be MAJOR.MINOR.PATCH")
     if status:
@@ -44,10 +48,10 @@ def main() -> int:
     version = re.search(r"project\(tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
     wheels = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("build/dist/**/*.whl")]
     items = open_items(version, (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text(),
-                       git("status", "--porcelain"), git("tag").split(), wheels)
+                       (ROOT / "pyproject.toml").read_text(), git("status", "--porcelain"), git("tag").split(), wheels)
     for item in items:
         print(f"open: {item}")
-    print(f"tessera {version}: {len(items)} items open; then docs/releasing.md from 4 on")
+    print(f"tessera {version}: {len(items)} items open; then docs/releasing.md from 5 on")
     return 1 if items else 0
 
 

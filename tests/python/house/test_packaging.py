@@ -106,13 +106,16 @@ def test_release_list():
               for folder in ("build/dist", "build/dist/cpu")]
     wheels.append("build/dist/aarch64/tessera_attention-1.2.3-py3-none-manylinux_2_34_aarch64.whl")
     dated = "# Changelog\n\n## 1.2.3, 2030-01-31\n"
-    assert release_check.open_items("1.2.3", dated, "version: 1.2.3\n", "", ["v1.2.2"], wheels) == []
-    items = release_check.open_items("1.2.3", "## 1.2.3, unreleased", "version: 1.2.2\n", " M a\n M b", ["v1.2.3"],
-                                     wheels[:1])
+    cited, links = "version: 1.2.3\nrepository-code: https://example.org/t\n", "[project.urls]\nSource = \"...\"\n"
+    assert release_check.open_items("1.2.3", dated, cited, links, "", ["v1.2.2"], wheels) == []
+    without, = release_check.open_items("1.2.3", dated, "version: 1.2.3\n", links, "", [], wheels)
+    assert "needs repository-code" in without
+    items = release_check.open_items("1.2.3", "## 1.2.3, unreleased", "version: 1.2.2\n", "[project]\n", " M a\n M b",
+                                     ["v1.2.3"], wheels[:1])
     for words in ("must be a date", "must be 1.2.3", "2 files", "the tag v1.2.3 exists", "./dev wheel --cpu",
-                  "./dev wheel --platform aarch64"):
+                  "./dev wheel --platform aarch64", "no [project.urls]"):
         assert any(words in item for item in items), (words, items)
-    assert len(items) == 6
+    assert len(items) == 7
 
 
 def test_the_citation_has_the_version():
