@@ -58,7 +58,7 @@ peers of --against:
   cudnn, flash-attn-2, efficient    PyTorch's own, on a GPU
   flash-attn-4                      on a GPU, if it is installed
   flashinfer                        decode on a GPU, if installed: its paged and MLA wrappers; plain
-                                    caches as pages of 64
+                                    caches as pages of 64; v_scale, a kernel of its own there, is left out
   flash                             decode on a GPU, if installed: flash_attn_with_kvcache of
                                     FlashAttention-3, else 2
   build:PATH                        another build: PATH is its libtessera.so. Shows what a change gains

@@ -38,9 +38,10 @@ def flashinfer(w):
                  window_left=left, logits_soft_cap=given.get("softcap") or None, q_data_type=q.dtype,
                  kv_data_type=given["k"].dtype, sm_scale=given.get("softmax_scale"))
     rows, cache = q[:, 0], (pages["k"], pages["v"])
-    # One scale a tensor there; where ours differ by head the time is the same, the result is not.
-    scales = {name: float(given[name].flatten()[0]) for name in ("k_scale", "v_scale") if given.get(name) is not None}
-    return lambda: wrapper.run(rows, cache, **scales)
+    # One scale a tensor there; where ours differ by head the time is the same, the result is not. v's would be a kernel
+    # of its own behind the attention, which few models need: the result is left without it.
+    k_scale = None if given.get("k_scale") is None else float(given["k_scale"].flatten()[0])
+    return lambda: wrapper.run(rows, cache, k_scale=k_scale)
 
 
 def _flashinfer_mla(module, given, pages):
