@@ -32,9 +32,11 @@ class Count {
   [[gnu::always_inline]] constexpr Count& operator+=(Count b) { return *this = *this + b; }
   [[gnu::always_inline]] constexpr Count& operator*=(Count b) { return *this = *this * b; }
 
-  // Pieces of `size` that hold all, and what they hold.
+  // Pieces of `size` that hold all, and what they hold. Without signs, a division by a constant is a
+  // shift and no sum wraps.
   TESSERA_COUNT Count pieces(int64_t size) const {
-    return fits() ? n_ / size + (n_ % size != 0 ? 1 : 0) : kTooMany;
+    const auto n = static_cast<uint64_t>(n_), unit = static_cast<uint64_t>(size);
+    return fits() ? static_cast<int64_t>((n + (unit - 1)) / unit) : kTooMany;
   }
   TESSERA_COUNT Count up_to(int64_t unit) const { return pieces(unit) * unit; }
 

@@ -40,5 +40,21 @@ TEST(Workspace, ACopyGoesOnFromTheSamePlace) {
   EXPECT_EQ(workspace.bytes(), 9);
 }
 
+TEST(Count, PiecesHoldAllOfIt) {
+  EXPECT_EQ(Count{0}.pieces(64).value(), 0);
+  EXPECT_EQ(Count{64}.pieces(64).value(), 1);
+  EXPECT_EQ(Count{65}.up_to(64).value(), 128);
+  EXPECT_EQ(Count{100}.pieces(7).value(), 15);
+}
+
+TEST(Count, PiecesOfTheLargestDoNotWrap) {
+  const Count most = Count::kTooMany - 1;
+  EXPECT_EQ(most.pieces(1).value(), INT64_MAX - 1);
+  EXPECT_EQ(most.pieces(INT64_MAX).value(), 1);
+  EXPECT_EQ(most.pieces(64).value(), int64_t{1} << 57);
+  EXPECT_FALSE(most.up_to(64).fits());
+  EXPECT_FALSE(Count{Count::kTooMany}.pieces(64).fits());
+}
+
 }  // namespace
 }  // namespace tessera

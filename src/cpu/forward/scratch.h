@@ -92,9 +92,12 @@ int64_t lay_out(const ForwardShape& shape, char* base, ForwardScratch<S>** resul
 // Bytes of scratch of one worker.
 template <typename S>
 int64_t forward_scratch_bytes(const ForwardShape& shape) {
-  const int64_t bytes = lay_out<S>(shape, nullptr, nullptr);
-  if constexpr (S::kHasTiles) return larger(bytes, S::below().forward_scratch_bytes(shape));
-  return larger(bytes, lay_out<typename S::Narrow>(shape, nullptr, nullptr));
+  if constexpr (S::kHasTiles) {
+    const int64_t below = S::below().forward_scratch_bytes(shape);
+    return shape.bf16 ? larger(below, lay_out<S>(shape, nullptr, nullptr)) : below;
+  }
+  return larger(lay_out<S>(shape, nullptr, nullptr),
+                lay_out<typename S::Narrow>(shape, nullptr, nullptr));
 }
 
 template <typename S>
