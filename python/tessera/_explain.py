@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import _lib, _numpy
-from ._call import _args, _keywords, _prepared
+from ._call import ROWS, _args, _keywords, _prepared
 from ._call._description import NEW, Description
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def explained(arrays, q, k, v, backward, grads, dlse, device, keywords: dict) ->
     if "rng_state" in given:
         given["rng_state"] = _prepared.rng_array(arrays, "explain", given["rng_state"], q)
     if backward:
-        given.update(dict.fromkeys(("do", "o", "lse"), NEW), dlse=dlse)
+        given.update(dict.fromkeys(ROWS[:3], NEW), dlse=dlse)
         given.update(_prepared.gradient_outputs(arrays, grads))
     elif dlse is not None:
         raise checker.error("dlse", dlse, "belongs to the backward pass; give backward=True")

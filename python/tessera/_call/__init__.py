@@ -60,9 +60,10 @@ def _fields() -> dict[str, Field]:
 FIELDS = _fields()  # texts have them in this order
 _ROWS = tuple((name, _MEMBERS.get(name, name), field, hasattr(_lib.Problem, _MEMBERS.get(name, name)))
               for name, field in FIELDS.items())
+ROWS = ("do", "o", "lse", "dlse")  # what the backward pass takes beside the inputs
 GRADIENT_OF = {name: f"d{name}" for name in _keywords.DIFFERENTIABLE}
 GRADIENTS = tuple(GRADIENT_OF.values())
-_OF = {gradient: name for name, gradient in GRADIENT_OF.items()}
+INPUT_OF = {gradient: name for name, gradient in GRADIENT_OF.items()}
 
 
 class Operand(NamedTuple):
@@ -173,7 +174,7 @@ class Call:
     @functools.cached_property
     def likes(self) -> tuple[int | str, ...]:
         """For each gradient the operand that it is shaped like; for other results their tensor."""
-        return tuple(self.places[_OF[name]].operand if name in _OF else name
+        return tuple(self.places[INPUT_OF[name]].operand if name in INPUT_OF else name
                      for name in (result.tensors[0] for result in self.results))
 
     @functools.cached_property
@@ -196,7 +197,7 @@ class Call:
     def backward(self, wanted: tuple[int, ...], with_dlse: bool) -> Call:
         """The backward pass on (do, o, lse, [dlse,] *operands) that computes the gradients of the
         operands `wanted`."""
-        rows = ("do", "o", "lse", "dlse")[:4 if with_dlse else 3]
+        rows = ROWS if with_dlse else ROWS[:-1]
         return Call("attention_backward", (*rows, *self.inputs), (("pass", "backward"), *self.fields),
                     tuple(str(gradient_of(self.operands[i])) for i in wanted))
 

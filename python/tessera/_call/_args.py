@@ -300,15 +300,10 @@ def fill(a: Arguments, given: dict):
 
 def _join(a: Arguments, get):
     """Flags that depend on several keywords."""
-    for kind in ("seqlens", "cu_seqlens"):
-        if get(f"{kind}_q") is not None and get(f"{kind}_q") is get(f"{kind}_k"):
-            a.problem.flags |= _lib.SAME_LENGTHS
-    if get("bias") is None:
-        a.problem.flags &= ~_lib.BIAS_PRE_SCALE
+    flags = a.problem.flags | _keywords.same_lengths(get)
     if get("smooth") is not None and get("precision") is None:
         raise a.error("smooth", get("smooth"), 'belongs to precision="fp8", which is not given')
-    if get("precision") is not None and get("smooth") is None:
-        a.problem.flags |= _keywords.SMOOTH["mean+hadamard"]
+    a.problem.flags = _keywords.joined(flags, get("bias") is not None, get)
 
 
 def is_on(adapter, given: dict, name: str) -> bool:
@@ -319,15 +314,14 @@ def is_on(adapter, given: dict, name: str) -> bool:
     return Arguments(adapter, "attention").boolean(name, value)
 
 
-def row_shape(shape_q, layout: str) -> tuple:
-    """The shape of lse: [b, hq, sq], packed [hq, t]."""
+def statistic(name: str, shape_q, q_dtype: str, layout: str) -> tuple[tuple, str]:
+    """(shape, name of the dtype) of lse, [b, hq, sq] or packed [hq, t], of max_logit or of an amax. torch.compile
+    traces through it."""
+    if name.startswith("amax"):
+        return (), "float32"
     b, s, h, _ = ORDERS[layout]
-    return (shape_q[h], shape_q[s]) if b is None else (shape_q[b], shape_q[h], shape_q[s])
-
-
-def statistics_dtype(q_dtype: str) -> str:
-    """The dtype of lse, dlse and max_logit."""
-    return "float64" if q_dtype == "float64" else "float32"
+    rows = (shape_q[h], shape_q[s]) if b is None else (shape_q[b], shape_q[h], shape_q[s])
+    return rows if name == "lse" else rows[-2:-1], "float64" if q_dtype == "float64" else "float32"
 
 
 def is_fp8(dtype: str) -> bool:

@@ -13,15 +13,14 @@ import functools
 import numpy as np
 
 from .. import _lib, _numpy
-from . import FIELDS, FLAG, GRADIENTS, Call, Operand, fields_of, gradient_of, number_of, _args, _keywords
+from . import FIELDS, FLAG, GRADIENTS, ROWS, Call, Operand, fields_of, gradient_of, number_of, _args, _keywords
 
-ROWS = ("do", "o", "lse", "dlse")  # what the backward pass takes beside the inputs
-_WIDE = ("dq", "dk", "dv")  # may have another dtype than their inputs, and an amax
+WIDE = ("dq", "dk", "dv")  # may have another dtype than their inputs, and an amax
 _PLACED = {tensor: (row, i) for row in _keywords.ALL.values() if isinstance(row, _keywords.Tensor)
            for i, tensor in enumerate(row.tensors)}
 # What is no keyword's, beside those: the diagonals of align, and q, k and v.
 _OWN = frozenset((*ROWS, *GRADIENTS, "q", "k", "v", "shift", "max_logit", "amax_o",
-                  *(f"amax_{name}" for name in _WIDE)))
+                  *(f"amax_{name}" for name in WIDE)))
 _untaken = [name for name in _lib.TENSORS if name not in _PLACED and name not in _OWN]
 if not {"keep_tail"}.issuperset(_untaken):  # which is of calls of the library's own alone
     raise ImportError(f"tessera: no keyword gives the tensors {_untaken}")
@@ -151,11 +150,11 @@ class Description:
             _put_gradient(a, name, given[name], given.get(name[1:]))
             outputs[name] = None if given[name] is NEW else name
             of = next((operand for operand in inputs if name[1:] in operand.tensors), Operand((name[1:],)))
-            gradient = gradient_of(of, (a.grad_dtype or "") if name in _WIDE else "")
+            gradient = gradient_of(of, (a.grad_dtype or "") if name in WIDE else "")
             if gradient not in written:
                 written.append(gradient)
         for name in names if a.return_amax else ():
-            if name in _WIDE:
+            if name in WIDE:
                 a.want(f"amax_{name}")
                 outputs[f"amax_{name}"] = None
                 written.append(Operand((f"amax_{name}",)))
@@ -252,7 +251,6 @@ def results_of(call: Call, shapes, dtypes) -> list[tuple[tuple, str]]:
     """(shape, name of the dtype) of what comes back, for operands of some shapes and dtypes; what tessera_outputs says,
     which tests/python/library/test_outputs.py compares it with."""
     q, q_dtype = shape_of(call, "q", shapes), dtypes[call.places["q"].operand]
-    rows, sums = _args.row_shape(q, call.layouts[0]), _args.statistics_dtype(q_dtype)
     beside_fp8 = dtypes[call.places["o"].operand] if "o" in call.places else ""
     beside_fp8 = beside_fp8 if beside_fp8.endswith("16") else "bfloat16"
     results = []
@@ -262,7 +260,7 @@ def results_of(call: Call, shapes, dtypes) -> list[tuple[tuple, str]]:
         elif like == "o":
             shape, dtype = (*q[:-1], shape_of(call, "v", shapes)[-1]), q_dtype
         else:
-            shape, dtype = {"lse": (rows, sums), "max_logit": (rows[-2:-1], sums)}.get(like, ((), "float32"))
+            shape, dtype = _args.statistic(like, q, q_dtype, call.layouts[0])
         results.append((shape, result.dtype or (beside_fp8 if dtype.startswith("float8") else dtype)))
     return results
 
@@ -303,7 +301,7 @@ def _put_gradient(a: _args.Arguments, name: str, output, of):
         if a.problem.flags & _lib.ACCUMULATE:
             raise a.error("accumulate", True, "adds to what the arrays of grads= hold; map names "
                           "to arrays")
-        a.want(name, a.grad_dtype if name in _WIDE else None, rank=len(info.shape))
+        a.want(name, a.grad_dtype if name in WIDE else None, rank=len(info.shape))
         return
     given = a.adapter.info(output)
     if info is not None and given is not None and given.shape != info.shape:

@@ -18,12 +18,11 @@ from __future__ import annotations
 import dataclasses
 
 from .. import _lib
-from . import _keywords
+from . import INPUT_OF, _keywords
 from ._args import FORMS
 
 _QUERIES = ("q", "do", "o", "dq")
 _KEYS = ("k", "v", "dk", "dv")
-_GRADIENT_OF = {f"d{name}": name for name in _keywords.DIFFERENTIABLE}
 _ROWS = {tensor: row for row in _keywords.ALL.values() if isinstance(row, _keywords.Tensor) for tensor in row.tensors}
 
 
@@ -85,7 +84,7 @@ def folds_heads(ranks: dict[str, int], batched: set[str], flags: int, axes: Axes
     if flags & _lib.DROPOUT or axes.paged and {"dk", "dv"} & set(wanted):
         return None
     of_heads = "thd" in axes.layouts or "max_logit" in others or \
-        not _OF_HEADS.isdisjoint(batched | {_GRADIENT_OF.get(name) for name in wanted})
+        not _OF_HEADS.isdisjoint(batched | {INPUT_OF.get(name) for name in wanted})
     axis = axes.heads if of_heads else axes.batch
     if of_heads and axes.paged or any(axis(name, ranks[name]) is None for name in batched):
         return None

@@ -511,6 +511,25 @@ DIFFERENTIABLE = ("q", "k", "v", *sorted(
     (name for name, row in SHARED.items() if isinstance(row, Tensor) and row.differentiable),
     key=_lib.INDEX.get))
 
+PAIRED_LENGTHS = ("seqlens_q", "seqlens_k"), ("cu_seqlens_q", "cu_seqlens_k")  # may be one array, as a flag says
+
+
+def same_lengths(get) -> int:
+    """The flag of lengths of queries and keys that are one array. torch.compile traces it, and joined()."""
+    for of_q, of_k in PAIRED_LENGTHS:
+        if get(of_q) is not None and get(of_q) is get(of_k):
+            return _lib.SAME_LENGTHS
+    return 0
+
+
+def joined(flags: int, has_bias: bool, get) -> int:
+    """The flags of a call, of those that each of its keywords sets; `get` has its options."""
+    if not has_bias:
+        flags &= ~_lib.BIAS_PRE_SCALE
+    if get("precision") is not None and get("smooth") is None:
+        flags |= SMOOTH["mean+hadamard"]
+    return flags
+
 
 def check_names(function: str, given, table, hint: bool = True):
     """Raises what Python raises of keywords that are not in the table; hint: with the nearest that is."""

@@ -45,7 +45,7 @@ def _check_part(a, i: int, o, lse, first_o):
     if o.shape != first_o.shape or o.dtype != first_o.dtype:
         raise a.error(f"parts[{i}].o", f"{o.dtype.name}{list(o.shape)}",
                       f"must be as the first, {first_o.dtype.name}{list(first_o.shape)}")
-    shape, dtype = _args.row_shape(o.shape, a.layout_q), _args.statistics_dtype(o.dtype.name)
+    shape, dtype = _args.statistic("lse", o.shape, o.dtype.name, a.layout_q)
     if lse.shape != shape or lse.dtype.name != dtype:
         raise a.error(f"parts[{i}].lse", f"{lse.dtype.name}{list(lse.shape)}",
                       f"must be {dtype}{list(shape)}")

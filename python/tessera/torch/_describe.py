@@ -26,7 +26,6 @@ _NAMES = {name: row.tensors for name, row in TENSORS.items()}
 _FLAGS = {name: row.flag for name, row in TENSORS.items()}
 _WORDS = {name: row.words for name, row in TENSORS.items() if row.words}
 SHARED = frozenset(name for name, row in TENSORS.items() if row.shared)
-PAIRED_LENGTHS = ("seqlens_q", "seqlens_k"), ("cu_seqlens_q", "cu_seqlens_k")  # may be one tensor, as a flag says
 
 
 def sort(q, k, v, keywords: dict) -> tuple[list, list, dict, int]:
@@ -58,10 +57,7 @@ def sort(q, k, v, keywords: dict) -> tuple[list, list, dict, int]:
         else:
             names.append(own[0])
             tensors.append(value)
-    for of_q, of_k in PAIRED_LENGTHS:
-        if keywords.get(of_q) is not None and keywords[of_q] is keywords.get(of_k):
-            flags |= _lib.SAME_LENGTHS
-    return names, tensors, options, flags
+    return names, tensors, options, flags | _keywords.same_lengths(keywords.get)
 
 
 class _Shaped:
@@ -82,10 +78,7 @@ def written(names, options: dict, flags: int, outputs, backward: bool = False) -
         flags |= own
         for field, one in zip(fields, encoded):
             values[field] = one
-    if "bias" not in names:
-        flags &= ~_lib.BIAS_PRE_SCALE
-    if options.get("precision") is not None and options.get("smooth") is None:
-        flags |= _keywords.SMOOTH["mean+hadamard"]
+    flags = _keywords.joined(flags, "bias" in names, options.get)
     sizes, words = [], ["in=" + ",".join(names)]
     for name, kind, flag, spelled in _FIELDS:
         if kind == _call.FLAG:

@@ -15,8 +15,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .. import _explain, _lib
-from .._call import _args, _keywords, _prepared
+from .._call import ROWS, _args, _keywords, _prepared
 from .._attention import Gradients
+from .._call._description import WIDE
 from .._call._documented import documented
 from . import _describe, _dtensor, _later, _nested, _ops, _tensors
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 _MAX_KEPT = 512
 _DETERMINISTIC = (None, "None follows torch.use_deterministic_algorithms.")
 _RNG_STATE = (None, "None draws one from PyTorch's generator.")
-_ROWS = ("do", "o", "lse", "dlse")
-_AMAX = ("dq", "dk", "dv")
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast changes
 _NO_SIZES: list = []
 _LENGTHS = ("max_seqlen_q", "max_seqlen_k")  # beside a text, in this order
@@ -174,12 +173,12 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     written = [x for x in chosen.values() if x is not None] if isinstance(grads, dict) else []
     found = [name for name, x in chosen.items() if x is not None]
     names, tensors, options, flags = _describe.sort(q, k, v, keywords)
-    rows = [(name, x) for name, x in zip(_ROWS, (do, o, lse, dlse)) if name != "dlse" or x is not None]
+    rows = [(name, x) for name, x in zip(ROWS, (do, o, lse, dlse)) if name != "dlse" or x is not None]
     names, tensors = [name for name, _ in rows] + names, [x for _, x in rows] + tensors
-    amax = [f"amax_{name}" for name in found if name in _AMAX] if keywords.get("return_amax") else []
+    amax = [f"amax_{name}" for name in found if name in WIDE] if keywords.get("return_amax") else []
     wide = _dtype_of(keywords.get("grad_dtype"))
-    outputs = [name + wide if name in _AMAX else name for name in found] + amax
-    given = {**keywords, **dict(zip(_ROWS, (do, o, lse, dlse))), "q": q, "k": k, "v": v, **chosen}
+    outputs = [name + wide if name in WIDE else name for name in found] + amax
+    given = {**keywords, **dict(zip(ROWS, (do, o, lse, dlse))), "q": q, "k": k, "v": v, **chosen}
     results = _backward(names, tensors, options, flags, outputs, given, written)
     return Gradients(**dict(zip(found + amax, results)))
 
@@ -276,7 +275,7 @@ def _key(q, keywords: dict, tensors: list, sizes: list) -> tuple:
                 key += map(type, value)
     if len(tensors) > 4:
         given = keywords.get
-        key += [given(of_q) is given(of_k) for of_q, of_k in _describe.PAIRED_LENGTHS]
+        key += [given(of_q) is given(of_k) for of_q, of_k in _keywords.PAIRED_LENGTHS]
     return tuple(key)
 
 
@@ -364,12 +363,14 @@ def _into(q, outputs: list[str], keywords: dict) -> list[torch.Tensor]:
     """The outputs of a call with out=: the caller's, and new ones."""
     layout = keywords.get("layout") or "bshd"
     layout = layout[0] if isinstance(layout, tuple) else layout
-    dtype = getattr(torch, _args.statistics_dtype(_tensors.dtype_name(q)))
-    lse = keywords.get("lse")
-    new = {"lse": lambda: q.new_empty(_args.row_shape(q.shape, layout), dtype=dtype) if lse is None else lse,
-           "max_logit": lambda: q.new_empty(_args.row_shape(q.shape, layout)[-2:-1], dtype=dtype),
-           "amax_o": lambda: q.new_empty((), dtype=torch.float32)}
-    return [keywords["out"], *(new[name]() for name in outputs[1:])]
+    written = [keywords["out"]]
+    for name in outputs[1:]:
+        if name == "lse" and keywords.get("lse") is not None:
+            written.append(keywords["lse"])
+        else:
+            shape, dtype = _args.statistic(name, q.shape, _tensors.dtype_name(q), layout)
+            written.append(q.new_empty(shape, dtype=getattr(torch, dtype)))
+    return written
 
 
 def _call(names, options: dict, flags: int, outputs, written, q, describe) -> tuple[list, str]:

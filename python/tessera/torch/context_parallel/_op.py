@@ -17,7 +17,7 @@ import os
 
 import torch
 
-from ..._call import Call
+from ..._call import ROWS, Call
 from ...context_parallel import schedule
 from .. import _describe, _ops
 from ..comm import Topology, to_all
@@ -155,7 +155,7 @@ def _backward(inputs, kept, sizes, text, spec, inner, outer):
     names = list(run.call.places_of_results)
     places = run.call.places
     do, o, lse, dlse = (inputs[places[name].operand] if name in places else None
-                        for name in ("do", "o", "lse", "dlse"))
+                        for name in ROWS)
     with torch.no_grad():
         rng = run.given.get("rng_state") if run.given.get("dropout_p") else None
         problem = run.problem(rng)

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from ......_call import ROWS
 from ......_call._description import NEW, Description
 from ......_call._prepared import gradient_outputs
 from ......torch import _tensors
@@ -65,7 +66,7 @@ def questions(p, forward: Rounded | None = None, backward: Rounded | None = None
         grads = ["dq", "dk", "dv"]
         grads += ["dbias"] if "bias" in given and p.core_attention_bias_requires_grad else []
         grads += ["dsink"] if p.softmax_type == "learnable" else []
-        rows = dict.fromkeys(("do", "o", "lse"), NEW)
+        rows = dict.fromkeys(ROWS[:3], NEW)
         given = {**given, **rows, **gradient_outputs(_tensors, tuple(grads))}
         del given["return_max_logit"]
         found.append(Question(True, _rounded(given, backward, p.qkv_dtype)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from ...._translate import usual_slopes
+from ...._words import bottom_right
 
 
 @torch.no_grad()
@@ -44,8 +45,7 @@ def get_full_mask(max_seqlen_q, max_seqlen_kv, attn_mask_type="no_mask", attenti
         attention_mask = mask_q.mT | mask_kv
     if attention_mask is not None:
         device = attention_mask.device
-    if not (attn_mask_type.endswith("bottom_right") or
-            "causal" not in attn_mask_type and bottom_right_alignment):
+    if not bottom_right(attn_mask_type, bool(bottom_right_alignment)):
         shift = 0
     right = 0 if "causal" in attn_mask_type else right
     distance = _distance(max_seqlen_q, max_seqlen_kv, device or _default_device()) + shift
