@@ -315,7 +315,9 @@ def _merge_backward(ctx, do, dlse):
             row = row.movedim(0, 1) if layout == "sbhd" else row
             row = row if layout == "bhsd" else row.movedim(-1, -2)
         dlses.append(w * (row if dlse is None else row + dlse))
-    return dos, dlses, None, None
+    # As many as the dispatcher passed on, which leaves out a trailing default: where there are lists of tensors,
+    # PyTorch 2.11 counts them.
+    return dos, dlses, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 torch.library.register_autograd("tessera::merge", _merge_backward, setup_context=_save_parts,
