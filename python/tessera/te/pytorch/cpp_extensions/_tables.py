@@ -20,7 +20,12 @@ class FusedAttnBackend(enum.IntEnum):
     @classmethod
     def cast(cls, value) -> FusedAttnBackend:
         """From a member, its name or its number."""
-        return cls[value] if isinstance(value, str) else cls(int(value))
+        member = _BACKENDS.get(value if isinstance(value, str) else int(value))
+        return cls(value) if member is None else member  # cls(...) is an error here
+
+
+# Looked up, because Dynamo cannot make a member by its number on Python 3.12 and later (PyTorch 2.11).
+_BACKENDS = {**FusedAttnBackend.__members__, **{int(member): member for member in FusedAttnBackend}}
 
 
 NVTE_QKV_Layout = _words.numbers("NVTE_QKV_Layout", _words.LAYOUTS, unset=True)

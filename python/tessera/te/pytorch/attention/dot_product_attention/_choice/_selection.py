@@ -139,7 +139,7 @@ def get_attention_backend(attention_params: AttentionParams | None = None):
         selected, fused_backend = chosen.selected, chosen.fused_backend
         available = [chosen.available[name] for name in NAMES]
     return (selected == _FLASH, _FLASH_VERSION if available[0] else None, selected == _FUSED,
-            None if fused_backend is None else FusedAttnBackend(fused_backend),
+            None if fused_backend is None else FusedAttnBackend.cast(fused_backend),
             selected == _UNFUSED, available)
 
 
