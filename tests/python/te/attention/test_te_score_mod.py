@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """score_mod of tessera.te.pytorch: callbacks that build a cuDNN graph, beside the same written out in fp64."""
 
+import functools
 import math
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tessera._lib import Refused  # noqa: E402
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
@@ -150,6 +153,41 @@ def test_agrees_with_what_the_graph_says(mod, qkv_format, unfused, monkeypatch):
 def test_becomes_keywords_of_its_feature(mod):
     q, k = torch.zeros(B, S, H, D), torch.zeros(B, SK, H, D)
     assert _score_mod.keywords(mod, TENSORS, None, None, q, k, "bshd", 1.0).keys() - {"softmax_scale"} == MODS[mod][1]
+
+
+def test_one_row_and_column_are_no_numbers():
+    """Ids and bool tensors of one element stay tensors; a bias that all scores share cancels."""
+    q, k = torch.zeros(1, 1, H, D), torch.zeros(1, 1, H, D)
+    one = torch.ones(1, 1, 1, 1)
+    tensors = {"queries": one.int(), "keys": one.int(), "drop": one.bool(), "bias": one}
+    for mod, names in ((documents, {"segment_ids"}), (given, {"drop"}),
+                       (lambda graph, score, tensors: graph.add(tensors["bias"], score), set())):
+        keywords = _score_mod.keywords(mod, tensors, None, None, q, k, "bshd", 1.0)
+        assert keywords.keys() - {"softmax_scale"} == names
+
+
+@pytest.mark.parametrize("mod, message", [
+    (softcap, "div: by"), (causal, "binary_select: of the score and"),
+    (lambda graph, score, tensors: graph.mul(tensors["cap"], score), "mul: of the score and")])
+def test_a_capture_reads_no_number_on_the_gpu(mod, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        tensors = {name: torch.empty(1, 1, 1, 1, device="cuda") for name in ("cap", "fill")}
+    q, k = torch.zeros(B, S, H, D), torch.zeros(B, SK, H, D)
+    with pytest.raises(Refused, match=f"{message} a number on the GPU, which the capture of a CUDA graph cannot read"):
+        _score_mod.keywords(mod, tensors, None, None, q, k, "bshd", 1.0)
+
+
+@pytest.mark.skipif(torch.get_default_device().type != "cuda", reason="captures a CUDA graph")
+def test_a_capture_takes_numbers_on_the_cpu():
+    q = torch.randn(1, 5, 2, 8)
+    module = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="no_mask")
+    call = functools.partial(module, q, q, q, score_mod=softcap, score_mod_tensors={"cap": number(0.7).cpu()})
+    expected, graph = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 class Softcap:

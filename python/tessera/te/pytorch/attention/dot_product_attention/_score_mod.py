@@ -9,7 +9,8 @@ a graph that only looks on, and what it built becomes keywords of tessera.torch.
     select(score, -inf, mask)                      causal, window, key_ranges, segment_ids, drop
         mask: row and column compared with each other or a number, ids with ids, a bool tensor, and "and" of these
 
-in this order; anything else is refused by the name of its node. Numbers are one-element tensors on the CPU.
+in this order; anything else is refused by the name of its node. Numbers are Python's, or tensors of one element, which
+are read where a number is needed: on a GPU that waits for it.
 """
 
 from __future__ import annotations
@@ -91,9 +92,21 @@ def _wrapped(x):
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"score_mod: {type(x).__name__}: must be a node of the graph, one of score_mod_tensors, or a "
                         "number")
-    if x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
-        return _Number(float(x))
     return _Tensor(x)
+
+
+def _one_element(x) -> bool:
+    return isinstance(x, _Tensor) and x.x.numel() == 1 and not x.x.requires_grad
+
+
+def _unreadable(x) -> bool:
+    return _one_element(x) and x.x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _numbered(x):
+    """x as a node: a number if it is a tensor of one element that can be read now."""
+    x = _wrapped(x)
+    return _Number(float(x.x)) if _one_element(x) and not _unreadable(x) else x
 
 
 class Graph:
@@ -108,7 +121,7 @@ class Graph:
         return input
 
     def mul(self, a, b, **_):
-        a, b = _wrapped(a), _wrapped(b)
+        a, b = _numbered(a), _numbered(b)
         if isinstance(b, _Score) or isinstance(a, (_Number, _Tensor)) and isinstance(b, _Places) or \
                 isinstance(a, _Number) and isinstance(b, _Tensor):
             a, b = b, a
@@ -121,7 +134,7 @@ class Graph:
     scale = mul
 
     def div(self, a, b, **_):
-        b = _wrapped(b)
+        b = _numbered(b)
         if not isinstance(b, _Number):
             raise refused("div", f"by {_name(b)}, where a number would do")
         return _scaled(_wrapped(a), 1 / b.value if b.value else math.inf, "div")
@@ -153,6 +166,7 @@ class Graph:
             a, b = b, a
         if isinstance(a, _Score):
             return _with_bias(a, b)
+        a, b = _numbered(a), _numbered(b)
         if isinstance(a, (_Places, _Number)) and isinstance(b, (_Places, _Number)):
             a, b = (_Places(shift=x.value) if isinstance(x, _Number) else x for x in (a, b))
             if not (a.absolute or b.absolute or a.tensor is not None or b.tensor is not None):
@@ -181,7 +195,7 @@ class Graph:
 
     def cmp_eq(self, input, comparison, **_):  # noqa: A002
         a, b = _wrapped(input), _wrapped(comparison)
-        if isinstance(a, _Tensor) and isinstance(b, _Tensor):
+        if isinstance(a, _Tensor) and isinstance(b, _Tensor) and a.x.dim() == b.x.dim() == 4:
             rows, columns = (a.x, b.x) if a.x.shape[-1] == 1 else (b.x, a.x)
             if rows.shape[-1] == 1 == columns.shape[-2] == rows.shape[1] == columns.shape[1]:
                 return _Mask(ids=((rows, columns),))
@@ -195,7 +209,7 @@ class Graph:
         return _not(_mask(input, "logical_not"), "logical_not")
 
     def binary_select(self, input0, input1, mask, **_):
-        kept, other, mask = _wrapped(input0), _wrapped(input1), _mask(mask, "binary_select")
+        kept, other, mask = _numbered(input0), _numbered(input1), _mask(mask, "binary_select")
         if isinstance(other, _Score):
             kept, other, mask = other, kept, _not(mask, "binary_select")
         if not isinstance(kept, _Score) or not isinstance(other, _Number) or not self._hides(other.value):
@@ -207,7 +221,8 @@ class Graph:
 
     @staticmethod
     def _compared(difference, shift: float, node: str) -> _Mask:
-        x = _Places(shift=difference.value) if isinstance(difference, _Number) else difference
+        x = _numbered(difference)
+        x = _Places(shift=x.value) if isinstance(x, _Number) else x
         whole = isinstance(x, _Places) and x.tensor is None and not x.absolute and \
             x.row in (-1, 0, 1) and x.column in (-1, 0, 1) and x.row * x.column != 1
         if not whole:
@@ -228,6 +243,8 @@ class _Backward(Graph):
 
 
 def _name(x) -> str:
+    if _unreadable(x):
+        return "a number on the GPU, which the capture of a CUDA graph cannot read (give it on the CPU)"
     kinds = {_Score: "the score", _Number: "a number", _Tensor: "a tensor", _Places: "places", _Mask: "a mask"}
     return kinds.get(type(x), type(x).__name__)
 
@@ -249,7 +266,7 @@ def _scaled(x, factor: float, node: str):
 
 
 def _with_bias(score: _Score, x) -> _Score:
-    if isinstance(x, _Number):
+    if isinstance(x, _Number) or _one_element(x):
         return score  # cancels in the softmax
     if isinstance(x, _Places) and x.absolute:
         if x.tensor is None:
@@ -267,7 +284,7 @@ def _mask(x, node: str) -> _Mask:
     if isinstance(x, _Mask):
         return x
     x = _wrapped(x)
-    if isinstance(x, _Tensor) and x.x.dtype == torch.bool:
+    if isinstance(x, _Tensor) and x.x.dtype == torch.bool and x.x.dim():
         return _Mask(shown=(x.x,))
     raise refused(node, f"by {_name(x)}, where a comparison or a bool tensor would do")
 
