@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from tessera.cli import case_lines, check  # noqa: E402
 from tessera.te.pytorch.cpp_extensions.fused_attn import (  # noqa: E402
     QKVLayout, fused_attn_bwd, fused_attn_fwd)
-from tessera.cli.through.torch import to_numpy, to_torch  # noqa: E402
+from tessera.cli.through.torch import placer, to_numpy, to_torch  # noqa: E402
 
 # What a case may say that TE has no word for.
 BEYOND = {"softcap", "key_ranges", "segment_ids", "keep", "drop", "page_table", "k_scale",
@@ -94,7 +94,8 @@ def forward(case, given, outputs):
 
 
 def backward(case, given, outputs):
-    saved = {name: to_torch(x) for name, x in case.group("backward").items()}
+    place = placer(torch.get_default_device())
+    saved = {name: place(x) for name, x in case.group("backward").items()}
     if "dlse" in saved or "dalibi_slopes" in outputs:
         raise Inexpressible
     lengths, keywords, bias, sink = te_call(given)
@@ -114,13 +115,8 @@ def run(case):
     if words[1] not in ("fp32", "bf16", "fp16") or \
             BEYOND_WORDS & {word.partition("=")[0] for word in words}:
         raise Inexpressible
-    placed = {}
-
-    def place(x):  # one array for both sides stays one tensor
-        return placed.setdefault(id(x), to_torch(x)) if hasattr(x, "dtype") else x
-
-    given = {name: tuple(map(place, x)) if isinstance(x, tuple) and hasattr(x[0], "dtype") else
-             place(x) for name, x in case.arguments().items()}
+    place = placer(torch.get_default_device())
+    given = {name: place(x) for name, x in case.arguments().items()}
     if len({given[name].dtype for name in "qkv"}) > 1:
         raise Inexpressible
     outputs = case.group("outputs")
@@ -129,7 +125,7 @@ def run(case):
     for name, target in outputs.items():
         result = results[name].reshape(target.shape)
         dtype = to_torch(target).dtype
-        target[...] = to_numpy(result.detach().to(dtype), target.dtype)
+        target[...] = to_numpy(result.detach().to(dtype).cpu(), target.dtype)
 
 
 @pytest.mark.parametrize("source, step", [("smoke", 1), ("ci", 6)])

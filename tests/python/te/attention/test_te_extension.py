@@ -11,6 +11,7 @@ from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import Problem, fresh_selection  # noqa: E402, F401
 
 pytestmark = pytest.mark.usefixtures("fresh_selection")
+WIDE = torch.float64 if torch.get_default_device().type == "cpu" else torch.float32  # of what rotate takes
 
 
 @pytest.mark.parametrize("bias, kind", [("no_bias", "vanilla"), ("post_scale_bias", "learnable")])
@@ -56,7 +57,7 @@ def test_largest_logits_of_the_extension(layout):
 @pytest.mark.parametrize("word, start, cp", [("sbhd", False, (1, 0)), ("bshd", True, (1, 0)), ("thd", False, (2, 1))])
 def test_rope_of_the_extension(word, start, cp, interleaved):
     lead = {"sbhd": (8, 2), "bshd": (2, 8), "thd": (16,)}[word]
-    x, do = (torch.randn(*lead, 3, 12, dtype=torch.float64) for _ in range(2))
+    x, do = (torch.randn(*lead, 3, 12, dtype=WIDE) for _ in range(2))
     freqs = rope.RotaryPositionEmbedding(8, interleaved=interleaved)(64)
     cu = torch.tensor([0, 12, 32], dtype=torch.int32) if word == "thd" else None
     at = torch.tensor([3, 7], dtype=torch.int32) if start else None
@@ -71,7 +72,7 @@ def test_rope_of_the_extension(word, start, cp, interleaved):
 
 @pytest.mark.parametrize("word", ["sbhd", "bshd"])
 def test_qkv_rope_of_the_extension(word):
-    x = torch.randn(5, 2, 3, 4 * 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, 2, 3, 4 * 8, dtype=WIDE, requires_grad=True)
     freqs, split = rope.RotaryPositionEmbedding(8)(8), [16, 8, 8]
     want = rope.apply_fused_qkv_rotary_pos_emb(x, freqs, freqs, split, word)
     grads = [torch.randn_like(each) for each in want]

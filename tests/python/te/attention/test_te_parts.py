@@ -344,9 +344,10 @@ def test_full_cu_seqlens_are_made_once():
 
 
 def test_cu_seqlens_of_inference_can_be_trained_with():
+    device = torch.get_default_device()
     with torch.inference_mode():
-        made = utils.get_full_cu_seqlens(3, 11, "cpu")
-    cu = utils.get_full_cu_seqlens(3, 11, torch.device("cpu"))
+        made = utils.get_full_cu_seqlens(3, 11, str(device))
+    cu = utils.get_full_cu_seqlens(3, 11, device)
     assert made.is_inference() and not cu.is_inference() and torch.equal(made, cu)
     q = torch.randn(33, 2, 8, requires_grad=True)
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
@@ -405,18 +406,19 @@ def test_fused_attn_forward_and_backward(layout):
     p, kv_format, (q, k, v) = problem_of(layout, bias="post_scale_bias", softmax="learnable",
                                          dropout=0.25)
     o_format = {"sbhd": "bshd", "bshd": "sbhd"}.get(p.format, "thd")
+    first, again = (torch.Generator(q.device).manual_seed(1) for _ in range(2))
     lengths = p.sq, p.sk, p.cumulative(p.lens_q), p.cumulative(p.lens_k)
     options = dict(dropout=p.dropout, qkv_layout=layout, o_format=o_format,
                    attn_bias_type=p.bias, attn_mask_type=p.mask, softmax_type=p.softmax)
     offset = p.offset.view(1, HEADS, 1, 1)
     out, aux, max_logit = fused.fused_attn_fwd(
         True, *lengths, q, k, v, q.dtype, fused.FusedAttnBackend.cast("F16_arbitrary_seqlen"),
-        p.core_bias, softmax_offset=offset, rng_gen=torch.Generator().manual_seed(1),
+        p.core_bias, softmax_offset=offset, rng_gen=first,
         return_max_logit=True, **options)
     stats, rng_state, bias, sink = aux
     assert stats.shape == ((q.shape[0], HEADS, 1) if p.format == "thd" else (2, HEADS, p.sq, 1))
     assert bias is p.core_bias and sink is offset and rng_state.dtype == torch.int64
-    state = torch.randint(2**63 - 1, (2,), generator=torch.Generator().manual_seed(1))
+    state = torch.randint(2**63 - 1, (2,), generator=again)
     assert torch.equal(rng_state, state)
     keep = tessera.torch.dropout_mask(2, HEADS, p.sq, p.sk, p.dropout, state)
     expected = p.expected(keep)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of tessera.te's module that look alike are decided about once, and never wrongly."""
 
+import functools
+import os
 import sys
 
 import pytest
@@ -204,9 +206,13 @@ def test_a_window_is_known_with_its_types(wrong):
             module(q, q, q, window_size=wrong)
 
 
-def test_the_module_costs_little_beside_tessera_torch():
-    """Counted in calls of Python and C functions, which a busy machine does not change."""
+def test_the_module_costs_little_beside_tessera_torch(request):
+    """Counted in calls of Python and C functions, which a busy machine does not change. A default device would be in
+    the way of each of PyTorch's."""
     q = torch.randn(1, 16, 1, 16)
+    if "TESSERA_TEST_DEVICE" in os.environ:
+        request.addfinalizer(functools.partial(torch.set_default_device, os.environ["TESSERA_TEST_DEVICE"]))
+        torch.set_default_device(None)
     module = DotProductAttention(1, 16, qkv_format="bshd")
 
     def calls(function):
