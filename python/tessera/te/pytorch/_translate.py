@@ -142,7 +142,7 @@ class Call:
         by_name = "attn_mask_type" if "padding" in self.mask else "qkv_format"
         value = self.mask if "padding" in self.mask else "thd" if self.packed else "paged"
         why = f'{by_name}="{value}"' + ("" if self.packed else " without attention_mask")
-        diffs = {}
+        differed = diff = None
         for side, layout, lengths, name in (
                 ("q", self.q_format, self.cu_seqlens_q, "cu_seqlens_q"),
                 ("k", self.kv_format, self.cu_seqlens_kv, "cu_seqlens_kv")):
@@ -159,9 +159,9 @@ class Call:
             if self.page_table_k is None and lengths.shape[0] != b + 1:
                 raise _words.error(f"{name}.shape", list(lengths.shape),
                                    f"must be [batch_size + 1] = [{b + 1}]")
-            if id(lengths) not in diffs:  # one tensor for both sides stays one
-                diffs[id(lengths)] = lengths.diff()
-            given[f"seqlens_{side}"] = diffs[id(lengths)]
+            if lengths is not differed:  # one tensor for both sides stays one
+                differed, diff = lengths, lengths.diff()
+            given[f"seqlens_{side}"] = diff
 
     def _padding_by_mask(self, given):
         """Hidden queries are segment 1 and hidden keys segment 2, so that neither meets anyone. No
