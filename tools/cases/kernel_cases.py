@@ -73,6 +73,9 @@ bwd fp16 b=170 s=90 h=4 d=64 layout=thd longest lens=random:5 gaps=2 poison
 bwd bf16 b=40 s=192 h=16 d=64 layout=thd longest lens=random:1 poison
 bwd fp16 b=30 s=300 hq=24 hk=8 d=128 layout=thd longest lens=random:3 causal poison
 bwd bf16 b=9 s=700 hq=24 hk=8 d=64 layout=thd longest lens=random:4 causal gaps=random:4 poison
+bwd bf16 b=40 s=530 hq=6 hk=2 d=128 layout=thd longest lens=random:9 causal poison
+bwd fp16 b=60 s=400 hq=6 hk=3 d=64 layout=thd lens=random:7 gaps=random:90 window=100,20 poison
+bwd bf16 b=50 sq=150 sk=260 h=3 d=256 layout=thd lens_q=random:6 lens_k=random:8 causal align=bottom_right poison
 """.strip().splitlines()
 
 
