@@ -94,6 +94,38 @@ TEST(Order, FullTilesOfOneWaveAreLeftAlone) {
   EXPECT_EQ(best_order(work).parts(), 0);
 }
 
+// Causal sequences of packed queries and keys, `tokens` in all, of 28 heads on 4.
+BackwardParams packed(int batch, int tokens, BackwardTile tile) {
+  BackwardParams a{};
+  Params& p = a.problem;
+  p.batch = batch;
+  p.sq = p.sk = tokens;
+  p.hq = 28, p.hk = 4, p.group = 7;
+  p.dqk = p.dv = 128;
+  p.thd_q = p.thd_k = 1;
+  p.window = {-1, 0};
+  a.slots = num_slots(true, tokens, batch, tile.tile_m);
+  const Problem problem{};
+  const BackwardKernel kernel{"d128", 0, kLean, tile, nullptr};
+  order_tiles(kernel, problem, tokens, kWorkers, TileOrders(), a);
+  return a;
+}
+
+TEST(Order, PackedTilesHaveATableWhereItHelps) {
+  const BackwardTile tile{.dqk = 128, .dv = 128, .tile_m = kBlock, .ds_buffers = 3};
+  const BackwardParams a = packed(47, 14400, tile);
+  EXPECT_EQ(a.ordered_slots, a.tiles / 4);
+  EXPECT_EQ(a.last_slots, 2 * kWorkers / a.heads_per_section.divisor);
+  BackwardTile in_turn = tile;
+  in_turn.deterministic = true;
+  EXPECT_EQ(packed(47, 14400, in_turn).ordered_slots, 0);
+  EXPECT_EQ(packed(1, 14400, tile).ordered_slots, 0);     // as they are
+  EXPECT_EQ(packed(4, 1000, tile).ordered_slots, 0);      // all start at once
+  EXPECT_EQ(packed(3000, 14400, tile).ordered_slots, 0);  // too many to sort
+  EXPECT_EQ(packed(10, 300'000, tile).ordered_slots, 0);
+  EXPECT_GT(packed(900, 14400, tile).ordered_slots, 0);
+}
+
 TEST(Order, KnownProblemsAreNotModelledAgain) {
   const TileOrders orders;
   const TileWork work = causal(5120, 32, 8);

@@ -178,6 +178,7 @@ class FusedBackward {
     a.bias_marks = workspace.take<int>(tile.sums_dbias ? blocks * tiles * BackwardTile::kOwners : 0,
                                        kAlignment);
     const SharedCounts shared = shared_counts(kernel, a);
+    a.key_tiles = workspace.take<int2>(a.ordered_slots);
     a.part_sums = workspace.take<float>(shared.sums, kAlignment);
     a.arrivals = workspace.take<int>(shared.arrivals);
     of_others.dbias = workspace.take<char>(dbias_workspace_bytes(problem));

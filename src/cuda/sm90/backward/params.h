@@ -33,6 +33,12 @@ struct TurnOrder {
 
 constexpr int kMostTilesInParts = 256;  // of a head
 
+// Tiles of packed keys start in an order of their own where a head has no more than so many slots
+// for them (backward/schedule/slot_order.cuh): of more, the last ones matter little, and a CTA would
+// sort them for longer than others have work beside it.
+constexpr int kMostOrderedSlots = 1024;
+constexpr int kSlotClasses = 128;  // of lengths, a thread each
+
 constexpr int kRowsOfWarp = 16;  // keys that a warp has dK and dV of
 
 struct BackwardParams {
@@ -70,6 +76,10 @@ struct BackwardParams {
   int num_arrivals;  // counters
   uint16_t first_part[kMostTilesInParts + 1];
   uint8_t tile_at[kMostTilesInParts];
+  // Sequence and first key of the tile that starts i-th of each head; ordered_slots of them, 0: they
+  // start in the order of storage. The last_slots come by their own length.
+  int2* key_tiles;
+  int ordered_slots, last_slots;
   int sequences;    // that add to one dbias in this kernel: 1 or 2 (backward/fused/dbias.cuh)
   int alternates;   // sections of tiles walk downwards and upwards in turn, see order_tiles()
   int slots;        // of one head

@@ -8,6 +8,7 @@
 #include "cuda/sm90/backward/fused/sections.cuh"
 #include "cuda/sm90/backward/kernels.h"
 #include "cuda/sm90/backward/pair/kernel.cuh"
+#include "cuda/sm90/backward/schedule/slot_order.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -23,9 +24,14 @@ struct BackwardRows {
   using Tile = typename Kernel::GradOTile;
 
   struct alignas(1024) SharedStorage {
-    uint8_t o[Tile::kBytes], grad_o[Tile::kBytes];
+    union {
+      uint8_t o_and_grad_o[2][Tile::kBytes];
+      SlotOrder slot_order;  // of the first CTA, before it loads them
+    };
     uint64_t barrier;
   };
+  // Products of E4M3 load neither.
+  static constexpr size_t kSharedBytes = Row::kTile.fp8 ? sizeof(SlotOrder) : sizeof(SharedStorage);
 };
 
 // lse, or its gradient, of a query.
@@ -46,7 +52,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   constexpr int kTileM = Kernel::kTileM;
   extern __shared__ __align__(1024) uint8_t storage[];
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(storage));
-  const uint32_t o = base + offsetof(Storage, o), grad_o = base + offsetof(Storage, grad_o),
+  const uint32_t o = base, grad_o = base + Tile::kBytes,
                  barrier = base + offsetof(Storage, barrier);
   const Params& p = a.problem;
   if (!Row::kTile.fp8 && threadIdx.x == 0) {
@@ -60,6 +66,15 @@ __global__ void __launch_bounds__(kWarpgroup)
   if (kInTurn<Row> && blockIdx.x == 0 && blockIdx.y == 0) {
     const bool overlap = sequences_overlap(p);
     if (threadIdx.x == 0) *a.order = {0, overlap};
+  }
+  if (!kInTurn<Row> && a.ordered_slots > 0 && blockIdx.x == 0 && blockIdx.y == 0) {
+    static_assert(kSlotClasses == kWarpgroup);
+    reinterpret_cast<SlotOrder*>(storage)->write<typename Kernel::Schedule>(
+        a, [](const auto& body) {
+          body(static_cast<int>(threadIdx.x));
+          async_proxy_fence();  // O and dO come by TMA to where it is made
+          __syncthreads();
+        });
   }
   const auto find_spans = [&] {
     if constexpr (kIsOfSegments<Row>) {
@@ -208,9 +223,7 @@ BackwardCode make_backward() {
     gradients = reinterpret_cast<const void*>(&backward<Element, Row>);
   }
   return {static_cast<int>(sizeof(typename Kernel::SharedStorage)),
-          Row::kTile.fp8
-              ? 0
-              : static_cast<int>(sizeof(typename BackwardRows<Element, Row>::SharedStorage)),
+          static_cast<int>(BackwardRows<Element, Row>::kSharedBytes),
           kIsLean<Row>,
           reinterpret_cast<const void*>(&backward_rows<Element, Row>),
           gradients,

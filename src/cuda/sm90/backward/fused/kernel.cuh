@@ -31,12 +31,14 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     if constexpr (kInTurn<Row>) {
       wait_for_predecessors();
       index = atomicAdd(&a.order->ticket, 1);
+    } else if (a.ordered_slots > 0) {
+      wait_for_predecessors();
     }
     if constexpr (kSumsBias<Row>) {  // sequences side by side
       const int tile_of_all = index / a.sequences;
       tile = Kernel::Schedule::decode(a, tile_of_all, index - tile_of_all * a.sequences);
     } else {
-      tile = Kernel::Schedule::decode(a, index);
+      tile = Kernel::Schedule::template decode<!kInTurn<Row>>(a, index);
       if (Kernel::kShares && tile.parts > 1) take_part(tile);
     }
     if constexpr (Kernel::kStartsEarly) BackwardProducer<Kernel>::start(a, tile, shared);

@@ -521,7 +521,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BackwardTile::kThrea
     cluster_sync();
     index = in_shared.ticket;
   }
-  if (threadIdx.x == kWarp) tile = Kernel::Schedule::decode(a, index);
+  if (threadIdx.x == kWarp) {
+    if (!kInTurn<Row> && a.ordered_slots > 0) wait_for_predecessors();
+    tile = Kernel::Schedule::template decode<!kInTurn<Row>>(a, index);
+  }
   cluster_sync();
   launch_dependents();
   if (warpgroup == 0) {

@@ -168,6 +168,21 @@ std::vector<int> blocks_of_tiles(const Params& p, int tile_m, int tile_n) {
   return blocks;
 }
 
+// Lets the tiles of packed keys start in an order that is found on the device
+// (backward/schedule/slot_order.cuh). Those that take turns have one of their own, and those that
+// all start at once need none.
+void order_slots(const BackwardKernel& kernel, int multiprocessors, BackwardParams& a) {
+  constexpr int kLastWaves = 2;  // in which tiles come by their own length
+  const Params& p = a.problem;
+  const int workers = multiprocessors / kernel.tile.ctas();
+  if (!p.thd_k || kernel.tile.deterministic || p.batch < 2 || a.slots == 0 || a.tiles <= workers ||
+      a.tiles / p.hk > kMostOrderedSlots) {
+    return;
+  }
+  a.ordered_slots = a.tiles / p.hk;
+  a.last_slots = kLastWaves * workers / a.heads_per_section.divisor;
+}
+
 }  // namespace
 
 int TileOrder::stored_parts() const {
@@ -337,6 +352,7 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t l
   set_order(order, heads, tiles_n, a);
   a.num_arrivals = heads * a.stored_parts * 4 * BackwardTile::kOwners;
   if (runs_in_sections(kernel, multiprocessors, a)) a.ahead = order.heads_per_section;
+  order_slots(kernel, multiprocessors, a);
 }
 
 SharedCounts shared_counts(const BackwardKernel& kernel, const BackwardParams& a) {

@@ -4,7 +4,6 @@
 
 #include "cuda/common/sequence.cuh"
 #include "cuda/sm90/backward/params.h"
-#include "cuda/sm90/machine/ptx.cuh"
 
 namespace tessera::cuda::sm90 {
 
@@ -67,9 +66,13 @@ __device__ __forceinline__ TileOfRows tile_of_packed_slot(const Params& p, int s
 
 template <int kTileM, int kTileN>
 struct KeySchedule {
+  static constexpr int kKeys = kTileN;
+
   // The tile that stands at `index` of the grid. Causal problems have the longest tiles first,
   // which are those of the first keys; the heads of a section stand side by side.
-  // turn: sequences further on.
+  // turn: sequences further on. kOrdered: reads a.key_tiles, if there are any, for which the kernel
+  // before has to be done.
+  template <bool kOrdered = false>
   static __device__ __forceinline__ KeyTile decode(const BackwardParams& a, int index,
                                                    int turn = 0) {
     const Params& p = a.problem;
@@ -84,12 +87,18 @@ struct KeySchedule {
       const int in_section = index - section * a.per_section.divisor;
       const int slot = a.heads_per_section.quotient(in_section);
       tile.upwards = a.upward_sections > 0;
-      const TileOfRows rows =
-          tile_of_packed_slot(p, tile.upwards ? slot : a.tiles / p.hk - 1 - slot, kTileN);
-      n = rows.n;
       tile.kv_head =
           section * a.heads_per_section.divisor + in_section - slot * a.heads_per_section.divisor;
-      tile.key0 = rows.begin;
+      if (kOrdered && a.ordered_slots > 0) {
+        const int2 at = a.key_tiles[slot];
+        n = at.x;
+        tile.key0 = at.y;
+      } else {
+        const TileOfRows rows =
+            tile_of_packed_slot(p, tile.upwards ? slot : a.tiles / p.hk - 1 - slot, kTileN);
+        n = rows.n;
+        tile.key0 = rows.begin;
+      }
     } else {
       n = place(a, index, tile) + turn;
     }
