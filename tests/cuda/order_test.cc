@@ -119,6 +119,9 @@ TEST(Order, PackedTilesHaveATableWhereItHelps) {
   BackwardTile in_turn = tile;
   in_turn.deterministic = true;
   EXPECT_EQ(packed(47, 14400, in_turn).ordered_slots, 0);
+  // Tiles of a sequence walk downwards in step, but those that take turns walk upwards.
+  EXPECT_TRUE(a.alternates && a.heads_inner);
+  EXPECT_FALSE(packed(47, 14400, in_turn).alternates || packed(47, 14400, in_turn).heads_inner);
   EXPECT_EQ(packed(1, 14400, tile).ordered_slots, 0);     // as they are
   EXPECT_EQ(packed(4, 1000, tile).ordered_slots, 0);      // all start at once
   EXPECT_EQ(packed(3000, 14400, tile).ordered_slots, 0);  // too many to sort

@@ -80,8 +80,9 @@ struct BackwardParams {
   // start in the order of storage. The last_slots come by their own length.
   int2* key_tiles;
   int ordered_slots, last_slots;
-  int sequences;    // that add to one dbias in this kernel: 1 or 2 (backward/fused/dbias.cuh)
-  int alternates;   // sections of tiles walk downwards and upwards in turn, see order_tiles()
+  int sequences;  // that add to one dbias in this kernel: 1 or 2 (backward/fused/dbias.cuh)
+  // Sections of tiles walk downwards and upwards in turn, packed ones all downwards: order_tiles().
+  int alternates;
   int slots;        // of one head
   int heads_inner;  // a tile takes all heads of its group at one block, then the next block
 

@@ -29,13 +29,13 @@ int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // True if tiles of a key head that start together come by the same blocks together: from the first
 // or the last one of the sequence on. Each starts two blocks on from the one before under a window,
-// and where sections of tiles cannot walk downwards. Whoever takes all heads of a group at a block
-// then comes to what its neighbour has read when the L2 has lost it; of one head after the other it
-// is still there.
-bool starts_in_step(const Params& p) {
+// and where packed tiles take turns, which walk upwards. Whoever takes all heads of a group at a
+// block then comes to what its neighbour has read when the L2 has lost it; of one head after the
+// other it is still there.
+bool starts_in_step(const Params& p, bool in_turn) {
   if (p.window.right < 0) return true;
-  return !p.thd_k &&
-         (p.window.left < 0 || 2 * (int64_t{p.window.left} + p.window.right + 1) > p.sq);
+  if (p.thd_k) return p.window.left < 0 && !in_turn;
+  return p.window.left < 0 || 2 * (int64_t{p.window.left} + p.window.right + 1) > p.sq;
 }
 
 // Heads side by side cost reads where what their tiles share does not stay in L2. So many CTAs of a
@@ -315,12 +315,13 @@ void order_tiles(const BackwardKernel& kernel, const Problem& problem, int64_t l
   const int batch = p.batch / a.sequences, heads = p.thd_k ? p.hk : batch * p.hk;
   a.tiles = num_tile_slots(p.thd_k, p.sk, batch, tile_n) * p.hk;
   a.longest_first = is_causal || in_turn;
-  a.heads_inner = !swaps_loops(kernel.tile, kernel.features) || starts_in_step(p);
+  a.heads_inner = !swaps_loops(kernel.tile, kernel.features) || starts_in_step(p, in_turn);
   const int group = a.heads_inner ? p.group : 1;  // heads that tiles are at together
   // Where groups are large, tiles stay in step. Those of a first section start together and walk
   // downwards; those of a second one start as the shortest of the first end, and walk upwards: each
-  // begins at its diagonal when the one before comes by there.
-  a.alternates = !in_turn && is_causal && p.group > 1 && a.heads_inner && !p.thd_k;
+  // begins at its diagonal when the one before comes by there. Packed ones, which start sequence by
+  // sequence, all walk downwards.
+  a.alternates = !in_turn && is_causal && p.group > 1 && a.heads_inner;
 
   const int64_t bytes_of_head = bytes_of_heads(p, group);
   int per_section = p.thd_k

@@ -87,6 +87,7 @@ struct KeySchedule {
       const int in_section = index - section * a.per_section.divisor;
       const int slot = a.heads_per_section.quotient(in_section);
       tile.upwards = a.upward_sections > 0;
+      tile.descends = a.alternates;
       tile.kv_head =
           section * a.heads_per_section.divisor + in_section - slot * a.heads_per_section.divisor;
       if (kOrdered && a.ordered_slots > 0) {
