@@ -287,6 +287,38 @@ TEST(Work, UnitsCutApart) {
   ASSERT_GT(apart, 100);
 }
 
+// What follows from a sequence's length alone is what its band says.
+TEST(Work, WholeSequences) {
+  std::mt19937 random(6);
+  int whole = 0, others = 0;
+  for (int problem = 0; problem < 2000; ++problem) {
+    Batch batch = draw(random);
+    Params& p = batch.args.params;
+    if (random() % 4 > 0) {
+      p.tensor[TESSERA_SEQLENS_Q].data = nullptr;
+      if (!p.thd_q) p.sq = 1 + static_cast<int>(random() % 6);
+    }
+    if (!is_whole(p, batch.queries)) {
+      ++others;
+      continue;
+    }
+    ++whole;
+    for (int n = 0; n < batch.sequences(); ++n) {
+      batch.args.whole = 0;
+      const CellsOf by_band = batch.cells(n);
+      batch.args.whole = 1;
+      const CellsOf by_length = batch.cells(n);
+      ASSERT_EQ(by_length.row0, by_band.row0);
+      ASSERT_EQ(by_length.units, by_band.units);
+      ASSERT_EQ(by_length.first_key, by_band.first_key);
+      ASSERT_EQ(by_length.steps, by_band.steps);
+      ASSERT_EQ(by_length.cells, by_band.cells);
+    }
+  }
+  ASSERT_GT(whole, 30);
+  ASSERT_GT(others, 500);
+}
+
 // CTAs side by side: each has packs of its own, and all of them the same keys.
 TEST(Work, SideBySide) {
   std::mt19937 random(5);

@@ -49,6 +49,7 @@ WorkArgs work_args(const Params& params, const Cut& cut) {
           .beside = Divisor::of(cut.tile.beside),
           .packs = Divisor::of(params.hq / pack / cut.tile.beside),
           .packs_kv = Divisor::of(params.group / pack),
+          .whole = cut.chunks == 0 && is_whole(params, cut.tile.rows / pack),
           .units = static_cast<int>(cut.units / cut.tile.beside),
           .most_runs = static_cast<int>(cut.slots / 2 / cut.tile.beside),
           .chunks = static_cast<int>(cut.chunks),

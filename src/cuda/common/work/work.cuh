@@ -61,16 +61,30 @@ struct Counted {
   __device__ int in_row(int ends) const { return cells + ends * units; }
 };
 
+// Cells of a unit that is cut into pieces of `apart`.
+__device__ __forceinline__ int padded_cells(int cells, int apart) {
+  return apart <= 1 ? cells : few_of(apart, cells + apart - 1) * apart;
+}
+// Steps of a sequence whose rows see all of its keys.
+__device__ __forceinline__ int steps_of_whole(int keys, int step_keys) {
+  return max((keys + step_keys - 1) / step_keys, 1);
+}
+
 // The cells of a sequence.
 struct CellsOf {
-  int row0;       // first row of its first tile
-  int units;      // tiles x packs of heads
-  int first_key;  // a multiple of a step
-  int steps;      // of keys; at least 1, because rows that see nothing are written too
+  int row0 = 0;       // first row of its first tile
+  int units = 0;      // tiles x packs of heads
+  int first_key = 0;  // a multiple of a step
+  int steps = 0;      // of keys; at least 1, because rows that see nothing are written too
   int steps_a_cell = 1, cells = 0;  // of a unit
 
   __device__ CellsOf() {}
   __device__ CellsOf(const WorkArgs& args, const Sequence& sequence, int step_keys) {
+    if (args.whole) {
+      units = args.packs.divisor;
+      cells = steps = steps_of_whole(sequence.k.length, step_keys);
+      return;
+    }
     const Rows& q = sequence.q;
     const int before = q.owned_lo < 0
                            ? args.queries.quotient(-q.owned_lo + args.queries.divisor - 1)
@@ -89,9 +103,7 @@ struct CellsOf {
     }
   }
   // With each unit's cells rounded up to a multiple of `apart`.
-  __device__ int padded(int apart) const {
-    return apart <= 1 ? cells : (cells + apart - 1) / apart * apart;
-  }
+  __device__ int padded(int apart) const { return padded_cells(cells, apart); }
   __device__ Counted all(int apart) const { return {units * padded(apart), units}; }
 };
 
@@ -328,9 +340,86 @@ __device__ __forceinline__ T of_lane(const T& of, int lane) {
   }
   return result;
 }
-template <bool kMayCutApart = false>
+// Sequences whose cells a lane keeps at once.
+constexpr int kWholeOfLane = 8;
+
+// cells[i]: of the lane's i-th sequence, 0 where it has no such.
+template <typename LengthAt>
+__device__ __forceinline__ void find_cells_of_whole(const WorkArgs& args, int step_keys, int first,
+                                                    int each, const LengthAt& length_at,
+                                                    int (&cells)[kWholeOfLane]) {
+#pragma unroll
+  for (int i = 0; i < kWholeOfLane; ++i) {
+    const int n = first + i;
+    const bool exists = i < each && n < args.params.batch;
+    cells[i] = exists ? steps_of_whole(clamped(length_at(n), 0, args.params.sk), step_keys) : 0;
+  }
+}
+
+// find_start() of sequences that are whole. A lane keeps the cells of its own in registers, so that
+// their lengths are read once and all together.
+__device__ __forceinline__ Found find_start_of_whole(const WorkArgs& args, int step_keys, int run,
+                                                     int most) {
+  const Params& p = args.params;
+  const int lane = threadIdx.x % 32, each = (p.batch + 31) / 32, units = args.packs.divisor;
+  const View& lengths = p.tensor[TESSERA_SEQLENS_K];
+  const int64_t stride = lengths.stride[0];
+  int cells[kWholeOfLane];
+  const auto find_cells = [&](const auto& length_at) {
+    find_cells_of_whole(args, step_keys, lane * each, each, length_at, cells);
+  };
+  if (!lengths.data) {
+    find_cells([&](int) { return p.sk; });
+  } else if (lengths.dtype == TESSERA_INT32) {
+    find_cells([&](int n) { return static_cast<const int32_t*>(lengths.data)[n * stride]; });
+  } else {
+    find_cells([&](int n) { return static_cast<const int64_t*>(lengths.data)[n * stride]; });
+  }
+  const auto of_lane_units = [&](const auto& count) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < kWholeOfLane; ++i) sum += count(cells[i]);
+    return units * sum;
+  };
+  const auto itself = [](int of) { return of; };
+  int own = of_lane_units(itself);
+  const Counted all{static_cast<int>(__reduce_add_sync(~0u, own)), units * p.batch};
+  Runs runs(args, all, most);
+  const int apart = cells_apart(args, all, most, [&](int piece) {
+    const auto pieces = [&](int of) { return of == 0 ? 0 : few_of(piece, of + piece - 1); };
+    return __reduce_add_sync(~0u, of_lane_units(pieces));
+  });
+  if (apart > 0) {
+#pragma unroll
+    for (int& of : cells) of = of == 0 ? 0 : padded_cells(of, apart);
+    own = of_lane_units(itself);
+    const auto padded = static_cast<int>(__reduce_add_sync(~0u, own));
+    runs = Runs::cut_apart(apart, {padded, all.units});
+  }
+  const int sequences = clamped(p.batch - lane * each, 0, each), at = runs.begin(run);
+  const Counted to = sum_up_to_lane({own, units * sequences});
+  // The lane behind whose sequences the run's first cell lies; then which of the next lane's has it.
+  const int lanes = __popc(__ballot_sync(~0u, to.in_row(runs.ends) <= at));
+  Counted before = of_lane(to, max(lanes, 1) - 1);
+  if (lanes == 0) before = {0, 0};
+  int n = lanes * each;
+  bool lies_behind = true;
+#pragma unroll
+  for (int i = 0; i < kWholeOfLane; ++i) {
+    const int of = __shfl_sync(~0u, cells[i], min(lanes, 31));
+    const Counted next = before.plus({units * of, units});
+    lies_behind = lies_behind && i + 1 < each && next.in_row(runs.ends) <= at;
+    if (lies_behind) before = next, ++n;
+  }
+  const KnownSequence first(args, min(n, p.batch - 1), step_keys);
+  return {runs, {n, before}, all.units, first, n < p.batch};
+}
+
 __device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys, int run,
                                             int most) {
+  if (args.whole && args.params.batch <= 32 * kWholeOfLane) {
+    return find_start_of_whole(args, step_keys, run, most);
+  }
   const int lane = threadIdx.x % 32, each = (args.params.batch + 31) / 32;
   const int lo = min(lane * each, args.params.batch), hi = min(lo + each, args.params.batch);
   const bool alone = each == 1;
@@ -343,15 +432,13 @@ __device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys,
   Counted to = sum_up_to_lane(count_of_lane(1));
   Counted all = of_lane(to, 31);
   Runs runs(args, all, most);
-  if constexpr (kMayCutApart) {
-    const int apart = cells_apart(args, all, most, [&](int cells) {
-      return __reduce_add_sync(~0u, count_of_lane(cells).cells / cells);
-    });
-    if (apart > 0) {
-      to = sum_up_to_lane(count_of_lane(apart));
-      all = of_lane(to, 31);
-      runs = Runs::cut_apart(apart, all);
-    }
+  const int apart = cells_apart(args, all, most, [&](int cells) {
+    return __reduce_add_sync(~0u, count_of_lane(cells).cells / cells);
+  });
+  if (apart > 0) {
+    to = sum_up_to_lane(count_of_lane(apart));
+    all = of_lane(to, 31);
+    runs = Runs::cut_apart(apart, all);
   }
   // The lane behind whose sequences the run's first cell lies, and the next lane's begin.
   const unsigned behind = __ballot_sync(~0u, to.in_row(runs.ends) <= runs.begin(run));

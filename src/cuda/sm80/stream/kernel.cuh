@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(S::kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = warp / S::kTeam, thread = threadIdx.x % (32 * S::kTeam);
   const int first_row = warp % S::kTeam * 8 * S::kGroups;
-  const Found found = find_start<true>(args, S::kStepKeys, blockIdx.x, gridDim.x);
+  const Found found = find_start(args, S::kStepKeys, blockIdx.x, gridDim.x);
   for (Walk walk = found.walk(args, S::kStepKeys, blockIdx.x); walk.next();) {
     const Piece piece = walk.piece();
     const Sequence& sequence = walk.sequence();

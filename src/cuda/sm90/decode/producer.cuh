@@ -25,7 +25,7 @@ class DecodeProducer {
     const bool shares = args_.cluster > 1;
     const Found found =
         shares ? found_unit()
-               : find_start<true>(args_, S::kStepKeys, run, args_.beside.quotient(gridDim.x));
+               : find_start(args_, S::kStepKeys, run, args_.beside.quotient(gridDim.x));
     int count = 0;
     for (Walk walk = found.walk(args_, S::kStepKeys, run); shares ? count == 0 : walk.next();
          ++count) {

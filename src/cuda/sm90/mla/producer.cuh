@@ -25,7 +25,7 @@ class MlaProducer {
 
   // Called by whole warps. run: the CTA's, or that of the CTAs that share units.
   __device__ void produce(int run, int runs) {
-    const Found found = find_start<true>(args_, Kernel::kKeys, run, runs);
+    const Found found = find_start(args_, Kernel::kKeys, run, runs);
     if (blockIdx.x == 0 && warp_ == 0 && lane_ == 0) *args_.units_found = found.units;
     int count = 0;
     for (Walk walk = found.walk(args_, Kernel::kKeys, run); walk.next(); ++count) {
