@@ -290,7 +290,7 @@ class MlaConsumer {
     }
   }
 
-  // The rows of the part that somebody stores.
+  // The rows of the part that somebody stores, their columns as column_of_part() says.
   __device__ __forceinline__ void store_part(int slot, const Rows& rows, int row0, int head0) {
     const int columns = Kernel::kTile.dv, quad = lane_ % 4;
 #pragma unroll
@@ -299,10 +299,11 @@ class MlaConsumer {
       if (!row_of_unit(args_, rows, row0, head0, row_of).owned) continue;
       const int64_t row = int64_t{slot} * Kernel::kUnitRows + row_of;
       if (w_ == 0 && quad == 0) args_.part_sums[row] = {reference_[r], sum_[r]};
-      float* const to = args_.part_o + row * columns + w_ * Kernel::kColumns + 2 * quad;
+      float* const to = args_.part_o + row * columns + w_ * Kernel::kColumns + 4 * quad;
 #pragma unroll
-      for (int g = 0; g < Kernel::kColumns / 8; ++g) {
-        *reinterpret_cast<float2*>(to + 8 * g) = {O[4 * g + 2 * r], O[4 * g + 2 * r + 1]};
+      for (int g = 0; g < Kernel::kColumns / 16; ++g) {
+        const float* const o = O + 8 * g + 2 * r;
+        *reinterpret_cast<float4*>(to + 16 * g) = {o[0], o[1], o[4], o[5]};
       }
     }
   }

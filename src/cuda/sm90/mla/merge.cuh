@@ -7,7 +7,7 @@
 
 namespace tessera::cuda::sm90 {
 
-// Four columns of a row, summed over parts.
+// Four columns of a row, those of column_of_part(), summed over parts.
 struct MlaSum {
   float reference = -kInfinity, sum = 0;
   float4 o{0, 0, 0, 0};
@@ -92,10 +92,10 @@ struct MlaMerge {
     // What nobody sees is 0 whatever was added up.
     const bool any = factor != 0;
     const float4& o = total.o;
-    auto* const out = static_cast<Element*>(args.params.tensor[TESSERA_O].data) + to.o;
-    *reinterpret_cast<uint2*>(out + 4 * thread) = {
-        any ? pack<Element>(o.x * factor, o.y * factor) : 0,
-        any ? pack<Element>(o.z * factor, o.w * factor) : 0};
+    auto* const out =
+        static_cast<Element*>(args.params.tensor[TESSERA_O].data) + to.o + column_of_part(thread);
+    *reinterpret_cast<uint32_t*>(out) = any ? pack<Element>(o.x * factor, o.y * factor) : 0;
+    *reinterpret_cast<uint32_t*>(out + 8) = any ? pack<Element>(o.z * factor, o.w * factor) : 0;
   }
 };
 

@@ -10,6 +10,10 @@
 
 namespace tessera::cuda::sm90 {
 
+// Four floats of a part's row hold the columns from c on and c + 8 on, two each: what a lane has of
+// 16 columns of wgmma's sums, so that it stores 16 bytes and four lanes 64. Returns c of the i-th four.
+__device__ inline int column_of_part(int i) { return i / 4 * 16 + i % 4 * 2; }
+
 // A row of a unit, as stored.
 struct MlaRow {
   int head;
