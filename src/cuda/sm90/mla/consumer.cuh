@@ -94,14 +94,14 @@ class MlaConsumer {
     accumulate_sums();
     wgmma_wait<0>();
     pin(O);
-    release(shared_.k_empty(0, 0));
+    release_keys(shared_.k_empty(0, 0));
     if (!two) return;
     follow(kSecondWeights, 1);
     issue_others(1);
     wgmma_wait<0>();
     pin(O);
-    release(shared_.k_empty(1, 0));
-    release(shared_.k_empty(1, 1));  // where P1 lies
+    release_keys(shared_.k_empty(1, 0));
+    release_keys(shared_.k_empty(1, 1));  // where P1 lies
   }
 
   // S1 and P1, with P0 V0 of the right columns under its softmax; then P1 V1.
@@ -109,6 +109,10 @@ class MlaConsumer {
     if (last && !two) release(shared_.q_empty());
     if (two) {
       issue_scores(turn);
+      if constexpr (Kernel::kSharers > 1) {
+        if (thread_ == 0)
+          mbarrier_arrive_in_cluster_relaxed(address_in(rank_ ^ 1, shared_.k_sent()));
+      }
       wgmma_wait<0>();
       pin(S);
       if (last) release(shared_.q_empty());
@@ -118,18 +122,19 @@ class MlaConsumer {
     float moved[2];
     if (two) {
       softmax(block, moved);
+      if constexpr (Kernel::kSharers > 1) mbarrier_wait(shared_.k_sent(), turn);
       publish(moved, kSecondWeights);
     }
     wgmma_wait<0>();
     pin(O);
-    release(shared_.k_empty(0, 1));
+    release_keys(shared_.k_empty(0, 1));
     if (!two) return;
     rescale(moved);
     accumulate_sums();
     issue_own();
     wgmma_wait<0>();
     pin(O);
-    release(shared_.k_empty(1, 1));
+    release_keys(shared_.k_empty(1, 1));
   }
 
   // S = Q K^T of this consumer's block, chunk by chunk as they arrive.
@@ -257,6 +262,14 @@ class MlaConsumer {
 
   __device__ __forceinline__ void release(uint32_t barrier) {
     if (thread_ == 0) mbarrier_arrive(barrier);
+  }
+  // To all that bring keys here.
+  __device__ __forceinline__ void release_keys(uint32_t barrier) {
+    if constexpr (Kernel::kSharers == 1) {
+      release(barrier);
+    } else if (thread_ < Kernel::kSharers) {
+      mbarrier_arrive_in_cluster_relaxed(address_in(thread_, barrier));
+    }
   }
 
   // The sums of both, then the rows, or the part of them.

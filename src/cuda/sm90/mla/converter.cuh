@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys of an E4M3 latent cache on their way into shared memory, as the 16-bit elements that the
-// products have: by the four warps of the producer's warpgroup, each of which has 16 keys of a block.
+// products have: by the four warps of the producer's warpgroup.
 //
-// A lane has two keys, 8 apart, of which it brings a quarter: 16 bytes of each 64 columns. The rows
-// of the block after are asked for in L2 meanwhile, so that loads, of which registers hold few, are
-// short. What no row of the unit sees is zero, and neither its page nor the page's entry is read.
+// A warp has 16 keys of a block. Of two CTAs that share a unit each converts half of the keys and
+// copies them to the other one, so that a warp has 8. A lane has a key, or two, 8 apart, of which it
+// brings a quarter: 16 bytes of each 64 columns. The rows of the block after are asked for in L2
+// meanwhile, so that loads, of which registers hold few, are short. What no row of the unit sees is
+// zero, and neither its page nor the page's entry is read.
 #pragma once
 
 #include "cuda/common/few/operands.cuh"
@@ -27,9 +29,14 @@ class MlaConverter {
   using Shared = typename Kernel::Shared;
   static constexpr int kWarps = 4;
 
-  __device__ __forceinline__ MlaConverter(const MlaArgs& args, const MlaWork& work, int warp,
-                                          int lane)
-      : args_(args), visible_(work.visible), lane_(lane), row_(warp * kKeysOfWarp + lane / 4) {
+  __device__ __forceinline__ MlaConverter(const MlaArgs& args, const MlaWork& work, int rank,
+                                          int warp, int lane)
+      : args_(args),
+        visible_(work.visible),
+        lane_(lane),
+        first_row_((rank * kWarps + warp) * kKeysOfWarp),
+        row_(first_row_ + lane / 4),
+        other_(rank ^ 1) {
     const Params& p = args.params;
     const View &k = p.tensor[TESSERA_K], &table = p.tensor[TESSERA_PAGE_TABLE_K];
     int64_t at = work.kv_head * k.stride[2] + lane % 4 * kBytes;
@@ -46,11 +53,13 @@ class MlaConverter {
   // The next block, into `buffer`, whose turn is given by the parity of its barriers.
   __device__ __forceinline__ void load(const Shared& shared, int buffer, uint32_t parity) {
     using Tile = typename Kernel::KTile;
-    const char* const now[2] = {rows_[0], rows_[1]};
+    const char* now[kKeysOfLane];
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) now[i] = rows_[i];
     key_ += Kernel::kKeys;
     find_rows();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kKeysOfLane; ++i) {
       // The four lanes of a row ask for its lines by turns.
       for (int line = lane_ % 4; rows_[i] && line * kLine < Kernel::kTile.dqk; line += 4) {
         l2_prefetch(rows_[i] - lane_ % 4 * kBytes + line * kLine);
@@ -59,11 +68,11 @@ class MlaConverter {
     const uint32_t tile = shared.k(buffer);
 #pragma unroll
     for (int first = 0; first < Kernel::kChunks; first += kAtOnce) {
-      uint4 x[kAtOnce][2];
+      uint4 x[kAtOnce][kKeysOfLane];
 #pragma unroll
       for (int c = 0; c < kAtOnce; ++c) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kKeysOfLane; ++i) {
           x[c][i] = now[i] ? load_once(now[i] + (first + c) * kChunkColumns) : uint4{0, 0, 0, 0};
         }
       }
@@ -73,7 +82,7 @@ class MlaConverter {
         if (chunk == 0) mbarrier_wait(shared.k_empty(buffer, 0), parity);
         if (chunk == Kernel::kLeftChunks) mbarrier_wait(shared.k_empty(buffer, 1), parity);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kKeysOfLane; ++i) {
           const uint32_t words[4] = {x[c][i].x, x[c][i].y, x[c][i].z, x[c][i].w};
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -85,24 +94,38 @@ class MlaConverter {
         }
         async_proxy_fence();
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(shared.k_full(buffer, chunk));
+        if (lane_ == 0)
+          hand_over(shared.k_full(buffer, chunk), Tile::unit(tile, first_row_, 8 * chunk));
       }
     }
   }
 
  private:
   using Element = typename Kernel::Element;
-  static constexpr int kKeysOfWarp = Kernel::kKeys / kWarps;
+  static constexpr int kKeysOfWarp = Kernel::kKeys / kWarps / Kernel::kSharers;
+  static constexpr int kKeysOfLane = kKeysOfWarp / 8;
   static constexpr int kBytes = 16, kLine = 128;
-  static constexpr int kAtOnce = 3;  // chunks whose loads are under way
+  // Chunks whose loads are under way.
+  static constexpr int kAtOnce = kKeysOfLane == 1 ? Kernel::kChunks : 3;
   static_assert(Kernel::kChunks % kAtOnce == 0);
+  static constexpr int kBytesOfWarp = kKeysOfWarp * kChunkRowBytes;  // of a chunk
 
-  // Where the lane's two keys of the block at key_ lie; null: nobody sees them.
+  // Says that the warp's keys of a chunk are there, in the other CTA too. Called by one lane.
+  __device__ __forceinline__ void hand_over(uint32_t full, uint32_t keys) const {
+    if constexpr (Kernel::kSharers == 1) {
+      mbarrier_arrive(full);
+    } else {
+      copy_to_cta(address_in(other_, keys), keys, kBytesOfWarp, address_in(other_, full));
+      mbarrier_arrive_expect(full, kBytesOfWarp);  // of the other one's
+    }
+  }
+
+  // Where the lane's keys of the block at key_ lie; null: nobody sees them.
   __device__ __forceinline__ void find_rows() {
     const Params& p = args_.params;
     const View &k = p.tensor[TESSERA_K], &table = p.tensor[TESSERA_PAGE_TABLE_K];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kKeysOfLane; ++i) {
       const int key = key_ + 8 * i;
       rows_[i] = nullptr;
       if (!visible_.contains(key) || (table_ && p.pages_k == 0)) continue;
@@ -126,11 +149,12 @@ class MlaConverter {
 
   const MlaArgs& args_;
   const Interval visible_;
-  const int lane_, row_;  // row_: of a block, the lane's first
-  int key_;               // of row_
-  const char* base_;      // the lane's quarter of the first row, or of page 0
+  const int lane_, first_row_, row_;  // rows of a block: the warp's first, the lane's first
+  const int other_;                   // CTA that shares the unit
+  int key_;                           // of row_
+  const char* base_;                  // the lane's quarter of the first row, or of page 0
   const int32_t* table_ = nullptr;
-  const char* rows_[2];
+  const char* rows_[kKeysOfLane];
 };
 
 }  // namespace tessera::cuda::sm90

@@ -72,7 +72,7 @@ class MlaPlan final : public Plan {
     const auto ctas = static_cast<unsigned>(cut.ctas * kernel.tile.ctas);
     TESSERA_RETURN_IF_ERROR(launch_overlapping(kernel.name, kernel.code->function, dim3(ctas),
                                                MlaTile::kThreads, kernel.code->shared_bytes, &args,
-                                               stream));
+                                               stream, kernel.tile.sharers()));
     // Few units have many parts each.
     const int64_t rows = kernel.tile.rows(), side_by_side = std::min(cut.units, kMostMerged / rows);
     const int64_t groups = std::clamp<int64_t>(kFewUnits / cut.units, 1, MlaTile::kMostMergeGroups);

@@ -13,7 +13,8 @@
 // advance; the last of them frees it. Parts of units go to the workspace and are summed by a second
 // kernel, which starts while the first ends.
 //
-// An E4M3 cache is converted on its way (converter.cuh), which four warps do; all else is the same.
+// An E4M3 cache is converted on its way (converter.cuh), which four warps do, two CTAs of a unit half
+// each; all else is the same.
 //
 // q [b, sq, hq, dqk], k [b, sk, hk, dqk] or pages of it, o [b, sq, hq, dv], in 16 bits, any strides.
 #pragma once
@@ -38,7 +39,11 @@ __global__ void __launch_bounds__(Row::kTile.kThreads, 1)
     if constexpr (!Kernel::kFp8) tma_prefetch(&args.k);
     shared.init();
   }
-  __syncthreads();
+  if constexpr (Kernel::kSharers > 1) {
+    cluster_sync();  // the other CTA's barriers are there
+  } else {
+    __syncthreads();
+  }
   wait_for_predecessors();
   launch_dependents();
   if (warpgroup == 0) {
@@ -52,6 +57,7 @@ __global__ void __launch_bounds__(Row::kTile.kThreads, 1)
     registers_claim<Kernel::kConsumerRegisters>();
     MlaConsumer<Kernel>(args, storage, shared, rank, warpgroup - 1).run();
   }
+  if constexpr (Kernel::kSharers > 1) cluster_sync();  // the other CTA may still bring keys here
 }
 
 template <typename Element, typename Row>

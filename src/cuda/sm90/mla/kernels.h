@@ -23,6 +23,8 @@ struct MlaTile {
   static constexpr int kMostMergeGroups = 4;  // of threads that sum a row's parts
 
   constexpr int rows() const { return kRows * ctas; }
+  // CTAs that bring each other's keys, as a cluster: what costs work is divided, bytes alone are not.
+  constexpr int sharers() const { return cache == MlaCache::e4m3 ? ctas : 1; }
 };
 
 struct MlaCode {

@@ -48,7 +48,7 @@ class MlaProducer {
         if (lane_ == 0) load_queries(work);
       }
       if constexpr (Kernel::kFp8) {
-        MlaConverter<Kernel> keys_in(args_, work, warp_, lane_);
+        MlaConverter<Kernel> keys_in(args_, work, rank_, warp_, lane_);
 #pragma unroll 1
         for (int block = 0; block < work.blocks; ++block) {
           keys_in.load(shared_, block % 2, take_turn(block % 2));

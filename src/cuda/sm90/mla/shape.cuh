@@ -38,6 +38,7 @@ struct Mla {
   static constexpr int kUnitRows = kTile.rows();
   static constexpr int kConsumers = 2, kColumns = kTile.dv / kConsumers;  // of O, a consumer's
   static constexpr bool kFp8 = kTile.cache == MlaCache::e4m3;
+  static constexpr int kSharers = kTile.sharers();
   // Warps that convert an E4M3 cache hold values in registers, which TMA does not.
   static constexpr int kProducerRegisters = kFp8 ? 88 : 72;
   static constexpr int kConsumerRegisters = kFp8 ? 208 : 216;
@@ -61,7 +62,10 @@ struct Mla {
     MlaWork work[2];
     uint64_t q_full, q_empty;
     uint64_t k_full[2][kChunks];  // a barrier a chunk: S begins with the first
-    uint64_t k_empty[2][2];       // the left half of V; the right one and the columns beyond V
+    // The left half of V; the right one and the columns beyond V: free in all CTAs that bring keys
+    // here.
+    uint64_t k_empty[2][2];
+    uint64_t k_sent;  // the other CTA has what it gets of the second K: P may lie there
   };
 
   // Addresses in a CTA's shared memory.
@@ -92,15 +96,19 @@ struct Mla {
     __device__ __forceinline__ uint32_t k_empty(int buffer, int half) const {
       return at(offsetof(SharedStorage, k_empty)) + 8 * (2 * buffer + half);
     }
+    __device__ __forceinline__ uint32_t k_sent() const {
+      return at(offsetof(SharedStorage, k_sent));
+    }
     __device__ void init() const {
       mbarrier_init(q_full(), 1);
       mbarrier_init(q_empty(), kConsumers);
+      mbarrier_init(k_sent(), 1);
       for (int buffer = 0; buffer < 2; ++buffer) {
         for (int chunk = 0; chunk < kChunks; ++chunk)
           mbarrier_init(k_full(buffer, chunk), kBringers);
-        mbarrier_init(k_empty(buffer, 0), 1);
+        mbarrier_init(k_empty(buffer, 0), kSharers);
         // The left consumer reads P of the second block, which lies there.
-        mbarrier_init(k_empty(buffer, 1), buffer == 0 ? 1 : kConsumers);
+        mbarrier_init(k_empty(buffer, 1), kSharers * (buffer == 0 ? 1 : kConsumers));
       }
       mbarrier_init_fence();
     }
