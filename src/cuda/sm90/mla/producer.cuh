@@ -48,10 +48,10 @@ class MlaProducer {
         if (lane_ == 0) load_queries(work);
       }
       if constexpr (Kernel::kFp8) {
-        MlaConverter<Kernel> keys_in(args_, work, rank_, warp_, lane_);
+        MlaConverter<Kernel> keys_in(args_, work, shared_, rank_, warp_, lane_);
 #pragma unroll 1
         for (int block = 0; block < work.blocks; ++block) {
-          keys_in.load(shared_, block % 2, take_turn(block % 2));
+          keys_in.bring(block % 2, take_turn(block % 2));
         }
       } else {
         BoxWalk<Kernel::kKeys> boxes(p, args_.page_size, args_.box_keys, sequence,

@@ -50,6 +50,12 @@ struct Mla {
   using PTile = SmemTile<kRows, kKeys>;
   static constexpr int kChunks = KTile::kChunks;
   static constexpr int kLeftChunks = kColumns / kChunkColumns;  // that the left half of V has
+  // Chunks that warps say together to have brought: those of the left half of V, and two more groups.
+  static constexpr int kGroups = 3;
+  static constexpr __host__ __device__ int group_begin(int group) {
+    if (group == 0) return 0;
+    return group == kGroups ? kChunks : kLeftChunks + (group - 1) * (kChunks - kLeftChunks + 1) / 2;
+  }
   static_assert(VTile::kChunkBytes == KTile::kChunkBytes && kColumns == 256);
   static_assert(PTile::kBytes <= KTile::kChunkBytes && VTile::kChunks < kChunks);
 
