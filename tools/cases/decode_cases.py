@@ -83,6 +83,21 @@ def latent(full):
     for page in (8, 16, 32, 64, 128, 256):
         yield line("fwd", dtype=next(types), b=3, sq=3, sk=500, hq=16, hk=1, page=page, window="100,0",
                    align="bottom_right", lens_k="random:3", **more)
+    # Pages that no box of TMA fits, whose rows are copied one by one: one CTA a unit and two, ends of pages and blocks.
+    for page, tokens in ((1, {"sq": 1, "sk": 300, "hq": 128, "lens_k": "300,0,65"}),
+                         (1, {"sq": 3, "sk": 500, "hq": 16, "lens_k": "random:3"}),
+                         (3, {"sq": 7, "sk": 400, "hq": 24, "lens_k": "400,31,1", "window": "150,0",
+                              "align": "bottom_right", "sink": "learnable"}),
+                         (7, {"sq": 2, "sk": 700, "hq": 128, "lens_k": "random:5", **bottom_right}),
+                         (24, {"sq": 3, "sk": 1300, "hq": 16, "window": "100,0", "lens_k": "1300,24,64",
+                               "align": "bottom_right"}),
+                         (7, {"sq": 1, "sk": 1200, "hq": 16, "lens_k": "1200,5,600", "batch_invariant": True}),
+                         (24, {"sq": 2, "sk": 900, "hq": 128, "lens_k": "900,1,400", "batch_invariant": True,
+                               **bottom_right}),
+                         (1, {"sq": 40, "sk": 130, "hq": 16, "lens_q": "40,9,0", "lens_k": "130,64,7",
+                              **bottom_right})):
+        for dtype in ("bf16", "fp16"):
+            yield line("fwd", dtype=dtype, b=3, hk=1, page=page, **tokens, **more)
     # Caches in E4M3, which are converted on their way.
     for tokens in ({"b": 1, "sq": 1, "sk": 1300, "hq": 128, "hk": 1}, {"b": 1, "sq": 1, "sk": 1, "hq": 128, "hk": 1},
                    {"b": 3, "sq": 2, "sk": 300, "hq": 128, "hk": 1, "page": 64, "lens_k": "300,0,65", **bottom_right},

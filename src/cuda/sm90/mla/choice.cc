@@ -20,15 +20,19 @@ int pack_of_group(int64_t group) {
 
 }  // namespace
 
-const MlaKernel* find_mla_kernel(const Problem& problem, int rows) {
-  const int dtype = problem.tensor[TESSERA_Q].dtype, stored = problem.tensor[TESSERA_K].dtype;
-  if (stored != dtype && stored != TESSERA_E4M3) return nullptr;
-  const MlaCache cache = stored == dtype ? MlaCache::same : MlaCache::e4m3;
+bool has_types_of(const MlaKernel& kernel, const Problem& problem) {
   const Sizes s = sizes_of(problem);
+  const int dtype = problem.tensor[TESSERA_Q].dtype, stored = problem.tensor[TESSERA_K].dtype;
+  return kernel.dtype == dtype && kernel.tile.dqk == s.dqk && kernel.tile.dv == s.dv &&
+         stored == (kernel.tile.keys == MlaKeys::e4m3 ? TESSERA_E4M3 : dtype);
+}
+
+const MlaKernel* find_mla_kernel(const Problem& problem, int rows) {
+  const MlaKeys keys = problem.tensor[TESSERA_K].dtype == TESSERA_E4M3 ? MlaKeys::e4m3
+                       : has_whole_boxes(problem, MlaTile::kKeys)      ? MlaKeys::boxes
+                                                                       : MlaKeys::rows;
   for (const MlaKernel& kernel : mla_kernels()) {
-    const MlaTile& tile = kernel.tile;
-    if (kernel.dtype == dtype && tile.cache == cache && tile.dqk == s.dqk && tile.dv == s.dv &&
-        tile.rows() == rows) {
+    if (has_types_of(kernel, problem) && kernel.tile.keys == keys && kernel.tile.rows() == rows) {
       return &kernel;
     }
   }
@@ -51,7 +55,7 @@ bool runs_in_mla(const Problem& problem) {
   const bool converts = problem.tensor[TESSERA_K].dtype == TESSERA_E4M3;
   const bool plain = (features_of(problem) & kEverything) == kLean && !has_positions(problem) &&
                      !given(problem, TESSERA_MAX_LOGIT) && !has(problem, TESSERA_ACCUMULATE);
-  if (!plain || !(converts || has_whole_boxes(problem, MlaTile::kKeys))) return false;
+  if (!plain) return false;
   if (!is_paged(problem) && !converts && most_queries(problem) > kFewQueries) return false;
   const CutTile tile = mla_tile_of(problem);
   const int64_t steps = s.sk / tile.step_keys + 1;

@@ -90,7 +90,7 @@ class MlaPlan final : public Plan {
     MapShape q = shape_of(problem.tensor[TESSERA_Q], MlaTile::kRows / heads, 0);
     q.box_heads = heads;
     TESSERA_RETURN_IF_ERROR(make_tensor_map(q, buffers.data[TESSERA_Q], &args.q));
-    if (problem.tensor[TESSERA_K].dtype == TESSERA_E4M3) return {};
+    if (mla_kernel_of(problem).tile.keys != MlaKeys::boxes) return {};
     return map_of(problem, buffers, TESSERA_K, args.box_keys, 0, &args.k);
   }
 
@@ -119,12 +119,13 @@ Result<std::unique_ptr<Plan>> plan_mla(const Problem& canonical, const Device& d
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  for (const int ctas : {1, 2}) {
-    const MlaCode& code = *find_mla_kernel(canonical, ctas * MlaTile::kRows)->code;
-    TESSERA_RETURN_IF_ERROR(
-        cuda_status(cudaFuncSetAttribute(code.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         code.shared_bytes),
-                    "cudaFuncSetAttribute"));
+  // A plan serves units of one CTA and of two, and pages of all sizes.
+  for (const MlaKernel& kernel : mla_kernels()) {
+    if (!has_types_of(kernel, canonical)) continue;
+    TESSERA_RETURN_IF_ERROR(cuda_status(
+        cudaFuncSetAttribute(kernel.code->function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel.code->shared_bytes),
+        "cudaFuncSetAttribute"));
   }
   return std::unique_ptr<Plan>(std::make_unique<MlaPlan>(info.value().multiprocessors,
                                                          std::move(general), std::move(other)));

@@ -13,8 +13,9 @@
 // advance; the last of them frees it. Parts of units go to the workspace and are summed by a second
 // kernel, which starts while the first ends.
 //
-// An E4M3 cache is converted on its way (converter.cuh), which four warps do, two CTAs of a unit half
-// each; all else is the same.
+// Keys come by boxes of TMA; where no box fits the pages, by copies that four warps make row by row
+// (row_copies.cuh). An E4M3 cache is converted on its way (converter.cuh), which four warps do, two
+// CTAs of a unit half each. All else is the same.
 //
 // q [b, sq, hq, dqk], k [b, sk, hk, dqk] or pages of it, o [b, sq, hq, dv], in 16 bits, any strides.
 #pragma once
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(Row::kTile.kThreads, 1)
   const int rank = blockIdx.x % Kernel::kCtas;
   if (threadIdx.x == 0) {
     tma_prefetch(&args.q);
-    if constexpr (!Kernel::kFp8) tma_prefetch(&args.k);
+    if constexpr (Kernel::kBoxes) tma_prefetch(&args.k);
     shared.init();
   }
   if constexpr (Kernel::kSharers > 1) {

@@ -7,15 +7,16 @@
 
 namespace tessera::cuda::sm90 {
 
-// What the cache is stored in: the type of q, or E4M3.
-enum class MlaCache : uint8_t { same, e4m3 };
+// How keys come into shared memory: by boxes of TMA, or row by row by copies of the threads' own, in
+// the type of q; or row by row from E4M3, through registers.
+enum class MlaKeys : uint8_t { boxes, rows, e4m3 };
 
 // The columns of the table. A CTA is a producer and two consumer warpgroups, which share its rows
 // and divide the columns of O.
 struct MlaTile {
   int dqk, dv;  // head dims; v is the first dv columns of k
   int ctas;     // that divide a unit's rows; each reads all of its keys
-  MlaCache cache = MlaCache::same;
+  MlaKeys keys = MlaKeys::boxes;
 
   static constexpr int kRows = 64;  // of a CTA: queries by heads
   static constexpr int kKeys = 64;  // of a block
@@ -24,7 +25,7 @@ struct MlaTile {
 
   constexpr int rows() const { return kRows * ctas; }
   // CTAs that bring each other's keys, as a cluster: what costs work is divided, bytes alone are not.
-  constexpr int sharers() const { return cache == MlaCache::e4m3 ? ctas : 1; }
+  constexpr int sharers() const { return keys == MlaKeys::e4m3 ? ctas : 1; }
 };
 
 struct MlaCode {

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer of mla/kernel.cuh: one warp that walks a CTA's pieces, says what they are and brings
-// Q and K; or four, which convert K, walk side by side, and of which the first says and brings Q.
+// Q and K; or four, which bring K row by row, walk side by side, and of which the first says and
+// brings Q.
 #pragma once
 
 #include "cuda/sm90/machine/box_walk.cuh"
 #include "cuda/sm90/mla/converter.cuh"
+#include "cuda/sm90/mla/row_copies.cuh"
 #include "cuda/sm90/mla/shape.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -53,6 +55,13 @@ class MlaProducer {
         for (int block = 0; block < work.blocks; ++block) {
           keys_in.bring(block % 2, take_turn(block % 2));
         }
+      } else if constexpr (!Kernel::kBoxes) {
+        MlaRowCopies<Kernel> keys_in(args_, work, shared_, warp_, lane_);
+#pragma unroll 1
+        for (int block = 0; block < work.blocks; ++block) {
+          keys_in.bring(block % 2, take_turn(block % 2));
+        }
+        keys_in.finish();
       } else {
         BoxWalk<Kernel::kKeys> boxes(p, args_.page_size, args_.box_keys, sequence,
                                      {piece.key_begin, piece.key_begin + max(keys, 0)}, lane_);

@@ -37,12 +37,13 @@ struct Mla {
   static constexpr int kCtas = kTile.ctas, kRows = kTile.kRows, kKeys = kTile.kKeys;
   static constexpr int kUnitRows = kTile.rows();
   static constexpr int kConsumers = 2, kColumns = kTile.dv / kConsumers;  // of O, a consumer's
-  static constexpr bool kFp8 = kTile.cache == MlaCache::e4m3;
+  static constexpr bool kFp8 = kTile.keys == MlaKeys::e4m3;
+  static constexpr bool kBoxes = kTile.keys == MlaKeys::boxes;
   static constexpr int kSharers = kTile.sharers();
   // Warps that convert an E4M3 cache hold values in registers, which TMA does not.
   static constexpr int kProducerRegisters = kFp8 ? 88 : 72;
   static constexpr int kConsumerRegisters = kFp8 ? 208 : 216;
-  static constexpr int kBringers = kFp8 ? 4 : 1;  // warps
+  static constexpr int kBringers = kBoxes ? 1 : 4;  // warps
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
   using QTile = SmemTile<kRows, kTile.dqk>;
   using KTile = SmemTile<kKeys, kTile.dqk>;
