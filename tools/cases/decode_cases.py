@@ -48,6 +48,12 @@ def stream():
     # Plain keys of all sequences, in so many units that decode/ keeps them.
     for d in (64, 128, 256):
         yield line("fwd", dtype=next(types), b=17, sq=1, sk=150, hq=8, hk=4, d=d, poison=True)
+        yield line("fwd", dtype=next(types), b=1, sq=4, sk=1500, hq=8, hk=2, d=d, kv="e4m3", page=16, causal=True,
+                   align="bottom_right", poison=True)
+    # Sequences whose lengths a lane reads three, five or eight of, and so many that it reads one after the other.
+    for i, b in enumerate((70, 150, 250, 300)):
+        yield line("fwd", dtype=next(types), b=b, sq=1 + i % 2, sk=300, hq=4, hk=1, d=64, lens_k=f"random:{i}", page=16,
+                   align="bottom_right", causal=i % 2 == 1 or None, int64=i > 1 or None, poison=True)
     # Rows of q beyond a head dim that no 16 bytes hold, and strides that leave the general kernel alone.
     yield line("fwd", dtype="bf16", b=1, sq=1, sk=1, h=1, d=36, poison=True)
     yield line("fwd", dtype="bf16", b=2, sq=2, sk=70, hq=4, hk=2, d=64, strided=True, poison=True)
