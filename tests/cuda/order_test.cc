@@ -126,7 +126,9 @@ TEST(Order, PackedTilesHaveATableWhereItHelps) {
   EXPECT_EQ(packed(4, 1000, tile).ordered_slots, 0);      // all start at once
   EXPECT_EQ(packed(3000, 14400, tile).ordered_slots, 0);  // too many to sort
   EXPECT_EQ(packed(10, 300'000, tile).ordered_slots, 0);
-  EXPECT_GT(packed(900, 14400, tile).ordered_slots, 0);
+  EXPECT_EQ(packed(900, 14400, tile).ordered_slots, 0);  // shorter than a tile
+  EXPECT_EQ(packed(4, 8000, tile).ordered_slots, 0);     // long
+  EXPECT_FALSE(packed(4, 8000, tile).alternates);
 }
 
 TEST(Order, KnownProblemsAreNotModelledAgain) {
