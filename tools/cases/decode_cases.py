@@ -50,8 +50,8 @@ def stream():
         yield line("fwd", dtype=next(types), b=17, sq=1, sk=150, hq=8, hk=4, d=d, poison=True)
         yield line("fwd", dtype=next(types), b=1, sq=4, sk=1500, hq=8, hk=2, d=d, kv="e4m3", page=16, causal=True,
                    align="bottom_right", poison=True)
-    # Sequences whose lengths a lane reads three, five or eight of, and so many that it reads one after the other.
-    for i, b in enumerate((70, 150, 250, 300)):
+    # Sequences whose lengths a lane reads two, three or four of, and so many that it resolves one after the other.
+    for i, b in enumerate((50, 70, 128, 300)):
         yield line("fwd", dtype=next(types), b=b, sq=1 + i % 2, sk=300, hq=4, hk=1, d=64, lens_k=f"random:{i}", page=16,
                    align="bottom_right", causal=i % 2 == 1 or None, int64=i > 1 or None, poison=True)
     # Rows of q beyond a head dim that no 16 bytes hold, and strides that leave the general kernel alone.

@@ -341,7 +341,7 @@ __device__ __forceinline__ T of_lane(const T& of, int lane) {
   return result;
 }
 // Sequences whose cells a lane keeps at once.
-constexpr int kWholeOfLane = 8;
+constexpr int kWholeOfLane = 4;
 
 // cells[i]: of the lane's i-th sequence, 0 where it has no such.
 template <typename LengthAt>
@@ -378,7 +378,9 @@ __device__ __forceinline__ Found find_start_of_whole(const WorkArgs& args, int s
   const auto of_lane_units = [&](const auto& count) {
     int sum = 0;
 #pragma unroll
-    for (int i = 0; i < kWholeOfLane; ++i) sum += count(cells[i]);
+    for (int i = 0; i < kWholeOfLane; ++i) {
+      if (i < each) sum += count(cells[i]);
+    }
     return units * sum;
   };
   const auto itself = [](int of) { return of; };
@@ -405,10 +407,11 @@ __device__ __forceinline__ Found find_start_of_whole(const WorkArgs& args, int s
   int n = lanes * each;
   bool lies_behind = true;
 #pragma unroll
-  for (int i = 0; i < kWholeOfLane; ++i) {
+  for (int i = 0; i + 1 < kWholeOfLane; ++i) {
+    if (i + 1 >= each) break;
     const int of = __shfl_sync(~0u, cells[i], min(lanes, 31));
     const Counted next = before.plus({units * of, units});
-    lies_behind = lies_behind && i + 1 < each && next.in_row(runs.ends) <= at;
+    lies_behind = lies_behind && next.in_row(runs.ends) <= at;
     if (lies_behind) before = next, ++n;
   }
   const KnownSequence first(args, min(n, p.batch - 1), step_keys);
@@ -417,7 +420,8 @@ __device__ __forceinline__ Found find_start_of_whole(const WorkArgs& args, int s
 
 __device__ __forceinline__ Found find_start(const WorkArgs& args, int step_keys, int run,
                                             int most) {
-  if (args.whole && args.params.batch <= 32 * kWholeOfLane) {
+  // One sequence a lane is resolved as fast below, and then known.
+  if (args.whole && args.params.batch > 32 && args.params.batch <= 32 * kWholeOfLane) {
     return find_start_of_whole(args, step_keys, run, most);
   }
   const int lane = threadIdx.x % 32, each = (args.params.batch + 31) / 32;
