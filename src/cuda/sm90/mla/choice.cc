@@ -18,6 +18,15 @@ int pack_of_group(int64_t group) {
   return static_cast<int>(std::min(group & -group, kRows));  // the largest power of two in it
 }
 
+// True if TMA brings the keys of a 16-bit cache. A block of pages of 16 keys is 36 boxes, and rows one by
+// one are faster: 64 x 8k of 128 heads on an H200 take 330 us in boxes of 16 keys, 291 row by row in
+// pages of 1, 250 in boxes of 64.
+bool comes_by_boxes(const Problem& problem) {
+  constexpr int kLeastBoxKeys = 32;
+  return has_whole_boxes(problem, MlaTile::kKeys) &&
+         keys_of_box(problem, MlaTile::kKeys) >= kLeastBoxKeys;
+}
+
 }  // namespace
 
 bool has_types_of(const MlaKernel& kernel, const Problem& problem) {
@@ -29,7 +38,7 @@ bool has_types_of(const MlaKernel& kernel, const Problem& problem) {
 
 const MlaKernel* find_mla_kernel(const Problem& problem, int rows) {
   const MlaKeys keys = problem.tensor[TESSERA_K].dtype == TESSERA_E4M3 ? MlaKeys::e4m3
-                       : has_whole_boxes(problem, MlaTile::kKeys)      ? MlaKeys::boxes
+                       : comes_by_boxes(problem)                       ? MlaKeys::boxes
                                                                        : MlaKeys::rows;
   for (const MlaKernel& kernel : mla_kernels()) {
     if (has_types_of(kernel, problem) && kernel.tile.keys == keys && kernel.tile.rows() == rows) {
