@@ -31,8 +31,8 @@ def run(case, backend: str | None):
     arguments = {name: place(value) for name, value in case.arguments().items()}
     backward = {name: place(value) for name, value in case.group("backward").items()}
     # What autograd has no notion of: outputs of the caller's, a part of a union, results of other
-    # dtypes.
-    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"}
+    # dtypes, largest values.
+    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"} or "amax_dq" in outputs
     in_place = {name: place(array) for name, array in outputs.items()} if case.spec["out"] else {}
     if not case.is_backward:
         results = attention(**arguments, out=in_place.get("o"), backend=backend)

@@ -25,8 +25,8 @@ def run(case, backend: str | None, device: str = "cpu"):
     case.poison_outputs()
     place = placer(device)
     arguments = {name: place(value) for name, value in case.arguments().items()}
-    # What autograd has no notion of: sums in place, a part of a union, and results of other dtypes.
-    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"}
+    # What autograd has no notion of: sums in place, a part of a union, results of other dtypes, largest values.
+    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"} or "amax_dq" in outputs
     adds = bool(arguments.get("accumulate"))
     into = {name: place(array) for name, array in outputs.items()} if adds else {}
     if adds and not case.is_backward:
