@@ -475,12 +475,12 @@ def number(operation: str, name: str, x: torch.Tensor):
 
 def drawn_state(device: torch.device) -> torch.Tensor:
     """An rng_state from PyTorch's generator, which a backward pass that computes it again gets again."""
-    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or \
+    if not torch.compiler.is_dynamo_compiling() or _tensors.is_exporting() or \
             not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
     # Partitioners compute random operators again where they save little (activation_memory_budget), from
     # another state of the generator. In a checkpoint they restore the state.
-    return checkpoint(_ops.rng_state, device, use_reentrant=False)
+    return checkpoint(_ops.rng_state, device=device, use_reentrant=False)
 
 
 def _diagnose(operation: str, given: dict, error: Exception, backward: bool = False) -> Exception:

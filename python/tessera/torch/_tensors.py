@@ -63,6 +63,11 @@ def are_first_columns(x, of) -> bool:
             and x.data_ptr() == of.data_ptr())
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces the call. torch.compiler.is_exporting is true of every traced call in PyTorch 2.11."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 def device(tensor) -> _lib.Device:
     if tensor.device.type in ("cpu", "meta"):  # shapes on meta are asked of the CPU's backends
         return _lib.CPU_DEVICE

@@ -33,8 +33,9 @@ for _schema in ("attention(Tensor[] inputs, SymInt[] sizes, str call) -> Tensor[
                 "dropout_mask(Tensor rng_state, SymInt b, SymInt hq, SymInt sq, SymInt sk, "
                 "float dropout_p, Tensor? q_start=None, Tensor? k_start=None) -> Tensor"):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-# An operator of its own: Inductor replaces PyTorch's random operators, and forgets what a checkpoint says.
-_library.define("rng_state(Device device) -> Tensor",
+# An operator of its own: Inductor replaces PyTorch's random operators, and forgets what a checkpoint says. The device
+# is a keyword, from which alone PyTorch 2.11 knows whose generator to restore.
+_library.define("rng_state(*, Device device) -> Tensor",
                 tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded))
 
 
@@ -44,7 +45,7 @@ for _name in ("merge", "dropout_mask") if has_binding else \
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, getattr(_kernels, _name), _key)
 
-_library.impl("rng_state", lambda device: torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device),
+_library.impl("rng_state", lambda *, device: torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device),
               "CompositeExplicitAutograd")
 
 attention = torch.ops.tessera.attention.default
@@ -96,7 +97,7 @@ def _(rng_state, b, hq, sq, sk, dropout_p, q_start=None, k_start=None):
 
 
 @torch.library.register_fake("tessera::rng_state", lib=_library)
-def _(device):
+def _(*, device):
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
