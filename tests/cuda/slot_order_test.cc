@@ -108,7 +108,7 @@ TEST(SlotOrder, ClassesFallWithBlocks) {
     ASSERT_GE(its, 0);
     ASSERT_LT(its, kSlotClasses - 1);
     ASSERT_LE(its, class_of_blocks(blocks - 1));
-    // Those of a class differ by less than a sixteenth.
+    // Two tiles of a class differ by less than a sixteenth of their blocks.
     if (blocks < 2048) {
       ASSERT_LT(its, class_of_blocks(blocks - blocks / 16 - 1)) << blocks;
     }

@@ -122,6 +122,14 @@ def numpy_knows(case: Case) -> bool:
                    for tensor in case.problem.tensor)
 
 
+def is_beyond_autograd(case: Case) -> bool:
+    """Whether gradients are asked for of which autograd has no notion: of a part of a union, sums in place, in other
+    dtypes, by a scale of do, or with their largest values."""
+    return bool(case.arguments().keys() & {"partial", "accumulate", "grad_dtype", "do_scale"}) or \
+        case.group("backward")["o"].dtype != case.arguments()["q"].dtype or \
+        any(name.startswith("amax_") for name in case.group("outputs"))
+
+
 class PeakProbe:
     """The fastest multiply-add loop, as one more contender of a timing."""
 

@@ -8,7 +8,7 @@ import paddle
 
 from ...paddle import attention, attention_backward, _tensors
 from .. import case_lines
-from ..conformance import Placer
+from ..conformance import Placer, is_beyond_autograd
 
 _INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
@@ -30,14 +30,11 @@ def run(case, backend: str | None):
     place = Placer(to_paddle)
     arguments = {name: place(value) for name, value in case.arguments().items()}
     backward = {name: place(value) for name, value in case.group("backward").items()}
-    # What autograd has no notion of: outputs of the caller's, a part of a union, results of other
-    # dtypes, largest values.
-    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"} or "amax_dq" in outputs
     in_place = {name: place(array) for name, array in outputs.items()} if case.spec["out"] else {}
     if not case.is_backward:
         results = attention(**arguments, out=in_place.get("o"), backend=backend)
         results = dict(zip(outputs, results if isinstance(results, tuple) else (results,)))
-    elif own or in_place or backward["o"].dtype != arguments["q"].dtype:
+    elif in_place or is_beyond_autograd(case):  # autograd has no notion of outputs of the caller's either
         gradients = attention_backward(**backward, **arguments, backend=backend,
                                        grads=in_place or tuple(case.spec["grads"]))
         results = {name: getattr(gradients, name) for name in outputs}

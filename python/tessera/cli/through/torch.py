@@ -8,7 +8,7 @@ import torch
 
 from ...torch import attention, attention_backward
 from .. import case_lines
-from ..conformance import Placer, name_of
+from ..conformance import Placer, is_beyond_autograd, name_of
 
 
 def runner(args):
@@ -25,13 +25,11 @@ def run(case, backend: str | None, device: str = "cpu"):
     case.poison_outputs()
     place = placer(device)
     arguments = {name: place(value) for name, value in case.arguments().items()}
-    # What autograd has no notion of: sums in place, a part of a union, results of other dtypes, largest values.
-    own = arguments.keys() & {"partial", "accumulate", "grad_dtype", "do_scale"} or "amax_dq" in outputs
     adds = bool(arguments.get("accumulate"))
     into = {name: place(array) for name, array in outputs.items()} if adds else {}
     if adds and not case.is_backward:
         arguments["out"] = into["o"]
-    if case.is_backward and (own or case.group("backward")["o"].dtype != case.arguments()["q"].dtype):
+    if case.is_backward and is_beyond_autograd(case):
         backward = {name: place(value) for name, value in case.group("backward").items()}
         gradients = attention_backward(**backward, **arguments, grads=into or tuple(case.spec["grads"]),
                                        backend=backend)

@@ -39,9 +39,9 @@ bool are_put_in_order(const Params& p, int64_t longest, bool in_turn) {
 
 // True if tiles of a key head that start together come by the same blocks together: from the first
 // or the last one of the sequence on. Each starts two blocks on from the one before under a window,
-// and where packed tiles walk upwards, as those do that are not put in order. Whoever takes all heads of a group at a
-// block then comes to what its neighbour has read when the L2 has lost it; of one head after the
-// other it is still there.
+// and where packed tiles walk upwards, as those do that are not put in order. Whoever takes all heads
+// of a group at a block then comes to what its neighbour has read when the L2 has lost it; of one head
+// after the other it is still there.
 bool starts_in_step(const Params& p, bool are_in_order) {
   if (p.window.right < 0) return true;
   if (p.thd_k) return p.window.left < 0 && are_in_order;
