@@ -64,7 +64,7 @@ def are_first_columns(x, of) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces the call. torch.compiler.is_exporting is true of every traced call in PyTorch 2.11."""
+    """Whether torch.export traces the call: PyTorch 2.11's torch.compiler.is_exporting is true of every traced one."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
