@@ -23,7 +23,6 @@ Array = Any  # of the front end's library
 ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 SMOOTH = {"none": 0, "mean": _lib.SMOOTH_MEAN,
           "mean+hadamard": _lib.SMOOTH_MEAN | _lib.SMOOTH_HADAMARD}
-_LENGTHS = "int32 or int64"
 
 
 def is_number(value) -> bool:
@@ -44,6 +43,8 @@ class Keyword:
     default: Any = None
     refused: bool = False  # every backend still refuses it
     raw: bool = False      # of fp8 q alone
+    lengths: bool = False  # says how long sequences are, and where they lie
+    of_parts: bool = False  # of options: means the same to each part of the rows and keys as to the whole
     name: str = ""         # the table's, like the next
     type: Any = None
 
@@ -79,6 +80,16 @@ class Tensor(Keyword):
     differentiable: bool = False
     flag: int = 0                         # set where it is given
     words: Mapping[str, int] = dataclasses.field(default_factory=dict)  # texts in its place -> flag
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether it is small, and may have one part for each sequence."""
+        return self.axes.startswith("b, h") and not self.has_rows
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has an axis of queries or keys."""
+        return any(axis.startswith("s") for axis in self.axes.split(", "))
 
     @property
     def form(self) -> str:
@@ -171,6 +182,10 @@ def _integer(name: str, flag: int, **row) -> Option:
     return Option(values="int", check=lambda a, name, value: a.integer(name, value),
                   encode=lambda n: (0,) if n is None else (flag, n),
                   decode=lambda flags, n: n if flags & flag else None, fields=(name,), flag=flag, **row)
+
+
+def _lengths(axes: str, **row) -> Tensor:
+    return Tensor(axes=axes, dtype="int32 or int64", lengths=True, **row)
 
 
 def _word(flags: Mapping[str, int], **row) -> Option:
@@ -284,7 +299,7 @@ class Keywords(TypedDict, total=False):
         encode=_encode_layout, decode=_decode_layout, fields=("format_q", "format_kv"),
         doc="Order of the axes of q, k, v and o. A pair gives the order of q and o, then that of k and v.")]
     softmax_scale: Annotated[float | None, _number(
-        "softmax_scale", _lib.SOFTMAX_SCALE,
+        "softmax_scale", _lib.SOFTMAX_SCALE, of_parts=True,
         doc="Factor on q kᵀ, finite and >= 0. None is 1/sqrt(dqk).")]
     causal: Annotated[bool, _flag(
         _lib.CAUSAL, doc="Query i sees no key after key i + shift; align says what shift is.")]
@@ -300,31 +315,31 @@ class Keywords(TypedDict, total=False):
             "len_k - len_q of each sequence. An integer, or an integer array [b], is the shift itself, within "
             "+-2^60. Must be given with causal, window or alibi_slopes, unless queries and keys are known to be "
             "equally many.")]
-    seqlens_q: Annotated[Array | None, Tensor(
-        axes="b", dtype=_LENGTHS,
+    seqlens_q: Annotated[Array | None, _lengths(
+        "b",
         doc="How many queries of each sequence of a padded batch are real, 0 to sq. None: all. Illegal with thd.")]
-    seqlens_k: Annotated[Array | None, Tensor(
-        axes="b", dtype=_LENGTHS,
+    seqlens_k: Annotated[Array | None, _lengths(
+        "b",
         doc="How many keys of each sequence of a padded batch, or in its pages, are real, 0 to sk. None: all. "
             "Illegal with thd. Must be given with page_table.")]
-    cu_seqlens_q: Annotated[Array | None, Tensor(
-        axes="b + 1", dtype=_LENGTHS,
+    cu_seqlens_q: Annotated[Array | None, _lengths(
+        "b + 1",
         doc="Where each query sequence of a packed buffer begins, and last where the last one ends: it starts "
             "with 0 and never falls. Must be given with thd; illegal with other layouts.")]
-    cu_seqlens_k: Annotated[Array | None, Tensor(
-        axes="b + 1", dtype=_LENGTHS, doc="As cu_seqlens_q, for keys.")]
-    cu_seqlens_q_padded: Annotated[Array | None, Tensor(
-        axes="b + 1", dtype=_LENGTHS,
+    cu_seqlens_k: Annotated[Array | None, _lengths(
+        "b + 1", doc="As cu_seqlens_q, for keys.")]
+    cu_seqlens_q_padded: Annotated[Array | None, _lengths(
+        "b + 1",
         doc="Where each query sequence is stored, if there are gaps between sequences: start + length <= next "
             "start. The lengths are those of cu_seqlens_q, which must be given.")]
-    cu_seqlens_k_padded: Annotated[Array | None, Tensor(
-        axes="b + 1", dtype=_LENGTHS, doc="As cu_seqlens_q_padded, for keys.")]
+    cu_seqlens_k_padded: Annotated[Array | None, _lengths(
+        "b + 1", doc="As cu_seqlens_q_padded, for keys.")]
     max_seqlen_q: Annotated[int | None, _integer(
-        "max_seqlen_q", _lib.MAX_SEQLEN_Q,
+        "max_seqlen_q", _lib.MAX_SEQLEN_Q, lengths=True,
         doc="An upper bound on the lengths of cu_seqlens_q, which must be given. Packed queries with a dense mask "
             "or bias need it.")]
     max_seqlen_k: Annotated[int | None, _integer(
-        "max_seqlen_k", _lib.MAX_SEQLEN_K, doc="As max_seqlen_q, for keys.")]
+        "max_seqlen_k", _lib.MAX_SEQLEN_K, lengths=True, doc="As max_seqlen_q, for keys.")]
     keep: Annotated[Array | None, Tensor(
         axes="b, hq, sq, sk", dtype="bool", tensors=("mask",), broadcasts=True,
         doc="Mask that broadcasts to these axes: True = visible. Illegal with drop or key_ranges.")]
@@ -345,7 +360,7 @@ class Keywords(TypedDict, total=False):
         doc="Is added to the scores; it broadcasts to these axes. -inf hides a key, and so does any value that "
             "brings its score to -2**24 or below, such as finfo.min or -1e9.")]
     bias_at: Annotated[Literal["post_scale", "pre_scale"], Option(
-        values='"post_scale" or "pre_scale"', default="post_scale",
+        values='"post_scale" or "pre_scale"', default="post_scale", of_parts=True,
         check=lambda a, name, value: a.choice(name, value, ("post_scale", "pre_scale")),
         encode=lambda at: (_lib.BIAS_PRE_SCALE if at == "pre_scale" else 0,),
         decode=lambda flags: "pre_scale" if flags & _lib.BIAS_PRE_SCALE else "post_scale",
@@ -355,7 +370,7 @@ class Keywords(TypedDict, total=False):
         doc="ALiBi: slope * |i + shift - j| is subtracted from the score of query i and key j. [hq] serves all "
             "sequences.")]
     softcap: Annotated[float, _number(
-        "softcap", _lib.SOFTCAP, default=0.0,
+        "softcap", _lib.SOFTCAP, default=0.0, of_parts=True,
         doc="A score x becomes softcap * tanh(x / softcap). Finite and >= 0; 0 turns it off.")]
     sink: Annotated[Literal["off_by_one"] | Array | None, Tensor(
         axes="hq", dtype="float32 or q's dtype", differentiable=True,
@@ -363,7 +378,7 @@ class Keywords(TypedDict, total=False):
         doc='One more logit in the softmax of each row, with no value: it takes weight and adds nothing to o. '
             '"off_by_one" is a logit of 0.')]
     dropout_p: Annotated[float, _number(
-        "dropout_p", _lib.DROPOUT, default=0.0,
+        "dropout_p", _lib.DROPOUT, default=0.0, of_parts=True,
         doc="Probability, in [0, 1), that a weight is dropped. Needs rng_state.")]
     rng_state: Annotated[Array | tuple[int, ...] | list[int] | None, Tensor(
         axes="2|4", dtype="int64",
@@ -380,12 +395,12 @@ class Keywords(TypedDict, total=False):
             "gives one a block of keys. Illegal for a k that is not fp8.")]
     v_scale: Annotated[Array | None, Tensor(
         axes="b, hk, nk", dtype="float32", blocks=True, doc="As k_scale, for v.")]
-    q_start: Annotated[Array | None, Tensor(
-        axes="b", dtype=_LENGTHS,
+    q_start: Annotated[Array | None, _lengths(
+        "b",
         doc="Position of the first query of each sequence, >= 0; None is 0. The diagonal, ALiBi and dropout count "
             "from there; so do dense masks and biases of packed sequences.")]
-    k_start: Annotated[Array | None, Tensor(
-        axes="b", dtype=_LENGTHS,
+    k_start: Annotated[Array | None, _lengths(
+        "b",
         doc="As q_start, for keys. key_ranges hold positions, too.")]
     q_scale: Annotated[Array | None, Tensor(
         axes="b, hq, nq", dtype="float32", blocks=True, raw=True,
@@ -394,18 +409,18 @@ class Keywords(TypedDict, total=False):
         axes="1", dtype="float32", broadcasts=True, raw=True,
         doc="Factor of an fp8 o: an element is value / o_scale, rounded and saturated, so o * o_scale is the value.")]
     deterministic: Annotated[bool | None, _flag(
-        _lib.DETERMINISTIC, default=True, doc="The same call gives the same bits every time.")]
+        _lib.DETERMINISTIC, default=True, of_parts=True, doc="The same call gives the same bits every time.")]
     batch_invariant: Annotated[bool, _flag(
-        _lib.BATCH_INVARIANT,
+        _lib.BATCH_INVARIANT, of_parts=True,
         doc="The result of a sequence has the same bits whatever else is in the batch. Illegal in the backward pass "
             "and with dropout.")]
     backend: Annotated[str | None, Option(
-        values="str", check=_check_backend, encode=lambda name: (0, name or ""),
+        values="str", check=_check_backend, of_parts=True, encode=lambda name: (0, name or ""),
         decode=lambda flags, name: name or None, fields=("backend",),
         doc="The backend that must run the call, a name of tessera.backends(); Refused if it cannot. None: the "
             "library chooses.")]
     allow_quadratic: Annotated[bool, _flag(
-        _lib.ALLOW_QUADRATIC,
+        _lib.ALLOW_QUADRATIC, of_parts=True,
         doc="Allows a call that needs memory of sq * sk elements. Its size is logged.")]
     accumulate: Annotated[bool, _flag(
         _lib.ACCUMULATE,
@@ -413,7 +428,7 @@ class Keywords(TypedDict, total=False):
             "call's keys together; a row whose lse is -inf holds no keys yet, and its o is not read. Gradients are "
             "added to the arrays of grads=. On GPUs cuda_sm80 runs it.")]
     sm_margin: Annotated[int, Option(
-        values="int", default=0, check=_check_margin, encode=lambda n: (0, n or 0),
+        values="int", default=0, check=_check_margin, of_parts=True, encode=lambda n: (0, n or 0),
         decode=lambda flags, n: n, fields=("sm_margin",),
         doc="How many multiprocessors of a GPU to leave to others, >= 0. It affects only kernels that take tile after "
             "tile on each multiprocessor.")]
@@ -507,6 +522,8 @@ def _rows(table) -> dict[str, Keyword]:
 SHARED, FORWARD, BACKWARD = _rows(Keywords), _rows(Forward), _rows(Backward)
 ALL = FORWARD | BACKWARD
 NUMBERS = tuple(name for name, row in ALL.items() if row.form == "number")
+LENGTHS = tuple(name for name, row in ALL.items() if row.lengths)
+DENSE = tuple(name for name, row in SHARED.items() if isinstance(row, Tensor) and row.axes == "b, hq, sq, sk")
 DIFFERENTIABLE = ("q", "k", "v", *sorted(
     (name for name, row in SHARED.items() if isinstance(row, Tensor) and row.differentiable),
     key=_lib.INDEX.get))

@@ -14,7 +14,8 @@ import textwrap
 
 import numpy as np
 
-from . import case_lines
+from .._call import _keywords
+from . import case_lines, work
 
 EPILOG = """\
 examples:
@@ -25,9 +26,7 @@ Rows are queries, columns are keys. In a large picture a character stands for se
 its pairs are visible, + some, . none. docs/cases.md describes the language of cases."""
 
 # The keywords that decide what is visible, and what they need beside them.
-_SHAPING = ("layout", "causal", "window", "align", "seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k",
-            "cu_seqlens_q_padded", "cu_seqlens_k_padded", "max_seqlen_q", "max_seqlen_k", "keep", "drop",
-            "key_ranges", "segment_ids", "page_table", "q_start", "k_start")
+_SHAPING = ("layout", "causal", "window", "align", "page_table", *_keywords.LENGTHS, *work.DATA_MASKS)
 _COLUMNS = 256        # of v in a run: keys that one run tells about
 _MOST_PAIRS = 1 << 24  # of queries and keys, all heads
 _WIDTH = 96           # characters of a line

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 _ROWS_AT_A_TIME = 512
-_DATA_MASKS = ("keep", "drop", "key_ranges", "segment_ids")
+DATA_MASKS = ("keep", "drop", "key_ranges", "segment_ids")
 
 
 def visible_scores(q, k, v, kw: dict) -> int:
@@ -49,7 +49,7 @@ def visible(n, q, k, kw) -> np.ndarray:
 
 
 def _of_sequence(n, len_q, len_k, hq, kw, layout_q, layout_k) -> int:
-    if not any(kw.get(name) is not None for name in _DATA_MASKS):
+    if not any(kw.get(name) is not None for name in DATA_MASKS):
         low, high = _band(n, np.arange(len_q), len_q, len_k, kw)
         return hq * int(np.maximum(high - low, 0).sum())
     total = 0
@@ -85,7 +85,7 @@ def _visible_rows(n, rows, len_q, len_k, kw, layout_q, layout_k):
     low, high = _band(n, np.arange(rows.start, rows.stop), len_q, len_k, kw)
     j = np.arange(len_k)
     seen = ((j >= low[:, None]) & (j < high[:, None]))[None]
-    for name in _DATA_MASKS:
+    for name in DATA_MASKS:
         if kw.get(name) is not None:
             seen = seen & _data_mask(name, kw, n, rows, len_k, layout_q, layout_k)
     return seen

@@ -21,7 +21,7 @@ TENSORS = {name: row for name, row in _keywords.ALL.items() if isinstance(row, _
 # What written() and sort() need of the rows.
 _ENCODERS = tuple((name, row.default, row.encode, row.fields) for name, row in OPTIONS.items())
 _FIELDS = tuple((name, field.kind, field.flag, field.words) for name, field in _call.FIELDS.items())
-_CHANGING = frozenset(("max_seqlen_q", "max_seqlen_k"))  # from batch to batch: never in a text
+CHANGING = tuple(name for name, row in OPTIONS.items() if row.lengths)  # from batch to batch: never in a text
 _NAMES = {name: row.tensors for name, row in TENSORS.items()}
 _FLAGS = {name: row.flag for name, row in TENSORS.items()}
 _WORDS = {name: row.words for name, row in TENSORS.items() if row.words}
@@ -89,7 +89,7 @@ def written(names, options: dict, flags: int, outputs, backward: bool = False) -
             continue
         value = values[name]
         if kind == _call.INTEGER:
-            if tracing or name in _CHANGING:
+            if tracing or name in CHANGING:
                 words.append(f"{name}=${len(sizes)}")
                 sizes.append(value)
             elif value or flag:

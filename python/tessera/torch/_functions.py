@@ -29,7 +29,7 @@ _DETERMINISTIC = (None, "None follows torch.use_deterministic_algorithms.")
 _RNG_STATE = (None, "None draws one from PyTorch's generator.")
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast changes
 _NO_SIZES: list = []
-_LENGTHS = ("max_seqlen_q", "max_seqlen_k")  # beside a text, in this order
+_LENGTHS = _describe.CHANGING  # beside a text, in this order
 
 _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))  # and no other subclass

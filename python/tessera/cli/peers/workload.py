@@ -81,8 +81,7 @@ def is_plain_causal(kw, sq, sk) -> bool:
 def dense_mask(w: Workload, b, hq, sq, sk) -> np.ndarray | None:
     """Dense [b|1, hq|1, sq, sk], True = visible; None when everything is."""
     kw = w.keywords
-    names = ("causal", "window", "seqlens_q", "seqlens_k", "keep", "drop", "key_ranges",
-             "segment_ids")
+    names = ("causal", "window", "seqlens_q", "seqlens_k", *work.DATA_MASKS)
     if all(kw.get(name) is None for name in names):
         return None
     per_batch = any(kw.get(name) is not None for name in names[2:])

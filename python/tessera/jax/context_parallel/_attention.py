@@ -28,8 +28,6 @@ _ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "th
 _PASSED = ("softmax_scale", "softcap", "sink", "alibi_slopes", "dropout_p", "rng_state", "causal", "window",
            "deterministic", "backend")
 _OWN = ("layout", "align", "return_lse", "return_max_logit")
-_IN_SHARDS = ("seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_q_padded",
-              "cu_seqlens_k_padded", "max_seqlen_q", "max_seqlen_k", "q_start", "k_start")
 _EXCHANGES = ("auto", "heads", "keys")
 _MOST_RUNS = 16  # of a sequence on a rank; each is a call in the program
 
@@ -245,7 +243,7 @@ class _OnShards:
 def _checked(keywords: dict) -> dict:
     given = {name: value for name, value in keywords.items() if value is not None}
     for name in given:
-        if name in _IN_SHARDS:
+        if name in _keywords.LENGTHS:
             raise error(name, "...", "lengths and starts are in shards; leave it out")
         if name not in _PASSED + _OWN:
             if name in _functions.FORWARD:

@@ -16,14 +16,14 @@ from ..._call._description import Description
 from ...context_parallel import Plan, Shards, plan as _plan
 from .. import _describe, _functions, _later, _tensors
 from ..comm import Topology, by_name
-from . import _check, _op, _rows, _spec
+from . import _check, _local, _op, _rows, _spec
 
 _OPERATION = "tessera.context_parallel.attention"
-_IN_SHARDS = ("seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_q_padded",
-              "cu_seqlens_k_padded", "max_seqlen_q", "max_seqlen_k", "q_start", "k_start")
-_NOT_HERE = {"page_table": "use decode for a cache", "out": "it returns a new tensor",
-             "accumulate": "leave it out", "out_dtype": "leave it out", "lse": "return_lse=True gives a new one",
-             **{name: "fp8 q does not travel" for name, row in _keywords.FORWARD.items() if row.raw}}
+_CARRIED = {*_spec.KEYWORDS, *_local.OPTIONS, *_local.TENSORS, "return_lse", "return_max_logit"}
+_REASONS = {"page_table": "use decode for a cache", "out": "it returns a new tensor",
+            "lse": "return_lse=True gives a new one"}
+_REFUSED = {name: _REASONS.get(name, "fp8 q does not travel" if row.raw else "leave it out")
+            for name, row in _keywords.FORWARD.items() if name not in _CARRIED and not row.lengths}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shards | None = None,
@@ -41,14 +41,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shards: Shar
     for two levels; a mesh of two axes is (outer, inner). DTensors whose sequence axis is sharded bring
     group and shards with them.
 
-    Keywords are those of tessera.torch.attention but lengths, which are in `shards`. Segment ids go
-    with their rows; key_ranges and dense masks and biases have this rank's rows, and keys of the whole
-    sequence; what has no rows (sink, slopes, key masks) is whole on every rank, and its gradient is
-    this rank's share, as of any weight. align may be an integer, or a tuple of one for each sequence.
-    Without rng_state, rank 0's draw is everyone's. exchange is "auto", "heads", "keys" or "ring",
-    groups_of_heads how many groups of kv heads "keys" and "heads" are cut into, max_bytes how large
-    buffers may be. With save_gathered "keys" keeps the k and v that it fetched for the backward pass,
-    which then fetches nothing; other exchanges pay no heed.
+    Keywords are those of tessera.torch.attention but lengths, which are in `shards`, pages, fp8's
+    and those of outputs. Segment ids go with their rows; key_ranges and dense masks and biases have
+    this rank's rows, and keys of the whole sequence; what has no rows (sink, slopes, key masks) is
+    whole on every rank, and its gradient is this rank's share, as of any weight. align may be an
+    integer, or a tuple of one for each sequence. Without rng_state, rank 0's draw is everyone's.
+    exchange is "auto", "heads", "keys" or "ring", groups_of_heads how many groups of kv heads
+    "keys" and "heads" are cut into, max_bytes how large buffers may be. With save_gathered "keys"
+    keeps the k and v that it fetched for the backward pass, which then fetches nothing; other
+    exchanges pay no heed.
 
     Returns o[, lse][, max_logit] as tessera.torch.attention does. All ranks must call it, in the same
     order. ValueError on every rank for what one refuses, and where ranks disagree.
@@ -153,12 +154,11 @@ def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Operator:
     """The operator's arguments; `how` is (exchange, groups of heads, save_gathered, max_bytes).
     torch.compile traces through it."""
     for name in keywords:
-        if name in _IN_SHARDS and keywords[name] is not None:
+        if name in _keywords.LENGTHS and keywords[name] is not None:
             raise ValueError(f"{_OPERATION}: {name}=...: lengths and starts are in shards; leave it "
                              "out")
-        if name in _NOT_HERE and keywords[name] is not None:
-            raise ValueError(f"{_OPERATION}: {name}=...: does not go with shards; "
-                             f"{_NOT_HERE[name]}")
+        if name in _REFUSED and keywords[name] is not None:
+            raise ValueError(f"{_OPERATION}: {name}=...: does not go with shards; {_REFUSED[name]}")
     if not isinstance(shards, Shards) or not isinstance(shards_k, (Shards, type(None))):
         raise ValueError(f"{_OPERATION}: shards={type(shards).__name__}: must be "
                          "tessera.context_parallel.Shards, as must shards_k where it is given")
@@ -180,7 +180,7 @@ def _call(q, k, v, shards, shards_k, names, how, keywords) -> _Operator:
     text = _text(shards.text, keys.text, inner, how, causal, window, align, heads,
                  k.dtype.itemsize, _has_rows(keywords), draws)
     rest = {name: value for name, value in keywords.items()
-            if name not in ("causal", "window", "align", "layout") and name not in _IN_SHARDS}
+            if name not in _spec.KEYWORDS and name not in _keywords.LENGTHS}
     rest["layout"] = "thd"
     if rest.get("segment_ids") is not None:
         rest["segment_ids"] = _ids(rest["segment_ids"], layouts, shape_q, shape_k, q, k)
@@ -301,7 +301,7 @@ def _ranges(ranges, layout, shape):
 
 def _has_rows(keywords) -> bool:
     return any(isinstance(keywords.get(name), torch.Tensor) and keywords[name].dim() > 1 and
-               keywords[name].shape[-2] != 1 for name in ("keep", "drop", "bias"))
+               keywords[name].shape[-2] != 1 for name in _keywords.DENSE)
 
 
 def _pair(window):

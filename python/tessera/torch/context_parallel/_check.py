@@ -9,15 +9,18 @@ import json
 import torch
 
 from ... import _lib
-from ..._call import _args
+from ..._call import _args, _keywords
 from .. import _describe, _tensors
 from ..comm import Topology
 from . import _calls
 from ._calls import Said
-from ._spec import Spec
+from ._local import TENSORS
+from ._spec import KEYWORDS, Spec
 
 OPERATION = "context_parallel.attention"
 _MAX_KEPT = 4096
+_ROWS = {name: _keywords.SHARED[name] for name in TENSORS}
+_OF_SEQUENCES = tuple(name for name, row in _ROWS.items() if row.of_sequences)
 _agreed: dict[tuple, tuple] = {}  # calls that every rank has agreed to -> (what it said, its Calls), oldest first
 
 
@@ -106,13 +109,13 @@ def fields(given: dict, spec: Spec) -> dict:
              "window": [spec.band.left, spec.band.right], "align": list(spec.band.shifts)}
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
-            whole = name in ("sink", "alibi_slopes", "k_scale", "v_scale", "rng_state")
+            whole = name in _ROWS and not _ROWS[name].has_rows
             shape = list(value.shape) if whole else list(value.shape[1:]) if name in "qkv" else \
                 value.dim()
             found[name] = [str(value.dtype), shape]
         elif isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
             found[name] = [str(x.dtype) for x in value]
-        elif name not in ("backend", "layout", "causal", "window", "align"):
+        elif name not in ("backend", *KEYWORDS):
             found[name] = value
     return found
 
@@ -134,7 +137,7 @@ def check(given: dict, spec: Spec, topology: Topology):
         if x.shape[0] != one.extents[rank]:
             raise a.error(f"{name}.shape[0]", x.shape[0],
                           f"rank {rank} holds {one.extents[rank]} tokens of {one!r}")
-    for name in ("keep", "drop", "bias"):
+    for name in _keywords.DENSE:
         if given.get(name) is not None:
             _check_dense(a, name, given[name], spec, rank)
     _check_rest(given, spec, rank)
@@ -167,11 +170,9 @@ def _check_rest(given: dict, spec: Spec, rank: int):
     """A local call that has what a whole one would: heads, dtypes, options."""
     q, k = given["q"], given["k"]
     cu = [torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device) for x in (q, k)]
-    rest = {name: x for name, x in given.items() if name not in (
-        "keep", "drop", "bias", "bias_at", "align", "causal", "window", "layout", "seqlens_q",
-        "seqlens_k", "alibi_slopes", "k_scale", "v_scale", "rng_state")}
+    rest = {name: x for name, x in given.items() if name not in (*_keywords.DENSE, *_keywords.LENGTHS, *KEYWORDS)}
     b = len(spec.shards_q.lengths)
-    for name in ("alibi_slopes", "k_scale", "v_scale"):
+    for name in _OF_SEQUENCES:
         x = given.get(name)
         if x is not None and x.dim() == 2:
             if x.shape[0] not in (1, b):

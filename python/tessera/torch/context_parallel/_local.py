@@ -11,11 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..._call import _keywords
 from ...context_parallel.schedule import Band, Call
 from .. import _functions
 from ._rows import Rows
 
-_DENSE = ("keep", "drop", "bias")
+# Keywords that Problem has a place for, and those that each of its calls takes as they are.
+TENSORS = (*_keywords.DENSE, "key_ranges", "segment_ids", "alibi_slopes", "sink", "k_scale", "v_scale", "rng_state")
+OPTIONS = tuple(name for name, row in _keywords.SHARED.items() if row.of_parts)
 
 
 @dataclasses.dataclass(frozen=True)

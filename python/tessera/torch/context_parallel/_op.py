@@ -17,7 +17,7 @@ import os
 
 import torch
 
-from ..._call import ROWS, Call
+from ..._call import ROWS, Call, _keywords
 from ...context_parallel import schedule
 from .. import _describe, _ops
 from ..comm import Topology, to_all
@@ -27,8 +27,6 @@ from ._spec import Spec, topology_of
 
 _log = logging.getLogger("tessera.cp")
 _LOGS = not {"cp", "all"}.isdisjoint(os.environ.get("TESSERA_LOG", "").split(","))
-_OPTIONS = ("softmax_scale", "softcap", "dropout_p", "bias_at", "deterministic", "batch_invariant",
-            "backend", "allow_quadratic")
 
 for _schema in ("cp_attention(Tensor[] inputs, SymInt[] sizes, str call, str spec, str inner, str outer) -> "
                 f"({', '.join(['Tensor'] * 7)})",
@@ -71,11 +69,11 @@ class _Run:
         ids = given.get("segment_ids")
         ids_q, ids_k = ids if isinstance(ids, tuple) else (ids, ids)
         dense = {name: given[name][(None,) * (4 - given[name].dim())]
-                 for name in ("keep", "drop", "bias") if given.get(name) is not None}
+                 for name in _keywords.DENSE if given.get(name) is not None}
         return _local.Problem(
             given["q"], given["k"], given["v"], dense, given.get("key_ranges"), ids_q, ids_k,
             given.get("alibi_slopes"), given.get("sink"), given.get("k_scale"), given.get("v_scale"),
-            rng, {name: given.get(name) for name in _OPTIONS if name != "bias_at" or "bias" in dense})
+            rng, {name: given.get(name) for name in _local.OPTIONS})
 
     def driver(self) -> tuple[list[_heads.Exchange] | None, Driver]:
         """What exchanges heads, if anything does, and what exchanges keys."""

@@ -15,6 +15,9 @@ from ...context_parallel.shards import Shards
 from .. import comm
 
 
+KEYWORDS = ("layout", "causal", "window", "align")  # that the text, and the order of rows, say
+
+
 class Spec(NamedTuple):
     exchange: str
     groups: int            # of kv heads
