@@ -98,7 +98,7 @@ class Recipe:
         shown = (f"{field.name}={_shown(getattr(self, field.name))}" for field in dataclasses.fields(self))
         return ", ".join([f"recipe_type={type(self).__name__}", *shown])
 
-    def _check(self):
+    def __post_init__(self):
         assert getattr(self, "fp8_format", None) != Format.E5M2, "Pure E5M2 training is not supported."
         assert self.backward_override in _OVERRIDES, \
             f"backward_override must be one of {_OVERRIDES}; NVTE_BACKWARD_OVERRIDE sets its default."
@@ -130,7 +130,7 @@ class DelayedScaling(Recipe):
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self):
-        self._check()
+        super().__post_init__()
         assert self.backward_override is None, "Delayed scaling only supports backward_override=None."
         assert self.amax_history_len >= 1, f"amax_history_len={self.amax_history_len} must be at least 1."
         assert self.amax_compute_algo in ("max", "most_recent") or callable(self.amax_compute_algo), \
@@ -152,9 +152,6 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
 
-    def __post_init__(self):
-        self._check()
-
 
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
@@ -165,9 +162,6 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
     enable_2d_quantization: bool = False
-
-    def __post_init__(self):
-        self._check()
 
 
 @dataclass(repr=False)
@@ -189,7 +183,7 @@ class Float8BlockScaling(Recipe):
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self):
-        self._check()
+        super().__post_init__()
         sides = {name: getattr(self, f"{name}_block_scaling_dim") for name in ("x", "w", "grad")}
         for name, dim in sides.items():
             assert dim in (1, 2), f"{name}_block_scaling_dim={dim}: only 1D or 2D blocks are supported."
@@ -220,7 +214,7 @@ class NVFP4BlockScaling(Recipe):
     backward_override: str | None = os.environ.get("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self):
-        self._check()
+        super().__post_init__()
         assert self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling."
         assert self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling."
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
@@ -245,7 +239,7 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = 128
 
     def __post_init__(self):
-        self._check()
+        super().__post_init__()
         assert self.quantization_alignment > 0, \
             f"quantization_alignment={self.quantization_alignment} must be at least 1."
         assert callable(self.qfactory), f"qfactory={self.qfactory!r} must be a function of a role."

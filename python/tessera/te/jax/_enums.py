@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import enum
 
+from .._config import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_Softmax_Type
 from .._words import MASKS, mask_of
-from ._numbers import (NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type,
-                       nvte_get_qkv_format)
+from ._numbers import NVTE_QKV_Format, NVTE_QKV_Layout, nvte_get_qkv_format
 from ._words import error
 
 

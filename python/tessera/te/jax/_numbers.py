@@ -6,14 +6,11 @@ from __future__ import annotations
 import enum
 
 from ...jax import _binding
-from .._words import BIASES, FORMATS, LAYOUTS, MASKS, SOFTMAXES, numbers
+from .._words import FORMATS, LAYOUTS, numbers
 
 # Targets of the custom calls: one handler of libtessera runs both passes.
 FusedAttnForwardFFI = FusedAttnBackwardFFI = _binding.ATTENTION
 
-NVTE_Bias_Type = numbers("NVTE_Bias_Type", BIASES)
-NVTE_Mask_Type = numbers("NVTE_Mask_Type", MASKS, suffix="_MASK")
-NVTE_Softmax_Type = numbers("NVTE_Softmax_Type", SOFTMAXES, suffix="_SOFTMAX")
 NVTE_QKV_Format = numbers("NVTE_QKV_Format", FORMATS, FORMATS[:3], unset=True)
 NVTE_QKV_Layout = numbers("NVTE_QKV_Layout", LAYOUTS, (
     "bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd"), unset=True)

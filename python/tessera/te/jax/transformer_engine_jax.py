@@ -8,10 +8,11 @@ import importlib.metadata
 
 import jax
 
+from .._config import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_Softmax_Type
 from .._words import DType
 from . import attention, cpp_extensions
-from ._numbers import (FusedAttnBackwardFFI, FusedAttnForwardFFI, NVTE_Bias_Type, NVTE_Fused_Attn_Backend,
-                       NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type, nvte_get_qkv_format)
+from ._numbers import (FusedAttnBackwardFFI, FusedAttnForwardFFI, NVTE_Fused_Attn_Backend, NVTE_QKV_Format,
+                       NVTE_QKV_Layout, nvte_get_qkv_format)
 from ._words import missing
 
 __all__ = ["DType", "FusedAttnBackwardFFI", "FusedAttnForwardFFI", "NVTE_Bias_Type",

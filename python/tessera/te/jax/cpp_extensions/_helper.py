@@ -10,12 +10,11 @@ import jax.numpy as jnp
 
 from .... import jax as tessera_jax
 from ...._explain import Explanation
+from ..._config import FusedConfig
 from ..._logging import AttentionLogging, logger, switch
-from ..._words import DType
 from .. import _words
 from .._enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVFormat, QKVLayout
-from .._numbers import (NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout,
-                        NVTE_Softmax_Type)
+from .._numbers import NVTE_Fused_Attn_Backend
 from .._translate import Config
 from .._words import error
 
@@ -23,41 +22,9 @@ _NAME = "FusedAttnHelper"
 
 
 @dataclasses.dataclass
-class FusedAttnParams:
+class FusedAttnParams(FusedConfig):
     """A call by its sizes and TE's numbers, of which transformer_engine_jax.get_fused_attn_backend reads what
     a layout of JAX has."""
-    is_training: bool = True
-    deterministic: bool = False
-    cuda_graph: bool = False
-    return_max_logit: bool = False
-    attn_mask_type: NVTE_Mask_Type = NVTE_Mask_Type.NVTE_NO_MASK
-    bias_type: NVTE_Bias_Type = NVTE_Bias_Type.NVTE_NO_BIAS
-    window_size_left: int = -1
-    window_size_right: int = -1
-    bottom_right_diagonal: bool = True
-    softmax_type: NVTE_Softmax_Type = NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-    scaling_mode: int = 0
-    dropout: float = 0.0
-    attn_scale: float = 1.0
-    qkv_dtype: DType = DType.kBFloat16
-    o_dtype: DType = DType.kBFloat16
-    do_dtype: DType = DType.kBFloat16
-    dqkv_dtype: DType = DType.kBFloat16
-    qkv_layout: NVTE_QKV_Layout = NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
-    o_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
-    do_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
-    dqkv_layout: NVTE_QKV_Layout = NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
-    qkv_scale_inv_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
-    do_scale_inv_format: NVTE_QKV_Format = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
-    batch_size: int = 0
-    num_attn_heads: int = 0
-    num_gqa_groups: int = 0
-    head_dim_qk: int = 0
-    head_dim_v: int = 0
-    max_seqlen_q: int = 0
-    max_seqlen_kv: int = 0
-    num_tokens_q: int = 0
-    num_tokens_kv: int = 0
     bias_batch_size: int = 0
     bias_num_heads: int = 0
     bias_seqlen_q: int = 0
@@ -131,7 +98,8 @@ class FusedAttnHelper:
 
     def explain(self, backward: bool = False, deterministic: bool | None = None) -> Explanation:
         """tessera.jax.explain of the call, on JAX's device."""
-        config = self._config()
+        config = Config(self.attn_bias_type, self.attn_mask_type, self.softmax_type, self.qkv_layout, self.attn_scale,
+                        self.dropout_probability, self.is_training, self.max_segments_per_seq, self.window_size)
         struct = jax.ShapeDtypeStruct
         b, sq, sk = self.batch_size, self.q_max_seqlen, self.kv_max_seqlen
         rows = [(b, sq), (b, sk), (b, sk)]
@@ -158,11 +126,6 @@ class FusedAttnHelper:
             return tessera_jax.explain(q, k, v, backward=True, grads=("dq", "dk", "dv", *grads),
                                        **given)
         return tessera_jax.explain(q, k, v, return_max_logit=self.return_max_logit, **given)
-
-    def _config(self) -> Config:
-        return Config(self.attn_bias_type, self.attn_mask_type, self.softmax_type, self.qkv_layout,
-                      self.attn_scale, self.dropout_probability, self.is_training,
-                      self.max_segments_per_seq, self.window_size)
 
     def _scores(self, config: Config, given: dict) -> list[str]:
         """Adds bias and sink; returns the names of their gradients."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 
 from ... import _words
+from ..._config import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
 
 
 class FusedAttnBackend(enum.IntEnum):
@@ -26,13 +27,6 @@ class FusedAttnBackend(enum.IntEnum):
 
 # Looked up, because Dynamo cannot make a member by its number on Python 3.12 and later (PyTorch 2.11).
 _BACKENDS = {**FusedAttnBackend.__members__, **{int(member): member for member in FusedAttnBackend}}
-
-
-NVTE_QKV_Layout = _words.numbers("NVTE_QKV_Layout", _words.LAYOUTS, unset=True)
-NVTE_QKV_Format = _words.numbers("NVTE_QKV_Format", _words.FORMATS, unset=True)
-NVTE_Bias_Type = _words.numbers("NVTE_Bias_Type", _words.BIASES)
-NVTE_Mask_Type = _words.numbers("NVTE_Mask_Type", _words.MASKS, suffix="_MASK")
-NVTE_Softmax_Type = _words.numbers("NVTE_Softmax_Type", _words.SOFTMAXES, suffix="_SOFTMAX")
 
 QKVLayout = dict(zip(_words.LAYOUTS, NVTE_QKV_Layout))
 QKVFormat = dict(zip((*_words.FORMATS, None), NVTE_QKV_Format))

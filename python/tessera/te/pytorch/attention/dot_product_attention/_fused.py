@@ -9,54 +9,21 @@ from types import SimpleNamespace
 import torch
 
 from ..... import _lib
+from ...._config import FusedConfig, NVTE_QKV_Layout
 from ...._words import BIASES, LAYOUTS, MASKS, SOFTMAXES, DType, ScalingMode
 from ....common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from ..._words import formats_of
 from ...constants import TE_DType, TE_DType_To_Torch
-from ...cpp_extensions._tables import (FusedAttnBackend, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format,
-                                       NVTE_QKV_Layout, NVTE_Softmax_Type)
+from ...cpp_extensions._tables import FusedAttnBackend
 from ...quantization import MXFP8, get_fp8_te_dtype
 from ._choice import _selection
 
-_FORMAT_UNSET, _LAYOUT_UNSET = NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET, NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
 _FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 @dataclasses.dataclass(eq=True)
-class FusedAttentionParams:
+class FusedAttentionParams(FusedConfig):
     """A call of the fused backend by its sizes and TE's numbers."""
-    is_training: bool = True
-    deterministic: bool = False
-    cuda_graph: bool = False
-    return_max_logit: bool = False
-    attn_mask_type: NVTE_Mask_Type = NVTE_Mask_Type.NVTE_NO_MASK
-    bias_type: NVTE_Bias_Type = NVTE_Bias_Type.NVTE_NO_BIAS
-    window_size_left: int = -1
-    window_size_right: int = -1
-    bottom_right_diagonal: bool = True
-    softmax_type: NVTE_Softmax_Type = NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-    scaling_mode: ScalingMode = ScalingMode.NVTE_DELAYED_TENSOR_SCALING
-    dropout: float = 0.0
-    attn_scale: float = 1.0
-    qkv_dtype: DType = DType.kBFloat16
-    o_dtype: DType = DType.kBFloat16
-    do_dtype: DType = DType.kBFloat16
-    dqkv_dtype: DType = DType.kBFloat16
-    qkv_layout: NVTE_QKV_Layout = _LAYOUT_UNSET
-    o_format: NVTE_QKV_Format = _FORMAT_UNSET
-    do_format: NVTE_QKV_Format = _FORMAT_UNSET
-    dqkv_layout: NVTE_QKV_Layout = _LAYOUT_UNSET
-    qkv_scale_inv_format: NVTE_QKV_Format = _FORMAT_UNSET
-    do_scale_inv_format: NVTE_QKV_Format = _FORMAT_UNSET
-    batch_size: int = 0
-    num_attn_heads: int = 0
-    num_gqa_groups: int = 0
-    head_dim_qk: int = 0
-    head_dim_v: int = 0
-    max_seqlen_q: int = 0
-    max_seqlen_kv: int = 0
-    num_tokens_q: int = 0
-    num_tokens_kv: int = 0
     num_pages_k: int = 0
     num_pages_v: int = 0
     page_size_k: int = 0
@@ -127,7 +94,7 @@ def _asked(p: FusedAttentionParams) -> _selection.AttentionParams:
                  "max_seqlen_kv"):
         if getattr(p, name) < 1:
             raise ValueError(f"FusedAttentionParams: {name}={getattr(p, name)}: must be at least 1")
-    if p.qkv_layout == _LAYOUT_UNSET:
+    if p.qkv_layout == NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET:
         raise ValueError("FusedAttentionParams: qkv_layout=NVTE_QKV_Layout_NOT_SET: must be a layout")
     if p.scaling_mode == ScalingMode.NVTE_MXFP8_1D_SCALING:
         raise ValueError(f"FusedAttentionParams: scaling_mode=NVTE_MXFP8_1D_SCALING: {MXFP8}")

@@ -49,7 +49,7 @@ class PackTensors:
 
     @staticmethod
     def apply(indices, *tensors):
-        packed = tuple(_take(x, indices) for x in tensors)
+        packed = tuple(pad(x, (0, 0, 0, 0, 0, 1))[indices.reshape(-1)] for x in tensors)
         return packed if len(packed) > 1 else packed[0]
 
 
@@ -101,7 +101,3 @@ class _PrepareQKVForFA:
 
 def _filled(tokens, size):
     return pad(tokens, (0, size - tokens.shape[0]), value=size).reshape(-1, 1, 1)
-
-
-def _take(x, indices):
-    return pad(x, (0, 0, 0, 0, 0, 1))[indices.reshape(-1)]
