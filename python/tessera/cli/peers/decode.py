@@ -8,14 +8,14 @@ import functools
 import importlib
 
 from .. import work
-from .workload import Unsupported, first_line
+from .workload import Unsupported, first_line, refuse
 
 _DEVICE = "cuda"              # that they need
 _WORKSPACE_BYTES = 512 << 20  # of FlashInfer's partial results
 _PAGE = 64                    # of a cache without pages, for libraries that know pages alone
 _TENSOR_CORES_GROUP = 4       # from so many heads a key head on, by FlashInfer's advice
-_UNKNOWN = ("sink", "bias", "alibi_slopes", "keep", "drop", "key_ranges", "segment_ids", "seqlens_q", "cu_seqlens_q",
-            "cu_seqlens_k", "dropout_p", "q_start", "k_start")
+_UNKNOWN = ("sink", "bias", "alibi_slopes", *work.DATA_MASKS, "seqlens_q", "cu_seqlens_q", "cu_seqlens_k", "dropout_p",
+            "q_start", "k_start")
 
 
 def flashinfer(w):
@@ -114,9 +114,7 @@ def _decode(w, name: str) -> dict:
     kw = w.keywords
     if w.backward:
         raise Unsupported(f"{name}: is timed in the forward pass here")
-    for keyword in _UNKNOWN:
-        if kw.get(keyword) is not None and not (isinstance(kw[keyword], (int, float)) and kw[keyword] == 0):
-            raise Unsupported(f"{name}: {keyword} is not translated by this bench")
+    refuse(w, _UNKNOWN, name + ": {} is not translated by this bench")
     if kw.get("layout", "bshd") != "bshd":
         raise Unsupported(f"{name}: layout={kw['layout']!r} is not translated by this bench")
     banded = kw.get("causal") or kw.get("window") is not None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import work
 from .pytorch import import_torch, tensor
-from .workload import Unsupported, Workload, first_line, plain
+from .workload import Unsupported, Workload, first_line, plain, refuse
 
 # cu_seqlens and the longest sequence, of queries and of keys.
 _DENSE = (None,) * 4
@@ -52,11 +53,8 @@ class Library:
     @staticmethod
     def _call(torch, w: Workload):
         kw = w.keywords
-        for keyword in ("bias", "alibi_slopes", "sink", "keep", "drop", "key_ranges", "segment_ids",
-                        "seqlens_q", "seqlens_k", "dropout_p", "page_table"):
-            given = kw.get(keyword)
-            if given is not None and not (isinstance(given, (int, float)) and given == 0):
-                raise Unsupported(f"fa3 has no {keyword}")
+        refuse(w, ("bias", "alibi_slopes", "sink", *work.DATA_MASKS, "seqlens_q", "seqlens_k", "dropout_p",
+                   "page_table"), "fa3 has no {}")
         (q, k, v, do), packed = _inputs(w)
         if packed is _DENSE and q.shape[1] != k.shape[1] and kw.get("causal") and kw.get("align") != "bottom_right":
             raise Unsupported("fa3 aligns a causal mask at the bottom right")

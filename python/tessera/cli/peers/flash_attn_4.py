@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from .pytorch import gradient_function, import_torch, tensor
-from .workload import Unsupported, Workload, first_line, plain
+from .. import work
+from .pytorch import import_torch, tensor, timed
+from .workload import Unsupported, Workload, first_line, plain, refuse
 
 
 def peer(w: Workload):
@@ -16,11 +17,8 @@ def peer(w: Workload):
         raise Unsupported(f"flash-attn-4 is not installed: {first_line(error)}") from error
     torch = import_torch(w)
     kw = w.keywords
-    for keyword in ("page_table", "sink", "bias", "alibi_slopes", "keep", "drop", "key_ranges",
-                    "segment_ids", "seqlens_q", "seqlens_k", "cu_seqlens_q", "dropout_p"):
-        given = kw.get(keyword)
-        if given is not None and not (isinstance(given, (int, float)) and given == 0):
-            raise Unsupported(f"flash-attn-4: {keyword} is not translated by this bench")
+    refuse(w, ("page_table", "sink", "bias", "alibi_slopes", *work.DATA_MASKS, "seqlens_q", "seqlens_k", "cu_seqlens_q",
+               "dropout_p"), "flash-attn-4: {} is not translated by this bench")
     q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in plain(w, "flash-attn-4"))
     if kw.get("causal") and q.shape[1] != k.shape[1] and kw.get("align") != "bottom_right":
         raise Unsupported("flash-attn-4 aligns a causal mask at the bottom right")
@@ -32,13 +30,8 @@ def peer(w: Workload):
                             softmax_scale=kw.get("softmax_scale"), softcap=kw.get("softcap") or 0.0)
         return o[0] if isinstance(o, tuple) else o
 
-    def run():
-        with torch.no_grad():
-            return forward()
-
     try:
-        call = run if do is None else \
-            gradient_function(torch, forward, inputs, tensor(torch, do, w.device))
+        call = timed(torch, w, forward, inputs, do)
         call()
         return call
     except Exception as error:  # its compiler's own errors are many; all mean "not here"

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from .workload import Unsupported, Workload, dense_bias, dense_mask, first_line, is_plain_causal, plain
+from .workload import Unsupported, Workload, dense_bias, dense_mask, first_line, is_plain_causal, plain, refuse
 
 
 def peer(w: Workload, implementation: str):
@@ -20,9 +20,7 @@ def peer(w: Workload, implementation: str):
         raise Unsupported(f"{name} needs a GPU, and NumPy arrays are on the CPU")
     jax = _import_jax(w, name)
     kw = w.keywords
-    for keyword in ("softcap", "dropout_p"):
-        if kw.get(keyword):
-            raise Unsupported(f"jax.nn.dot_product_attention has no {keyword}")
+    refuse(w, ("softcap", "dropout_p"), "jax.nn.dot_product_attention has no {}")
     q, k, v, do = (None if x is None else x.swapaxes(1, 2) for x in plain(w, name))
     (b, sq, hq, _), sk = q.shape, k.shape[1]
     causal = is_plain_causal(kw, sq, sk)

@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 
 from . import decode
-from .workload import (Unsupported, Workload, dense_bias, dense_mask, first_line, is_plain_causal, plain,
+from .workload import (Unsupported, Workload, dense_bias, dense_mask, first_line, is_plain_causal, plain, refuse,
                        require_numpy_dtypes)
 
 
@@ -36,11 +36,16 @@ def tensor(torch, x, device="cpu"):
     return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
 
-def gradient_function(torch, forward, inputs, do):
-    """A function of the backward pass alone: the graph of one forward pass, used again."""
+def timed(torch, w: Workload, forward, inputs, do):
+    """forward, or beside `do` the backward pass alone: the graph of one forward pass, used again."""
+    if do is None:
+        def run():
+            with torch.no_grad():
+                return forward()
+        return run
     for x in inputs:
         x.requires_grad_(True)
-    o = forward()
+    o, do = forward(), tensor(torch, do, w.device)
     return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
 
 
@@ -74,13 +79,8 @@ def sdpa(w: Workload, kernel: str | None = None):
         with _choice(kernel):
             return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
 
-    if not w.backward:
-        def run():
-            with torch.no_grad():
-                return forward()
-        return run
     inputs = [tq, tk, tv] + ([extra] if kw.get("bias") is not None else [])
-    return gradient_function(torch, forward, inputs, tensor(torch, do, w.device))
+    return timed(torch, w, forward, inputs, do)
 
 
 def _choice(kernel: str | None):
@@ -117,9 +117,7 @@ def _at(x, *indices):
 def flex(w: Workload):
     torch = import_torch(w)
     kw = w.keywords
-    for keyword in ("key_ranges", "seqlens_q", "seqlens_k"):
-        if kw.get(keyword) is not None:
-            raise Unsupported(f"FlexAttention: {keyword} is not translated by this bench")
+    refuse(w, ("key_ranges", "seqlens_q", "seqlens_k"), "FlexAttention: {} is not translated by this bench")
     if kw.get("dropout_p"):
         raise Unsupported("FlexAttention has no dropout")
     if w.backward and w.device == "cpu":
@@ -173,16 +171,8 @@ def flex(w: Workload):
     def forward():
         return compiled(tq, tk, tv, **options)
 
-    def run():
-        with torch.no_grad():
-            return forward()
-
     try:
-        if not w.backward:
-            run()
-            return run
-        inputs = [tq, tk, tv] + ([bias] if bias is not None else [])
-        call = gradient_function(torch, forward, inputs, tensor(torch, do, w.device))
+        call = timed(torch, w, forward, [tq, tk, tv] + ([bias] if bias is not None else []), do)
         call()
         return call
     except Exception as error:  # the compiler's own errors are many; all mean "not here"
@@ -211,10 +201,5 @@ def matmul(w: Workload):
         p = torch.softmax(x, -1).reshape(b, hk, -1, sk)
         return torch.matmul(p, tv).reshape(b, hq, sq, -1)
 
-    if not w.backward:
-        def run():
-            with torch.no_grad():
-                return forward()
-        return run
     inputs = [tq, tk, tv] + ([bias] if kw.get("bias") is not None else [])
-    return gradient_function(torch, forward, inputs, tensor(torch, do, w.device))
+    return timed(torch, w, forward, inputs, do)

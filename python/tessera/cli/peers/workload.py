@@ -42,6 +42,14 @@ def require_numpy_dtypes(w: Workload, name: str):
             raise Unsupported(f"{name} needs the package ml_dtypes for {x.dtype.names[0]}: pip install ml_dtypes")
 
 
+def refuse(w: Workload, names, text: str):
+    """Unsupported where a keyword of `names` is on, by the text with it in the place of {}."""
+    for name in names:
+        given = w.keywords.get(name)
+        if given is not None and not (isinstance(given, (int, float)) and given == 0):
+            raise Unsupported(text.format(name))
+
+
 def first_line(error) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
@@ -62,9 +70,7 @@ def plain(w: Workload, name: str):
     kw = w.keywords
     layout = kw.get("layout", "bshd")
     layout_q, layout_k = layout if isinstance(layout, tuple) else (layout, layout)
-    for keyword in ("page_table", "sink"):
-        if kw.get(keyword) is not None:
-            raise Unsupported(f"{name} has no {keyword}")
+    refuse(w, ("page_table", "sink"), name + " has no {}")
     if "thd" in (layout_q, layout_k):
         raise Unsupported(f"{name} has no packed sequences")
     if kw.get("bias_at") == "pre_scale":
