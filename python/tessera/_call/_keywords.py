@@ -229,18 +229,6 @@ def _decode_layout(flags, format_q, format_kv):
     return formats[format_q], formats[format_kv]
 
 
-def _check_window(a, name, value):
-    return a.pair_of_integers(name, value, "(left, right)")
-
-
-def _encode_window(window):
-    return (0,) if window is None else (_lib.WINDOW, window[0], window[1])
-
-
-def _decode_window(flags, left, right):
-    return (left, right) if flags & _lib.WINDOW else None
-
-
 def _check_align(a, name, value):
     if is_number(value):
         return a.integer(name, value)
@@ -304,7 +292,9 @@ class Keywords(TypedDict, total=False):
     causal: Annotated[bool, _flag(
         _lib.CAUSAL, doc="Query i sees no key after key i + shift; align says what shift is.")]
     window: Annotated[tuple[int, int] | None, Option(
-        values="(left, right)", check=_check_window, encode=_encode_window, decode=_decode_window,
+        values="(left, right)", check=lambda a, name, value: a.pair_of_integers(name, value, "(left, right)"),
+        encode=lambda window: (0,) if window is None else (_lib.WINDOW, window[0], window[1]),
+        decode=lambda flags, left, right: (left, right) if flags & _lib.WINDOW else None,
         fields=("window_left", "window_right"), flag=_lib.WINDOW,
         doc="Query i sees keys i + shift - left to i + shift + right, both included; align says what shift is. "
             "-1 means no bound on that side. With causal, right must be -1 or 0.")]

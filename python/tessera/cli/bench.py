@@ -178,7 +178,7 @@ def _measured(cases, described, results, against, args) -> tuple[list[dict], int
     device = bench_devices.Cuda() if args.device == "cuda" else bench_devices.Cpu(args.threads)
     results, origin, began = list(results), _origin(device), time.monotonic()
     with terminal.Progress(len(cases), "bench") as progress:
-        show_row = _silent if args.json == "-" else _printer(cases, against, progress.print)
+        show_row = (lambda _: None) if args.json == "-" else _printer(cases, against, progress.print)
         try:
             with _stopped_by_signals():
                 open_case = decode_grid.Drawn if args.grid else _open
@@ -389,10 +389,6 @@ def _timed(result, workload, o, ours, against, device, args) -> dict:
 
 def to_json(results) -> str:
     return json.dumps(results, indent=2)
-
-
-def _silent(_):
-    pass
 
 
 def _printer(cases, against, *print_line):

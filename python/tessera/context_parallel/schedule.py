@@ -22,7 +22,6 @@ import numpy as np
 from .shards import TILE, Run, Shards, merged
 
 Runs = tuple[Run, ...]
-EXCHANGES = ("heads", "keys", "ring", "heads+keys", "heads+ring", "keys+keys")
 
 
 class Band(NamedTuple):

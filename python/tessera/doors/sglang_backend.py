@@ -127,7 +127,7 @@ class Backend(host.AttentionBackend):
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **more):
         """[t, hq * dv], with k and v [t, hk, d] written to the pool."""
         if more:
-            _check_words(more)
+            _refuse([f"{name}=" for name, value in more.items() if value is not None])
         meta = self.forward_metadata
         if save_kv_cache and k is not None:
             self._write(layer, forward_batch.out_cache_loc, k, v)
@@ -191,10 +191,6 @@ def _check(layer):
     if layer.xai_temperature_len > 0:
         asked.append(f"xai_temperature_len={layer.xai_temperature_len}")
     _refuse(asked)
-
-
-def _check_words(more: dict):
-    _refuse([f"{name}=" for name, value in more.items() if value is not None])
 
 
 def _refuse(asked: list[str]):

@@ -144,14 +144,10 @@ def _partitioned(call: Call, mesh):
 def aligned(operands) -> list[jax.Array]:
     """The operands, varying over the same manual axes of a mesh. Where one is made to vary, its
     gradient becomes the sum over the axis."""
-    varying = [_varying(x) for x in operands]
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset().union(*varying)
     return [x if own == union else jax.lax.pcast(x, tuple(union - own), to="varying")
             for x, own in zip(operands, varying)]
-
-
-def _varying(x) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
 
 
 # ---- gradients ----

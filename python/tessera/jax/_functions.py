@@ -40,10 +40,7 @@ _ASKED_DETERMINISTIC = any(
 
 _kept: dict[tuple, tuple] = {}  # -> a Description, and the operands whose values are looked at
 # The tensors whose values libtessera looks at before it computes, on the CPU: core/validate/values.cc.
-_READ = {
-    *(f"{name}_{side}" for side in "qk" for name in ("seqlens", "cu_seqlens")),
-    "cu_seqlens_q_padded", "cu_seqlens_k_padded", "q_start", "k_start", "shift",
-    "page_table_k", "page_table_v", "sink", "alibi_slopes"}
+_READ = {*_keywords.LENGTHS, "shift", "page_table_k", "page_table_v", "sink", "alibi_slopes"}
 jax.tree_util.register_dataclass(Gradients, [field.name for field in dataclasses.fields(Gradients)], [])
 
 

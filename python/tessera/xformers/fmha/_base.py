@@ -19,12 +19,6 @@ def window(left: int, right: int, align="bottom_right") -> dict:
     return {"window": (left, right), "align": align}
 
 
-def check_positive(**sizes):
-    for name, size in sizes.items():
-        if size <= 0:
-            raise ValueError(f"tessera.xformers: {name}={size}: must be positive")
-
-
 def visible_block(band: dict, queries: int, keys: int, device=None) -> torch.Tensor:
     """Which keys of one sequence are visible: bool [queries, keys]."""
     shift = keys - queries if band.get("align") == "bottom_right" else 0
@@ -55,6 +49,18 @@ class AttentionBias:
     def materialize(self, shape, dtype: torch.dtype = torch.float32, device="cpu") -> torch.Tensor:
         """The bias as a tensor of `shape` [..., queries, keys]: 0 or -inf. For tests: it is large."""
         return as_bias(visible_block(self.band(), *shape[-2:], device), shape, dtype)
+
+
+class Local:
+    """Causal with a window of one side, which a mask has beside its base class."""
+    _window_size: int
+
+    def __post_init__(self):
+        if self._window_size <= 0:
+            raise ValueError(f"tessera.xformers: window_size={self._window_size}: must be positive")
+
+    def band(self) -> dict:
+        return window(self._window_size - 1, 0)
 
 
 @dataclasses.dataclass

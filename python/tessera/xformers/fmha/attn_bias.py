@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ._base import (CAUSAL, CAUSAL_FROM_BOTTOM_RIGHT, AttentionBias, Blocks, check_count,
-                    check_positive, window)
+from ._base import (CAUSAL, CAUSAL_FROM_BOTTOM_RIGHT, AttentionBias, Blocks, Local, check_count, window)
 from ._lengths import GappySeqInfo, PaddedSeqLenInfo, SeqLenInfo
 from ._paged import (PagedBlockDiagonalCausalWithOffsetGappyKeysMask,
                      PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
@@ -67,15 +66,9 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
 
 @dataclasses.dataclass
-class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+class LowerTriangularFromBottomRightLocalAttentionMask(Local, LowerTriangularFromBottomRightMask):
     """The same with a window."""
     _window_size: int
-
-    def __post_init__(self):
-        check_positive(window_size=self._window_size)
-
-    def band(self):
-        return window(self._window_size - 1, 0)
 
 
 @dataclasses.dataclass
@@ -172,27 +165,18 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
 
 @dataclasses.dataclass
-class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+class BlockDiagonalCausalLocalAttentionMask(Local, BlockDiagonalCausalMask):
     """BlockDiagonalCausalMask with a window."""
     _window_size: int = 0
-
-    def __post_init__(self):
-        check_positive(window_size=self._window_size)
 
     def band(self):
         return window(self._window_size - 1, 0, "top_left")
 
 
 @dataclasses.dataclass
-class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(Local, BlockDiagonalCausalFromBottomRightMask):
     """BlockDiagonalCausalFromBottomRightMask with a window."""
     _window_size: int = 0
-
-    def __post_init__(self):
-        check_positive(window_size=self._window_size)
-
-    def band(self):
-        return window(self._window_size - 1, 0)
 
 
 @dataclasses.dataclass
@@ -246,19 +230,13 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 
 @dataclasses.dataclass
-class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(Local, BlockDiagonalPaddedKeysMask):
     """BlockDiagonalCausalWithOffsetPaddedKeysMask with a window."""
     _window_size: int
-
-    def __post_init__(self):
-        check_positive(window_size=self._window_size)
 
     @classmethod
     def from_seqlens_local(cls, q_seqlen, kv_padding: int, kv_seqlen, window_size: int):
         return cls._from(q_seqlen, kv_padding, kv_seqlen, _window_size=window_size)
-
-    def band(self):
-        return window(self._window_size - 1, 0)
 
 
 @dataclasses.dataclass
