@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 
 from .. import _lib
-from . import INPUT_OF, _keywords
+from . import INPUT_OF, Call, _description, _keywords
 from ._args import FORMS
 
 _QUERIES = ("q", "do", "o", "dq")
@@ -145,6 +145,38 @@ class Fold:
         if (*(1,) * missing, *shape)[axis] == 1:
             gradient = self.library.sum(gradient, axis + 1)
         return self.library.movedim(gradient, axis, 0).reshape((self.n, *shape)), 0
+
+
+def computed(library, call: Call, operands, dims, n: int, apply) -> list[tuple] | None:
+    """What apply(folded operands) returns, each with where the new axis is, of n examples whose axis is at `dims`;
+    None where no one call means the same. `library` is Fold's."""
+    roles = [(operand.tensors[0], None if operand.axis < 0 else operand.axis) for operand in call.operands]
+    fold = _fold_of(library, call, operands, dims, n)
+    if fold is None:
+        return None
+    wanted = {like for like in call.likes if isinstance(like, int)}
+    folded = [fold.folded(name, x, dim, i in wanted, hidden)
+              for i, ((name, hidden), x, dim) in enumerate(zip(roles, operands, dims))]
+    pairs = []
+    for like, result in zip(call.likes, apply(folded)):
+        if isinstance(like, int):
+            name, hidden = roles[like]
+            pairs.append(fold.unfolded(result, name, shape_of(operands[like], dims[like]), hidden))
+        else:
+            pairs.append(fold.split(result, like))
+    return pairs
+
+
+def _fold_of(library, call: Call, operands, dims, n: int) -> Fold | None:
+    axes, shapes = Axes(call.layouts, call.is_paged), [shape_of(x, dim) for x, dim in zip(operands, dims)]
+    ranks = {name: len(shapes[place.operand]) - (place.axis >= 0) for name, place in call.places.items()}
+    batched = {name for name, place in call.places.items() if dims[place.operand] is not None}
+    gradients = list(call.places_of_results) if call.is_backward else ()
+    of_heads = folds_heads(ranks, batched, call.flags, axes, gradients,
+                           [like for like in call.likes if isinstance(like, str)])
+    if of_heads is None:
+        return None
+    return Fold(library, n, axes, of_heads, *(_description.shape_of(call, name, shapes) for name in "qk"))
 
 
 def shape_of(x, dim: int | None) -> tuple:
