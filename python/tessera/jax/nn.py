@@ -4,8 +4,11 @@ attention_fn."""
 
 from __future__ import annotations
 
+import numbers
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _lib
 from ._functions import attention
@@ -44,8 +47,13 @@ def dot_product_attention(
     bias, mask = (_one_batch_axis(x, 3, shape[:-3]) for x in (bias, mask))
     if isinstance(scale, jax.core.Tracer):  # a value that only the run will know is a factor of query
         query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
-    elif isinstance(scale, jax.Array) and scale.ndim == 0:
+    elif isinstance(scale, (jax.Array, np.ndarray)) and scale.ndim == 0:
         scale = float(scale)
+    if isinstance(scale, numbers.Real) and scale < 0:
+        query, scale = -query, -scale
+    query_seq_lengths, key_value_seq_lengths = (
+        x if x is None else jnp.clip(jnp.asarray(x), 0, extent)  # jax.nn only compares them with positions
+        for x, extent in ((query_seq_lengths, query.shape[1]), (key_value_seq_lengths, key.shape[1])))
     left, right = local_window_size if isinstance(local_window_size, tuple) else \
         (-1, -1) if local_window_size is None else (local_window_size, local_window_size)
     if bias is not None and bias.dtype not in (query.dtype, jnp.float32):

@@ -54,3 +54,29 @@ def test_a_scale_is_a_scalar_of_any_kind(scale):
     gradients = (jax.grad(lambda scale: (f(q, q, q, scale=scale) ** 2).sum())(0.3)
                  for f in (nn.dot_product_attention, jax.nn.dot_product_attention))
     np.testing.assert_allclose(*gradients, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [-0.3, np.float32(-0.3), np.array(-0.3), jnp.float32(-0.3), -1])
+def test_a_scale_may_be_negative(scale):
+    q, k, v = normal(0, 2, 5, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 7, 2, 8)
+
+    def loss(f):
+        return lambda q, k, v: (f(q, k, v, scale=scale, is_causal=True) ** 2).sum()
+
+    same(nn.dot_product_attention(q, k, v, scale=scale), jax.nn.dot_product_attention(q, k, v, scale=scale))
+    for ours, theirs in zip(*(jax.grad(loss(f), (0, 1, 2))(q, k, v)
+                              for f in (nn.dot_product_attention, jax.nn.dot_product_attention)), strict=True):
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("name, lengths", [("key_value_seq_lengths", [9, 3]), ("key_value_seq_lengths", [7, 100]),
+                                           ("query_seq_lengths", [9, 3]), ("query_seq_lengths", [-2, 5])])
+def test_lengths_are_compared_with_positions(name, lengths):
+    q, k = normal(0, 2, 5, 4, 8), normal(1, 2, 7, 4, 8)
+    lengths = jnp.array(lengths, jnp.int32)
+
+    def run(f):
+        return lambda lengths: f(q, k, k, **{name: lengths})
+
+    same(run(nn.dot_product_attention)(lengths), run(jax.nn.dot_product_attention)(lengths))
+    same(jax.jit(run(nn.dot_product_attention))(lengths), run(jax.nn.dot_product_attention)(lengths))
