@@ -110,6 +110,18 @@ def test_groups_of_heads():
         close(a, b)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 1, 5, 7), (2, 1, 2, 5, 7), (1, 3, 1, 1, 7), (1, 1, 1, 5, 7), (1, 1, 2, 5, 1)],
+                         ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_biases_of_groups_broadcast(shape, causal):
+    q, k, v = (normal(2, s, 3, 2, D, grad=True, seed=i) for i, s in enumerate((5, 7, 7)))
+    bias = normal(*shape, grad=True, seed=3)
+    ours, theirs = (xops.memory_efficient_attention(q, k, v, xops.LowerTriangularMask().add_bias(x) if causal else x)
+                    for x in (bias, bias.expand(2, 3, 2, 5, 7)))
+    close(ours, theirs)
+    same_gradients(ours, theirs, (q, k, v, bias))
+
+
 # ---- packed sequences ----
 
 def places(lengths, starts=None):

@@ -92,6 +92,9 @@ CALLS = {
     "one head": lambda: inputs(B, S, attn_bias=xops.LowerTriangularMask()),
     "groups": lambda: inputs(B, S, 2, 2, attn_bias=xops.LowerTriangularFromBottomRightMask()),
     "bias": lambda: inputs(B, S, H, attn_bias=normal(1, H, S, S, seed=7, grad=True), dv=16),
+    "groups with a bias": lambda: inputs(B, S, 2, 2, attn_bias=normal(B, 2, 2, S, S, seed=7, grad=True)),
+    "a bias of each group": lambda: inputs(B, S, 2, 2, attn_bias=normal(1, 2, 1, S, S, seed=7, grad=True)),
+    "a bias of all groups": lambda: inputs(B, S, 2, 2, attn_bias=normal(B, 1, 1, 1, S, seed=7, grad=True)),
     "packed": lambda: inputs(1, S, H, attn_bias=xops.BlockDiagonalMask.from_seqlens([2, 4]).make_causal()),
 }
 

@@ -70,7 +70,7 @@ class Call:
         if len(self.query_shape) == 3 and bias.dim() == 3:
             bias = bias[:, None]
         if bias.dim() == 5:
-            bias = bias.flatten(1, 2)
+            bias = _with_one_axis_of_heads(bias, self.query_shape[2:4])
         if bias.dim() and bias.stride(-1) not in (0, 1):
             bias = bias.contiguous()
         return {"bias": bias}
@@ -108,6 +108,14 @@ class Call:
     def shaped(self, out):
         return out.reshape(*self.query_shape[:-1], out.shape[-1])
 
+    def shaped_bias(self, gradient, shape):
+        """The gradient of a bias, which has one axis of heads, as that of a tensor of `shape`."""
+        if len(shape) == 5 and gradient.shape[1] > 1:
+            gradient = gradient.unflatten(1, self.query_shape[2:4])
+            if gradient.shape != shape:
+                gradient = gradient.sum_to_size(shape)
+        return gradient.reshape(shape)
+
     def shaped_rows(self, lse):
         lse = lse[None] if self.packed else lse
         return lse.unflatten(1, self.query_shape[2:4]) if len(self.query_shape) == 5 else lse
@@ -116,3 +124,11 @@ class Call:
 def _with_heads(x):
     """[b, s, h, d]."""
     return x[:, :, None] if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def _with_one_axis_of_heads(bias, heads):
+    """bias [b, g, h, sq, sk] as [b, g·h, sq, sk]. Where only one of g and h broadcasts, it is written out."""
+    groups, each = bias.shape[1:3]
+    if (groups, each) != (1, 1) and groups in (1, heads[0]) and each in (1, heads[1]):
+        bias = bias.expand(-1, *heads, -1, -1)
+    return bias.flatten(1, 2)

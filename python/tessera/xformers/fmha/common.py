@@ -194,7 +194,7 @@ class AttentionBwOpBase(AttentionOpBase):
         of_bias = isinstance(bias, torch.Tensor) and bias.requires_grad
         dq, dk, dv, *db = call.gradients(grad, ctx.out, ctx.lse, of_bias)
         return Gradients(dq.reshape(inp.query.shape), dk.reshape(inp.key.shape), dv.reshape(inp.value.shape),
-                         db[0].reshape(bias.shape) if of_bias else None)
+                         call.shaped_bias(db[0], bias.shape) if of_bias else None)
 
 
 AttentionOp = tuple  # (forward or None, backward or None)
