@@ -499,10 +499,9 @@ def _diagnose(operation: str, given: dict, error: Exception, backward: bool = Fa
 
 def _autocast(names: list, tensors: list):
     """q, k, v in autocast's dtype, and with them what must be in q's dtype or fp32."""
-    q = tensors[0]
-    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+    dtype = _tensors.autocast_dtype(tensors[0]) if isinstance(tensors[0], torch.Tensor) else None
+    if dtype is None:
         return
-    dtype = torch.get_autocast_dtype(q.device.type)
     for i, (name, x) in enumerate(zip(names, tensors)):
         if name in _keywords.DIFFERENTIABLE and isinstance(x, torch.Tensor) and x.dtype in AUTOCAST and \
                 (i < 3 or x.dtype != torch.float32):

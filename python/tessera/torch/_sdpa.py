@@ -10,9 +10,10 @@ import warnings
 
 import torch
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .. import _lib
-from . import _functions, _nested
+from . import _functions, _nested, _tensors
 
 _NAME = "tessera.torch.scaled_dot_product_attention"
 _SPELLING = {"q": "query", "k": "key", "v": "value", "keep": "attn_mask", "bias": "attn_mask",
@@ -47,6 +48,9 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     """
     if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
         return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if has_torch_function_variadic(query, key, value) and not _nested.is_nested(query, key, value):
+        return handle_torch_function(scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask,
+                                     dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if isinstance(scale, torch.Tensor):
         scale = _functions.number("torch.scaled_dot_product_attention", "scale", scale)
     keywords = {"layout": "bhsd", "softmax_scale": scale}
@@ -58,8 +62,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         if torch._C._is_any_autocast_enabled():
             query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
         if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and \
-                not query.is_nested and query.shape[0] == key.shape[0] and \
-                query.shape[1] == key.shape[1] == value.shape[1] and (scale is None or scale >= 0):
+                not query.is_nested and query.shape[:2] == key.shape[:2] == value.shape[:2] and \
+                (scale is None or scale >= 0):
             return _functions.attention(*_readable(query, key, value), **keywords)
         return _general(query, key, value, attn_mask, keywords, enable_gqa)
     except IllegalArgument:
@@ -73,9 +77,9 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 def _autocast(query, *others):
     """query, key, value and attn_mask in autocast's dtype, before anything is asked of their dtypes; a float32 mask
     stays what it is, which is no less exact."""
-    if not torch.is_autocast_enabled(query.device.type):
+    dtype = _tensors.autocast_dtype(query)
+    if dtype is None:
         return query, *others
-    dtype = torch.get_autocast_dtype(query.device.type)
     *tensors, mask = query, *others
     tensors = [x.to(dtype) if x.dtype in _functions.AUTOCAST else x for x in tensors]
     is_cast = type(mask) is torch.Tensor and mask.dtype in _functions.AUTOCAST and mask.dtype != torch.float32

@@ -51,6 +51,14 @@ def dtype_name(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast makes of x, if it is on for x's device. PyTorch has none for meta and fails when asked."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
 def pointer(x: torch.Tensor) -> int:
     return x.data_ptr()
 

@@ -37,6 +37,8 @@ KEEP = torch.arange(35).reshape(5, 7) % 3 > 0
     (((4, *Q), (4, *K), (4, *V)), dict(attn_mask=KEEP.expand(4, 1, 1, 5, 7))),
     (((4, *Q), K, V), {}),
     ((Q, (1, *K[1:]), (1, *V[1:])), {}),
+    ((Q, K, (1, *V[1:])), {}),
+    ((Q, K, (1, *V[1:])), dict(is_causal=True)),
     ((Q, (2, 1, 7, 8), (2, 1, 7, 4)), {}),
     (((2, 1, 5, 8), K, V), {}),
     (((2, 6, 5, 8), K, V), dict(enable_gqa=True)),
@@ -228,10 +230,69 @@ def test_autocast_casts_before_dtypes_are_compared(function, dtypes, mask, keywo
     close(ours, theirs, 2e-2)
 
 
+def test_autocast_of_a_cpu_leaves_meta_tensors_alone():
+    q, k, v = (torch.empty(s, device="meta") for s in (Q, K, V))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (f(q, k, v, KEEP.to("meta")) for f in (tt.scaled_dot_product_attention, THEIRS))
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == torch.float32
+
+
 def patched(*arguments, **keywords):
     with tt.patch_sdpa(fallback=True), warnings.catch_warnings():
         warnings.simplefilter("error")
         return F.scaled_dot_product_attention(*arguments, **keywords)
+
+
+# ---- __torch_function__ ----
+
+class Counted(torch.Tensor):
+    """A subclass that asks which function it is given to, as those of libraries do."""
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        cls.count += function is F.scaled_dot_product_attention
+        return super().__torch_function__(function, types, arguments, keywords or {})
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_subclasses_are_asked_under_a_patch(place):
+    inputs = [normal(*shape, seed=i) for i, shape in enumerate((Q, K, V))]
+    theirs = THEIRS(*inputs, KEEP, scale=0.3)
+    inputs[place] = inputs[place].as_subclass(Counted)
+    before = Counted.count
+    with tt.patch_sdpa():
+        ours = F.scaled_dot_product_attention(*inputs, KEEP, scale=0.3)
+    assert Counted.count == before + 1 and type(ours) is Counted
+    close(ours.as_subclass(torch.Tensor), theirs)
+
+
+def test_modes_see_the_call():
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), keywords=None):
+            seen.append(function)
+            return function(*arguments, **(keywords or {}))
+
+    q, k, v = (normal(*s) for s in (Q, K, V))
+    with Mode():
+        ours = tt.scaled_dot_product_attention(q, k, v, is_causal=True)
+    close(ours, THEIRS(q, k, v, is_causal=True))
+    assert tt.scaled_dot_product_attention in seen
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_symbolic_traces_under_a_patch(fallback):
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    inputs = [normal(*shape, grad=True, seed=i) for i, shape in enumerate((Q, K, V))]
+    with tt.patch_sdpa(fallback=fallback):
+        traced = torch.fx.symbolic_trace(function)
+    assert tt.scaled_dot_product_attention in [node.target for node in traced.graph.nodes]
+    close(traced(*inputs), function(*inputs))
+    same_gradients(traced(*inputs), function(*inputs), inputs)
 
 
 # ---- nested tensors ----

@@ -300,6 +300,14 @@ def test_vmap_and_functional_gradients():
     assert_same([shared(q.movedim(0, 1))[:, 1]], [tt.attention(q[1], k[0], v[0], layout="sbhd")])
 
 
+def test_batched_gradients_are_refused():
+    q, k, v = qkv(b=1, s=4)
+    with pytest.raises(tt.Refused, match="is_grads_batched=True.* torch.func.jacrev"):
+        torch.autograd.grad(tt.attention(q, k, v), q, torch.ones(3, *q.shape), is_grads_batched=True)
+    with pytest.raises(tt.Refused, match="vectorize=True"):
+        torch.autograd.functional.jacobian(lambda q: tt.attention(q, k, v, return_lse=True)[1], q, vectorize=True)
+
+
 def test_second_derivatives_are_refused():
     q, k, v = qkv(b=1, s=4)
     dq, = torch.autograd.grad(tt.attention(q, k, v).square().sum(), q, create_graph=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from ...torch import _tensors
+
 Init = Callable[[torch.Tensor], object]
 
 
@@ -24,8 +26,8 @@ def device_of(device) -> torch.device:
 
 def in_autocast(x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of an autocast region, where one is open for its device."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    dtype = _tensors.autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 def unsupported(module: str, **given):

@@ -192,6 +192,9 @@ def gradients(do, dlse, o, lse, tensors, sizes, text, wanted: tuple[int, ...]) -
     """The gradients of the tensors `wanted`, in their order."""
     if (do is None and dlse is None) or not wanted:
         return [None] * len(wanted)
+    if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in (do, dlse) if x is not None):
+        raise _lib.Refused("tessera.attention: is_grads_batched=True, vectorize=True: PyTorch's vmap behind them takes "
+                           "no rule for an operator of tessera's; use torch.func.jacrev or vjp, or leave it out")
     if do is None:
         do = o.new_zeros(o.shape[-1]).expand(o.shape)
     rows = (do, o, lse) if dlse is None else (do, o, lse, dlse)
