@@ -105,7 +105,7 @@ def _general(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
     if scale is not None and scale < 0:
         key, keywords["softmax_scale"] = -key, -scale
     if attn_mask is not None:
-        keywords.update(_mask(attn_mask, query, shape))
+        keywords.update(_mask(attn_mask, query, shape, rank))
     o = _functions.attention(*_readable(query, key, value), **keywords)
     if rank > 4:  # whose order PyTorch does not keep
         o = o.contiguous()
@@ -137,14 +137,15 @@ def _four_axes(query, key, value, enable_gqa: bool):
     return (*batch, heads[0]), tensors
 
 
-def _mask(attn_mask, query, shape) -> dict:
-    """attn_mask as a keyword; `shape` is the batch axes and heads of the result."""
+def _mask(attn_mask, query, shape, rank: int) -> dict:
+    """attn_mask as a keyword; `shape` is the batch axes and heads of the result, `rank` how many axes the caller's
+    tensors have."""
     if not isinstance(attn_mask, torch.Tensor):
         raise _illegal(f"attn_mask={type(attn_mask).__name__}: must be a tensor")
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise _illegal(f"attn_mask.dtype={attn_mask.dtype}: must be bool, float32 or query's dtype, "
                        f"{query.dtype}")
-    if attn_mask.dim() > max(len(shape) + 2, 3):
+    if attn_mask.dim() > rank:
         raise _illegal(f"attn_mask.shape={list(attn_mask.shape)}: has more axes than the scores")
     if len(shape) > 2 and attn_mask.dim() > 3:
         mask = attn_mask.expand(*shape[:-1], *attn_mask.shape[-3:]).flatten(0, len(shape) - 2)

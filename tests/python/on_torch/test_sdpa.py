@@ -156,6 +156,8 @@ def bad_calls():
     yield (q, k, v), dict(attn_mask=KEEP.half()), r"attn_mask.dtype=torch.float16"
     yield (q, k, v), dict(attn_mask=torch.ones(4, 7, dtype=torch.bool)), r"attn_mask.shape"
     yield (q, k, v), dict(attn_mask=KEEP.expand(1, 2, 3, 5, 7)), "attn_mask.shape"
+    yield (q[0], k[0], v[0]), dict(attn_mask=KEEP.expand(1, 3, 5, 7)), "attn_mask.shape"
+    yield (q[0, 0], k[0, 0], v[0, 0]), dict(attn_mask=KEEP[None]), "attn_mask.shape"
     yield (q, k.half(), v), {}, "key.dtype"
     yield (q.int(), k.int(), v.int()), {}, "query.dtype=int32"
     yield (q[0, 0, 0], k, v), {}, r"query.dim\(\)=1"
