@@ -31,8 +31,8 @@ def dot_product_attention(
     and no gradient. A row that sees no key is 0; jax.nn gives it the mean of all values.
 
     From flax: unless deterministic, dropout_rate drops each weight on its own, by dropout_rng. query, key and value are
-    cast to dtype. Refused: broadcast_dropout with dropout, module (sow_weights), and a precision. ValueError: an
-    implementation other than None, and all that tessera.jax.attention calls one.
+    cast to dtype. Refused: broadcast_dropout with dropout, module (sow_weights), a precision, and a negative side of
+    local_window_size. ValueError: an implementation other than None, and all that tessera.jax.attention calls one.
     """
     _refuse(dropout_rate and not deterministic and broadcast_dropout, "broadcast_dropout=True: weights "
             "are dropped one by one; pass broadcast_dropout=False")
@@ -42,6 +42,7 @@ def dot_product_attention(
         raise ValueError(f"tessera.dot_product_attention: implementation={implementation!r}: must be "
                          "None; other implementations are jax.nn's")
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    bias = bias if bias is None else jnp.asarray(bias)
     shape = query.shape
     query, key, value = (_one_batch_axis(x, 3) for x in (query, key, value))
     bias, mask = (_one_batch_axis(x, 3, shape[:-3]) for x in (bias, mask))
@@ -54,8 +55,9 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths = (
         x if x is None else jnp.clip(jnp.asarray(x), 0, extent)  # jax.nn only compares them with positions
         for x, extent in ((query_seq_lengths, query.shape[1]), (key_value_seq_lengths, key.shape[1])))
-    left, right = local_window_size if isinstance(local_window_size, tuple) else \
-        (-1, -1) if local_window_size is None else (local_window_size, local_window_size)
+    left, right = (-1, -1) if local_window_size is None else np.broadcast_to(local_window_size, 2).tolist()
+    _refuse(local_window_size is not None and min(left, right) < 0, f"local_window_size={local_window_size}: a "
+            "negative side moves the diagonal; give mask=, or for an unbounded side the number of keys")
     if bias is not None and bias.dtype not in (query.dtype, jnp.float32):
         bias = bias.astype(jnp.float32)
     if mask is not None:

@@ -80,3 +80,20 @@ def test_lengths_are_compared_with_positions(name, lengths):
 
     same(run(nn.dot_product_attention)(lengths), run(jax.nn.dot_product_attention)(lengths))
     same(jax.jit(run(nn.dot_product_attention))(lengths), run(jax.nn.dot_product_attention)(lengths))
+
+
+@pytest.mark.parametrize("words", [
+    dict(bias=0.5), dict(bias=[0.1 * i for i in range(7)]), dict(bias=np.arange(35.).reshape(5, 7) / 9),
+    dict(mask=[True, False] * 3 + [True]), dict(local_window_size=[2, 1]), dict(local_window_size=(np.int64(2), 0)),
+    dict(key_value_seq_lengths=[4, 6])], ids=str)
+def test_arguments_are_whatever_is_like_an_array(words):
+    q, k = normal(0, 2, 5, 4, 8), normal(1, 2, 7, 4, 8)
+    same(nn.dot_product_attention(q, k, k, **words), jax.nn.dot_product_attention(q, k, k, **words))
+
+
+@pytest.mark.parametrize("window", [-1, (-1, 2), (2, -1)])
+def test_a_window_that_moves_the_diagonal_is_refused(window):
+    """jax.nn takes a side of -1 literally: keys up to i - 1. Elsewhere in tessera it is unbounded."""
+    q = normal(0, 2, 5, 4, 8)
+    with pytest.raises(tj.Refused, match=r"local_window_size=.*: a negative side .* mask="):
+        nn.dot_product_attention(q, q, q, local_window_size=window)
