@@ -130,6 +130,16 @@ inline void find_v_in_k(tessera_problem& problem, const tessera_buffers& buffers
   if (same) problem.flags |= TESSERA_V_IN_K;
 }
 
+// Makes thd of each side whose format is padded beside lengths of packed sequences: an array of one row is
+// that packed buffer, [1, t, h, d] in its own order of axes. Called when all arrays are described.
+inline void pack_rows(tessera_problem& problem, bool paged) {
+  const auto is_row = [&](int lengths, int rows) {
+    return problem.tensor[lengths].dtype != TESSERA_NONE && problem.tensor[rows].extent[0] == 1;
+  };
+  if (is_row(TESSERA_CU_SEQLENS_Q, TESSERA_Q)) problem.format_q = TESSERA_THD;
+  if (!paged && is_row(TESSERA_CU_SEQLENS_K, TESSERA_K)) problem.format_kv = TESSERA_THD;
+}
+
 // The sizes of the array of problem.tensor[index], and how many: `rank`, or where that is negative all
 // axes that the tensor must have.
 inline int sizes_of(const tessera_problem& problem, int index, bool paged, int64_t rank,

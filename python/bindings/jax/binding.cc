@@ -68,6 +68,7 @@ struct Description {
     if (!call.sizes.empty()) fail(kOtherVersion);  // extents are the arrays' own
     add(call.inputs, args, num_args);
     add(call.outputs, rets, num_rets);
+    tessera_front::pack_rows(problem, paged_);
   }
 
  private:

@@ -143,6 +143,7 @@ class Run {
     }
     buffers_.allocate = allocate;
     buffers_.allocate_context = this;
+    tessera_front::pack_rows(problem_, paged_);
     tessera_front::find_v_in_k(problem_, buffers_);
     std::optional<tessera_torch::InterruptScope> scope;
     if (device_.kind == TESSERA_CPU && is_long()) buffers_.interrupt = scope.emplace().interrupt();

@@ -58,8 +58,7 @@ def _fields() -> dict[str, Field]:
 
 
 FIELDS = _fields()  # texts have them in this order
-_ROWS = tuple((name, _MEMBERS.get(name, name), field, hasattr(_lib.Problem, _MEMBERS.get(name, name)))
-              for name, field in FIELDS.items())
+_ROWS = tuple((name, _MEMBERS.get(name, name), field) for name, field in FIELDS.items())
 ROWS = ("do", "o", "lse", "dlse")  # what the backward pass takes beside the inputs
 GRADIENT_OF = {name: f"d{name}" for name in _keywords.DIFFERENTIABLE}
 GRADIENTS = tuple(GRADIENT_OF.values())
@@ -149,6 +148,11 @@ class Call:
         return self.values.get("format_q", _FORMATS[0]), self.values.get("format_kv", _FORMATS[0])
 
     @property
+    def is_packed(self) -> bool:
+        """Whether sequences of q, or of k and v, are packed: into an array without a batch, or into one row."""
+        return "cu_seqlens_q" in self.places or "cu_seqlens_k" in self.places
+
+    @property
     def is_paged(self) -> bool:
         return "page_table_k" in self.places
 
@@ -207,12 +211,13 @@ def gradient_of(operand: Operand, dtype: str = "") -> Operand:
 
 
 def fields_of(problem: _lib.Problem, others) -> tuple[tuple[str, object], ...]:
-    """The fields of a Call from a problem, and from what has the scalars of tessera_buffers."""
+    """The fields of a Call from a problem, and from what has the scalars of tessera_buffers; the latter's formats of
+    arrays go before the problem's, which is thd where a row of a padded format is packed."""
     fields, flags = [], problem.flags
-    for name, member, (kind, flag, words), is_problems in _ROWS:
+    for name, member, (kind, flag, words) in _ROWS:
         if flag and not flags & flag:
             continue
-        value = True if kind == FLAG else getattr(problem if is_problems else others, member)
+        value = True if kind == FLAG else getattr(others if hasattr(others, member) else problem, member)
         if value or flag:
             fields.append((name, words[value] if kind == WORD else value.decode() if kind == TEXT else
                            float(value) if kind == NUMBER else value))

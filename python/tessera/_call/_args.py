@@ -161,17 +161,41 @@ class Arguments:
 
     def describe_wanted(self):
         """Lets the library describe what is wanted, beside everything that was put before."""
+        has_rows = self._pack_rows()
         indices = [_lib.INDEX[tensor] for tensor in self.wanted]
         error = _lib.error_of_thread()
         code = _lib.outputs(_lib.ctypes.addressof(self.problem), (_lib.c_int32 * len(indices))(*indices),
                             len(indices), _lib.ctypes.addressof(error))
         _lib.check(code, error, self.operation, self.spelling)
+        for tensor, order in self.wanted.items() if has_rows else ():  # the library knows another order of axes
+            shape, dtype = self.new(tensor)
+            self.put_new(tensor, dtype, shape, order)
+
+    def _pack_rows(self) -> bool:
+        """Makes thd of each side whose format is padded beside lengths of packed sequences: an array of one row is
+        that packed buffer, in its own order of axes. describe.h does the same. Returns whether there is one."""
+        found = False
+        for side, names, order in (("q", "q", self.order_q), ("kv", "kv", self.order_kv)):
+            first = names[0]
+            is_given = self.problem.tensor[_lib.INDEX[f"cu_seqlens_{first}"]].dtype
+            if not is_given or order[0] is None or side == "kv" and self.paged or \
+                    self.problem.tensor[_lib.INDEX[first]].extent[0] != 1:
+                continue
+            setattr(self.problem, f"format_{side}", _lib.FORMATS["thd"])
+            self.spelling |= {f"{name}.shape": str(list(self._shape(name, order))) for name in names}
+            found = True
+        return found
+
+    def _shape(self, tensor: str, order) -> tuple[int, ...]:
+        """The shape of an array that was described."""
+        extents = self.problem.tensor[_lib.INDEX[tensor]].extent
+        axes = {axis: extents[i] for i, axis in enumerate(order)}
+        return tuple(axes[axis] for axis in sorted(axes.keys() - {None}))
 
     def new(self, tensor: str) -> tuple[tuple[int, ...], str]:
         """(shape, dtype) of the array of a wanted tensor."""
         described = self.problem.tensor[_lib.INDEX[tensor]]
-        axes = {axis: described.extent[i] for i, axis in enumerate(self.wanted[tensor])}
-        return tuple(axes[axis] for axis in sorted(axes.keys() - {None})), _lib.DTYPE_NAMES[described.dtype]
+        return self._shape(tensor, self.wanted[tensor]), _lib.DTYPE_NAMES[described.dtype]
 
     def _describe(self, tensor, code, shape, strides, order):
         target = self.problem.tensor[_lib.INDEX[tensor]]
@@ -194,6 +218,14 @@ class Arguments:
 
     def packs(self, side: str) -> bool:
         return bool(self.packed_q if side == "q" else self.packed_kv)
+
+    @property
+    def format_q(self) -> int:
+        return _lib.FORMATS[self.layout_q]
+
+    @property
+    def format_kv(self) -> int:
+        return _lib.FORMATS[self.layout_kv]
 
     @property
     def order_q(self):

@@ -39,6 +39,7 @@ _DENSE = frozenset(name for name, row in _ROWS.items() if row.broadcasts and len
 _OF_HEADS = frozenset(name for name, letters in _AXES.items() if "h" in letters and "s" not in letters)
 _BROADCAST = frozenset(name for name, row in _ROWS.items() if row.broadcasts or row.blocks or "|1" in row.axes)
 _OF_KEY_HEADS = frozenset(name for name, row in _ROWS.items() if "hk" in row.axes.split(", "))
+_PACKED = frozenset(("cu_seqlens_q", "cu_seqlens_k"))  # which say that a batch is of packed sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def folds_heads(ranks: dict[str, int], batched: set[str], flags: int, axes: Axes
         return None  # of all examples together
     if flags & _lib.DROPOUT or axes.paged and {"dk", "dv"} & set(wanted):
         return None
-    of_heads = "thd" in axes.layouts or "max_logit" in others or \
+    of_heads = not _PACKED.isdisjoint(ranks) or "max_logit" in others or \
         not _OF_HEADS.isdisjoint(batched | {INPUT_OF.get(name) for name in wanted})
     axis = axes.heads if of_heads else axes.batch
     if of_heads and axes.paged or any(axis(name, ranks[name]) is None for name in batched):

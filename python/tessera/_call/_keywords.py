@@ -315,7 +315,8 @@ class Keywords(TypedDict, total=False):
     cu_seqlens_q: Annotated[Array | None, _lengths(
         "b + 1",
         doc="Where each query sequence of a packed buffer begins, and last where the last one ends: it starts "
-            "with 0 and never falls. Must be given with thd; illegal with other layouts.")]
+            "with 0 and never falls. Must be given with thd. With another layout the batch is 1, and its row is the "
+            "packed buffer.")]
     cu_seqlens_k: Annotated[Array | None, _lengths(
         "b + 1", doc="As cu_seqlens_q, for keys.")]
     cu_seqlens_q_padded: Annotated[Array | None, _lengths(

@@ -47,7 +47,7 @@ class Places:
         self.call, self.shapes = call, [tuple(shape) for shape in shapes]
         self.axes = _fold.Axes(call.layouts, call.is_paged)
         q, k = shape_of(call, "q", self.shapes), shape_of(call, "k", self.shapes)
-        batch = None if "thd" in call.layouts else q[self.axes.batch("q", len(q))]
+        batch = None if call.is_packed else q[self.axes.batch("q", len(q))]
         self.heads, self.heads_kv = q[self.axes.heads("q", len(q))], k[self.axes.heads("k", len(k))]
         self.extents = batch, self.heads
         self.operands = [self._of(operand.tensors[0], shape, operand.axis if operand.axis >= 0 else None)

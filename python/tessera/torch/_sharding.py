@@ -41,7 +41,7 @@ def _of_attention(schema) -> OpStrategy:
     q, layout, known = at.get("q"), call.layouts[0], ""
     if q is not None:
         _check_rows(q, layout)
-        known = "b" * ("b" in layout and (call.is_paged or "b" in call.layouts[1])) + "h"
+        known = "b" * ("b" in layout and not call.is_packed and (call.is_paged or "b" in call.layouts[1])) + "h"
     if len(at) < len(call.places) or "dropout_p" in call.values:
         known = ""  # several tensors in one; a mask that counts heads
     sizes = {axis: [x.shape[own[axis]] for own, x in zip(axes, inputs) if axis in own] for axis in known}

@@ -271,6 +271,17 @@ def test_vmap_of_slices_packed_sequences_and_dropout():
     def thd(x):
         return tj.attention(x, x, x, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True)
     compare(jax.vmap(thd)(tokens), each(thd, tokens))
+
+    def row(x):
+        x = x[None].swapaxes(1, 2)
+        o, lse = tj.attention(x, x, x, layout="bhsd", cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True)
+        return o.swapaxes(1, 2)[0], lse[0]
+    compare(row(tokens[0]), thd(tokens[0]))
+    compare(jax.vmap(row)(tokens), each(thd, tokens))
+
+    def total(function):
+        return lambda x: (function(x)[0] ** 2).sum() + function(x)[1].sum()
+    compare([jax.jit(jax.grad(total(row)))(tokens[0])], [jax.grad(total(thd))(tokens[0])])
     q, keys = normal(0, N, B, S, H, D), jax.random.split(jax.random.key(1), N)
 
     def dropped(q, key):

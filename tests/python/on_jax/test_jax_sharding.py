@@ -143,9 +143,12 @@ def test_packed_sequences_split_their_heads():
     def function(q):
         return tj.attention(q, q, q, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True,
                             return_lse=True)
-    placed = put(q, P(None, "model"))
-    assert collectives(gradients(function, 1), placed) == {}
-    compare(jax.jit(gradients(function, 1))(placed), gradients(function, 1)(q), exact=True)
+    def row(q):
+        return tj.attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, return_lse=True)
+    for function, q, axes in ((function, q, (None, "model")), (row, q[None], (None, None, "model"))):
+        placed = put(q, P(*axes))
+        assert collectives(gradients(function, 1), placed) == {}
+        compare(jax.jit(gradients(function, 1))(placed), gradients(function, 1)(q), exact=True)
 
 
 # ---- dropout: the mask of one device, whatever the mesh ----

@@ -152,6 +152,18 @@ def test_merge_in_every_layout(layout):
         close(x, y)
 
 
+def test_one_row_of_packed_sequences_is_thd():
+    q, k, v = qkv(b=1, hk=4)
+    cu = paddle.to_tensor([0, 3, 7], dtype="int32")
+    kw = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, return_lse=True)
+    o, lse = tp.attention(q[0], k[0], v[0], layout="thd", **kw)
+    row, row_lse = tp.attention(*(x.transpose([0, 2, 1, 3]) for x in (q, k, v)), layout="bhsd", **kw)
+    close(row.transpose([0, 2, 1, 3])[0], o)
+    close(row_lse[0], lse)
+    for x, y in zip(*(paddle.grad((a * a).sum() + b.sum(), [q, k, v]) for a, b in ((row, row_lse), (o, lse)))):
+        close(x, y)
+
+
 def test_attention_backward_and_grads_into_slices():
     qkv_, = tensors([2, 7, 3, 4, 8])
     q, k, v = qkv_.detach().unbind(2)

@@ -380,6 +380,45 @@ def test_others_see_known_calls(nothing_known):
     assert torch.equal(traced(q, k, v, ~KEEP), tt.attention(q, k, v, keep=~KEEP))
 
 
+# ---- one row of packed sequences ----
+
+ROWS = {"bshd": lambda x: x, "sbhd": lambda x: x.transpose(0, 1), "bhsd": lambda x: x.transpose(1, 2)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", ("bshd", "bhsd")])
+def test_one_row_of_packed_sequences_is_thd(layout, compiled):
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in qkv(1, hk=2))
+    cu = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
+    kw = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, return_lse=True)
+    of_q, of_k = (ROWS[form] for form in (layout if isinstance(layout, tuple) else (layout, layout)))
+
+    def packed(q, k, v):
+        return tt.attention(q[0], k[0], v[0], layout="thd", **kw)
+
+    def row(q, k, v):
+        o, lse = tt.attention(of_q(q), of_k(k), of_k(v), layout=layout, **kw)
+        return of_q(o)[0], lse[0]  # of_q is its own inverse
+    if compiled:
+        row = torch.compile(row, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (packed, row):
+        o, lse = function(q, k, v)
+        found.append((o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v))))
+    assert_same(*found)
+
+
+def test_both_kernels_agree_on_one_row_of_packed_sequences():
+    needs_both_kernels()
+    from tessera.torch._ops import _kernels
+    q, k, v = qkv(1, hk=2)
+    given = dict(layout=("bhsd", "bshd"), **packed_given())
+    names, tensors, options, flags = tt._describe.sort(q.transpose(1, 2), k, v, given)
+    arguments = tensors, *tt._describe.written(names, options, flags, ["o", "lse"])
+    assert_same(tt._ops.attention(*arguments), _kernels.attention(*arguments))
+
+
 # ---- prepared calls ----
 
 def packed_given(s=33, cut=9, same=True):

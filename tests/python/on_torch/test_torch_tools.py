@@ -48,6 +48,8 @@ def test_operations_of_packed_and_paged_calls():
     packed = dict(layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K)
     pairs = 4 * (3 * 4 + 5 * 1)
     assert flops(lambda q, k: tt.attention(q, k, k, **packed), q, k) == 2 * pairs * (32 + 80)
+    packed["layout"] = "bshd"  # one row of them
+    assert flops(lambda q, k: tt.attention(q, k, k, **packed), q[None], k[None]) == 2 * pairs * (32 + 80)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         tt.attention(normal(2, 1, 4, 16), *[normal(3, 4, 2, 16)] * 2, seqlens_k=torch.tensor([4, 7]),
                      page_table=torch.tensor([[0, 1], [2, 0]], dtype=torch.int32))

@@ -153,6 +153,22 @@ def test_packed_sequences(no_loop):
             each(function, (q, 0), (bias, 0), (ranges, 0)))
 
 
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_one_row_of_packed_sequences(layout, no_loop):
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    q = {"bshd": lambda x: x, "sbhd": lambda x: x.transpose(1, 2), "bhsd": lambda x: x.transpose(2, 3)}[layout](
+        normal(N, 1, 9, H, D))
+
+    def function(q):
+        def total(q):
+            o, lse = tt.attention(q, q, q, layout=layout, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True,
+                                  return_lse=True)
+            return o.square().sum() + lse.sum(), (o, lse)
+        gradient, results = torch.func.grad(total, has_aux=True)(q)
+        return gradient, *results
+    compare(torch.func.vmap(function)(q), each(function, (q, 0)))
+
+
 def test_pages(no_loop):
     q, pool = normal(N, B, 1, H, D), normal(6, 4, 2, D)
     table, lengths = integers(6, N, B, 3), integers(13, N, B)

@@ -17,10 +17,10 @@ def _pairs_and_sizes(inputs, text):
     heads = q.shape[ORDERS[call.layouts[0]][2]]
     lengths = []
     for side, x, layout in zip("qk", (q, k), call.layouts):
-        b, s, _, _ = ORDERS[layout]
+        s = ORDERS[layout][1]
         if side == "k" and call.is_paged:
             lengths.append(at["page_table_k"].shape[1] * k.shape[1])
-        elif b is None:
+        elif f"cu_seqlens_{side}" in at:
             lengths.append(at[f"cu_seqlens_{side}"].diff())
         else:
             lengths.append(x.shape[s])
