@@ -66,12 +66,11 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         return _on_ranks(module, query, key, value, attention_mask, position_bias, dict(
             softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
             sink=None if s_aux is None else s_aux.float())), None
-    packed = (cu_seq_lens_q is not None or cu_seq_lens_k is not None) and \
-        _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
-    if kind is not None and issubclass(kind, CausalMask):  # as in eager, the mask decides, whatever the module says
-        attention_mask, is_causal, sliding_window = None, True, None
-    elif isinstance(attention_mask, Mask):
-        attention_mask = attention_mask.plain()
+    if kind is not None:
+        if issubclass(kind, CausalMask):  # as in eager, the mask decides, whatever the module says
+            attention_mask, is_causal, sliding_window = None, True, None
+        elif isinstance(attention_mask, Mask):
+            attention_mask = attention_mask.plain()
     if attention_mask is None and is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     sink = None if s_aux is None else s_aux.float()
@@ -83,11 +82,11 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                                       cu_seq_lens_k, max_length_q, max_length_k, scaling, softcap, sink)
         run = _plans.known.get(words)
         if run is not None:
-            o = run(_tokens(query), _tokens(key), _tokens(value), *tensors) if packed else \
-                run(query.transpose(1, 2), key, value, *tensors)
+            o = run(query.transpose(1, 2), key, value, *tensors)
             if o is not None:
-                return o[None] if packed else o, None
+                return o, None
 
+    packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
     keywords = dict(sink=sink, softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
     if attention_mask is None:
         keywords.update(_band(is_causal, sliding_window, query.shape[2], packed))
@@ -104,7 +103,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if packed and attention_mask is None and position_bias is None:
         keywords.update({f"max_seqlen_{side}": length for side, length in
                          (("q", max_length_q), ("k", max_length_k)) if isinstance(length, int)},
-                        layout="thd", cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k)
+                        cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k)
     elif packed:  # the mask counts positions of the row
         keywords["segment_ids"] = _sequence_of_each(cu_seq_lens_q, query), _sequence_of_each(cu_seq_lens_k, key)
     elif seq_idx is not None:
@@ -117,17 +116,10 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
 
 # ---- below: how ----
 
-def _tokens(x) -> torch.Tensor:
-    """A packed row [1, h, t, d] as [t, h, d]."""
-    return x[0].transpose(0, 1)
-
-
 def _attend(query, key, value, keywords: dict) -> torch.Tensor:
     """o [b, s, h, d] of [b, h, s, d]."""
     q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous()
                for x in (query, key, value))  # a few models permute what they have projected
-    if keywords.get("layout") == "thd":
-        return attention(q[0], k[0], v[0], **keywords)[None]
     return attention(q, k, v, **keywords)
 
 

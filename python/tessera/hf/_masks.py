@@ -74,7 +74,10 @@ def made(plain: torch.Tensor, kind: type[Mask]) -> torch.Tensor:
 
 def kind_of(mask) -> type[Mask] | None:
     """The class of a mask that was made here, None of anything else."""
-    return type(mask) if isinstance(mask, Mask) else getattr(mask, "_tessera_kind", None)
+    kind = type(mask)
+    if kind is torch.Tensor:
+        return None
+    return kind if issubclass(kind, Mask) else getattr(mask, "_tessera_kind", None)
 
 
 # What generate and layers do to a mask on its way to the attention function.

@@ -11,12 +11,12 @@ import torch
 from ..torch._functions import prepared
 
 _MAX_KEPT = 512
+_is_deterministic = torch._C._get_deterministic_algorithms
 _NUMBERS = frozenset({type(None), int, float})
 _LENGTHS = frozenset({type(None), int})
 _NEW_EACH_TIME = ("key_ranges", "keep", "sink", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
-# words -> (query.transpose(1, 2), key, value, *tensors) -> o; of a packed row all are [t, h, d]. None instead of o:
-# the call must be translated.
+# words -> (query.transpose(1, 2), key, value, *tensors) -> o. None instead of o: the call must be translated.
 known: dict[tuple, Callable] = {}
 
 
@@ -39,13 +39,13 @@ def words(query, key, mask, kind, is_causal, sliding_window, cu_q, cu_k, max_q, 
         tensors = (mask,)
     if sink is not None:
         tensors += (sink,)
-    if cu_q is not None:
+    if cu_q is not None or cu_k is not None:
         if type(max_q) not in _LENGTHS or type(max_k) not in _LENGTHS:
             return None, ()
         what = cu_q is cu_k, max_q is None, max_k is None
         tensors += (cu_q, cu_k, *(length for length in (max_q, max_k) if length is not None))
     return (what, is_causal, sliding_window, sq == 1, scaling, softcap, sink is None,
-            torch.are_deterministic_algorithms_enabled()), tensors
+            _is_deterministic()), tensors
 
 
 def keep(of: tuple, query, key, value, keywords: dict):
@@ -55,9 +55,9 @@ def keep(of: tuple, query, key, value, keywords: dict):
         return
     if len(known) >= _MAX_KEPT:
         known.clear()
-    layout = {} if "layout" in keywords else {"layout": ("bshd", "bhsd")}  # o as models have it, k and v as they are
+    layout = "bshd", "bhsd"  # o as models have it, k and v as they are
     given = {name: keywords[name] for name in _NEW_EACH_TIME if keywords.get(name) is not None}
-    known[of] = prepared(tuple(given), _translate, deterministic=of[-1], **{**given, **keywords, **layout})
+    known[of] = prepared(tuple(given), _translate, deterministic=of[-1], layout=layout, **{**given, **keywords})
 
 
 def _translate(*_) -> None:

@@ -98,18 +98,18 @@ def prepared(changing: Sequence[str] = (), otherwise=None, **keywords):
     """(q, k, v, *given) -> attention(q, k, v, **keywords), for callers whose keywords were accepted before: what
     attention looks up on every call is looked up once. It returns what attention does.
 
-    The keywords `changing` name what each call gives anew, in their order: all tensors among the keywords, which are
-    those of one call here, and max_seqlen_q and max_seqlen_k, both or neither. `otherwise`, attention unless given,
-    gets the same arguments under autocast and where the operator fails: it knows what to say. q and k are torch.Tensor
-    itself, no nested tensors or DTensors."""
+    The keywords `changing` name what each call gives anew: all tensors among the keywords, which are those of one call
+    here, in their order, and after them max_seqlen_q and max_seqlen_k, both or neither. `otherwise`, attention unless
+    given, gets the same arguments under autocast and where the operator fails: it knows what to say. q and k are
+    torch.Tensor itself, no nested tensors or DTensors."""
     keywords = {"deterministic": False, **keywords}
     names, tensors, options, flags = _describe.sort(None, None, None, keywords)
-    places = [i for i, name in enumerate(changing) if isinstance(keywords[name], torch.Tensor)]
+    n = len(tensors) - 3
     lengths = [name for name in _LENGTHS if keywords.get(name) is not None]
-    length_places = [changing.index(name) for name in lengths if name in changing]
-    if [id(keywords[changing[i]]) for i in places] != [id(x) for x in tensors[3:]] or \
-            len(length_places) not in (0, len(lengths)) or len(places) + len(length_places) != len(changing):
-        raise ValueError(f"tessera.prepared: changing={changing}: must name all tensors in the order of keywords, and "
+    has_lengths = len(changing) > n
+    if [id(keywords[name]) for name in changing[:n]] != [id(x) for x in tensors[3:]] or \
+            has_lengths and list(changing[n:]) != lengths:
+        raise ValueError(f"tessera.prepared: changing={changing}: must name all tensors in the order of keywords, then "
                          "lengths, both or neither")
     outputs = _outputs(None, keywords)
     picked = _picked(outputs, keywords)
@@ -125,8 +125,8 @@ def prepared(changing: Sequence[str] = (), otherwise=None, **keywords):
         if _is_autocast():
             return otherwise(q, k, v, *given)
         try:
-            results = _ops.any_tensors([q, k, v, *[given[i] for i in places]],
-                                       [given[i] for i in length_places] or sizes, text)
+            results = _any_tensors([q, k, v, *given[:n]], [*given[n:]], text) if has_lengths else \
+                _any_tensors([q, k, v, *given], sizes, text)
         except _FAILURES:
             return otherwise(q, k, v, *given)
         return results[0] if picked is None else tuple([results[i] for i in picked])

@@ -465,6 +465,7 @@ def test_prepared_says_what_attention_says_or_leaves_it_to_another():
 
 
 @pytest.mark.parametrize("changing", [(), ("sink",), ("keep", "sink"), ("sink", "keep", "max_seqlen_q"),
+                                      ("max_seqlen_q", "max_seqlen_k", "sink", "keep"),
                                       ("sink", "keep", "softcap")])
 def test_prepared_needs_every_tensor_named(changing):
     given = dict(sink=torch.randn(4), keep=torch.ones(33, 33, dtype=torch.bool), max_seqlen_q=33, max_seqlen_k=33)
