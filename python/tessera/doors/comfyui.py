@@ -92,13 +92,15 @@ def _prepared(reshape, reshape_output, scale, deterministic):
 
     def of_rows(q, k, v, heads):
         shape = q.shape
-        b, width = shape[0], shape[-1]
+        if len(shape) != 3:
+            return None
+        b, s, width = shape
         d = width // heads
         if not heads * d == width == k.shape[-1] == v.shape[-1]:
             return None
-        # A shape in a tuple would take 0.4 us more.
-        o = run(q.reshape(b, -1, heads, d), k.reshape(b, -1, heads, d), v.reshape(b, -1, heads, d))
-        return o if o is None else o.flatten(-2) if reshape_output else o.transpose(1, 2)
+        # view is faster than reshape, and a shape in a tuple would take 0.4 us more.
+        o = run(q.view(b, s, heads, d), k.view(b, -1, heads, d), v.view(b, -1, heads, d))
+        return o if o is None else o.view(b, s, width) if reshape_output else o.transpose(1, 2)
     return of_rows if reshape else of_heads
 
 
