@@ -87,11 +87,14 @@ class Norm(Stateful):
         return in_autocast(self._normalised(x))
 
     def _normalised(self, x):
-        weight = getattr(self, f"{self.prefix}weight")
-        weight = 1 + weight if self.zero_centered_gamma else weight
+        weight, bias = getattr(self, f"{self.prefix}weight"), getattr(self, f"{self.prefix}bias")
+        dtype = x.dtype
+        if self.zero_centered_gamma:  # in fp32, since 16 bits round most of the weight away beside 1
+            wide = torch.promote_types(dtype, torch.float32)
+            x, weight, bias = x.to(wide), 1 + weight.to(wide), None if bias is None else bias.to(wide)
         if self.normalization == "RMSNorm":
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, getattr(self, f"{self.prefix}bias"), self.eps)
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normalised(x)

@@ -155,23 +155,26 @@ class TransformerLayer(FastSetattr, torch.nn.Module):
                 fast_zero_fill=True, pad_between_seqs=None, thd_attention_policies=None,
                 thd_attention_policy_dispatch="auto", softcap=None):
         """hidden_states [s, b, hidden_size] (or as attn_input_format has it) -> the same shape.
-        encoder_output, enc_dec_* belong to decoders; the other arguments are MultiheadAttention's. Under
-        autocast the residual, and what comes back, have its dtype."""
+        encoder_output, enc_dec_*, and cu_seqlens_kv and its like, belong to the cross attention of decoders; self
+        attention has cu_seqlens_q for both sides. The other arguments are MultiheadAttention's, of both attentions.
+        Under autocast the residual, and what comes back, have its dtype."""
+        if self.layer_type == "decoder" and inference_params is not None and rotary_pos_emb is not None:
+            raise NotImplementedError(
+                "TransformerLayer: rotary_pos_emb beside inference_params, of a decoder: its cross attention keeps no "
+                "cache that says at which position a step begins; call two MultiheadAttentions")
         hidden_states = in_autocast(hidden_states)
         common = dict(is_first_microbatch=is_first_microbatch,
                       checkpoint_core_attention=checkpoint_core_attention,
                       core_attention_bias_type=core_attention_bias_type,
-                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, softcap=softcap)
+                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, softcap=softcap,
+                      rotary_pos_emb=rotary_pos_emb, pad_between_seqs=pad_between_seqs)
         attended = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type,
             window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
-            inference_params=inference_params, rotary_pos_emb=rotary_pos_emb,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_q if self.layer_type == "decoder" else cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_q if self.layer_type == "decoder" else max_seqlen_kv,
-            pad_between_seqs=pad_between_seqs, thd_attention_policies=thd_attention_policies,
+            inference_params=inference_params, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_q,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_q_padded,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_q,
+            thd_attention_policies=thd_attention_policies,
             thd_attention_policy_dispatch=thd_attention_policy_dispatch, **common)
         if self.parallel_attention_mlp:
             mlp, mlp_bias, _ = self.layernorm_mlp(hidden_states)
@@ -182,8 +185,9 @@ class TransformerLayer(FastSetattr, torch.nn.Module):
             x = self._joined(self.inter_attention(
                 x, enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv, **common), x)
+                cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q,
+                max_seqlen_kv=max_seqlen_kv, **common), x, whole=True)
         mlp, mlp_bias, normed = self.layernorm_mlp(x)
         x = self._added(mlp, mlp_bias, normed if self.residual_after_norm else x)
         return x if self.layernorm is None else self.layernorm(x)
@@ -193,17 +197,18 @@ class TransformerLayer(FastSetattr, torch.nn.Module):
     def _attentions(self):
         return [module for module in self.modules() if isinstance(module, MultiheadAttention)]
 
-    def _joined(self, attended, residual):
+    def _joined(self, attended, residual, whole: bool = False):
         """The outputs of an attention, added to the residual, or to what its norm gave."""
         output, bias, *normed = attended
-        return self._added(output, bias, normed[0] if normed else residual)
+        return self._added(output, bias, normed[0] if normed else residual, whole)
 
-    def _added(self, x, bias, residual):
+    def _added(self, x, bias, residual, whole: bool = False):
+        """`whole` leaves no sample out: TE's cross attention has no drop path."""
         x = _with_bias(x, bias)
         if self.hidden_dropout and self.training:
             with self._dropout_ctx():
                 x = F.dropout(x, self.hidden_dropout)
-        return residual + (x if self.drop_path is None else self.drop_path(x))
+        return residual + (x if self.drop_path is None or whole else self.drop_path(x))
 
 
 def _with_bias(x, bias):

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: E402
 from tessera.te.pytorch import (  # noqa: E402
     InferenceParams, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer,
     apply_rotary_pos_emb)
+from tessera.te.pytorch._linear import Norm  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
 HIDDEN, H, G, D = 24, 6, 3, 4
@@ -214,6 +215,80 @@ def test_other_shapes_of_a_layer():
                                rtol=1e-4, atol=1e-5)
 
 
+def decoder(qkv_format="bshd", **options):
+    layer = TransformerLayer(HIDDEN, 40, H, G, hidden_dropout=0.0, attention_dropout=0.0, layer_type="decoder",
+                             attn_input_format=qkv_format, **options).float()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.3)
+    return layer
+
+
+def test_a_decoder_turns_queries_and_keys_of_both_attentions():
+    layer, rope = decoder(), RotaryPositionEmbedding(D)(8)
+    x, source = torch.randn(2, 5, HIDDEN).float(), torch.randn(2, 7, HIDDEN).float()
+    y = x + by_hand(layer.self_attention, x, rope=rope)
+    y = y + by_hand(layer.inter_attention, y, False, rope, source)
+    torch.testing.assert_close(layer(x, encoder_output=source, rotary_pos_emb=rope),
+                               y + mlp(layer.layernorm_mlp, y)[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="rotary_pos_emb beside inference_params"):
+        layer(x, encoder_output=source, rotary_pos_emb=rope, inference_params=InferenceParams(2, 8, G, D))
+
+
+def test_a_packed_decoder_with_gaps_is_each_sequence_alone():
+    """Self attention has the queries' lengths and starts for both sides, cross attention the keys' as well."""
+    layer = decoder("thd", self_attn_mask_type="padding_causal", enc_dec_attn_mask_type="padding")
+    x, source, lens_q, lens_k = torch.randn(9, HIDDEN).float(), torch.randn(14, HIDDEN).float(), (3, 4), (6, 5)
+    numbers = [torch.tensor(n, dtype=torch.int32) for n in ((0, 3, 7), (0, 6, 11), (0, 4, 9), (0, 8, 14))]
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    out = layer(x, encoder_output=source, pad_between_seqs=True, **dict(zip(names, numbers)))
+    for at, length, at_k, length_k in zip((0, 4), lens_q, (0, 8), lens_k):
+        part, part_k = x[None, at:at + length], source[None, at_k:at_k + length_k]
+        y = part + by_hand(layer.self_attention, part)
+        y = y + by_hand(layer.inter_attention, y, False, source=part_k)
+        torch.testing.assert_close(out[None, at:at + length], y + mlp(layer.layernorm_mlp, y)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_encoder_needs_the_lengths_of_queries_only():
+    layer = TransformerLayer(HIDDEN, 40, H, G, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="thd",
+                             self_attn_mask_type="padding_causal").float()
+    x, cu_seqlens = torch.randn(9, HIDDEN).float(), torch.tensor([0, 4, 9], dtype=torch.int32)
+    assert torch.equal(layer(x, cu_seqlens_q=cu_seqlens), layer(x, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens))
+
+
+def test_cross_attention_has_no_drop_path():
+    layer = decoder(drop_path_rate=1 - 1e-9)  # leaves the other branches out
+    x, source = torch.randn(2, 5, HIDDEN).float(), torch.randn(2, 7, HIDDEN).float()
+    torch.testing.assert_close(layer(x, encoder_output=source),
+                               x + by_hand(layer.inter_attention, x, False, source=source), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norms_of_heads_are_not_zero_centred(kind):
+    module = MultiheadAttention(HIDDEN, H, qk_norm_type=kind, zero_centered_gamma=True)
+    assert torch.equal(module.k_norm.weight, torch.ones(D))
+    torch.nn.init.normal_(module.q_norm.weight)
+    x = torch.randn(3, D)
+    torch.testing.assert_close(module.q_norm(x), norm(module.q_norm, x, ""))
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "L2Normalization"])
+def test_norms_of_16_bits_round_once(kind):
+    """A weight that bfloat16 cannot tell from 1, beside 1, counts all the same."""
+    x = torch.randn(64, HIDDEN, dtype=torch.float32).bfloat16()
+    if kind == "L2Normalization":
+        module = MultiheadAttention(HIDDEN, 1, qk_norm_type=kind).q_norm
+        expected = x.double() * (x.double().square().sum(-1, keepdim=True) + module.eps).rsqrt()
+    else:
+        module = Norm(HIDDEN, 1e-5, kind, True, dtype=torch.bfloat16)
+        torch.nn.init.constant_(module.weight, 0.0035)
+        weight = 1 + module.weight.double()
+        expected = F.rms_norm(x.double(), (HIDDEN,), weight, 1e-5) if kind == "RMSNorm" else \
+            F.layer_norm(x.double(), (HIDDEN,), weight, None, 1e-5)
+    got = module(x)
+    assert got.dtype == torch.bfloat16
+    assert (got.double() - expected).abs().sum() <= 1.001 * (expected.bfloat16().double() - expected).abs().sum()
+
+
 @pytest.mark.parametrize("options", [{}, {"output_layernorm": True}, {"layer_type": "decoder"},
                                      {"apply_residual_connection_post_layernorm": True},
                                      {"parallel_attention_mlp": True}, {"qk_norm_type": "RMSNorm"}], ids=str)
@@ -285,6 +360,7 @@ def test_what_distributes_is_refused_by_name(make, given):
 def test_bad_arguments():
     for make, text in ((lambda: MultiheadAttention(HIDDEN, H, attention_type="both"), "attention_type='both'"),
                        (lambda: MultiheadAttention(HIDDEN, H, qk_norm_type="max"), "qk_norm_type='max'"),
+                       (lambda: MultiheadAttention(HIDDEN, H, layer_number=0), "layer_number=0: must be at least 1"),
                        (lambda: MultiheadAttention(HIDDEN, H, normalization="Batch",
                                                    input_layernorm=True), "normalization='Batch'"),
                        (lambda: TransformerLayer(HIDDEN, 40, H, layer_type="middle"), "layer_type='middle'"),

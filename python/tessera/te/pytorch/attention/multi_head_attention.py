@@ -30,7 +30,8 @@ class _L2Norm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + self.eps).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class MultiheadAttention(FastSetattr, torch.nn.Module):
@@ -74,6 +75,8 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
         if attention_type not in ("self", "cross"):
             raise ValueError(f'MultiheadAttention: attention_type={attention_type!r}: must be "self" or '
                              '"cross"')
+        if layer_number is not None and layer_number < 1:
+            raise ValueError(f"MultiheadAttention: layer_number={layer_number}: must be at least 1")
         self.attention_type, self.name = attention_type, name
         self.qkv_format = _words.qkv_format(qkv_format)
         self.layer_number = 1 if layer_number is None else layer_number
@@ -100,8 +103,7 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
                            output_layer_init_method, **factory)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.qk_norm_before_rope = qk_norm_before_rope
-        self.q_norm, self.k_norm = (self._head_norm(qk_norm_type, qk_norm_eps, zero_centered_gamma,
-                                                    factory) for _ in range(2))
+        self.q_norm, self.k_norm = (self._head_norm(qk_norm_type, qk_norm_eps, factory) for _ in range(2))
 
     def set_tensor_parallel_group(self, tp_group):
         """A group of one rank is none."""
@@ -180,8 +182,8 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
             projection("layernorm_query" if normed else "query_layer", "query", normed=normed)
             projection("key_value", "key", "value", normed=False)
 
-    def _head_norm(self, kind: str | None, eps: float, zero_centered_gamma: bool, factory):
-        """The norm of each head of q or k."""
+    def _head_norm(self, kind: str | None, eps: float, factory):
+        """The norm of each head of q or k, whose weight is never zero-centred, as TE has it."""
         if kind is None:
             return torch.nn.Identity()
         if kind == "L2Normalization":
@@ -189,7 +191,7 @@ class MultiheadAttention(FastSetattr, torch.nn.Module):
         if kind not in ("RMSNorm", "LayerNorm"):
             raise ValueError(f'MultiheadAttention: qk_norm_type={kind!r}: must be "L2Normalization", '
                              '"RMSNorm", "LayerNorm" or None')
-        return Norm(self.kv_channels, eps, kind, zero_centered_gamma, **factory)
+        return Norm(self.kv_channels, eps, kind, **factory)
 
     def _heads(self, x, encoder_output):
         """q [.., heads, d], k, v [.., groups, d], and the input after its norm."""
