@@ -173,3 +173,20 @@ def test_fused_attn_bwd_of_off_by_one():
     out, aux = fused.fused_attn_fwd(True, *lengths, p.q, p.k, p.v, p.q.dtype, 1, **options)
     assert len(aux) == 2
     torch.testing.assert_close(out.double(), expected["out"], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("off", [(), ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")], ids=["fused", "unfused"])
+@pytest.mark.parametrize("tokens_q, tokens_k", [(0, 0), (0, 3), (3, 0)])
+def test_packed_sequences_without_tokens(tokens_q, tokens_k, off, monkeypatch):
+    """No pair of tokens: the output and every gradient are zero, and no logit is the largest."""
+    for name in off:
+        monkeypatch.setenv(name, "0")
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal", return_max_logit=True,
+                                 softmax_type="learnable")
+    q, k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for tokens in (tokens_q, tokens_k, tokens_k))
+    lengths = [torch.tensor([0, tokens], dtype=torch.int32) for tokens in (tokens_q, tokens_k)]
+    for longest in ({}, {"max_seqlen_q": 5, "max_seqlen_kv": 5}):
+        out, max_logit = module(q, k, v, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1], **longest)
+        assert torch.equal(out, torch.zeros(tokens_q, 16)) and (max_logit == -math.inf).all()
+        for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert not gradient.any()

@@ -66,7 +66,7 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
         o = emulation.output(o)
     if not return_max_logit:
         return o
-    return o, scores.detach().amax((0, 2, 3))
+    return o, scores.detach().amax((0, 2, 3)) if scores.numel() else scores.new_full((h,), -torch.inf)
 
 
 class _Side:
@@ -90,8 +90,8 @@ class _Side:
 
     def padded(self, x):
         """x as [b, h, s, d], zero where there is no token."""
-        if self.layout == "thd":
-            x = x[self.index]
+        if self.layout == "thd":  # a row to point at, where there is none
+            x = (x if x.shape[0] else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)))[self.index]
         elif self.layout == "sbhd":
             x = x.transpose(0, 1)
         return x.masked_fill(~self.valid[:, :, None, None], 0).transpose(1, 2)
