@@ -351,10 +351,13 @@ def test_bad_rotations():
     wrong = [({"tensor_format": "bhsd"}, "tensor_format='bhsd'"), ({"tensor_format": "thd"}, "cu_seqlens=None"),
              ({"cp_size": 2, "cp_rank": 2}, "cp_rank=2")]
     if t.device.type == "cpu":  # elsewhere positions are not read on the host
-        wrong.append(({"tensor_format": "bshd"}, "row 4 of sequence 0 is at 4"))
+        wrong += [({"tensor_format": "bshd"}, "row 4 of sequence 0 is at 4"),
+                  ({"tensor_format": "bshd", "interleaved": True}, "interleaved=True: freqs turns the elements")]
     for given, text in wrong:
         with pytest.raises(ValueError, match=text):
             apply_rotary_pos_emb(t, freqs, **given)
+    with pytest.raises(ValueError, match="must end with an even number"):
+        apply_rotary_pos_emb(t, freqs[..., :5], "bshd")
     with pytest.raises(ValueError, match="dim=7"):
         RotaryPositionEmbedding(7)
 

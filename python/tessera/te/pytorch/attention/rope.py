@@ -79,7 +79,8 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
     cp_size > 1); freqs fp32 [s2, 1, 1, d2], s2 > every position, d2 <= d. start_positions int32 [b]:
     the position of each sequence's first token. With cp_size > 1 t holds the chunks cp_rank and
     2·cp_size - 1 - cp_rank of 2·cp_size of each sequence. `fused` says nothing here: one kernel does it
-    either way.
+    either way, and turns both elements of a pair by one angle. ValueError for freqs on the CPU that have two, as those
+    of RotaryPositionEmbedding with another `interleaved` do.
     """
     thd = _word("apply_rotary_pos_emb", "tensor_format", tensor_format) == "thd"
     if thd and cu_seqlens is None:
@@ -200,8 +201,14 @@ def _tables(freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch
 
 
 def _turns(freqs, interleaved):
-    angles = freqs.detach()[:, 0, 0].float()
-    angles = angles[:, ::2] if interleaved else angles[:, :angles.shape[1] // 2]
+    both = freqs.detach()[:, 0, 0].float()
+    if both.shape[1] % 2:
+        raise ValueError(f"apply_rotary_pos_emb: freqs.shape={list(freqs.shape)}: must end with an even number: "
+                         "elements turn in pairs")
+    angles, others = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, -1)
+    if both.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(angles, others):
+        raise ValueError(f"apply_rotary_pos_emb: interleaved={interleaved}: freqs turns the elements of a pair by two "
+                         f"angles; make it with RotaryPositionEmbedding(.., interleaved={interleaved})")
     return angles.cos().contiguous(), angles.sin().contiguous()
 
 
@@ -223,7 +230,7 @@ def _in_whole(local, length, cp_size: int, cp_rank: int):
 
 
 def _packed_positions(t, cu_seqlens, start, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """[t], without a look at the host. Rows past the last sequence are at 0: they stay."""
+    """[t], without a look at the host. Rows past the last sequence are at 0."""
     cu_seqlens = cu_seqlens // cp_size
     row = torch.arange(t.shape[0], device=t.device)
     n = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
