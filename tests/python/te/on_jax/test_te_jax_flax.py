@@ -77,6 +77,31 @@ def test_switch_chooses_the_path(monkeypatch):
     assert calls() == 0
 
 
+@pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "thd_thd_thd", "thd_t2hd"])
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_padding_may_hold_anything(path, layout, monkeypatch):
+    """NaN behind a sequence changes no output and no gradient, also where a query sees all of its sequence."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", path)
+    lengths = jnp.array([7, 0], jnp.int32)
+    descriptor = SequenceDescriptor.from_seqlens(lengths) if layout.startswith("bshd") else \
+        SequenceDescriptor.from_seqlens_and_offsets(lengths[:, None], jnp.array([[0, -1], [-1, -1]]))
+    module = DotProductAttention(8, 4, attn_mask_type="padding", qkv_layout=layout)
+    outside = (jnp.arange(12) >= lengths[:, None])[:, :, None, None]
+
+    def run(q, k, v):
+        qkv = (q, jnp.stack((k, v), 2), None) if layout == "thd_t2hd" else (q, k, v)
+        out = module.apply({}, *qkv, descriptor)
+        return jnp.sum(out * jnp.cos(jnp.arange(8.0))), out
+
+    results = []
+    for fill in (0, jnp.nan):
+        qkv = [jnp.where(outside, fill, x) for x in arrays()]
+        gradients, out = jax.grad(run, argnums=(0, 1, 2), has_aux=True)(*qkv)
+        results.append((out, *gradients))
+    for clean, poisoned in zip(*results):
+        assert np.array_equal(clean, poisoned) and clean.any()
+
+
 def test_what_libtessera_refuses_runs_with_a_warning():
     """A bias of packed segments."""
     q, k, v = arrays(s=10)

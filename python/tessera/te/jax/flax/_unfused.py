@@ -23,6 +23,9 @@ def attention(config: Config, qkv, bias, softmax_offset, sequences, words):
     """What cpp_extensions.attention.forward returns first. A bias of THD is read by the place in
     the row, as TE does."""
     q, k, v = (_dense(x) for x in _translate.separate(qkv, config.qkv_layout))
+    seen, tokens = _visible(config, q, k, sequences)
+    if config.is_thd or config.attn_mask_type.is_padding():
+        q, k, v = (_without_padding(x, side) for x, side in zip((q, k, v), (tokens[0], tokens[1], tokens[1])))
     wide = jnp.promote_types(q.dtype, jnp.float32)
     b, sq, h, d = q.shape
     sk, hk = k.shape[1:3]
@@ -35,7 +38,6 @@ def attention(config: Config, qkv, bias, softmax_offset, sequences, words):
     scores *= config.scaling_factor
     if config.attn_bias_type == AttnBiasType.POST_SCALE_BIAS:
         scores += bias
-    seen, tokens = _visible(config, q, k, sequences)
     sink = _translate.sink_of(config, softmax_offset, h)
     probabilities = _softmax(jnp.where(seen, scores, -jnp.inf), sink)
     if config.dropout_p:
@@ -49,6 +51,11 @@ def _dense(x):
     """A Slice as an array of its own."""
     return jax.lax.index_in_dim(x.array, x.index, x.axis, keepdims=False) \
         if isinstance(x, tessera_jax.Slice) else x
+
+
+def _without_padding(x, tokens: Tokens):
+    """Zeros for tokens of no sequence, since even a probability of 0 would spread their NaN."""
+    return jnp.where((tokens.sequence >= 0)[:, :, None, None], x, 0)
 
 
 def _visible(config: Config, q, k, sequences):
