@@ -87,7 +87,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                 return o, None
 
     packed = _packed_row(query, cu_seq_lens_q, cu_seq_lens_k)
-    keywords = dict(sink=sink, softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
+    keywords = dict(softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout)
     if attention_mask is None:
         keywords.update(_band(is_causal, sliding_window, query.shape[2], packed))
     else:
@@ -96,6 +96,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             keywords[name] = mask
         else:
             position_bias = mask if position_bias is None else position_bias + mask
+    keywords["sink"] = sink  # tensors in the order of _plans
     if position_bias is not None:
         fits = position_bias.dtype in (query.dtype, torch.float32)
         bias = position_bias if fits else position_bias.to(query.dtype)
@@ -117,10 +118,11 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
 # ---- below: how ----
 
 def _attend(query, key, value, keywords: dict) -> torch.Tensor:
-    """o [b, s, h, d] of [b, h, s, d]."""
-    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous()
-               for x in (query, key, value))  # a few models permute what they have projected
-    return attention(q, k, v, **keywords)
+    """o [b, s, h, d] of [b, h, s, d], from the views that a plan takes: a layer in a checkpoint may be translated in
+    its forward pass and known when it is computed again, and both must save the same tensors."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous()  # a few models permute what they have projected
+               for x in (query.transpose(1, 2), key, value))
+    return attention(q, k, v, layout=("bshd", "bhsd"), **keywords)
 
 
 def _mask_keyword(module, mask, kind, key) -> tuple[str, torch.Tensor]:

@@ -149,6 +149,16 @@ class _NotAnInterval(Exception):
     pass
 
 
+def pattern(function: Callable) -> tuple[str, dict]:
+    """The function of transformers that made a mask function, and what it was given; ("", {}) of a function that is
+    not made so."""
+    maker = getattr(function, "__qualname__", "").partition(".")[0]
+    if getattr(function, "__module__", "") != masking_utils.__name__ or not function.__closure__:
+        return "", {}
+    return maker, {name: cell.cell_contents
+                   for name, cell in zip(function.__code__.co_freevars, function.__closure__)}
+
+
 def _interval(function, rows):
     """[start, end) of the keys that `function` shows to the queries at absolute positions `rows`,
     int64 [b|1, sq] each."""
@@ -156,21 +166,21 @@ def _interval(function, rows):
         return torch.zeros_like(rows), rows + 1
     if function is masking_utils.bidirectional_mask_function:
         return torch.zeros_like(rows), torch.full_like(rows, _FAR)
-    maker = getattr(function, "__qualname__", "").partition(".")[0]
-    if getattr(function, "__module__", "") != masking_utils.__name__ or maker not in _PATTERNS:
+    maker, given = pattern(function)
+    if maker not in _PATTERNS:
         raise _NotAnInterval
-    names = function.__code__.co_freevars
-    captured = {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or ())}
-    return _PATTERNS[maker](rows, **captured)
+    return _PATTERNS[maker](rows, **given)
 
 
 _FAR = 2**31 - 1
 
 
 def _and(rows, mask_functions):
-    start, end = _interval(mask_functions[0], rows)
-    for function in mask_functions[1:]:
-        other_start, other_end = _interval(function, rows)
+    patterns = [pattern(function) for function in mask_functions]
+    packed = next((given["packed_sequence_mask"] for maker, given in patterns if maker == PACKED), None)
+    start, end = torch.zeros_like(rows), torch.full_like(rows, _FAR)
+    for function, (maker, given) in zip(mask_functions, patterns):
+        other_start, other_end = _remapped(rows, packed, **given) if maker == REMAPPED else _interval(function, rows)
         start, end = torch.maximum(start, other_start), torch.minimum(end, other_end)
     return start, end
 
@@ -190,22 +200,46 @@ def _chunk(rows, chunk_size, left_padding):
 
 
 def _packed(rows, packed_sequence_mask):
-    """The extent of each token's sequence: ids of packed sequences never decrease."""
-    ids = packed_sequence_mask.contiguous()
-    return torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+    """The extent of each row's sequence. Ids may have any values and any order."""
+    ids = packed_sequence_mask
+    in_order = ids.sort(-1).values
+    ends, kinds = ids[:, 1:] != ids[:, :-1], in_order[:, 1:] != in_order[:, :-1]
+    _require((ends.sum(-1) == kinds.sum(-1)).all(), "ids of packed sequences: the tokens of a sequence must be "
+                                                    "neighbours")
+    runs = torch.nn.functional.pad(ends.cumsum(-1), (1, 0))
+    mine = _at(runs, rows)
+    return torch.searchsorted(runs, mine), torch.searchsorted(runs, mine, right=True)
 
 
-def _remapped(rows, mask_function, position_ids):
-    """A pattern in positions that count from the start of each packed sequence."""
-    start, end = _interval(mask_function, position_ids)
-    shift = rows - position_ids
+def _remapped(rows, packed, mask_function, position_ids):
+    """A pattern in positions that count on within each packed sequence. Only beside the mask of these sequences is it
+    an interval: alone it shows keys of several."""
+    if packed is None:
+        raise _NotAnInterval
+    _require(((position_ids.diff() == 1) | (packed.diff() != 0)).all(),
+             "position_ids: must rise by 1 within a packed sequence")
+    positions = _at(position_ids, rows)
+    start, end = _interval(mask_function, positions)
+    shift = rows - positions
     return start + shift, torch.where(end >= _FAR, end, end + shift)
 
 
+def _at(x, rows):
+    """x [b, tokens] at rows [b|1, sq]."""
+    return x.gather(1, rows.expand(x.shape[0], -1))
+
+
+PACKED, REMAPPED = "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
 _PATTERNS = {"and_masks": _and, "sliding_window_overlay": _window, "chunked_overlay": _chunk,
-             "sliding_window_bidirectional_overlay": _window_both_sides,
-             "packed_sequence_mask_function": _packed,
-             "remap_positions_for_packed_sequence": _remapped}
+             "sliding_window_bidirectional_overlay": _window_both_sides, PACKED: _packed}
+
+
+def _require(condition, what: str):
+    """Makes a mask of intervals possible: a graph cannot choose another."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, f"tessera.hf: {what} under torch.compile; others work in eager mode")
+    elif not condition:
+        raise _NotAnInterval
 
 
 def _padding(mask):
@@ -215,12 +249,8 @@ def _padding(mask):
     position = torch.arange(n, device=mask.device)
     first = torch.where(mask, position, n).amin(-1, keepdim=True)
     last = torch.where(mask, position + 1, 0).amax(-1, keepdim=True)
-    whole = (mask.sum(-1, keepdim=True) == (last - first).clamp(min=0)).all()
-    if torch.compiler.is_compiling():
-        torch._assert_async(whole, "tessera.hf: attention_mask: must be padding on the left or right "
-                                   "under torch.compile; a mask with holes works in eager mode")
-    elif not whole:
-        raise _NotAnInterval
+    _require((mask.sum(-1, keepdim=True) == (last - first).clamp(min=0)).all(),
+             "attention_mask: must be padding on the left or right")
     return first, last
 
 

@@ -164,27 +164,26 @@ def _window(function) -> tuple[int, int]:
         return -1, 0
     if function is masking_utils.bidirectional_mask_function:
         return -1, -1
-    maker = getattr(function, "__qualname__", "").partition(".")[0]
-    known = getattr(function, "__module__", "") == masking_utils.__name__ and maker in _PATTERNS
-    if not known:
+    maker, given = _masks.pattern(function)
+    if maker not in _PATTERNS:
         raise Refused(f"tessera.hf.context_parallel: mask_function={maker or function!r}: is no band; "
                       "causal masks, sliding windows and packed documents are")
-    names = function.__code__.co_freevars
-    captured = {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or ())}
-    return _PATTERNS[maker](**captured)
+    return _PATTERNS[maker](**given)
 
 
 def _and(mask_functions):
-    windows = [_window(function) for function in mask_functions]
+    functions = list(mask_functions)
+    makers = [_masks.pattern(function)[0] for function in functions]
+    if _masks.REMAPPED in makers:  # transformers' own mask of the documents beside it; a user's own is no band
+        functions = [function for function, maker in zip(functions, makers) if maker != _masks.PACKED]
+    windows = [_window(function) for function in functions]
     return tuple(min((side for side in sides if side >= 0), default=-1) for sides in zip(*windows))
 
 
 _PATTERNS = {"and_masks": _and, "sliding_window_overlay": lambda sliding_window: (sliding_window - 1, -1),
              "sliding_window_bidirectional_overlay":
                  lambda sliding_window: (sliding_window, sliding_window),
-             "packed_sequence_mask_function": lambda packed_sequence_mask: (-1, -1),
-             "remap_positions_for_packed_sequence":
-                 lambda mask_function, position_ids: _window(mask_function)}
+             _masks.REMAPPED: lambda mask_function, position_ids: _window(mask_function)}
 
 
 def _documents(ids, keywords) -> list[int]:

@@ -342,6 +342,33 @@ def test_ranges_say_what_the_functions_say():
                 assert torch.equal(shown.expand(2, 1, q, kv), dense)
 
 
+IDS = {"counted up": [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]],
+       "padding last": [[0, 0, 1, 1, -1, -1], [5, 5, 5, 5, 5, 2]],
+       "once more": [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]}
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("q_offset", [0, 2])
+@pytest.mark.parametrize("remapped", ["not", "beside", "alone"])
+def test_ids_of_packed_sequences_have_any_values(ids, q_offset, remapped):
+    function = masking_utils.packed_sequence_mask_function(torch.tensor(IDS[ids], device=DEVICE))
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]], device=DEVICE)
+    is_interval = ids != "once more" and remapped != "alone"
+    if remapped != "not":
+        band = masking_utils.remap_positions_for_packed_sequence(masking_utils.sliding_window_causal_mask_function(2),
+                                                                 positions)
+        function = masking_utils.and_masks(band, function) if remapped == "beside" else band
+        is_interval &= ids == "counted up"
+    sizes = dict(batch_size=2, q_length=6 - q_offset, kv_length=6, q_offset=q_offset, mask_function=function,
+                 device=DEVICE)
+    mask = tessera.hf.attention_mask(**sizes).plain()
+    assert mask.dtype == (torch.int32 if is_interval else torch.bool)
+    if is_interval:
+        j = torch.arange(6, device=DEVICE)
+        mask = (j >= mask[..., :1]) & (j < mask[..., 1:])
+    assert torch.equal(mask, masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("keys", [2, 4, 7])
 def test_a_users_integer_mask_is_asked_what_it_means(dtype, keys):

@@ -2,12 +2,15 @@
 """transformers models whose sequences lie on two processes over gloo, against one: logits, loss and
 gradients, with windows, caps, sinks, packed documents and checkpointing."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import torch.distributed as dist  # noqa: E402
+from transformers import masking_utils  # noqa: E402
 
 import tessera.hf  # noqa: E402
 from cp_pool import Pool  # noqa: E402
@@ -107,3 +110,15 @@ def test_padding_and_what_is_refused(pool):
     first, second = pool.run(padding, 2, 1)
     assert first == second and len(first) == 3
     assert "padding on the right" in first[0] and "begin at 0" in first[2]
+
+
+def test_ids_of_a_users_own_are_no_band(monkeypatch):
+    """A shard cannot tell whose tokens they name. Those that transformers makes of positions are in the shards."""
+    monkeypatch.setattr(tessera.hf._parallel, "_current", SimpleNamespace(get=lambda: SimpleNamespace(padded=False)))
+    ids, causal = torch.tensor([[0, 0, 1]]), masking_utils.causal_mask_function
+    packed = masking_utils.packed_sequence_mask_function(ids)
+    remapped = masking_utils.remap_positions_for_packed_sequence(causal, torch.tensor([[0, 1, 0]]))
+    assert tessera.hf._parallel.band(masking_utils.and_masks(remapped, packed)).window == (-1, 0)
+    for function in (packed, masking_utils.and_masks(causal, packed)):
+        with pytest.raises(tessera.Refused, match="mask_function='packed_sequence_mask_function': is no band"):
+            tessera.hf._parallel.band(function)

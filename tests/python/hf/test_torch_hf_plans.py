@@ -5,6 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 import tessera  # noqa: E402
 import tessera.hf  # noqa: E402
 from tessera.hf import _plans, attention_forward, attention_mask  # noqa: E402
@@ -120,6 +122,19 @@ def test_gradients(call):
     for _ in range(2):
         inputs = [x.requires_grad_() for x in qkv()]
         o = run(inputs=inputs, **CALLS[call])
+        both.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
+    for a, b in zip(*both, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_checkpoint_of_a_first_call(call):
+    """The call is translated in the forward pass, and known when it is computed again."""
+    both = []
+    for checkpointed in (True, False):
+        inputs = [x.clone().requires_grad_() for x in CALLS[call].get("inputs") or qkv()]
+        arguments = {**CALLS[call], "inputs": inputs}
+        o = checkpoint(run, use_reentrant=False, **arguments) if checkpointed else run(**arguments)
         both.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
     for a, b in zip(*both, strict=True):
         assert torch.equal(a, b)
