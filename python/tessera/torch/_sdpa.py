@@ -137,7 +137,7 @@ def _four_axes(query, key, value, enable_gqa: bool):
     return (*batch, heads[0]), tensors
 
 
-def _mask(attn_mask, query, shape, rank: int) -> dict:
+def _mask(attn_mask, query, shape, rank: int = 4) -> dict:
     """attn_mask as a keyword; `shape` is the batch axes and heads of the result, `rank` how many axes the caller's
     tensors have."""
     if not isinstance(attn_mask, torch.Tensor):
