@@ -16,7 +16,8 @@ def normal(seed, *shape):
 
 
 def same(a, b):
-    jax_device.same(a, b, rtol=2e-5, atol=2e-6)
+    # Sums of up to 35 products of values up to 4, in orders that differ with the CPU's vectors: 2.3e-6 was seen.
+    jax_device.same(a, b, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("mask", [None, (5, 7), (1, 1, 5, 7), (3, 4, 5, 7), (2, 1, 1, 5, 7), (2, 3, 4, 5, 7)], ids=str)
