@@ -149,7 +149,8 @@ enum tessera_index {
   TESSERA_AMAX_DV = 44,       /* [1] fp32 */
   /* input of both passes */
   TESSERA_KEEP_TAIL = 45,     /* [b|1, hq|1, sq, sq] bool: which of the last sq keys a query sees */
-  TESSERA_NUM_TENSORS = 46
+  TESSERA_WINDOWS = 46,       /* [b, 2] int32 or int64: left and right of each sequence's own window */
+  TESSERA_NUM_TENSORS = 47
 };
 
 typedef struct tessera_tensor {

@@ -178,8 +178,9 @@ TEST(Sizes, WhatIsExpandedIsReadOnce) {
 // Whatever a call lists for each sequence: one element for 2^40 of them, or one row of a table.
 TEST(Sizes, ListsThatAreExpandedAreNotWalked) {
   constexpr int64_t kHuge = int64_t{1} << 40, kPages = 4;
-  for (const int32_t list : {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_Q_START, TESSERA_K_START,
-                             TESSERA_SHIFT, TESSERA_PAGE_TABLE_K, TESSERA_PAGE_TABLE_V}) {
+  for (const int32_t list :
+       {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_Q_START, TESSERA_K_START, TESSERA_SHIFT,
+        TESSERA_WINDOWS, TESSERA_PAGE_TABLE_K, TESSERA_PAGE_TABLE_V}) {
     const bool paged = list == TESSERA_PAGE_TABLE_K || list == TESSERA_PAGE_TABLE_V;
     tessera_problem p = forward({kHuge, 1, 1, 1, 1, 1, 1});
     int32_t pages[kPages] = {0, 0, 0, 0}, zero = 0;
@@ -198,9 +199,11 @@ TEST(Sizes, ListsThatAreExpandedAreNotWalked) {
         b.data[t] = pages;
       }
     } else {
+      const bool windows = list == TESSERA_WINDOWS;
       give(p, list, TESSERA_INT32, {kHuge});
+      if (windows) p.tensor[list].extent[1] = 2;
       b.data[list] = &zero;
-      p.flags |= TESSERA_CAUSAL;
+      if (!windows) p.flags |= TESSERA_CAUSAL;
       p.align = list == TESSERA_SHIFT ? TESSERA_ALIGN_GIVEN : TESSERA_ALIGN_TOP_LEFT;
     }
     Error e;

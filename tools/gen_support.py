@@ -25,6 +25,7 @@ FEATURES = {
     "softcap": "softcap=30",
     "learnable sink and its gradient": "sink=learnable grads=dsink",
     "dropout": "dropout=0.1",
+    "windows of sequences": "windows=random:1 align=top_left",
     "positions (q_start, k_start)": "causal align=top_left q_start=64,0 k_start=0,32",
     "positions beside dropout": "q_start=64,0 k_start=0,32 dropout=0.1",
     "GQA": "hk=2",

@@ -35,7 +35,7 @@ struct Rule {
 namespace rules {
 inline constexpr Rule kQuery{4, Side::kQuery, Side::kQuery}, kKey{4, Side::kKey, Side::kKey};
 inline constexpr Rule kDense{4, Side::kNone, Side::kNone, true}, kRanges{4, Side::kQuery};
-inline constexpr Rule kHeads{2, Side::kNone, Side::kNone, true}, kPages{2}, kVector{1};
+inline constexpr Rule kHeads{2, Side::kNone, Side::kNone, true}, kTable{2}, kVector{1};
 inline constexpr Rule kScale{3, Side::kNone, Side::kNone, true, true};
 inline constexpr Rule kOne{1, Side::kNone, Side::kNone, true};
 inline constexpr Rule kIdsQ{2, Side::kQuery}, kIdsK{2, Side::kKey}, kRows{3, Side::kQuery};

@@ -50,6 +50,7 @@ TENSORS = (
     "v_scale", "rng_state", "o", "lse", "max_logit", "do", "dlse", "dq", "dk", "dv", "dbias",
     "dsink", "dalibi_slopes", "q_start", "k_start", "shift", "q_scale", "do_scale", "o_scale",
     "dq_scale", "dk_scale", "dv_scale", "amax_o", "amax_dq", "amax_dk", "amax_dv", "keep_tail",
+    "windows",
 )
 INDEX = {name: i for i, name in enumerate(TENSORS)}
 

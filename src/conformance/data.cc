@@ -128,6 +128,9 @@ class Filler {
     list(TESSERA_Q_START, g_.position_q);
     list(TESSERA_K_START, g_.position_k);
     list(TESSERA_SHIFT, g_.shift);
+    each(TESSERA_WINDOWS, always, [&](const At& at, int64_t) {
+      put_integer(TESSERA_WINDOWS, at, g_.windows[2 * at.axis[0] + at.axis[1]]);
+    });
   }
 
   void pages() {

@@ -15,7 +15,7 @@
 //   mask 8      index = C-order element of the mask's own extents; visible with probability P.
 //               blocks: index = ((n H + h) ceil(Q / 64) + i / 64) ceil(K / 64) + j / 64, where
 //               H, Q, K are the mask's extents.
-//   starts 13   seed of the token: core/case/geometry.cc. shift 14 likewise.
+//   starts 13   seed of the token: core/case/geometry.cc. shift 14 and windows 20 likewise.
 //   other part  of partial, see below: its lse 16, its o 17. held 18: of accumulate, see below.
 //   ranges 9    seed of the token. Interval r of row e (C order over the extents without the last):
 //               index 2r', r' = intervals * e + r; K = sk (thd, pages: the case's sk):

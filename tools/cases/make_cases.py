@@ -409,6 +409,32 @@ def positions():
                     int64=True, causal=True, align="top_left", dropout="0.3")
 
 
+def windows():
+    """A window of each sequence's own, with what else moves or cuts the band."""
+    bottom_right = {"align": "bottom_right"}
+    for dtype in DTYPES:
+        yield from both(dtype=dtype, b=5, s=70, h=2, d=16, windows="random:3", poison=True)
+        yield from both(dtype=dtype, b=4, sq=70, sk=150, hq=4, hk=2, d=64, windows="random:4", lens_k="150,80,0,77",
+                        **bottom_right, poison=True)
+        yield from both(dtype=dtype, b=6, s=140, hq=4, hk=2, d=64, layout="thd", lens="random:5", gaps=3,
+                        windows="random:6", align="top_left", poison=True)
+        yield from both(dtype=dtype, b=3, s=150, h=2, d=40, windows="random:7", shift="random:3", alibi=True,
+                        grads="dalibi_slopes", int64=True, strided=True)
+        yield from both(dtype=dtype, b=3, s=90, h=2, d=32, windows="random:8", q_start="9,0,50", k_start="0,3,40",
+                        align="top_left", bias="post/hqk", grads="dbias", dropout="0.2")
+        yield from both(dtype=dtype, b=4, s=130, h=2, d=16, windows="random:9", keep="random:0.7/bqk", softcap=10,
+                        sink="learnable", grads="dsink", deterministic=True)
+        yield from both(dtype=dtype, b=3, sq=9, sk=90, h=2, d=16, page=4, lens_k="90,60,31", windows="random:2",
+                        **bottom_right, poison=True)
+        yield line("fwd", dtype=dtype, b=5, sq=1, sk=300, hq=8, hk=2, d=64, lens_k="random:4", windows="random:5",
+                   **bottom_right, poison=True)
+    for d in (128, 256):
+        yield from both(dtype="bf16", b=3, s=300, hq=4, hk=2, d=d, windows="random:1", poison=True)
+    yield from both(dtype="bf16", b=9, s=40, h=2, d=64, layout="thd", lens="random:2", windows="random:4",
+                    **bottom_right, batch_invariant=True, poison=True)
+    yield line("fwd", dtype="e4m3", b=3, s=150, h=2, d=64, windows="random:3")
+
+
 def unbuilt():
     """Words whose features come later: legal, and refused by every backend."""
     yield line("fwd", dtype="bf16", kv="e4m3", kvscale="block", b=2, s=200, h=2, d=16)
@@ -547,6 +573,7 @@ def ci():
                     scores(), decode(False), decode_cases.stream(), decode_cases.latent(False),
                     decode_cases.few_rows_of_fp8(), other_dtypes(),
                     parts(), shards(), positions(),
+                    windows(),
                     sums(),
                     added(), unbuilt(),
                     fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),

@@ -393,6 +393,10 @@ class Keywords(TypedDict, total=False):
     k_start: Annotated[Array | None, _lengths(
         "b",
         doc="As q_start, for keys. key_ranges hold positions, too.")]
+    windows: Annotated[Array | None, _lengths(
+        "b, 2",
+        doc="The left and right side of each sequence's own window, as window has them for all: -1 is no bound, and a "
+            "right side of 0 is causal. Illegal with window and causal.")]
     q_scale: Annotated[Array | None, Tensor(
         axes="b, hq, nq", dtype="float32", blocks=True, raw=True,
         doc="Factor on an fp8 q, as k_scale.")]

@@ -21,7 +21,7 @@ _NAME = "tessera.attention"
 # What each rank's part of is known: by the names of their axes, right-aligned, an extent of 1 for all.
 _KNOWN = ("seqlens_q", "seqlens_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_q_padded", "cu_seqlens_k_padded",
           "keep", "drop", "bias", "key_ranges", "segment_ids", "alibi_slopes", "sink", "q_start", "k_start",
-          "page_table")
+          "windows", "page_table")
 
 
 def are(*tensors) -> bool:

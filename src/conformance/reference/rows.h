@@ -90,6 +90,11 @@ struct Question {
     }
   }
 
+  // Of the sequence's own window: 0 left, 1 right; -1: no bound.
+  int64_t reach(int64_t n, int64_t which) const {
+    return load_integer(p, b, TESSERA_WINDOWS, offset_of(p.tensor[TESSERA_WINDOWS], n, which));
+  }
+
   // What element (n, row i, h) of q, k, v or do is multiplied by.
   double factor(int index, int64_t n, int64_t h, int64_t i) const {
     const bool keys = index == TESSERA_K || index == TESSERA_V;
@@ -137,6 +142,7 @@ class Diagonal {
         shift_(question.shift(n, q, k) + q.start - k.start) {
     if (has(p_, TESSERA_WINDOW)) left_ = p_.window_left, right_ = p_.window_right;
     if (has(p_, TESSERA_CAUSAL)) right_ = 0;
+    if (given(p_, TESSERA_WINDOWS)) left_ = question.reach(n, 0), right_ = question.reach(n, 1);
   }
 
   bool shows(int64_t i, int64_t j) const {

@@ -119,6 +119,8 @@ struct Case {
   int64_t window_left = -1, window_right = -1;
   int32_t align = TESSERA_ALIGN_NONE;
   CaseShift shift;
+  bool has_windows = false;  // drawn for each sequence
+  uint32_t windows_seed = 0;
   CaseLengths q_start, k_start;  // positions; kFull is never here
   CaseMask mask;
   CaseRanges ranges;
@@ -166,6 +168,7 @@ struct CaseGeometry {
   PerSequence start_q, start_k;        // [b + 1] thd: where each sequence is stored; else empty
   PerSequence position_q, position_k;  // [b] of first rows, where q_start, k_start are given
   PerSequence shift;                   // [b] with shift=random
+  PerSequence windows;                 // [b, 2] with windows
   double softmax_scale, softcap, dropout_p;
 
   // Where dense masks and biases have the first row and key of sequence n.

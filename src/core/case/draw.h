@@ -36,6 +36,7 @@ enum DrawNumber : uint32_t {
   kDrawPartO,
   kDrawHeld,  // what outputs of accumulate hold
   kDrawLow,   // which elements of a bias are low
+  kDrawWindows,
 };
 
 inline Philox4 draw_words(uint32_t seed, uint32_t number, uint64_t counter) {

@@ -8,7 +8,8 @@
 
 namespace tessera {
 
-// Draws of kDrawStarts: n for q, b + n for k, in 0..s; of kDrawShift: n, in -sq..sk.
+// Draws of kDrawStarts: n for q, b + n for k, in 0..s; of kDrawShift: n, in -sq..sk; of kDrawWindows:
+// 2 n for the left side and 2 n + 1 for the right one, in -1..min(s, 60).
 void Builder::resolve_positions() {
   const auto resolve = [&](const CaseLengths& starts, int64_t s, uint64_t first_draw) {
     std::vector<int64_t> out = starts.list;
@@ -32,6 +33,15 @@ void Builder::resolve_positions() {
         c_.sq);
   }
   g_.shift = PerSequence(std::move(shift));
+  std::vector<int64_t> windows;
+  for (int64_t n = 0; c_.has_windows && n < c_.b; ++n) {
+    constexpr int64_t kMostSide = 60;
+    for (const uint64_t side : {0, 1}) {
+      const int64_t most = std::min(side == 0 ? c_.sk : c_.sq, kMostSide);
+      windows.push_back(draw_integer(c_.windows_seed, kDrawWindows, 2 * n + side, most + 2) - 1);
+    }
+  }
+  g_.windows = PerSequence(std::move(windows));
 }
 
 void Builder::place_positions() {
@@ -43,6 +53,7 @@ void Builder::place_positions() {
   place(c_.q_start.kind != CaseLengths::Kind::kAbsent, TESSERA_Q_START);
   place(c_.k_start.kind != CaseLengths::Kind::kAbsent, TESSERA_K_START);
   place(c_.shift.kind == CaseShift::Kind::kRandom, TESSERA_SHIFT);
+  if (c_.has_windows) place_dense(TESSERA_WINDOWS, type, {c_.b, 2}, true, step);
 }
 
 // Scales of fp8 tensors, and the largest values of outputs. kvscale= gives k and v more scales than

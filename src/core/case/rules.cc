@@ -54,14 +54,14 @@ Status check_list(const Case& c, const char* name, const CaseLengths& lens, int6
 Status check_draws(const Case& c) {
   constexpr int64_t kMostDraws = int64_t{1} << 20;
   using Kind = CaseLengths::Kind;
-  const std::pair<const char*, bool> drawn[] = {
-      {"lens", c.lens.kind == Kind::kRandom},
-      {"lens_q", c.lens_q.kind == Kind::kRandom},
-      {"lens_k", c.lens_k.kind == Kind::kRandom},
-      {"gaps", c.gaps.kind == CaseGaps::Kind::kRandom},
-      {"q_start", c.q_start.kind == Kind::kRandom},
-      {"k_start", c.k_start.kind == Kind::kRandom},
-      {"shift", c.shift.kind == CaseShift::Kind::kRandom}};
+  const std::pair<const char*, bool> drawn[] = {{"lens", c.lens.kind == Kind::kRandom},
+                                                {"lens_q", c.lens_q.kind == Kind::kRandom},
+                                                {"lens_k", c.lens_k.kind == Kind::kRandom},
+                                                {"gaps", c.gaps.kind == CaseGaps::Kind::kRandom},
+                                                {"q_start", c.q_start.kind == Kind::kRandom},
+                                                {"k_start", c.k_start.kind == Kind::kRandom},
+                                                {"shift", c.shift.kind == CaseShift::Kind::kRandom},
+                                                {"windows", c.has_windows}};
   for (const auto& [name, is_drawn] : drawn) {
     if (is_drawn && c.b > kMostDraws) {
       return invalid("case token '%s=random': b=%lld; at most 2^20 sequences are drawn for", name,

@@ -109,6 +109,19 @@ constexpr Token kTokens[] = {
     flag<&Case::int64_lengths>("int64"),
     flag<&Case::causal, TESSERA_CAUSAL>("causal", "causal"),
     window(),
+    {.key = "windows",
+     .rule = "random:SEED",
+     .example = "windows=random:3",
+     .read =
+         [](Case& c, View v) {
+           c.has_windows = after(v, "random:", v) && seed_of(v, c.windows_seed);
+           return c.has_windows;
+         },
+     .write =
+         [](const Case& c, Text& v) {
+           v = "random:" + std::to_string(c.windows_seed);
+           return c.has_windows;
+         }},
     {.key = "align",
      .rule = "top_left or bottom_right",
      .example = "align=bottom_right",

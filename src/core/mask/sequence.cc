@@ -34,6 +34,11 @@ Interval owned_rows(const Problem& p, const Buffers& b, const Side& side, int64_
           n == batch - 1 ? extent : packed_start(p, b, side, n + 1)};
 }
 
+int64_t load_integer(const void* data, int64_t at, int32_t dtype) {
+  return dtype == TESSERA_INT32 ? static_cast<const int32_t*>(data)[at]
+                                : static_cast<const int64_t*>(data)[at];
+}
+
 }  // namespace
 
 Sequence sequence_of(const Problem& p, const Buffers& b, int64_t n) {
@@ -47,7 +52,16 @@ Sequence sequence_of(const Problem& p, const Buffers& b, int64_t n) {
   const auto element = [&](int index) { return given(p, index) ? length_at(p, b, index, n) : 0; };
   sequence.q_start = element(TESSERA_Q_START);
   sequence.k_start = element(TESSERA_K_START);
-  sequence.band = Band::of(band_rule_of<int64_t>(p), length_of(p, b, kQuerySide, sizes.sq, n),
+  BandRule rule = band_rule_of<int64_t>(p);
+  if (given(p, TESSERA_WINDOWS)) {
+    const Tensor& windows = p.tensor[TESSERA_WINDOWS];
+    const auto side = [&](int64_t axis) {
+      const int64_t at = n * windows.stride[0] + axis * windows.stride[1];
+      return load_integer(b.data[TESSERA_WINDOWS], at, windows.dtype);
+    };
+    rule.window = {side(0), side(1)};
+  }
+  sequence.band = Band::of(rule, length_of(p, b, kQuerySide, sizes.sq, n),
                            length_of(p, b, kKeySide, sizes.sk, n),
                            element(TESSERA_SHIFT) + sequence.q_start - sequence.k_start);
   return sequence;
@@ -63,9 +77,7 @@ Interval owned_rows_k(const Problem& problem, const Buffers& buffers, int64_t n)
 
 int64_t length_at(const Problem& problem, const Buffers& buffers, int index, int64_t i) {
   const Tensor& t = problem.tensor[index];
-  const int64_t at = i * t.stride[0];
-  if (t.dtype == TESSERA_INT32) return static_cast<const int32_t*>(buffers.data[index])[at];
-  return static_cast<const int64_t*>(buffers.data[index])[at];
+  return load_integer(buffers.data[index], i * t.stride[0], t.dtype);
 }
 
 int64_t distinct_sequences(const Problem& p) {
@@ -73,7 +85,7 @@ int64_t distinct_sequences(const Problem& p) {
   for (const int index :
        {TESSERA_SEQLENS_Q, TESSERA_SEQLENS_K, TESSERA_CU_SEQLENS_Q, TESSERA_CU_SEQLENS_K,
         TESSERA_CU_SEQLENS_Q_PADDED, TESSERA_CU_SEQLENS_K_PADDED, TESSERA_Q_START, TESSERA_K_START,
-        TESSERA_SHIFT}) {
+        TESSERA_SHIFT, TESSERA_WINDOWS}) {
     if (given(p, index) && p.tensor[index].stride[0] != 0) return batch;
   }
   return std::min<int64_t>(batch, 1);

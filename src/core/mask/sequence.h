@@ -25,11 +25,14 @@ struct Sequence {
 };
 
 // Window sides beyond 2^30 become 2^30, which is more than 32-bit positions reach, where Int has 32
-// bits. The problem is validated.
+// bits; so do those of sequences that have windows of their own, for whoever asks without a sequence.
+// The problem is validated.
 template <typename Int>
 BasicBandRule<Int> band_rule_of(const Problem& p) {
+  const bool by_sequence = given(p, TESSERA_WINDOWS);
   const auto side = [&](int64_t reach) {
-    constexpr int64_t kMost = sizeof(Int) == 4 ? int64_t{1} << 30 : INT64_MAX;
+    constexpr int64_t kFar = int64_t{1} << 30, kMost = sizeof(Int) == 4 ? kFar : INT64_MAX;
+    if (by_sequence) return static_cast<Int>(kFar);
     return static_cast<Int>(has(p, TESSERA_WINDOW) ? std::min(reach, kMost) : -1);
   };
   return {.bottom_right = p.align == TESSERA_ALIGN_BOTTOM_RIGHT,

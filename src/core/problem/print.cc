@@ -133,6 +133,7 @@ class CaseLine {
     if (left >= 0 || right > 0) {
       word("window=" + std::to_string(left) + "," + std::to_string(right));
     }
+    if (given(p_, TESSERA_WINDOWS)) word("windows=random:0");
     if (p_.align == TESSERA_ALIGN_GIVEN) {
       word(given(p_, TESSERA_SHIFT) ? "shift=random:0" : "shift=" + std::to_string(p_.shift));
     }

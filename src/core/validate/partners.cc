@@ -69,6 +69,12 @@ Status validate_positions(const Problem& p) {
   } else if (p.shift < -kMostPosition || p.shift > kMostPosition) {
     return invalid("align=%" PRId64 ": a diagonal must be between -2^60 and 2^60", p.shift);
   }
+  if (has(p, TESSERA_CAUSAL) || has(p, TESSERA_WINDOW)) {
+    TESSERA_RETURN_IF_ERROR(check_excluded(
+        p, TESSERA_WINDOWS,
+        has(p, TESSERA_CAUSAL) ? "beside causal=True; a right side of 0 is what causal means"
+                               : "beside window; it has both sides of each sequence"));
+  }
   if (has(p, TESSERA_PARTIAL) && !is_backward(p)) {
     return invalid(
         "partial=True: says what o and lse of the backward pass belong to; leave it out here");

@@ -46,6 +46,8 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
   const Axis batch_or_one{s.batch, "b", true}, heads_or_one{s.hq, "hq", true};
   const int64_t length_q = positions(p, is_thd_q(p), TESSERA_MAX_SEQLEN_Q, p.max_seqlen_q, s.sq);
   const int64_t length_k = positions(p, is_thd_k(p), TESSERA_MAX_SEQLEN_K, p.max_seqlen_k, s.sk);
+  // Of a whole tensor: its scale, or its largest value.
+  if (TESSERA_O_SCALE <= index && index <= TESSERA_AMAX_DV) return {{{1, "1"}}};
   switch (index) {
     case TESSERA_Q:
     case TESSERA_DQ:
@@ -91,15 +93,6 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
     case TESSERA_Q_SCALE:
     case TESSERA_DO_SCALE:
       return {{batch_or_one, heads_or_one, scale_axis(length_q, p.q_scale_block, "nq")}};
-    case TESSERA_O_SCALE:
-    case TESSERA_DQ_SCALE:
-    case TESSERA_DK_SCALE:
-    case TESSERA_DV_SCALE:
-    case TESSERA_AMAX_O:
-    case TESSERA_AMAX_DQ:
-    case TESSERA_AMAX_DK:
-    case TESSERA_AMAX_DV:
-      return {{{1, "1"}}};
     case TESSERA_Q_START:
     case TESSERA_K_START:
     case TESSERA_SHIFT:
@@ -111,6 +104,8 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
     case TESSERA_CU_SEQLENS_Q_PADDED:
     case TESSERA_CU_SEQLENS_K_PADDED:
       return {{{s.batch + 1, "b + 1"}}};
+    case TESSERA_WINDOWS:
+      return {{{s.batch, "b"}, {2, "2"}}};
     case TESSERA_PAGE_TABLE_K:
       return {{{s.batch, "b"}, {kFree, "max_pages"}}};
     case TESSERA_PAGE_TABLE_V:

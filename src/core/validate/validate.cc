@@ -172,6 +172,7 @@ Status check_band(const Problem& p) {
         "align=\"bottom_right\"%s",
         has(p, TESSERA_CAUSAL)                  ? "causal=True"
         : has(p, TESSERA_WINDOW) && has_band(p) ? "the window"
+        : given(p, TESSERA_WINDOWS)             ? "windows"
         : alibi                                 ? "alibi_slopes"
                                                 : "the mask",
         given(p, TESSERA_Q_START) || given(p, TESSERA_K_START) ? ", nor where they begin" : "",

@@ -111,6 +111,11 @@ PagedBands paged_bands(const Problem& p, const Buffers& b) {
                ? Integers{b.data[index], p.tensor[index].stride[0], p.tensor[index].dtype}
                : Integers{};
   };
+  Integers left = list(TESSERA_WINDOWS), right = left;
+  if (left.data) {
+    const int64_t side = p.tensor[TESSERA_WINDOWS].stride[1];
+    right.data = static_cast<const char*>(left.data) + side * size_of(left.dtype);
+  }
   return {.rule = band_rule_of<int64_t>(p),
           .sq = sizes_of(p).sq,
           .len_q = list(TESSERA_SEQLENS_Q),
@@ -118,7 +123,9 @@ PagedBands paged_bands(const Problem& p, const Buffers& b) {
           .len_k = list(TESSERA_SEQLENS_K),
           .q_start = list(TESSERA_Q_START),
           .k_start = list(TESSERA_K_START),
-          .shift = list(TESSERA_SHIFT)};
+          .shift = list(TESSERA_SHIFT),
+          .left = left,
+          .right = right};
 }
 
 void add_finite(ValueRules* to, const Problem& p, const Buffers& b, int index) {
@@ -180,6 +187,13 @@ ValueRules::ValueRules(const Problem& p, const Buffers& b) {
     const auto kind = index == TESSERA_SHIFT ? ValueRule::kShift : ValueRule::kStarts;
     if (given(p, index)) add(this, kind, p, b, index, distinct(p.tensor[index], 0), 0);
   }
+  if (given(p, TESSERA_WINDOWS)) {
+    const Tensor& t = p.tensor[TESSERA_WINDOWS];
+    const int64_t columns = distinct(t, 1);
+    ValueRule& rule =
+        add(this, ValueRule::kWindows, p, b, TESSERA_WINDOWS, distinct(t, 0) * columns, 0);
+    rule.tensor.extent[1] = columns;
+  }
   add_lengths(this, p, b, kQuerySide, s.sq, p.max_seqlen_q);
   add_lengths(this, p, b, kKeySide, s.sk, p.max_seqlen_k);
   add_pages(this, p, b, TESSERA_PAGE_TABLE_V);
@@ -200,6 +214,12 @@ Status refuse(const Problem& p, const ValueRule& rule, const BadValue& bad) {
     case ValueRule::kShift:
       return invalid("%s[%" PRId64 "]=%" PRId64 ": a diagonal must be between -2^60 and 2^60", name,
                      bad.item, bad.value);
+    case ValueRule::kWindows: {
+      const int64_t columns = rule.tensor.extent[1];
+      return invalid("%s[%" PRId64 ", %" PRId64 "]=%" PRId64
+                     ": a side must be -1, which is no bound, or between 0 and 2^60",
+                     name, bad.item / columns, bad.item % columns, bad.value);
+    }
     case ValueRule::kCuSeqlens:
       return refuse_cu_seqlens(p, rule, bad);
     case ValueRule::kPadded:

@@ -11,7 +11,7 @@ namespace tessera {
 
 // One rule about the elements of one tensor. Plain data, which a kernel takes as an argument.
 struct ValueRule {
-  enum Kind : int32_t { kSeqlens, kCuSeqlens, kPadded, kPages, kFinite, kStarts, kShift };
+  enum Kind : int32_t { kSeqlens, kCuSeqlens, kPadded, kPages, kFinite, kStarts, kShift, kWindows };
   Kind kind;
   int32_t index;  // of the tensor
   // that differ: what is expanded is looked at once, and `tensor` has the extents that are looked at
@@ -24,7 +24,7 @@ struct ValueRule {
   int64_t max_seqlen;  // read with kCuSeqlens; -1: not given
   int64_t page_size;   // read with kPages
 };
-inline constexpr int kMostValueRules = 11;
+inline constexpr int kMostValueRules = 12;
 
 // Positions and diagonals reach to 2^60 on either side of 0, so that no sum of them and of a length
 // overflows.
@@ -50,6 +50,7 @@ struct PagedBands {
   int64_t sq;                // the length of every q, where neither of the next two is given
   Integers len_q, cu_len_q;  // seqlens_q, cu_seqlens_q
   Integers len_k, q_start, k_start, shift;
+  Integers left, right;  // windows of sequences
 };
 
 // The rules of a problem, in the order in which their violations are reported. Those of pages come
@@ -86,7 +87,9 @@ TESSERA_HOST_DEVICE Interval seen_keys(const PagedBands& bands, int64_t n) {
                             : bands.sq;
   const int64_t further =
       integer_at(bands.shift, n) + integer_at(bands.q_start, n) - integer_at(bands.k_start, n);
-  return Band::of(bands.rule, len_q, integer_at(bands.len_k, n), further).keys();
+  BandRule rule = bands.rule;
+  if (bands.left.data) rule.window = {integer_at(bands.left, n), integer_at(bands.right, n)};
+  return Band::of(rule, len_q, integer_at(bands.len_k, n), further).keys();
 }
 
 // Differences and sums of values that may be anything.
@@ -133,6 +136,13 @@ TESSERA_HOST_DEVICE bool breaks(const ValueRules& rules, int rule, int64_t item,
       value = values::integer_at(r.tensor, r.data, item);
       wrong = value < -kMostPosition || value > kMostPosition;
       break;
+    case ValueRule::kWindows: {
+      const int64_t columns = r.tensor.extent[1], at = item % columns * r.tensor.stride[1];
+      value =
+          values::integer_at({r.data, 1, r.tensor.dtype}, item / columns * r.tensor.stride[0] + at);
+      wrong = value < -1 || value > kMostPosition;
+      break;
+    }
     case ValueRule::kCuSeqlens: {  // one item an element, then one for the sum of lengths
       const int64_t elements = r.tensor.extent[0];
       value = values::integer_at(r.tensor, r.data, item < elements ? item : elements - 1);

@@ -29,9 +29,10 @@ struct View {
 inline constexpr int kKernelTensors = TESSERA_DALIBI_SLOPES + 1;
 static_assert(kKernelTensors == 32, "kernel arguments have grown: is every tensor in use?");
 
-// Where the sequences of a call stand in whole ones. Views are [b]; null: 0 everywhere.
+// Where the sequences of a call stand in whole ones, and what their own windows are. Views are [b];
+// null: 0 everywhere. windows: [b, 2], or null.
 struct Positions {
-  View q_start, k_start, shift;
+  View q_start, k_start, shift, windows;
   BasicBandRule<int64_t> rule;
 };
 

@@ -98,12 +98,26 @@ __device__ inline int64_t position_at(const View& view, int n) {
   return value < -kMost ? -kMost : value > kMost ? kMost : value;
 }
 
+// A side of the window of sequence n: 0 left, 1 right; -1: no bound.
+__device__ inline int64_t side_at(const View& windows, int n, int side) {
+  constexpr int64_t kMost = int64_t{1} << 60;
+  const int64_t at = n * windows.stride[0] + side * windows.stride[1];
+  const int64_t value = windows.dtype == TESSERA_INT32
+                            ? static_cast<const int32_t*>(windows.data)[at]
+                            : static_cast<const int64_t*>(windows.data)[at];
+  return value < -1 ? -1 : value > kMost ? kMost : value;
+}
+
 // The band of a sequence whose diagonal is found in 64 bits.
 __device__ inline Band band_at_positions(const Params& p, int n, int len_q, int len_k) {
   const Positions& at = p.positions;
-  return narrowed(BasicBand<int64_t>::of(
-      at.rule, len_q, len_k,
-      position_at(at.shift, n) + position_at(at.q_start, n) - position_at(at.k_start, n)));
+  const int64_t further =
+      position_at(at.shift, n) + position_at(at.q_start, n) - position_at(at.k_start, n);
+  if (!at.windows.data) return narrowed(BasicBand<int64_t>::of(at.rule, len_q, len_k, further));
+  const BasicBandRule<int64_t> own{.bottom_right = at.rule.bottom_right,
+                                   .window = {side_at(at.windows, n, 0), side_at(at.windows, n, 1)},
+                                   .shift = at.rule.shift};
+  return narrowed(BasicBand<int64_t>::of(own, len_q, len_k, further));
 }
 __device__ __forceinline__ Band band_of(const Params& p, int n, int len_q, int len_k) {
   return p.has_positions ? band_at_positions(p, n, len_q, len_k) : Band::of(p, len_q, len_k);

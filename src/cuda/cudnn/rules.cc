@@ -39,6 +39,7 @@ constexpr Lack kLacks[] = {
     {TESSERA_Q_START, "cuDNN's diagonals are top_left or bottom_right"},
     {TESSERA_K_START, "cuDNN's diagonals are top_left or bottom_right"},
     {TESSERA_SHIFT, "cuDNN's diagonals are top_left or bottom_right"},
+    {TESSERA_WINDOWS, "cuDNN has one window for all sequences"},
 };
 struct LackOfFlag {
   uint32_t flag;

@@ -65,6 +65,26 @@ TEST(Sequence, PositionsMoveTheDiagonal) {
   EXPECT_EQ(shift(1), 2);
 }
 
+TEST(Sequence, WindowsOfTheirOwn) {
+  Problem p = testing::forward();
+  p.align = TESSERA_ALIGN_BOTTOM_RIGHT;
+  p.tensor[TESSERA_WINDOWS] = dense(TESSERA_INT64, {2, 2});
+  Storage s(p);
+  s.set(TESSERA_WINDOWS, 0, 3), s.set(TESSERA_WINDOWS, 1, -1);
+  s.set(TESSERA_WINDOWS, 2, -1), s.set(TESSERA_WINDOWS, 3, 0);
+  for (const Problem& form : {p, normalised(p)}) {
+    EXPECT_TRUE(has_band(form));
+    EXPECT_EQ(form.align, TESSERA_ALIGN_BOTTOM_RIGHT);
+    EXPECT_EQ(distinct_sequences(form), 2);
+    const Band a = sequence_of(form, s.buffers, 0).band, b = sequence_of(form, s.buffers, 1).band;
+    EXPECT_EQ(a.window.left, 3);
+    EXPECT_EQ(a.hi(0), 7);  // no bound
+    EXPECT_EQ(b.lo(4), 0);
+    EXPECT_EQ(b.window.right, 0);
+    EXPECT_EQ(b.shift, 2);
+  }
+}
+
 TEST(Sequence, PackedWithGaps) {
   Problem p = testing::packed();
   p.tensor[TESSERA_CU_SEQLENS_K_PADDED] = dense(TESSERA_INT32, {3});

@@ -115,7 +115,7 @@ TEST(Outputs, Errors) {
     EXPECT_EQ(filled.status().message().rfind(expected, 0), 0u) << filled.status().message();
   };
   expect(forward(), {TESSERA_O, TESSERA_NUM_TENSORS},
-         "wanted[1]=46: must be a tessera_index below");
+         "wanted[1]=47: must be a tessera_index below");
   expect(forward(), {-1}, "wanted[0]=-1: must be");
   expect(forward(), {TESSERA_BIAS}, "wanted[0]=3: bias is no output of the forward pass");
   expect(forward(), {TESSERA_DQ}, "wanted[0]=26: dq is no output of the forward pass");

@@ -238,6 +238,25 @@ TEST(ValidateBuffers, PagesBehindTheBand) {
   expect_valid(p, s);
 }
 
+TEST(ValidateBuffers, WindowsOfSequences) {
+  Problem p = testing::paged();
+  p.align = TESSERA_ALIGN_BOTTOM_RIGHT;
+  p.tensor[TESSERA_WINDOWS] = testing::dense(TESSERA_INT32, {2, 2});
+  Storage s(p);
+  for (const int64_t n : {0, 1}) s.set(TESSERA_SEQLENS_K, n, 12);
+  for (const int64_t entry : {0, 1, 2, 3, 4, 5}) s.set(TESSERA_PAGE_TABLE_K, entry, 0);
+  for (const int64_t entry : {0, 1, 2}) s.set(TESSERA_WINDOWS, entry, -1);
+  s.set(TESSERA_WINDOWS, 3, 0);
+  expect_valid(p, s);
+  s.set(TESSERA_PAGE_TABLE_K, 3, -1);  // the first page of the second sequence
+  expect_invalid(p, s, "page_table[1, 0]=-1");
+  s.set(TESSERA_WINDOWS, 2, 1);  // of keys 7 to 11: from 6 on
+  expect_valid(p, s);
+  s.set(TESSERA_WINDOWS, 1, -2);
+  expect_invalid(p, s,
+                 "windows[0, 1]=-2: a side must be -1, which is no bound, or between 0 and 2^60");
+}
+
 TEST(ValidateBuffers, SinksAndSlopesAreFinite) {
   Problem p = testing::forward(TESSERA_BF16);
   p.align = TESSERA_ALIGN_TOP_LEFT;

@@ -28,6 +28,18 @@ TEST(ValidateLater, PositionsAndParts) {
        [](Problem& p) { p.shift = int64_t{1} << 61; }},
       {"q_start.shape=[3]: must be [2]", fp32,
        [](Problem& p) { tensor(p, TESSERA_Q_START) = dense(TESSERA_INT32, {3}); }},
+      {"windows.shape=[2, 3]: must be [2, 2]", fp32,
+       [](Problem& p) {
+         tensor(p, TESSERA_WINDOWS) = dense(TESSERA_INT32, {2, 3});
+       }},
+      {"windows.shape=[2, 2]: must not be given; beside causal=True", fp32,
+       [](Problem& p) {
+         tensor(p, TESSERA_WINDOWS) = dense(TESSERA_INT32, {2, 2}), p.flags |= TESSERA_CAUSAL;
+       }},
+      {"because windows has a diagonal", fp32,
+       [](Problem& p) {
+         tensor(p, TESSERA_WINDOWS) = dense(TESSERA_INT64, {2, 2});
+       }},
       {"partial=True: says what o and lse of the backward", fp32,
        [](Problem& p) { p.flags |= TESSERA_PARTIAL; }},
       {"accumulate=True: needs lse", fp32,

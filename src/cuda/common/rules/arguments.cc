@@ -88,6 +88,7 @@ Params params_of(const Problem& problem, const Buffers& buffers) {
   p.positions = {.q_start = position(TESSERA_Q_START),
                  .k_start = position(TESSERA_K_START),
                  .shift = position(TESSERA_SHIFT),
+                 .windows = position(TESSERA_WINDOWS),
                  .rule = band_rule_of<int64_t>(problem)};
 
   p.flags = problem.flags;
@@ -136,7 +137,8 @@ int64_t bytes_of(const Tensor& dense) {
 
 bool has_positions(const Problem& problem) {
   return given(problem, TESSERA_Q_START) || given(problem, TESSERA_K_START) ||
-         given(problem, TESSERA_SHIFT) || std::abs(problem.shift) > kMostShift;
+         given(problem, TESSERA_SHIFT) || given(problem, TESSERA_WINDOWS) ||
+         std::abs(problem.shift) > kMostShift;
 }
 
 const char* counted_from(const Problem& problem, int index) {

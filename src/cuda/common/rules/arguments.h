@@ -19,7 +19,7 @@ View view_of(const Tensor& t, void* data);
 Tensor dense_like(const Tensor& like, int32_t dtype);
 int64_t bytes_of(const Tensor& dense);
 
-// True if sequences have positions or diagonals that are read on the device, in 64 bits.
+// True if sequences have positions, diagonals or windows that are read on the device, in 64 bits.
 bool has_positions(const Problem& problem);
 
 // True of precision="fp8": 16-bit inputs that the quantiser rounds (common/quantise).
