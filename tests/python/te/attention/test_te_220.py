@@ -117,8 +117,16 @@ POLICIES = {
 
 @pytest.mark.parametrize("gap", [0, 2])
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
+@pytest.mark.parametrize("package", ["tessera", "unfused"])
 @pytest.mark.parametrize("policies", POLICIES)
-def test_policies_of_sequences(policies, dispatch, gap):
+def test_policies_of_sequences(policies, package, dispatch, gap, monkeypatch):
+    if package == "unfused":
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    launches = []
+    forward = DotProductAttention.forward
+    monkeypatch.setattr(DotProductAttention, "forward",
+                        lambda *args, **given: launches.append(args) or forward(*args, **given))
     lens_q, lens_k = torch.tensor([5, 7, 3, 8]), torch.tensor([6, 7, 9, 8])
     starts = [torch.cat([torch.zeros(1, dtype=torch.int64), (x + gap).cumsum(0)]).int() for x in (lens_q, lens_k)]
     cu = [torch.cat([torch.zeros(1, dtype=torch.int64), x.cumsum(0)]).int() for x in (lens_q, lens_k)]
@@ -132,6 +140,7 @@ def test_policies_of_sequences(policies, dispatch, gap):
             {"sequence_ids": torch.tensor(ids, dtype=torch.int64), "mask_type": mask, "window_size": window,
              **({} if corner is None else {"bottom_right_diagonal": corner})}
             for ids, mask, window, corner in POLICIES[policies]])
+    assert len(launches) == 1 + (package == "unfused") * sum(bool(ids) for ids, *_ in POLICIES[policies])
     do = normal(*out.shape)
     out.backward(do)
     got = [x.grad.clone() for x in (*leaves, module.softmax_offset)]

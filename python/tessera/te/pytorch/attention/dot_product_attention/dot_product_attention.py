@@ -136,7 +136,7 @@ class DotProductAttention(Float8Module):
                 inference_params=inference_params, cp_group=self._spread, attention_mask=attention_mask)
             return _policies.forward(
                 self, policies, q, k, v,
-                (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded), layout,
                 bottom_right_diagonal=bottom_right_diagonal, softcap=softcap, max_seqlen_q=max_seqlen_q,
                 max_seqlen_kv=max_seqlen_kv, checkpoint_core_attention=checkpoint_core_attention,
                 core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
@@ -151,10 +151,7 @@ class DotProductAttention(Float8Module):
             mods = score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
             self._check_modified(mods, inference_params, fp8_output)
             return self._modified(self._call(q, k, v, tensors, words), mods, checkpoint_core_attention)
-        region = FP8GlobalStateManager.quantization_state
-        if region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
-                fp8_output or isinstance(q, QuantizedTensor) or isinstance(k, QuantizedTensor) or \
-                isinstance(v, QuantizedTensor):
+        if self._may_be_in_fp8(q, k, v, fp8_output):
             self.init_fp8_metadata(device=q.device)
             if self.fp8:
                 return self._in_fp8(q, k, v, tensors, words, inference_params, fp8_output, bf16_backward)
@@ -180,6 +177,31 @@ class DotProductAttention(Float8Module):
             result = backend(q, k, v, **keywords)
         if self.fp8_calibration:
             self._calibrate(q, k, v, result)
+        return merged(result) if self.return_max_logit else result.flatten(-2)
+
+    def _may_be_in_fp8(self, q, k, v, fp8_output) -> bool:
+        region = FP8GlobalStateManager.quantization_state
+        return region.fp8_enabled or region.fp8_calibration or self.fp8 or self.fp8_calibration or \
+            bool(fp8_output) or isinstance(q, QuantizedTensor) or isinstance(k, QuantizedTensor) or \
+            isinstance(v, QuantizedTensor)
+
+    def _with_windows(self, q, k, v, tensors, words, layout, windows: dict, checkpointing: bool):
+        """forward where each sequence has a window of its own (_policies.windows_of), by tessera's kernels. None:
+        they are not what is selected."""
+        call = self._call(q, k, v, tensors, words)
+        keywords = call.keywords() | windows
+        self._check_heads(call)
+        if torch.compiler.is_compiling():
+            backend = function_of(self._switched_backend())
+        else:
+            self._select(self._params(call, keywords, layout, checkpointing))
+            backend = self._selected_backend()
+        if backend is not attention:
+            return None
+        if self.attention_dropout and self.training:
+            keywords |= self._dropout(q.device)
+        result = checkpoint(backend, q, k, v, use_reentrant=False, **keywords) if checkpointing else \
+            backend(q, k, v, **keywords)
         return merged(result) if self.return_max_logit else result.flatten(-2)
 
     def _check_modified(self, mods, inference_params, fp8_output):

@@ -3,8 +3,10 @@
 
     [{"sequence_ids": ids, "mask_type": "padding_causal", "window_size": (128, 0)}, ...]
 
-Each policy is a call of its own over the tensors as they lie, where the sequences of the others have length 0:
-nothing is copied or gathered, their rows of its output and gradients are zero, and the outputs add up.
+By tessera's kernels all of them are one call, whose sequences have windows and diagonals of their own. In an FP8
+region, or where NVTE_* leave another package, each policy is a call over the tensors as they lie, where the sequences
+of the others have length 0: nothing is copied or gathered, their rows of its output and gradients are zero, and the
+outputs add up.
 """
 
 from __future__ import annotations
@@ -69,15 +71,48 @@ def check_cover(policies, batch: int):
                            "in one policy")
 
 
-def forward(module, policies, q, k, v, lengths, **given):
-    """The sum over policies of module.forward, and the largest max_logit where it is returned. `lengths` are
-    cu_seqlens_q, cu_seqlens_kv and the padded ones."""
+def windows_of(policies, cu_q, cu_kv, bottom_right: bool | None) -> dict:
+    """tessera.torch.attention's windows and align. bottom_right: of policies that do not say it."""
+    batch, device = cu_q.shape[0] - 1, cu_q.device
+    windows = torch.full((batch, 2), -1, dtype=torch.int32, device=device)
+    corners = []
+    for policy in policies:
+        words, ids = policy["words"], policy["sequence_ids"].to(device, torch.int64)
+        mask = words["attn_mask_type"]
+        left, right = _words.check_set_window_size(mask, words["window_size"])
+        windows[ids] = torch.tensor((left, right), dtype=torch.int32, device=device)
+        said = words.get("bottom_right_diagonal", bottom_right)
+        corners.append((ids, bool(_words.bottom_right(mask, said))))
+    if len({corner for _, corner in corners}) == 1:
+        return {"windows": windows, "align": "bottom_right" if corners[0][1] else "top_left"}
+    shift = torch.zeros(batch, dtype=cu_q.dtype, device=device)
+    ends = cu_kv.diff() - cu_q.diff()
+    for ids, corner in corners:
+        if corner:
+            shift[ids] = ends[ids]
+    return {"windows": windows, "align": shift}
+
+
+def forward(module, policies, q, k, v, lengths, layout, **given):
+    """All policies in one call, or the sum over policies of module.forward, and the largest max_logit where it is
+    returned. `lengths` are cu_seqlens_q, cu_seqlens_kv and the padded ones."""
     cu_q, cu_kv, padded_q, padded_kv = lengths
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
         _words.cu_seqlens(name, x, "thd_attention_policies")
     batch = cu_q.shape[0] - 1
     if not torch.compiler.is_compiling():
         check_cover(policies, batch)
+    corner = given["bottom_right_diagonal"]
+    corner = module.bottom_right_diagonal if corner is None else corner
+    if not module._may_be_in_fp8(q, k, v, given["fp8_output"]):
+        softcap = module.softcap if given["softcap"] is None else _words.softcap(given["softcap"])
+        most = (_words.max_seqlen(name, given[name]) for name in ("max_seqlen_q", "max_seqlen_kv"))
+        result = module._with_windows(
+            q, k, v, (None, *lengths, given["core_attention_bias"], given["alibi_slopes"], module._offset()),
+            ("thd", "padding", (-1, -1), False, *most, given["core_attention_bias_type"], softcap), layout,
+            windows_of(policies, cu_q, cu_kv, corner), given["checkpoint_core_attention"])
+        if result is not None:
+            return result
     out = max_logit = None
     for policy in policies:
         ids = policy["sequence_ids"].to(cu_q.device, torch.int64)
