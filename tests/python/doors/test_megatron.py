@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tessera as the core attention of Megatron-Core, which itself runs, on a CPU and a process group of one
-(`./dev test hosts` installs it). Two things of Megatron's own attention are replaced, which it takes from the current
-CUDA device: its buffer of scores, by one on the CPU, and its generators, by PyTorch's."""
+"""tessera as the core attention of Megatron-Core, which itself runs, on a CPU and a process group of one, and of four
+for context parallelism (`./dev test hosts` installs it). Two things of Megatron's own attention are replaced, which it
+takes from the current CUDA device: its buffer of scores, by one on the CPU, and its generators, by PyTorch's."""
 import contextlib
 import copy
 import io
+import pickle
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,7 @@ from megatron.core.transformer import dot_product_attention as host  # noqa: E40
 from megatron.core.transformer import utils  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 
 import tessera  # noqa: E402
 import tessera.torch as tt  # noqa: E402
@@ -254,6 +259,147 @@ def test_dropout_is_drawn_and_seeded():
     torch.testing.assert_close(core(*inputs, None), made()(*inputs, None), **CLOSE)
 
 
+# ---- context parallelism: four processes over gloo ----
+
+RANKS = 4
+KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p", None)
+CU = torch.tensor([0, 13, 13, 53], dtype=torch.int32)
+STORED = torch.tensor([0, 16, 16, 56], dtype=torch.int32)  # multiples of 2 * RANKS
+PACKED = PackedSeqParams(qkv_format="thd", cu_seqlens_q=CU, cu_seqlens_kv=CU, cu_seqlens_q_padded=STORED,
+                         cu_seqlens_kv_padded=STORED, max_seqlen_q=40, max_seqlen_kv=40)
+WINDOW = dict(window_size=(5, 0))
+SINKS = torch.linspace(-1, 1, 4)
+CASES = {"causal": ({}, None), "no_mask": ({}, None), "window": (WINDOW, None), "packed": ({}, PACKED),
+         "packed window": (WINDOW, PACKED), "sinks": ({}, None), "logits": (dict(log_max_attention_logit=True), None)}
+
+
+def rows_of(rank, x, packed=None):
+    """This rank's rows of [s, ...], of packed sequences its two chunks of each, and what it holds of their padding."""
+    parts = x.split(STORED.diff().tolist()) if packed else [x]
+    halves = [part.chunk(2 * RANKS) for part in parts if len(part)]
+    return torch.cat([chunks[i] for chunks in halves for i in (rank, 2 * RANKS - 1 - rank)])
+
+
+def attended(case, rows=lambda x: x, **more):
+    """(o, the largest logits, gradients of q, k, v and the sinks) of this rank's rows."""
+    words, packed = CASES[case]
+    core = door.LocalDotProductAttention(config(**words, **more), 1, AttnMaskType[case] if case == "no_mask" else
+                                         AttnMaskType.causal, "self", cp_comm_type=more.get("cp_comm_type"))
+    if case == "sinks":  # Megatron makes them on the current CUDA device
+        core.config.softmax_type, core.softmax_offset = "learnable", torch.nn.Parameter(SINKS.clone())
+    torch.manual_seed(0)
+    shape = (56,) if packed else (32, 2)
+    q, k, v = (torch.randn(*shape, h, 8) for h in (4, 2, 2))
+    real = torch.ones(shape[0], 1)
+    if packed:
+        for start, end in zip(STORED[:-1] + CU.diff(), STORED[1:]):
+            real[start:end] = 0
+    q, k, v = (rows(x).requires_grad_() for x in (q, k, v))
+    o = core(q, k, v, None, packed_seq_params=packed)
+    o = torch.where(rows(real).bool().view(-1, *[1] * (o.dim() - 1)), o, 0)
+    o.square().sum().backward()
+    sinks = core.softmax_offset.grad if case == "sinks" else None
+    return o.detach(), core.current_max_attn_logits, q.grad, k.grad, v.grad, sinks
+
+
+def gpt(rows=lambda batch: batch, **more):
+    """(sum of losses, gradients) of the two-layer GPT, of this rank's tokens of 2 rows of 16."""
+    with door.patch():
+        spec = get_gpt_layer_local_spec()
+    torch.manual_seed(0)
+    model = GPTModel(config(num_query_groups=2, **more), spec, vocab_size=64, max_sequence_length=16)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = rows(dict(tokens=ids, labels=ids.roll(-1, 1), position_ids=torch.arange(16).expand(2, 16)))
+    loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def rank_main(rank, meet, place):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=RANKS)
+    parallel_state.initialize_model_parallel(context_parallel_size=RANKS, hierarchical_context_parallel_sizes=[2, 2])
+    group, found = parallel_state.get_context_parallel_group(), {}
+    for kind in KINDS:
+        of_ranks = dict(context_parallel_size=RANKS, cp_comm_type=kind)
+        for case, (_, packed) in CASES.items():
+            found[kind, case] = attended(case, lambda x: rows_of(rank, x, packed), **of_ranks)
+        found[kind] = gpt(lambda batch: get_batch_on_this_cp_rank(batch, False, group), **of_ranks)
+    found["dropout"] = dropped(lambda x: rows_of(rank, x), rank, context_parallel_size=RANKS)
+    found["a group of a batch"] = of_a_batch(rank, group)
+    found["a mask"] = {kind: masked(lambda x: rows_of(rank, x), context_parallel_size=RANKS, cp_comm_type=kind)
+                       for kind in ("p2p", "all_gather")}
+    with pytest.raises(ValueError, match="mask or bias with rows is not exchanged"):
+        masked(lambda x: rows_of(rank, x), context_parallel_size=RANKS, cp_comm_type="a2a")
+    Path(place, f"{rank}").write_bytes(pickle.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def dropped(rows, rank, **more):
+    """o with dropout, whose generator differs between ranks, and without after eval()."""
+    core = door.LocalDotProductAttention(config(attention_dropout=0.5, **more), 1, AttnMaskType.causal, "self")
+    torch.manual_seed(0)
+    q, k, v = (rows(torch.randn(32, 1, 4, 8)) for _ in range(3))
+    torch.manual_seed(7 + rank)
+    return core(q, k, v, None), core.eval()(q, k, v, None)
+
+
+def masked(rows, **more):
+    """o with a mask of documents, which has this rank's queries and all keys."""
+    mask = torch.ones(2, 1, 32, 32, dtype=torch.bool).triu(1)
+    mask[1, :, 9:, :9] = True
+    core = door.LocalDotProductAttention(config(**more), 1, AttnMaskType.causal, "self",
+                                         cp_comm_type=more.get("cp_comm_type"))
+    q, k, v = (rows(x.detach()) for x in qkv(32, 2))
+    return core(q, k, v, rows(mask.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)).detach()
+
+
+def of_a_batch(rank, group):
+    """Packed sequences that name their group, and ones that say that they have none."""
+    q, k, v = (x.detach() for x in qkv(56))
+    core = made(context_parallel_size=RANKS)
+    named, alone = copy.copy(PACKED), copy.copy(PACKED)
+    named.cp_group, named.local_cp_size, alone.local_cp_size = group, RANKS, 1
+    core.spread = None
+    own = core(*(rows_of(rank, x, True) for x in (q, k, v)), None, packed_seq_params=named)
+    whole = core(q, k, v, None, packed_seq_params=alone)
+    return own, rows_of(rank, whole, True)
+
+
+def test_context_parallelism(tmp_path):
+    code = "import sys; sys.path[:0] = sys.argv[1:3]; import test_megatron as t; " \
+        "t.rank_main(int(sys.argv[3]), *sys.argv[4:])"
+    here = Path(__file__).parent
+    ranks = [subprocess.Popen([sys.executable, "-c", code, here, here.parent, str(rank), tmp_path / "meet", tmp_path],
+                              stderr=subprocess.PIPE, text=True) for rank in range(RANKS)]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, said[0][-3000:]
+    found = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(RANKS)]
+    close = dict(atol=1e-4, rtol=1e-4)
+    loss, grads = gpt()
+    for kind in KINDS:
+        for case, (_, packed) in CASES.items():
+            o, logits, *whole, sinks = attended(case)
+            for rank, (own, peak, *rest, _) in enumerate(of[kind, case] for of in found):
+                for mine, x in zip((own, *rest), (o, *whole), strict=True):
+                    torch.testing.assert_close(mine, rows_of(rank, x, packed), **close)
+            if logits is not None:
+                torch.testing.assert_close(torch.stack([of[kind, case][1] for of in found]).amax(0), logits, **CLOSE)
+            if sinks is not None:
+                torch.testing.assert_close(sum(of[kind, case][-1] for of in found), sinks, **close)
+        torch.testing.assert_close(sum(of[kind][0] for of in found), loss, **close)
+        for i, grad in enumerate(grads):
+            torch.testing.assert_close(sum(of[kind][1][i] for of in found), grad, **close)
+    for i, whole in enumerate(dropped(lambda x: x, 0)):
+        for rank, of in enumerate(found):
+            torch.testing.assert_close(of["dropout"][i], rows_of(rank, whole), **close)
+    whole = masked(lambda x: x)
+    for rank, of in enumerate(found):
+        torch.testing.assert_close(*of["a group of a batch"], **close)
+        for o in of["a mask"].values():
+            torch.testing.assert_close(o, rows_of(rank, whole), **close)
+
+
 def test_undone():
     before = LocalSpecProvider.core_attention, TESpecProvider.core_attention
     handle = door.patch()
@@ -266,12 +412,8 @@ def test_undone():
 
 
 def test_what_is_refused_says_so():
-    parts = types.SimpleNamespace(size=lambda: 2)
-    packed = PackedSeqParams(qkv_format="thd", cp_group=parts)
-    with pytest.raises(tessera.Refused, match="context_parallel_size=2.*NVTE_PLUGIN"):
-        made(context_parallel_size=2)
-    with pytest.raises(tessera.Refused, match="packed_seq_params.cp_group"):
-        made()(*qkv(9), None, packed_seq_params=packed)
+    with pytest.raises(tessera.Refused, match="local_cp_size=2: needs a cp_group"):
+        made()(*qkv(9), None, packed_seq_params=PackedSeqParams(qkv_format="thd", local_cp_size=2))
     with pytest.raises(tessera.Refused, match="as many keys as queries"):
         q, k, v = qkv(9, 2)
         made()(q[:4], k, v, None)
