@@ -108,13 +108,13 @@ test_hosts() {
   setup_tests
   build_for_python
   local host venv=$venv
-  for host in kernels trl diffusers xfuser megatron torchtitan; do setup_host $host; done
+  for host in kernels trl diffusers xfuser megatron torchtitan deepspeed; do setup_host $host; done
   say "pytest, hosts"
   OPENBLAS_NUM_THREADS=1 summarised hosts "$venv/bin/python" -m pytest tests/python/doors/test_doors.py \
     tests/python/doors/test_flash_impl.py tests/python/doors/test_hub_kernel.py tests/python/doors/test_trl.py \
     tests/python/doors/test_te_plugin.py tests/python/doors/test_diffusers.py tests/python/doors/test_comfyui.py \
     tests/python/doors/test_xdit.py tests/python/doors/test_megatron.py tests/python/doors/test_sglang.py \
-    tests/python/doors/test_torchtitan.py "$@"
+    tests/python/doors/test_torchtitan.py tests/python/doors/test_deepspeed.py "$@"
   setup_host vllm
   say "pytest, vLLM"
   OPENBLAS_NUM_THREADS=1 summarised vllm "$venv/bin/python" -m pytest tests/python/doors/test_vllm.py "$@"

@@ -26,7 +26,7 @@ from ._masks import CausalMask, Mask, attention_mask
 from ._parallel import context_parallel as context_parallel
 
 # What models pass along that says nothing about scores.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
+_HARMLESS = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
              "output_router_logits", "num_items_in_batch", "past_key_values", "layer_idx",
              "deterministic", "logits_to_keep", "labels", "shift_labels", "mm_token_type_ids",
              "token_type_ids",
@@ -43,7 +43,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       cu_seq_lens_q: torch.Tensor | None = None,
                       cu_seq_lens_k: torch.Tensor | None = None, max_length_q: int | None = None,
                       max_length_k: int | None = None, seq_idx: torch.Tensor | None = None,
-                      **others: object
+                      position_ids: torch.Tensor | None = None, **others: object
                       ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query, key, value [b, h, s, d] -> (o [b, s, h, d], None).
 
@@ -51,6 +51,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     Without one, is_causal and sliding_window decide. cu_seq_lens_q and cu_seq_lens_k, int32 [sequences + 1], say
     where the sequences of a packed row begin: none sees another. max_length_q and max_length_k bound their
     lengths. seq_idx, integers [b, s], gives the sequence of each token; it is ignored if cu_seq_lens_* are given.
+    position_ids [b, s] separate sequences where they do not rise by 1, if the mask of transformers was dropped.
 
     module is the layer that calls. dropout is a probability, scaling the factor on scores (None: 1/sqrt(d)),
     softcap their cap (None: off), s_aux [h] a learnable sink. position_bias is added to scores, and broadcasts to
@@ -60,10 +61,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         _refuse_unknown(module, others)
     kind = None if attention_mask is None else _masks.kind_of(attention_mask)
     if kind is _parallel.BandMask or _parallel.is_on():
-        if seq_idx is not None:
-            raise Refused("tessera.hf.context_parallel: seq_idx=Tensor: rows of several sequences are not known for "
-                          "tokens on several ranks; give each rank's batch one sequence a row")
-        return _on_ranks(module, query, key, value, attention_mask, position_bias, dict(
+        return _on_ranks(module, query, key, value, attention_mask, position_bias, seq_idx, dict(
             softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
             sink=None if s_aux is None else s_aux.float())), None
     if kind is not None:
@@ -73,6 +71,9 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             attention_mask = attention_mask.plain()
     if attention_mask is None and is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if position_ids is not None and is_causal and \
+            attention_mask is kind is cu_seq_lens_q is seq_idx is position_bias is None:
+        attention_mask, kind = _of_positions(module, query, key, position_ids, sliding_window)
     sink = None if s_aux is None else s_aux.float()
 
     words = None
@@ -137,6 +138,21 @@ def _mask_keyword(module, mask, kind, key) -> tuple[str, torch.Tensor]:
     return "keep" if mask.dtype == torch.bool else "bias", mask[..., :key.shape[2]]
 
 
+def _of_positions(module, query, key, position_ids, sliding_window):
+    """(mask, its class) of a causal layer whose mask somebody dropped, of position_ids of all its tokens."""
+    if not 1 < query.shape[2] == key.shape[2] == position_ids.shape[-1] or position_ids.dim() != 2:
+        return None, None
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and layer is not None else ""
+    slides = "sliding" in kind if kind else getattr(config, "sliding_window", None) is not None
+    if "chunked" in kind or slides and sliding_window is None:
+        raise Refused(f"tessera.hf: {type(module).__name__}: attention_mask=None: the {kind or 'sliding_window'} of "
+                      "this layer was in the mask of transformers, which somebody dropped, as DeepSpeed's Ulysses "
+                      "does; use tessera.hf.context_parallel")
+    return _masks.of_positions(position_ids, sliding_window), Mask
+
+
 def _refuse_unknown(module, others: dict):
     for name, value in others.items():
         harmless = name in _HARMLESS or isinstance(value, Cache)  # which the layer has read
@@ -146,8 +162,11 @@ def _refuse_unknown(module, others: dict):
                           'attn_implementation="eager"')
 
 
-def _on_ranks(module, query, key, value, mask, position_bias, keywords) -> torch.Tensor:
+def _on_ranks(module, query, key, value, mask, position_bias, seq_idx, keywords) -> torch.Tensor:
     """A layer of a model of context_parallel."""
+    if seq_idx is not None:
+        raise Refused("tessera.hf.context_parallel: seq_idx=Tensor: rows of several sequences are not known for "
+                      "tokens on several ranks; give each rank's batch one sequence a row")
     if not isinstance(mask, _parallel.BandMask) or position_bias is not None:
         what = "position_bias" if position_bias is not None else "attention_mask"
         raise Refused(f"tessera.hf.context_parallel: {type(module).__name__}: {what}=...: is not known "

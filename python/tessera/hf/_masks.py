@@ -99,6 +99,17 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     return None if mask is None else _of(mask, getattr(others.get("config"), "model_type", ""))
 
 
+def of_positions(position_ids: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Key ranges of causal rows of packed sequences, of position_ids [b, s] alone: a sequence begins where they do not
+    rise by 1. Nothing is read back from the device."""
+    rows = torch.arange(position_ids.shape[1], device=position_ids.device)[None]
+    begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True)
+    start = torch.where(begins, rows, 0).cummax(-1).values
+    if sliding_window is not None:
+        start = torch.maximum(start, rows - sliding_window + 1)
+    return torch.stack((start, (rows + 1).expand_as(start)), -1).to(torch.int32)[:, None]
+
+
 # ---- below: how ----
 
 def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **others):

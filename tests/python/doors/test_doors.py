@@ -72,6 +72,6 @@ def test_a_stand_in_is_no_host(monkeypatch):
 
 def test_importing_tessera_imports_no_host():
     names = ("vllm", "sglang", "maxtext", "diffusers", "megatron", "transformer_engine", "xfuser", "comfy", "trl",
-             "kernels", "transformers", "torchtitan")
+             "kernels", "transformers", "torchtitan", "deepspeed")
     code = f"import sys, tessera, tessera.doors; print([name for name in {names} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

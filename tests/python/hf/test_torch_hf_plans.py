@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What attention_forward remembers of a call is keyed by all that the call depends on."""
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -73,6 +75,9 @@ CALLS = {
     "packed, with one length": dict(cu_seq_lens_q=CU, cu_seq_lens_k=CU, max_length_k=4),
     "packed, a window": dict(cu_seq_lens_q=CU, cu_seq_lens_k=CU, sliding_window=2),
     "packed, a mask": dict(cu_seq_lens_q=CU, cu_seq_lens_k=CU, mask=attention_mask(1, 6, 6, attention_mask=padding(5))),
+    "positions of two sequences": dict(position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]])),
+    "positions of others": dict(position_ids=torch.tensor([[0, 1, 2, 3, 4, 0]])),
+    "positions and a window": dict(position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]), sliding_window=2),
     "seq_idx": dict(seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]])),
 }
 TRANSLATED = {"position_bias", "seq_idx", "a user's bias", "a user's longer mask", "packed, a mask"}
@@ -138,6 +143,38 @@ def test_a_checkpoint_of_a_first_call(call):
         both.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
     for a, b in zip(*both, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_positions_stand_for_a_dropped_mask(window):
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [4, 5, 6, 7, 0, 0]])  # the second continues, and ends in padding
+    told = dict(inputs=qkv(b=2), sliding_window=window)
+    apart = run(seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2]]), **told)
+    torch.testing.assert_close(run(position_ids=positions, **told), apart)
+    whole = run(**told)
+    for call in (dict(position_ids=torch.arange(3, 9)[None]), dict(position_ids=positions[:, :3]),
+                 dict(position_ids=positions[None]), dict(position_ids=positions, mask=attention_mask(2, 6, 6),
+                                                          sliding_window=None)):
+        expected = run(mask=call["mask"], inputs=qkv(b=2)) if "mask" in call else whole
+        torch.testing.assert_close(run(**{**told, **call}), expected)
+    both = dict(told, module=Layer(False))
+    assert torch.equal(run(position_ids=positions, **both), run(**both))
+
+
+@pytest.mark.parametrize("kinds, window, said", [
+    (("chunked_attention", "full_attention"), None, "chunked_attention"),
+    (("sliding_attention", "full_attention"), None, "sliding_attention"), (None, 2, "sliding_window")])
+def test_a_pattern_that_was_in_a_dropped_mask_is_refused(kinds, window, said):
+    layer = Layer()
+    layer.layer_idx, layer.config = 0, types.SimpleNamespace(layer_types=kinds, sliding_window=window)
+    told = dict(module=layer, position_ids=torch.arange(6)[None])
+    with pytest.raises(tessera.Refused, match=f"Layer: attention_mask=None: the {said} of this layer"):
+        run(**told)
+    if "chunked" not in said:
+        assert torch.equal(run(sliding_window=2, **told), run(**{**told, "module": None}, sliding_window=2))
+    layer.layer_idx = 1
+    if kinds:
+        run(**told)
 
 
 def test_the_gradient_of_a_sink():
