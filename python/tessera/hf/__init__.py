@@ -139,10 +139,12 @@ def _mask_keyword(module, mask, kind, key) -> tuple[str, torch.Tensor]:
 
 
 def _of_positions(module, query, key, position_ids, sliding_window):
-    """(mask, its class) of a causal layer whose mask somebody dropped, of position_ids of all its tokens."""
-    if not 1 < query.shape[2] == key.shape[2] == position_ids.shape[-1] or position_ids.dim() != 2:
-        return None, None
+    """(mask, its class) of a causal layer whose mask somebody dropped, of position_ids of all its tokens. Models of
+    attn_implementation="tessera" always have one, hub kernels none where the diagonal is all of it."""
     config = getattr(module, "config", None)
+    if not 1 < query.shape[2] == key.shape[2] == position_ids.shape[-1] or position_ids.dim() != 2 or \
+            getattr(config, "_attn_implementation", "tessera") != "tessera":
+        return None, None
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else ""
     slides = "sliding" in kind if kind else getattr(config, "sliding_window", None) is not None

@@ -175,6 +175,8 @@ def test_a_pattern_that_was_in_a_dropped_mask_is_refused(kinds, window, said):
     layer.layer_idx = 1
     if kinds:
         run(**told)
+    layer.layer_idx, layer.config._attn_implementation = 0, "org/repo"  # whose short windows are the diagonal alone
+    assert torch.equal(run(**told), run(**{**told, "module": None, "position_ids": None}))
 
 
 def test_the_gradient_of_a_sink():
