@@ -38,8 +38,8 @@ class Spread:
     padded: bool = False  # on the right, which causal layers never see
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of [b, s, ...]."""
-        return cp.shard(x, self.shards, self.group, 1)
+        """This rank's part of [b, s, ...]; of packed rows, [1, tokens, ...]."""
+        return cp.shard(x.flatten(0, 1)[None] if self.packed else x, self.shards, self.group, 1)
 
     def positions(self, device) -> torch.Tensor:
         rows = cp.positions(self.shards, self.group, device)
@@ -52,28 +52,40 @@ class BandMask(_masks.Mask):
     spread: Spread | None = None
 
 
-def context_parallel(model: torch.nn.Module, group, *, exchange: str = "auto") -> Parallel:
+def context_parallel(model: torch.nn.Module, group, *, exchange: str = "auto", reduction: str = "sum") -> Parallel:
     """Makes model(**batch) compute on this rank's tokens. Call it on every rank of `group` with the same whole
     batch; `remove()` of the result ends that.
 
-    Build the model with attn_implementation="tessera". Batches hold input_ids [b, s], or one row of documents
-    whose position_ids begin again at 0, or with cu_seq_lens_q; labels are shifted before they are cut. Layers
-    keep their windows, caps and sinks. logits are those of this rank's tokens, in the order of spread().shards.
-    loss is this rank's share: the sum over ranks is the loss of one device, and likewise for gradients.
-    attention_mask may pad causal models on the right. group is that of tessera.torch.context_parallel.attention.
-    ValueError or Refused for anything else.
+    Build the model with attn_implementation="tessera". Batches hold input_ids [b, s], whose rows may be packed:
+    position_ids begin at 0 again in each document, or one row has cu_seq_lens_q. labels are shifted before they are
+    cut; shift_labels are shifted already. Layers keep their windows, caps and sinks. logits are those of this rank's
+    tokens, in the order of spread().shards, in one row if rows are packed. attention_mask may pad causal models on
+    the right. group is that of tessera.torch.context_parallel.attention. ValueError or Refused for anything else.
+
+    loss is this rank's share: its sum over ranks is the loss of one device, and likewise for gradients; with
+    reduction="mean" their mean is, which DDP and FSDP take. A batch's num_items_in_batch replaces that divisor.
 
     >>> parallel = tessera.hf.context_parallel(model, group)
     >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    return Parallel(model, group, exchange)
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"tessera.hf.context_parallel: reduction={reduction!r}: must be 'sum' or 'mean'")
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if strange:
+        raise Refused(f"tessera.hf.context_parallel: config.layer_types={strange}: only attention sees the tokens of "
+                      f"other ranks; {', '.join(sorted(_LAYERS))} are known")
+    return Parallel(model, group, exchange, reduction)
 
 
 class Parallel:
     """The hooks of context_parallel."""
 
-    def __init__(self, model, group, exchange):
+    def __init__(self, model, group, exchange, reduction="sum"):
         self.group, self.exchange, self._spread = group, exchange, None
+        self._size = _size(group)
+        self._average = reduction == "mean"
         self._tokens = []
         self._handles = [model.register_forward_pre_hook(self._before, with_kwargs=True),
                          model.register_forward_hook(self._after, always_call=True)]
@@ -97,17 +109,21 @@ class Parallel:
         ids = keywords["input_ids"]
         spread = self._spread = self._of(ids, keywords)
         keywords.pop("attention_mask", None)
+        if keywords.get("cu_seq_lens_q") is not None:
+            keywords.pop("seq_idx", None)  # which says the same
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
             keywords.pop(name, None)
         keywords["input_ids"] = spread.shard(ids)
         keywords["position_ids"] = spread.positions(ids.device)
         keywords["use_cache"] = False
-        labels = keywords.get("labels")
-        if labels is not None:
+        labels, following = keywords.get("labels"), keywords.get("shift_labels")
+        if following is None and labels is not None:
             following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        if following is not None:
             keywords["labels"] = keywords["shift_labels"] = spread.shard(following)
             if keywords.get("num_items_in_batch") is None:
-                keywords["num_items_in_batch"] = (following != -100).sum()
+                items = (following != -100).sum()
+                keywords["num_items_in_batch"] = items / self._size if self._average else items
         self._tokens.append(_current.set(spread))
         _entered.append(spread)
         return (), keywords
@@ -119,9 +135,9 @@ class Parallel:
 
     def _of(self, ids, keywords) -> Spread:
         b, s = ids.shape
-        lengths, size = _documents(ids, keywords), _size(self.group)
+        lengths, size = _documents(ids, keywords), self._size
         padded = _is_padded(keywords.get("attention_mask"))
-        if len(lengths) > 1:
+        if len(lengths) > b:
             return Spread(Shards.balanced(lengths, size), self.group, True, self.exchange, padded)
         align = TILE if s >= 2 * size * TILE else 1  # no rank without tokens
         return Spread(Shards.zigzag([s] * b, size, align=align), self.group, False, self.exchange,
@@ -158,6 +174,9 @@ def attend(mask: BandMask, q, k, v, keywords: dict) -> torch.Tensor:
 
 # ---- below: how ----
 
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
 def _window(function) -> tuple[int, int]:
     """(left, right) of a pattern of transformers' own; documents are in the shards."""
     if function is masking_utils.causal_mask_function:
@@ -187,17 +206,35 @@ _PATTERNS = {"and_masks": _and, "sliding_window_overlay": lambda sliding_window:
 
 
 def _documents(ids, keywords) -> list[int]:
-    """Lengths of the documents that one row holds; of several rows, none are looked for."""
+    """Lengths of the documents of all rows, one after another: as many as rows if none is packed."""
+    b, s = ids.shape
     lengths, positions = keywords.get("cu_seq_lens_q"), keywords.get("position_ids")
-    if lengths is None and positions is None or ids.shape[0] != 1:
-        return [ids.shape[1]]
     if lengths is not None:
-        return lengths.diff().tolist()
-    starts = (positions[0] == 0).nonzero()[:, 0].tolist()
-    if not starts or starts[0] != 0:
-        raise ValueError(f"tessera.hf.context_parallel: position_ids[0]={int(positions[0, 0])}: must "
-                         "begin at 0, and again where a document begins")
-    return [b - a for a, b in zip(starts, [*starts[1:], ids.shape[1]])]
+        lengths = lengths.diff().tolist()
+        if b != 1 or sum(lengths) != s:
+            raise ValueError(f"tessera.hf.context_parallel: cu_seq_lens_q: has {sum(lengths)} tokens, input_ids "
+                             f"{[b, s]}; must be of one row and all its tokens")
+        return lengths
+    if positions is None:
+        return [s] * b
+    if positions.dim() != 2 or positions.shape[1] != s:
+        raise ValueError(f"tessera.hf.context_parallel: position_ids.shape={list(positions.shape)}: must be "
+                         f"[{b}, {s}], as input_ids")
+    positions, mask = positions.expand(b, s), keywords.get("attention_mask")
+    if mask is not None:  # transformers then looks for no documents, and says nothing of the padding's positions
+        along = torch.arange(s, device=positions.device)
+        if bool(((positions != along) & mask.bool()).any()):
+            raise ValueError("tessera.hf.context_parallel: position_ids: must count from 0 beside an attention_mask; "
+                             "leave the mask out to pack documents")
+        return [s] * b
+    first = positions == 0
+    wrong = ~first
+    wrong[:, 1:] &= positions.diff() != 1
+    if bool(wrong.any()):
+        raise ValueError(f"tessera.hf.context_parallel: position_ids={int(positions[wrong][0])}: must begin at 0, "
+                         "and again where a document begins, and rise by 1")
+    starts = first.flatten().nonzero()[:, 0].tolist()
+    return [b - a for a, b in zip(starts, [*starts[1:], first.numel()])]
 
 
 def _is_padded(mask) -> bool:

@@ -85,6 +85,36 @@ def test_packed_documents(pool, name):
     pool.run(compare, 2, 1, name, batch, False)
 
 
+def packed_rows(rank, group):
+    """Two rows of documents, labels that are shifted already, and losses whose mean over ranks is one device's."""
+    model = build("qwen2")
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([9, 14, 6], [20, 9])])
+    ids = tokens(2, 29)
+    batch = dict(input_ids=ids, position_ids=positions, use_cache=False)
+    want = model(labels=ids, **batch)
+    parallel = tessera.hf.context_parallel(model, group, reduction="mean")
+    following = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    for labels in (dict(labels=ids), dict(shift_labels=following), dict(labels=ids, shift_labels=following)):
+        found = model(**labels, **batch)
+        loss = found.loss.detach().clone()
+        dist.all_reduce(loss, group=group)
+        torch.testing.assert_close(loss / 2, want.loss.detach())
+    torch.testing.assert_close(found.logits, parallel.spread().shard(want.logits), rtol=1e-4, atol=1e-5)
+
+
+def test_packed_rows_and_means(pool):
+    pool.run(packed_rows, 2, 1)
+
+
+def test_models_that_mix_tokens_elsewhere_are_refused():
+    model = build("llama")
+    with pytest.raises(ValueError, match="reduction='max': must be"):
+        tessera.hf.context_parallel(model, None, reduction="max")
+    model.config.layer_types = ["conv", "full_attention"]
+    with pytest.raises(tessera.Refused, match=r"config.layer_types=\['conv'\]: only attention sees"):
+        tessera.hf.context_parallel(model, None)
+
+
 def padding(rank, group):
     model = build("llama").eval()
     ids = tokens(2, 20)
@@ -97,7 +127,9 @@ def padding(rank, group):
     torch.testing.assert_close(found[real], parallel.spread().shard(want)[real], rtol=1e-4, atol=1e-5)
     texts = []
     for batch in (dict(input_ids=ids, attention_mask=mask.flip(1)), dict(inputs_embeds=torch.ones(1)),
-                  dict(input_ids=ids[:1], position_ids=torch.arange(20)[None] + 3)):
+                  dict(input_ids=ids[:1], position_ids=torch.arange(20)[None] + 3),
+                  dict(input_ids=ids[:1], position_ids=torch.arange(0, 40, 2)[None]),
+                  dict(input_ids=ids, attention_mask=mask, position_ids=torch.arange(20)[None] % 7)):
         try:
             model(**batch)
         except ValueError as error:
@@ -108,8 +140,9 @@ def padding(rank, group):
 
 def test_padding_and_what_is_refused(pool):
     first, second = pool.run(padding, 2, 1)
-    assert first == second and len(first) == 3
-    assert "padding on the right" in first[0] and "begin at 0" in first[2]
+    assert first == second and len(first) == 5
+    assert "padding on the right" in first[0] and "begin at 0" in first[2] and "rise by 1" in first[3]
+    assert "beside an attention_mask" in first[4]
 
 
 def test_ids_of_a_users_own_are_no_band(monkeypatch):
