@@ -114,7 +114,8 @@ test_hosts() {
     tests/python/doors/test_flash_impl.py tests/python/doors/test_hub_kernel.py tests/python/doors/test_trl.py \
     tests/python/doors/test_te_plugin.py tests/python/doors/test_diffusers.py tests/python/doors/test_comfyui.py \
     tests/python/doors/test_xdit.py tests/python/doors/test_megatron.py tests/python/doors/test_sglang.py \
-    tests/python/doors/test_torchtitan.py tests/python/doors/test_deepspeed.py "$@"
+    tests/python/doors/test_torchtitan.py tests/python/doors/test_deepspeed.py \
+    tests/python/doors/test_accelerate_cp.py "$@"
   setup_host vllm
   say "pytest, vLLM"
   OPENBLAS_NUM_THREADS=1 summarised vllm "$venv/bin/python" -m pytest tests/python/doors/test_vllm.py "$@"

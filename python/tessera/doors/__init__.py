@@ -27,6 +27,9 @@ DOORS = {
                        'from_pretrained(name, attn_implementation="org/repo")'),
     "TRL": Door("trl", "1.16.0", "tessera.hf", 'import tessera.hf; SFTConfig(packing=True) or padding_free=True, of a '
                 'model with attn_implementation="tessera"'),
+    "accelerate": Door("accelerate", "1.15.0", "tessera.doors.accelerate_cp",
+                       "tessera.doors.accelerate_cp.install(), then ParallelismConfig(cp_size=N) of a model with "
+                       'attn_implementation="tessera"'),
     "DeepSpeed": Door("deepspeed", "0.19.8", "tessera.hf", 'import tessera.hf; UlyssesSPAttentionHF.'
                       'register_with_transformers(model, core_attn_implementation="tessera", ...)'),
     "TransformerEngine": Door("transformer_engine", "2.20.2", "tessera.te.plugin",
