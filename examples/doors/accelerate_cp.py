@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# example (torch trl): a door: accelerate's context parallelism, on packed rows and sliding windows
+# example (torch accelerate): a door: accelerate's context parallelism, on packed rows and sliding windows
 """Train a small Mistral (random weights, no download) on a packed row with accelerate: on one process, and with the
 tokens on two (ParallelismConfig(cp_size=2), FSDP2), where accelerate itself refuses windows. Losses are the same.
 accelerate takes context parallelism on accelerators only, so here processes on CPUs pass for GPUs.

@@ -37,7 +37,7 @@ run_example() {
       jax) has_jax || die "$file: JAX needs Python 3.11 or later"; setup_jax; libraries+=(tessera_jax) ;;
       paddle) has_paddle || die "$file: no Paddle for this Python"; venv=$venv_paddle; setup_paddle ;;
       matplotlib) install plots matplotlib ;;
-      kernels|trl|diffusers|xfuser|megatron|deepspeed|vllm) host=$need ;;
+      accelerate|kernels|trl|diffusers|xfuser|megatron|deepspeed|vllm) host=$need ;;
       tessera_*) libraries+=("$need") ;;
     esac
   done

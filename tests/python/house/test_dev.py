@@ -48,8 +48,8 @@ def test_each_example_is_listed_with_what_it_needs():
     assert set(listed) == set(names)
     for name, path in names.items():
         if path.suffix == ".py":
-            asked = imported(path) & {"torch", "jax", "paddle", "matplotlib", "kernels", "trl", "diffusers", "xfuser",
-                                      "megatron", "vllm"}
+            asked = imported(path) & {"torch", "jax", "paddle", "matplotlib", "accelerate", "deepspeed", "diffusers",
+                                      "kernels", "megatron", "trl", "vllm", "xfuser"}
             assert set(listed[name].split(", ")) == asked, f"{name} imports {asked}"
 
 

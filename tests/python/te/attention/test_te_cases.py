@@ -13,7 +13,7 @@ from tessera.cli.through.torch import placer, to_numpy, to_torch  # noqa: E402
 # What a case may say that TE has no word for.
 BEYOND = {"softcap", "key_ranges", "segment_ids", "keep", "drop", "page_table", "k_scale",
           "v_scale", "batch_invariant", "backend", "out", "allow_quadratic", "partial", "accumulate", "q_start",
-          "k_start", "precision"}
+          "k_start", "windows", "precision"}
 BEYOND_WORDS = {"shift", "rng", "o", "do", "grad"}  # of the case, whatever their keywords
 
 
