@@ -16,7 +16,7 @@ constexpr int64_t kMostCells = int64_t{1} << 28;
 inline bool is_whole(const Params& p, int queries) {
   const bool last_row_sees_all = p.window.right < 0 || p.bottom_right;
   return !p.thd_q && !p.thd_k && !p.tensor[TESSERA_SEQLENS_Q].data && p.sq > 0 && p.sq <= queries &&
-         p.window.left < 0 && last_row_sees_all && !p.positions.windows.data;
+         p.window.left < 0 && last_row_sees_all;
 }
 
 struct WorkArgs {
