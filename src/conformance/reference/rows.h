@@ -90,9 +90,9 @@ struct Question {
     }
   }
 
-  // Of the sequence's own window: 0 left, 1 right; -1: no bound.
-  int64_t reach(int64_t n, int64_t which) const {
-    return load_integer(p, b, TESSERA_WINDOWS, offset_of(p.tensor[TESSERA_WINDOWS], n, which));
+  // How far the window of sequence n reaches to a side: 0 is left, 1 right. -1: no bound.
+  int64_t reach(int64_t n, int64_t side) const {
+    return load_integer(p, b, TESSERA_WINDOWS, offset_of(p.tensor[TESSERA_WINDOWS], n, side));
   }
 
   // What element (n, row i, h) of q, k, v or do is multiplied by.

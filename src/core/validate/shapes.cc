@@ -46,7 +46,7 @@ Shape expected_shape(const Problem& p, const Sizes& s, int index) {
   const Axis batch_or_one{s.batch, "b", true}, heads_or_one{s.hq, "hq", true};
   const int64_t length_q = positions(p, is_thd_q(p), TESSERA_MAX_SEQLEN_Q, p.max_seqlen_q, s.sq);
   const int64_t length_k = positions(p, is_thd_k(p), TESSERA_MAX_SEQLEN_K, p.max_seqlen_k, s.sk);
-  // Of a whole tensor: its scale, or its largest value.
+  // The scale of a whole tensor and its largest value are one element each.
   if (TESSERA_O_SCALE <= index && index <= TESSERA_AMAX_DV) return {{{1, "1"}}};
   switch (index) {
     case TESSERA_Q:
