@@ -4,6 +4,7 @@ PyTorch's."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
@@ -13,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .. import _lib
+from .._call import _keywords
 from . import _functions, _nested, _tensors
 
 _NAME = "tessera.torch.scaled_dot_product_attention"
@@ -33,7 +35,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 
     query is [..., hq, sq, e], key [..., hk, sk, e], value [..., hk, sk, ev] and the result [..., hq, sq, ev]. They
     have two axes or more, and leading axes broadcast. They may also be nested tensors [b, h, j, e]: jagged ones are
-    one call, strided ones a call for each sequence. With enable_gqa hq may be a multiple of hk.
+    one call, strided ones a call for each sequence. With enable_gqa hq is a multiple of key's heads and of
+    value's, which may differ. Where there are no heads, or heads have no elements, PyTorch's own function answers.
 
     attn_mask broadcasts to [..., hq, sq, sk]. A boolean one is True where a key is visible. A floating one, of
     query's dtype or float32, is added to the scores and has a gradient. It may also be a
@@ -41,8 +44,10 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     With up to four axes, the result is laid out in memory as query is: for query = x.transpose(1, 2) of x [b, s, h,
     e], memory holds [b, s, h, ev].
 
-    An illegal call raises a ValueError that is a RuntimeError too. A legal call that no backend can run (float64,
-    dropout_p=1) raises tessera.Refused, a RuntimeError.
+    dropout_p is a probability below 1; 0 and less drop nothing. scale is a finite number, 1/sqrt(e) unless given.
+
+    An illegal call raises a ValueError that is a RuntimeError too, or a TypeError where a number or a flag is none. A
+    legal call that no backend can run (float64, dropout_p=1) raises tessera.Refused, a RuntimeError.
 
     >>> o = tessera.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
@@ -51,20 +56,27 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     if has_torch_function_variadic(query, key, value) and not _nested.is_nested(query, key, value):
         return handle_torch_function(scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask,
                                      dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if isinstance(scale, torch.Tensor):
-        scale = _functions.number("torch.scaled_dot_product_attention", "scale", scale)
-    keywords = {"layout": "bhsd", "softmax_scale": scale}
-    if is_causal:
-        keywords.update(causal=True, align="top_left")
-    if dropout_p:
-        keywords["dropout_p"] = _probability(dropout_p)
+    if not type(is_causal) is type(enable_gqa) is bool:
+        _check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     try:
+        if scale is not None and type(scale) is not float:
+            scale = _number("scale", scale)
+        if type(dropout_p) is not float:
+            dropout_p = _number("dropout_p", dropout_p)
+        keywords = {"layout": "bhsd", "softmax_scale": scale}
+        if is_causal:
+            keywords.update(causal=True, align="top_left")
+        if not dropout_p <= 0:  # PyTorch drops nothing for a negative one
+            keywords["dropout_p"] = _probability(dropout_p)
         if torch._C._is_any_autocast_enabled():
             query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-        if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and \
-                not query.is_nested and query.shape[:2] == key.shape[:2] == value.shape[:2] and \
-                (scale is None or scale >= 0):
-            return _functions.attention(*_readable(query, key, value), **keywords)
+        if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and not query.is_nested:
+            shape, of_v = query.shape, value.shape
+            if shape[:2] == key.shape[:2] == of_v[:2] and shape[1] and shape[3] and of_v[3] and \
+                    (scale is None or scale >= 0):
+                return _functions.attention(*_readable(query, key, value), **keywords)
+        if _is_hollow(query, key, value):
+            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return _general(query, key, value, attn_mask, keywords, enable_gqa)
     except IllegalArgument:
         raise
@@ -72,6 +84,32 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         if not all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             raise TypeError(f"{_NAME}: query, key and value must be tensors") from None
         raise _illegal(str(error)) from None
+
+
+def _check_flags(**flags):
+    """Raises TypeError as PyTorch does where a flag is no boolean; torch.compile may hand on a symbolic one."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, torch.SymBool)):
+            raise TypeError(f"{_NAME}: {name}={flag!r}: must be a bool, True or False")
+
+
+def _number(name: str, x):
+    """x as PyTorch reads a float: True is 1, and a tensor without axes is the number in it."""
+    if isinstance(x, torch.Tensor):
+        x = _functions.number("torch.scaled_dot_product_attention", name, x)
+    if type(x).__name__ in ("bool", "bool_"):  # NumPy's too
+        return float(x)
+    if not _keywords.is_number(x) and not isinstance(x, (torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{_NAME}: {name}={x!r}: must be a number")
+    return x
+
+
+def _is_hollow(query, key, value) -> bool:
+    """Whether there are no heads, or heads without elements: no kernel is built for nothing, and PyTorch knows what it
+    makes of it."""
+    tensors = query, key, value
+    return not _nested.is_nested(*tensors) and (
+        0 in [x.shape[-1] for x in tensors if x.dim() > 1] or 0 in [x.shape[-3] for x in tensors if x.dim() > 2])
 
 
 def _autocast(query, *others):
@@ -103,6 +141,8 @@ def _general(query, key, value, attn_mask, keywords: dict, enable_gqa: bool):
     shape, (query, key, value) = _four_axes(query, key, value, enable_gqa)
     scale = keywords["softmax_scale"]
     if scale is not None and scale < 0:
+        if scale == -math.inf:
+            raise _illegal(f"scale={scale}: must be finite")
         key, keywords["softmax_scale"] = -key, -scale
     if attn_mask is not None:
         keywords.update(_mask(attn_mask, query, shape, rank))
@@ -118,9 +158,12 @@ def _four_axes(query, key, value, enable_gqa: bool):
     tensors = [x if x.dim() > 3 else x[(None,) * (4 - x.dim())] for x in (query, key, value)]
     heads = [x.shape[-3] for x in tensors]
     if enable_gqa:
-        if heads[1] != heads[2] or heads[0] % heads[1]:
+        if heads[0] % heads[1] or heads[0] % heads[2]:
             raise _illegal(f"query has {heads[0]} heads, key {heads[1]} and value {heads[2]}: with "
-                           "enable_gqa key and value must have as many, a divisor of query's")
+                           "enable_gqa those of key and of value must divide query's")
+        if heads[1] != heads[2]:  # which groups of one size cannot say
+            tensors = [x.repeat_interleave(heads[0] // n, -3) for x, n in zip(tensors, heads)]
+            heads = heads[:1] * 3
     else:
         most = max(heads)
         if any(n not in (1, most) for n in heads):
@@ -148,6 +191,9 @@ def _mask(attn_mask, query, shape, rank: int = 4) -> dict:
     if attn_mask.dim() > rank:
         raise _illegal(f"attn_mask.shape={list(attn_mask.shape)}: has more axes than the scores")
     if len(shape) > 2 and attn_mask.dim() > 3:
+        if any(n not in (1, extent) for n, extent in zip(attn_mask.shape[-4::-1], shape[-2::-1])):
+            raise _illegal(f"attn_mask.shape={list(attn_mask.shape)}: must broadcast to the batch axes of the result, "
+                           f"{list(shape[:-1])}")
         mask = attn_mask.expand(*shape[:-1], *attn_mask.shape[-3:]).flatten(0, len(shape) - 2)
     else:
         mask = attn_mask

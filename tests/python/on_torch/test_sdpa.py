@@ -6,6 +6,7 @@ import types
 import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -43,6 +44,11 @@ KEEP = torch.arange(35).reshape(5, 7) % 3 > 0
     (((2, 1, 5, 8), K, V), {}),
     (((2, 6, 5, 8), K, V), dict(enable_gqa=True)),
     (((2, 6, 5, 8), K, V), dict(enable_gqa=True, is_causal=True)),
+    (((2, 6, 5, 8), (2, 3, 7, 8), (2, 2, 7, 4)), dict(enable_gqa=True)),
+    (((2, 6, 5, 8), (2, 1, 7, 8), (2, 6, 7, 4)), dict(enable_gqa=True, is_causal=True)),
+    (((6, 5, 8), (6, 7, 8), (1, 7, 4)), dict(enable_gqa=True, attn_mask=KEEP)),
+    ((Q, K, V), dict(dropout_p=-1.0)),
+    ((Q, K, V), dict(dropout_p=False)),
     ((Q, (2, 3, 0, 8), (2, 3, 0, 4)), {}),
     (((2, 3, 0, 8), K, V), {}),
 ], ids=str)
@@ -52,6 +58,43 @@ def test_agrees_with_gradients(shapes, keywords):
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     close(ours, theirs)
     same_gradients(ours, theirs, inputs)
+
+
+@pytest.mark.parametrize("scale", [True, False, 1, numpy.True_, numpy.float16(0.3), torch.tensor(True),
+                                   torch.tensor(2)], ids=repr)
+def test_a_scale_is_any_number(scale):
+    q, k, v = (normal(*s, seed=i) for i, s in enumerate((Q, K, V)))
+    for mask in (None, KEEP):
+        close(tt.scaled_dot_product_attention(q, k, v, mask, scale=scale), THEIRS(q, k, v, mask, scale=scale))
+
+
+HOLLOW = {"no heads": ((2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 4)), "no heads of three axes": ((0, 5, 8), (0, 7, 8),
+          (0, 7, 4)), "heads of q alone": ((2, 0, 5, 8), (2, 1, 7, 8), (2, 1, 7, 4)),
+          "nothing to compare": ((2, 3, 5, 0), (2, 3, 7, 0), V), "two axes": ((5, 0), (7, 0), (7, 4)),
+          "five axes": ((2, 2, 3, 5, 0), (2, 2, 3, 7, 0), (2, 2, 3, 7, 4)), "no values": (Q, K, (2, 3, 7, 0)),
+          "nothing": ((0, 0, 0, 0),) * 3}
+
+
+@pytest.mark.parametrize("keywords", [{}, dict(is_causal=True), dict(attn_mask=KEEP), dict(scale=0.5),
+                                      dict(enable_gqa=True)], ids=lambda keywords: " ".join(keywords))
+@pytest.mark.parametrize("shapes", HOLLOW.values(), ids=HOLLOW)
+def test_extents_of_zero(shapes, keywords):
+    """No heads, and heads without elements, eager, autocast and as fake tensors."""
+    inputs = [normal(*shape, grad=True, seed=i) for i, shape in enumerate(shapes)]
+    if shapes[0][-2] == 0 and "attn_mask" in keywords:
+        keywords = dict(attn_mask=KEEP[:0, :0])
+    if len(shapes[0]) == 2:
+        keywords = {name: value for name, value in keywords.items() if name != "enable_gqa"}  # an IndexError there
+    ours, theirs = tt.scaled_dot_product_attention(*inputs, **keywords), THEIRS(*inputs, **keywords)
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+    close(ours, theirs)
+    if theirs.requires_grad:
+        same_gradients(ours, theirs, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tt.scaled_dot_product_attention(*inputs, **keywords).dtype == THEIRS(*inputs, **keywords).dtype
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = tt.scaled_dot_product_attention(*(mode.from_tensor(x) for x in inputs), **keywords)
+    assert fake.shape == theirs.shape
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7)])
@@ -163,13 +206,17 @@ def bad_calls():
     yield (q[0, 0, 0], k, v), {}, r"query.dim\(\)=1"
     yield (normal(2, 6, 5, 8), k, v), {}, "query has 6 heads"
     yield (normal(2, 5, 5, 8), k, v), dict(enable_gqa=True), "query has 5 heads"
-    yield (normal(2, 6, 5, 8), k, v[:, :2]), dict(enable_gqa=True), "value 2"
+    yield (normal(2, 6, 5, 8), normal(2, 4, 7, 8), v[:, :2]), dict(enable_gqa=True), "key 4 and value 2"
+    yield (normal(2, *Q), normal(2, *K), normal(2, *V)), dict(attn_mask=KEEP.expand(2, 5, 1, 5, 7)), \
+        r"attn_mask.shape=.*the result, \[2, 2\]"
     yield (q[..., :4], k, v), {}, "key.shape"
     yield (q, k[:, :, :6], v), {}, "value.shape"
     yield (normal(3, 3, 5, 8), k, v), {}, "batch axes"
     yield (q, k, v), dict(dropout_p=1.5), "dropout_p=1.5"
-    yield (q, k, v), dict(dropout_p=-1.0), "dropout_p=-1"
+    yield (q, k, v), dict(dropout_p=float("nan")), "dropout_p=nan"
     yield (q, k, v), dict(scale=float("inf")), "scale=inf"
+    yield (q, k, v), dict(scale=-float("inf")), "scale=-inf"
+    yield (q, k, v), dict(scale=torch.tensor(0.3, requires_grad=True)), "scale=Tensor: asks for a gradient"
 
 
 @pytest.mark.parametrize("arguments, keywords, message", list(bad_calls()), ids=lambda x: x if
@@ -179,6 +226,18 @@ def test_errors_are_named_and_of_the_type_that_pytorch_raises(arguments, keyword
         tt.scaled_dot_product_attention(*arguments, **keywords)
     assert isinstance(caught.value, ValueError)
     assert str(caught.value).startswith("tessera.torch.scaled_dot_product_attention: ")
+
+
+@pytest.mark.parametrize("name, values", [
+    ("scale", ["0.3", 0.3j, [0.3], torch.tensor([0.3, 0.3])]), ("dropout_p", [None, "0.1", [0], torch.tensor([0.0])]),
+    ("is_causal", [None, 1, "no", numpy.True_, torch.tensor(True)]), ("enable_gqa", [None, 1, torch.tensor(True)])])
+def test_what_is_no_number_or_flag_is_a_type_error(name, values):
+    q, k, v = (normal(*s) for s in (Q, K, V))
+    for value in values:
+        with pytest.raises(TypeError, match=f"argument '{name}'"):
+            THEIRS(q, k, v, **{name: value})
+        with pytest.raises(TypeError, match=f"tessera.torch.scaled_dot_product_attention: {name}=.*must be a"):
+            tt.scaled_dot_product_attention(q, k, v, **{name: value})
 
 
 def test_what_is_legal_and_not_built_is_refused():
