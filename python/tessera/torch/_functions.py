@@ -30,6 +30,7 @@ _RNG_STATE = (None, "None draws one from PyTorch's generator.")
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast changes
 _NO_SIZES: list = []
 _LENGTHS = _describe.CHANGING  # beside a text, in this order
+_ASKED = "dropout_p", "return_lse", "return_amax", "return_max_logit"  # whether they are on, before all is checked
 
 _FAILURES = (RuntimeError, TypeError, AttributeError, OverflowError)  # of an operator
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))  # and no other subclass
@@ -356,7 +357,7 @@ def _picked(outputs: list[str], keywords: dict) -> tuple[int, ...] | None:
 
 def _dtype_of(dtype) -> str:
     """What an output's name in a text has behind it."""
-    return "" if dtype is None else ":" + str(dtype).rpartition(".")[2]
+    return "" if dtype is None else ":" + str(getattr(dtype, "__name__", dtype)).rpartition(".")[2]  # NumPy's are types
 
 
 def _into(q, outputs: list[str], keywords: dict) -> list[torch.Tensor]:
@@ -448,6 +449,9 @@ def _complete(operation: str, q, keywords: dict) -> bool:
     from a tensor."""
     if keywords.get("deterministic") is None:
         keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    for name in () if torch.compiler.is_compiling() else _ASKED:  # a graph's numbers have no attributes
+        if getattr(keywords.get(name), "ndim", 0):  # the truth of an array is no answer
+            _keywords.ALL[name].check(_args.Arguments(_tensors, operation), name, keywords[name])
     read = False
     for name in _keywords.NUMBERS:
         if isinstance(keywords.get(name), torch.Tensor):

@@ -184,6 +184,22 @@ def test_numbers_may_be_tensors_without_axes():
         tt.attention(q, k, v, softmax_scale=torch.ones(2))
 
 
+@pytest.mark.parametrize("name, rule", [("dropout_p", "a number"), ("return_lse", "True or False"),
+                                        ("return_amax", "True or False"), ("return_max_logit", "True or False")])
+def test_arrays_are_no_options(name, rule):
+    q, k, v = qkv(s=5)
+    for value in (torch.ones(2), np.ones((2, 2), "float32"), torch.zeros(1), np.ma.masked_array([1, 2])):
+        for function in (tt.attention, tt.explain):
+            with pytest.raises(ValueError, match=f"{name}=.*: must be {rule}"):
+                function(q, k, v, **{name: value})
+
+
+def test_out_dtype_may_be_numpy_s_type():
+    q, k, v = qkv(s=5, dtype=torch.float16)
+    for dtype in (np.float32, np.dtype("float32"), "float32"):
+        assert tt.attention(q, k, v, out_dtype=dtype).dtype == torch.float32
+
+
 # ---- calls whose keywords were seen before ----
 
 CU, LENGTHS = torch.tensor([0, 9, 33], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
