@@ -62,6 +62,46 @@ def stream():
     yield line("fwd", dtype="bf16", b=2, sq=1, sk=70, hq=4, hk=2, d=64, kv="e5m2", poison=True)
 
 
+def prompts():
+    """Prompts over pages, whole, in chunks and beside decoding steps; pairs of heads in a tile."""
+    types = cycle(("bf16", "fp16"))
+    bottom_right = {"causal": True, "align": "bottom_right"}
+    # Boxes of every height: pages of many to a block, of one, of several blocks.
+    pages = ((8, 300, "300,9,0"), (16, 300, "300,1,129"), (32, 140, "140,128,33"), (64, 500, "500,65,64"),
+             (128, 300, "300,129,7"), (256, 600, "600,257,10"))
+    for d, (page, sk, lens) in product((64, 128, 256), pages):
+        for sq, heads in ((200, {"hq": 4, "hk": 2}), (50, {"hq": 8, "hk": 2}), (129, {"h": 1})):
+            yield line("fwd", dtype=next(types), b=3, sq=sq, sk=sk, **heads, d=d, page=page, lens_k=lens,
+                       layout=next(_LAYOUTS), **next(_BANDS), tables=2 if page % 64 else None, poison=True)
+    # Head dims that do not fill a row, v of another width.
+    for dims in ({"d": 80}, {"d": 40}, {"dqk": 64, "dv": 96}, {"dqk": 192, "dv": 128}, {"dqk": 40, "dv": 16},
+                 {"d": 200}):
+        yield line("fwd", dtype=next(types), b=2, sq=70, sk=300, hq=4, hk=2, **dims, page=32, lens_k="300,77",
+                   **bottom_right, poison=True)
+        yield line("fwd", dtype=next(types), b=2, sq=33, sk=300, hq=4, hk=2, **dims, page=32, lens_k="300,77",
+                   sink="learnable", poison=True)
+    # Packed prompts beside decoding steps of one query and of a few, padding, sequences of none, more than 128.
+    for hq, hk, d, lens_q in ((8, 2, 128, "1,300,0,4,70"), (8, 1, 64, "2,1,200,3,1"), (6, 6, 256, "17,1,0,16,90"),
+                              (4, 2, 64, "60,1,64,9,2"), (64, 2, 128, "1,1,100,2,30")):
+        for more in ({"gaps": 5, "window": "100,0", "align": "bottom_right"}, {**bottom_right, "sink": "off_by_one"}):
+            yield line("fwd", dtype=next(types), b=5, sq=300, sk=400, hq=hq, hk=hk, d=d,
+                       layout="paged_kv_thd_bshd_bshd", lens_q=lens_q, lens_k="400,333,17,260,128", page=16, **more,
+                       poison=True)
+    yield line("fwd", dtype="bf16", b=150, sq=70, sk=90, hq=4, hk=2, d=64, layout="paged_kv_thd_bshd_bshd",
+               lens_q="random:1", lens_k="random:2", page=16, **bottom_right, poison=True)
+    yield line("fwd", dtype="fp16", b=3, sq=90, sk=300, hq=4, hk=2, d=128, page=64, lens_k="300,90,100", max_logit=True,
+               **bottom_right, poison=True)
+    yield line("fwd", dtype="bf16", b=3, sq=40, sk=300, hq=4, hk=2, d=64, page=64, lens_k="300,90,100", lens_q="40,0,9",
+               max_logit=True, sink="learnable", poison=True)
+    yield line("fwd", dtype="bf16", b=2, sq=90, sk=300, hq=4, hk=2, d=64, page=16, lens_k="300,120", q_start="50,7",
+               k_start="3,0", window="80,1", align="top_left", poison=True)
+    # The same pairs where nothing lies in pages.
+    for d, more in product((64, 128), ({"lens_k": "300,0,65"}, {**bottom_right}, {"layout": "thd", "gaps": 3},
+                                       {"window": "40,9", "align": "top_left", "max_logit": True},
+                                       {"sink": "learnable", "lens_q": "50,3,0"})):
+        yield line("fwd", dtype=next(types), b=3, sq=50, sk=300, hq=6, hk=3, d=d, **more, poison=True)
+
+
 def latent(full):
     """Latent attention (MLA): many heads on one whose v is the first columns of k; groups of every kind of share of a
     tile, pages of every kind of box, one piece a unit and many, what neither Hopper's kernels nor pages of theirs

@@ -8,7 +8,9 @@
 #include <span>
 
 #include "core/choose/backend.h"
+#include "core/workspace.h"
 #include "cuda/common/quantise/rounded.h"
+#include "cuda/sm90/decode/choice.h"
 #include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/wide/kernels.h"
@@ -36,7 +38,7 @@ Status clear_max_logit(const ForwardParams& a, cudaStream_t stream);
 // The order in which tiles of tile_m rows are handed out to so many CTAs or clusters, by a counter
 // where there are more. asks_late: a CTA with long tiles in hand asks for no others.
 void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a,
-                 bool asks_late = false);
+                 bool asks_late = false, int heads_of_tile = 1);
 
 // fallback: runs the calls that takes_call() refuses.
 Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Device& device,
@@ -68,6 +70,13 @@ bool has_decode_kernel(const Problem& canonical);
 Result<std::unique_ptr<Plan>> plan_decode(const Problem& canonical, const Device& device,
                                           std::unique_ptr<Plan> general,
                                           std::unique_ptr<Plan> other);
+
+// The decoding steps of a batch whose prompts another kernel computes (decode/choice.h). The kernels are
+// those that plan_decode() has prepared; the device is current.
+void take_workspace_of_steps(const Problem& problem, const DecodeKernel& kernel,
+                             int multiprocessors, Workspace& workspace);
+Status run_steps(const Problem& problem, const Buffers& buffers, const DecodeKernel& kernel,
+                 int multiprocessors, Workspace& workspace);
 
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device,
                                             std::unique_ptr<Plan> fallback);

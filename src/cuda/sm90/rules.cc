@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/choose/unbuilt.h"
+#include "core/count.h"
 #include "core/mask/sequence.h"
 #include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/backward/choice.h"
@@ -108,7 +109,8 @@ void require_strides(Support& support, const Problem& p, int index) {
 
 void require_features(Support& support, const Problem& p) {
   for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
-    const bool ok = multiplies_fp8(p) || runs_in_decode(p) || runs_in_mla(p);
+    const bool ok = multiplies_fp8(p) || runs_in_decode(p) || runs_in_mla(p) ||
+                    (index == TESSERA_PAGE_TABLE_K && reads_pages(p));
     support.require(!given(p, index) || ok, ReasonId::kFeature, Remedy::kNone, [&] {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
@@ -182,6 +184,18 @@ std::string yields_few_tiles(const Problem& p) {
          std::to_string(tiles) + " tiles of 128 rows";
 }
 
+// The same of pages. A tile takes 12 ns a key here, whatever its rows (d128, H200); cuda_sm80, which
+// splits the keys, 7 ns a key for each 1024 rows, and some 35 us beside.
+std::string yields_few_rows(const Problem& p) {
+  constexpr int64_t kFewRows = 1024, kManyKeys = 8192;
+  const Sizes s = sizes_of(p);
+  const Count rows = Count{most_queries(p)} * s.hq * s.batch;
+  if (Count{kFewRows} < rows || s.sk < kManyKeys) return {};
+  return "sk=" + std::to_string(s.sk) + ": cuda_sm80 splits the keys and is faster from " +
+         std::to_string(kManyKeys) + " on where batch, heads and queries make " +
+         std::to_string(rows.value()) + " rows";
+}
+
 void append(std::string& names, const char* name) {
   if (names.find(name) == std::string::npos)
     names += (names.empty() ? "" : ", ") + std::string(name);
@@ -200,7 +214,10 @@ std::string forward_names(const Problem& problem, int multiprocessors) {
     return alone ? low_kernel_of(kernel, problem).name : kernel.name;
   }
   const ForwardKernel& tall = tall_kernel_of(problem, nominal.data[TESSERA_BIAS], p.softmax_scale);
-  return with_rows(p, tall, multiprocessors).name;
+  std::string names = with_rows(p, tall, multiprocessors).name;
+  const DecodeKernel* const steps = reads_pages(problem) ? kernel_of_steps(problem) : nullptr;
+  if (steps) append(names, steps->name);
+  return names;
 }
 
 std::string backward_names(const Problem& problem, int multiprocessors) {
@@ -254,6 +271,7 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
 
 std::string Sm90Rules::yields(const Problem& p, const Device&) const {
   if (is_backward(p) || multiplies_fp8(p) || runs_in_mla(p) || runs_in_decode(p)) return {};
+  if (reads_pages(p)) return yields_few_rows(p);
   std::string why = yields_few_queries(p);
   return why.empty() ? yields_few_tiles(p) : why;
 }

@@ -58,7 +58,8 @@ TEST(DecodeClusters, AreOfUnitsAlike) {
 
 TEST(DecodeTile, HasHeadsThatLieBesideEachOther) {
   for (const auto& [hk, beside] : {std::pair{1, 1}, {2, 2}, {3, 1}, {8, 8}, {12, 4}, {32, 8}}) {
-    EXPECT_EQ(decode_tile_of(decoding(2, 1024, 2 * hk, hk)).beside, beside) << hk;
+    const Problem problem = decoding(2, 1024, 2 * hk, hk);
+    EXPECT_EQ(decode_tile_of(problem, decode_kernel_of(problem)).beside, beside) << hk;
   }
 }
 

@@ -3,6 +3,8 @@
 // themselves (work.cuh). A unit is a tile of rows of a sequence and the heads that share it.
 #pragma once
 
+#include <climits>
+
 #include "cuda/common/divisor.h"
 #include "cuda/common/params.h"
 
@@ -34,6 +36,8 @@ struct WorkArgs {
   // The least steps of a piece where each unit is cut on its own, as units may be that are few; 0:
   // runs are equal whatever units they cut.
   int least_apart;
+  // Sequences of more queries have no units: another kernel computes them.
+  int most_queries = INT_MAX;
 };
 
 }  // namespace tessera::cuda

@@ -86,6 +86,7 @@ struct CellsOf {
       return;
     }
     const Rows& q = sequence.q;
+    if (q.length > args.most_queries) return;
     const int before = q.owned_lo < 0
                            ? args.queries.quotient(-q.owned_lo + args.queries.divisor - 1)
                            : -args.queries.quotient(q.owned_lo);

@@ -58,7 +58,7 @@ bool runs_in_decode(const Problem& problem) {
   const bool plain = (features_of(problem) & kEverything) == kLean && !has_positions(problem) &&
                      !given(problem, TESSERA_MAX_LOGIT) && !has(problem, TESSERA_ACCUMULATE);
   if (!plain || !has_whole_boxes(problem, DecodeTile::kKeys)) return false;
-  const CutTile tile = decode_tile_of(problem);
+  const CutTile tile = decode_tile_of(problem, decode_kernel_of(problem));
   const int64_t steps = sizes_of(problem).sk / tile.step_keys + 1;
   const int64_t units = units_of(problem, tile.rows, tile.pack);
   const bool may_depend_on_batch = !has(problem, TESSERA_BATCH_INVARIANT);
@@ -82,7 +82,7 @@ const DecodeKernel& decode_kernel_of(const Problem& problem) {
 int decode_cluster_of(const Problem& problem, int multiprocessors) {
   constexpr int64_t kMost = 8, kFewBytes = 8 << 20;
   const Sizes s = sizes_of(problem);
-  const CutTile tile = decode_tile_of(problem);
+  const CutTile tile = decode_tile_of(problem, decode_kernel_of(problem));
   const bool has_lengths = given(problem, TESSERA_SEQLENS_Q) || given(problem, TESSERA_SEQLENS_K);
   const bool are_alike = !is_thd_q(problem) && (s.batch == 1 || !has_lengths) &&
                          s.sq <= tile.rows / tile.pack && !has(problem, TESSERA_BATCH_INVARIANT);
@@ -104,11 +104,32 @@ int decode_cluster_of(const Problem& problem, int multiprocessors) {
   return static_cast<int>(ctas);
 }
 
-CutTile decode_tile_of(const Problem& problem) {
+int64_t queries_of_step(const Problem& problem, const DecodeKernel& kernel) {
+  return kernel.tile.rows / sizes_of(problem).group();
+}
+
+const DecodeKernel* kernel_of_steps(const Problem& problem) {
+  // One query of each of a group's heads, or a few: of a model with 8 heads on each key head two.
+  constexpr int64_t kRows = 16;
+  const Sizes s = sizes_of(problem);
+  if (!is_thd_q(problem) || has_positions(problem) || given(problem, TESSERA_MAX_LOGIT)) {
+    return nullptr;
+  }
+  // Sequences that are all of the longest one's length have no steps among them.
+  if (s.sq >= (Count{s.batch} * most_queries(problem)).value()) return nullptr;
+  if (!has_whole_boxes(problem, DecodeTile::kKeys)) return nullptr;
+  const DecodeKernel* kernel = find_decode_kernel(problem, std::max(kRows, s.group()));
+  if (!kernel || queries_of_step(problem, *kernel) >= most_queries(problem)) return nullptr;
+  const CutTile tile = decode_tile_of(problem, *kernel);
+  const int64_t steps = s.sk / tile.step_keys + 1;
+  return units_of(problem, tile.rows, tile.pack) < kMostCells / steps ? kernel : nullptr;
+}
+
+CutTile decode_tile_of(const Problem& problem, const DecodeKernel& kernel) {
   // A part that does not depend on the batch has so many keys that bringing it costs little beside
   // reading them.
   constexpr int kLeastKeys = 256, kLeastKeysOfRow = 16, kMostChunks = 256;
-  const int rows = decode_kernel_of(problem).tile.rows;
+  const int rows = kernel.tile.rows;
   return {.rows = rows,
           .pack = static_cast<int>(sizes_of(problem).group()),
           .step_keys = DecodeTile::kKeys,

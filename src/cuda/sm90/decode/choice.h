@@ -16,9 +16,14 @@ bool runs_in_decode(const Problem& problem);
 // The row for so many rows of queries and heads; null: none has these types and head dims.
 const DecodeKernel* find_decode_kernel(const Problem& problem, int64_t rows);
 
-// What the units of such a problem are, and the row that it runs in.
-CutTile decode_tile_of(const Problem& problem);
+// The row that such a problem runs in, and what its units are there.
 const DecodeKernel& decode_kernel_of(const Problem& problem);
+CutTile decode_tile_of(const Problem& problem, const DecodeKernel& kernel);
+
+// The row for the decoding steps of a packed batch over pages whose prompts run in forward/: sequences of
+// as many queries as a unit of it has at most. Null: there may be no such steps, or no row for them.
+const DecodeKernel* kernel_of_steps(const Problem& problem);
+int64_t queries_of_step(const Problem& problem, const DecodeKernel& kernel);
 
 // CTAs of a cluster that share a unit and nothing else, so that its parts are summed without memory,
 // where all units have as many keys: those of one sequence, or of sequences without lengths. 1: work is

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 
+#include "core/count.h"
+#include "core/problem/dtype.h"
+#include "cuda/sm90/machine/boxes.h"
 #include "cuda/sm90/machine/readable.h"
 
 namespace tessera::cuda::sm90 {
@@ -13,7 +16,7 @@ ForwardNeeds needs_of(const Problem& p, const void* bias, float scale) {
   constexpr float kLeastScale = 0x1p-60f;
   const uint32_t features = features_of(p) & kEverything;
   if (features == kAlibi && !(scale >= kLeastScale)) return {kEverything, true};
-  return {features, (features & kBias) && !maps_bias(p, bias)};
+  return {features, (features & kBias) && !maps_bias(p, bias), is_paged(p)};
 }
 
 // Up to how many keys a sequence under a diagonal counts as short. Measured at d64: lean kernels
@@ -31,8 +34,9 @@ const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, i
   const ForwardKernel* best = nullptr;
   for (const ForwardKernel& kernel : forward_kernels()) {
     const ForwardTile& tile = kernel.tile;
-    const bool knows =
-        (needs.features & ~kernel.features) == 0 && (tile.loads_bias || !needs.loads_bias);
+    const bool knows = (needs.features & ~kernel.features) == 0 &&
+                       (tile.loads_bias || !needs.loads_bias) && tile.pages == needs.pages &&
+                       tile.heads == needs.heads;
     if (!knows || kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
     if (tile.consumers > most_consumers) continue;
     if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
@@ -44,6 +48,20 @@ const ForwardKernel* kernel_of_more_columns(int dtype, int64_t dqk, int64_t dv) 
   constexpr int kFrom = 64, kTo = 96, kMore = 128;
   if (std::min(dqk, dv) <= kFrom || std::max(dqk, dv) > kTo) return nullptr;
   return find_forward_kernel({kLean}, dtype, kMore, kMore);
+}
+
+bool reads_pages(const Problem& problem) {
+  if (!is_paged(problem) || is_backward(problem) || is_rounded(problem)) return false;
+  const int dtype = problem.tensor[TESSERA_Q].dtype;
+  for (const int index : {TESSERA_K, TESSERA_V, TESSERA_O}) {
+    if (problem.tensor[index].dtype != dtype) return false;
+  }
+  const bool plain = (features_of(problem) & kEverything) == kLean &&
+                     !has(problem, TESSERA_ACCUMULATE) && !has(problem, TESSERA_BATCH_INVARIANT);
+  const Sizes s = sizes_of(problem);
+  const ForwardKernel* kernel =
+      find_forward_kernel({.features = kLean, .pages = true}, dtype, s.dqk, s.dv);
+  return plain && kernel && has_whole_boxes(problem, kernel->tile.tile_n);
 }
 
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale) {
@@ -62,14 +80,15 @@ const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int m
   // Blocks of 128 keys instead of 160, and two tiles' queries at a time: 1.11 to 1.23 times as fast
   // from 256 to 1024 keys.
   constexpr int kShortOfMoreColumns = 1024;
-  if (tall.features == kLean && p.window.right >= 0 && p.sk <= kShortOfMoreColumns && !p.thd_q &&
-      !p.thd_k) {
+  const ForwardTile& tile = tall.tile;
+  if (tall.features == kLean && !tile.pages && p.window.right >= 0 && p.sk <= kShortOfMoreColumns &&
+      !p.thd_q && !p.thd_k) {
     if (const auto* more = kernel_of_more_columns(tall.dtype, p.dqk, p.dv)) return *more;
   }
-  const auto row = [&](int consumers) {
-    const ForwardTile& tile = tall.tile;
-    const ForwardKernel* kernel = find_forward_kernel({tall.features, tile.loads_bias}, tall.dtype,
-                                                      tile.dqk, tile.dv, consumers);
+  const auto row = [&](int consumers, int heads = 1) {
+    const ForwardKernel* kernel =
+        find_forward_kernel({tall.features, tile.loads_bias, tile.pages, heads}, tall.dtype,
+                            tile.dqk, tile.dv, consumers);
     return kernel && kernel->tile.dqk == tile.dqk && kernel->tile.dv == tile.dv ? kernel : nullptr;
   };
   const auto tiles = [&](const ForwardKernel& kernel) {
@@ -82,6 +101,12 @@ const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int m
   if (lone && (is_short || keys <= kShortWithoutDiagonal) &&
       tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors) {
     return *lone;
+  }
+  // A tile of one head would be half empty.
+  constexpr int kRowsOfConsumer = 64;
+  const int queries = p.thd_q ? p.longest_q : p.sq;
+  if (queries <= kRowsOfConsumer && p.group % 2 == 0) {
+    if (const ForwardKernel* pairs = row(kConsumersOfLowTile, 2)) return *pairs;
   }
   return low && (is_short || tiles(tall) < multiprocessors) ? *low : tall;
 }

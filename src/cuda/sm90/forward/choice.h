@@ -12,6 +12,8 @@ namespace tessera::cuda::sm90 {
 struct ForwardNeeds {
   uint32_t features;        // of Feature
   bool loads_bias = false;  // the bias is one that TMA cannot read
+  bool pages = false;       // keys and values lie in pages
+  int heads = 1;            // of a tile
 };
 
 // The kernel that knows these and has the least head dims of those that hold these; the first such
@@ -25,6 +27,10 @@ constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
 // The row with the tallest tiles, for a problem that the backend supports. bias: the address of its
 // elements, or null.
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale);
+
+// True of a forward pass over pages that a row of the table reads by boxes: keys and values of q's
+// type, without features, and no sum whose order must not depend on how a prompt is cut.
+bool reads_pages(const Problem& problem);
 
 // The row with the same features and head dims and as many rows a tile as suit the problem.
 const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors);

@@ -171,7 +171,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
   MaskData<kTileN> mask_data;
   const auto start_tile = [&] {
     const Work& work = works[work_ring.stage];
-    const int row_of_tile = w * kRows + thread_row, row = work.m0 + row_of_tile;
+    const int row_of_tile = first_row_of<Forward>(w) + thread_row, row = work.m0 + row_of_tile;
     keys[0] = keys_of_tile_row<kFeatures == 0>(work, row_of_tile);
     keys[1] = keys_of_tile_row<kFeatures == 0>(work, row_of_tile + 8);
     if constexpr (kMasksEarly) is_spanned = uniform(work.spanned);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     m[0] = m[1] = -kInfinity;
     if (kReleasesAfterLastQk && blocks.end - blocks.begin == 1) release_q();
     const Work& work = works[work_ring.stage];
-    const int row = work.m0 + w * kRows + thread_row;
+    const int row = work.m0 + first_row_of<Forward>(w) + thread_row;
     const BlockFeatures features(a, work, row, lane);
     const auto is_cut = [&](int j) { return j < blocks.clean_begin || j >= blocks.clean_end; };
     // Features and masks, from S = Q K^T to what is exponentiated.
@@ -377,7 +377,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     work_ring.advance();
     more = next_tile();
     const auto here = k_ring.next();
-    const Output<Element> output{a.problem, works[done.stage]};
+    const Output<Element> output{a.problem, works[done.stage], head_of<Forward>(w)};
     typename Output<Element>::Rows rows;
     if (more) {
       if (kFeatures == 0 && kLooksAhead) start_tile();
@@ -391,7 +391,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
       v_barriers.wait(v_ring());
       issue_pv(v_ring().stage, accumulate, 0);
       give_turn();
-      rows = output.finish(w * kRows + thread_row, lane, c, m, l);
+      rows = output.finish(first_row_of<Forward>(w) + thread_row, lane, c, m, l);
       if (kFeatures && kLooksAhead) start_tile();
       const bool factors_done = is_computed(rows.factor[0] + rows.factor[1]);
       __syncwarp();
@@ -404,7 +404,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
       v_barriers.wait(v_ring());
       issue_pv(v_ring().stage, accumulate, 0);
       give_turn();
-      rows = output.finish(w * kRows + thread_row, lane, c, m, l);
+      rows = output.finish(first_row_of<Forward>(w) + thread_row, lane, c, m, l);
       wgmma_wait<0>();
     }
     pin(O);

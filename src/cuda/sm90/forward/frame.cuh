@@ -16,6 +16,25 @@ constexpr __device__ __forceinline__ NamedBarrier turn_barrier(int w) {
   return NamedBarrier{1 + w};
 }
 
+// Heads of a tile: more than one, and a consumer each, where the column `heads` of its table says so.
+template <typename Kernel>
+constexpr int kHeadsOfTile = [] {
+  if constexpr (requires { Kernel::kTile.heads; }) {
+    return Kernel::kTile.heads;
+  } else {
+    return 1;
+  }
+}();
+// The first row and the head of consumer w, of a tile's.
+template <typename Kernel>
+constexpr __device__ __forceinline__ int first_row_of(int w) {
+  return kHeadsOfTile<Kernel> > 1 ? 0 : w * Kernel::kRows;
+}
+template <typename Kernel>
+constexpr __device__ __forceinline__ int head_of(int w) {
+  return kHeadsOfTile<Kernel> > 1 ? w : 0;
+}
+
 // Addresses in shared memory, all from one uniform base (see uniform()). Storage has q, k, v, their
 // barriers and those of the tiles that are described.
 template <typename Kernel, typename Storage>

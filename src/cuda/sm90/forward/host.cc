@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host side of the forward pass: tensor maps, the order of tiles, the launch.
 #include <algorithm>
+#include <bit>
 #include <climits>
 
 #include "core/log.h"
@@ -10,8 +11,10 @@
 #include "cuda/common/merge/merge.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/common/work/mark.h"
+#include "cuda/sm90/forward/pages/params.h"
 #include "cuda/sm90/forward/score/pack_mask.h"
 #include "cuda/sm90/forward/score/segments.h"
+#include "cuda/sm90/machine/boxes.h"
 #include "cuda/sm90/machine/tensormap.h"
 #include "cuda/sm90/plan.h"
 
@@ -38,6 +41,9 @@ class ForwardPlan final : public Plan {
     for (const void* bias : {static_cast<const void*>(nullptr), misaligned}) {
       Workspace workspace;
       take_workspace(problem, tall_kernel_of(problem, bias, 1).tile, workspace);
+      if (const DecodeKernel* steps = reads_pages(problem) ? kernel_of_steps(problem) : nullptr) {
+        take_workspace_of_steps(problem, *steps, multiprocessors_, workspace);
+      }
       most = std::max(most, workspace.bytes());
     }
     return most;
@@ -49,22 +55,22 @@ class ForwardPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(scope.status());
     const auto stream = static_cast<cudaStream_t>(buffers.stream);
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
-    ForwardParams a = forward_params(problem, buffers);
+    PagedForwardParams a{forward_params(problem, buffers)};
     const ForwardKernel& tall =
         tall_kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
     const ForwardKernel& kernel = with_rows(a.problem, tall, multiprocessors_);
-    const int tile_n = kernel.tile.tile_n;
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, 0, &a.q));
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, tile_n, 0, &a.k));
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_V, tile_n, a.reach_v, &a.v));
+    TESSERA_RETURN_IF_ERROR(map_keys(problem, buffers, kernel.tile, a));
     if (kernel.tile.o_by_tma) {
       const int reach = reach_of(a.problem.thd_q, a.problem.sq);
       TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, reach, &a.o));
     }
     Workspace workspace(buffers.workspace);
     const Pieces pieces = take_workspace(problem, kernel.tile, workspace);
+    const DecodeKernel* const steps = kernel.tile.pages ? kernel_of_steps(problem) : nullptr;
+    if (steps) a.step_queries = static_cast<int>(queries_of_step(problem, *steps));
     const int workers = multiprocessors_for(buffers, multiprocessors_) * kernel.tile.ctas;
-    order_tiles(kernel.tile.tile_m(), workers, pieces.counter, a, true);
+    order_tiles(kernel.tile.tile_m(), workers, pieces.counter, a, true, kernel.tile.heads);
     if (given(problem, TESSERA_BIAS)) {
       TESSERA_RETURN_IF_ERROR(map_bias(problem, buffers, kernel, a));
     }
@@ -77,9 +83,10 @@ class ForwardPlan final : public Plan {
                                             pieces.segments, a, stream));
     }
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    return launch_overlapping(kernel.name, kernel.code->function,
-                              dim3(static_cast<unsigned>(std::min(a.tiles, workers))),
-                              kernel.tile.threads(), kernel.code->shared_bytes, &a, stream);
+    TESSERA_RETURN_IF_ERROR(launch_overlapping(
+        kernel.name, kernel.code->function, dim3(static_cast<unsigned>(std::min(a.tiles, workers))),
+        kernel.tile.threads(), kernel.code->shared_bytes, &a, stream));
+    return steps ? run_steps(problem, buffers, *steps, multiprocessors_, workspace) : Status();
   }
 
  private:
@@ -97,6 +104,22 @@ class ForwardPlan final : public Plan {
       pieces.segments = workspace.take<char>(segment_bytes(problem, tile));
     }
     return pieces;
+  }
+
+  static Status map_keys(const Problem& problem, const Buffers& buffers, const ForwardTile& tile,
+                         PagedForwardParams& a) {
+    int box_rows = tile.tile_n;
+    if (tile.pages) {
+      box_rows = keys_of_box(problem, tile.tile_n);
+      a.page_size = Divisor::of(a.problem.page_size);
+      a.box_keys = box_rows;
+      a.box_shift = std::countr_zero(static_cast<unsigned>(tile.tile_n / box_rows));
+      a.reach_v = a.problem.page_size;
+      View& table = a.problem.tensor[TESSERA_PAGE_TABLE_V];
+      if (!table.data) table = a.problem.tensor[TESSERA_PAGE_TABLE_K];
+    }
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, box_rows, 0, &a.k));
+    return map_of(problem, buffers, TESSERA_V, box_rows, a.reach_v, &a.v);
   }
 
   static Status map_bias(const Problem& problem, const Buffers& buffers,
@@ -160,14 +183,16 @@ Status clear_max_logit(const ForwardParams& a, cudaStream_t stream) {
                      -__builtin_huge_valf(), stream);
 }
 
-void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a, bool asks_late) {
+void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a, bool asks_late,
+                 int heads_of_tile) {
   const Params& p = a.problem;
   const int tiles_m = (p.sq + tile_m - 1) / tile_m;
-  const int heads = p.batch * p.hq;
-  a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * p.hq;
+  const int heads_of_sequence = p.hq / heads_of_tile;
+  const int heads = p.batch * heads_of_sequence;
+  a.tiles = num_tile_slots(p.thd_q, p.sq, p.batch, tile_m) * heads_of_sequence;
   a.longest_first = p.window.right >= 0;
   const int64_t bytes = asks_late ? kL2Bytes : kL2BytesAskingEarly;
-  const int64_t keys = bytes * p.group / (int64_t{2} * (p.dqk + p.dv));
+  const int64_t keys = bytes * (p.group / heads_of_tile) / (int64_t{2} * (p.dqk + p.dv));
   a.keys_per_section = static_cast<int>(std::min<int64_t>(keys, INT_MAX));
   const bool is_window = asks_late && p.window.left >= 0 && p.window.right >= 0;
   const int64_t seen =
@@ -180,7 +205,7 @@ void order_tiles(int tile_m, int workers, TileCounter* counter, ForwardParams& a
     per_section = divisor_from(heads, static_cast<int>(most));
   }
   a.tiles_m = Divisor::of(tiles_m);
-  a.heads = Divisor::of(p.hq);
+  a.heads = Divisor::of(heads_of_sequence);
   a.heads_per_section = Divisor::of(per_section);
   // Sections are of dense problems; tiles_m counts the rows of all packed sequences.
   a.per_section = Divisor::of(p.thd_q ? 1 : per_section * tiles_m);
@@ -196,8 +221,17 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  constexpr ForwardNeeds kNeeds[] = {{kLean},  {kAlibi}, {kSoftcap},    {kDropout},
-                                     {kMasks}, {kBias},  {kEverything}, {kEverything, true}};
+  constexpr ForwardNeeds kNeeds[] = {{kLean},
+                                     {.features = kLean, .heads = 2},
+                                     {.features = kLean, .pages = true},
+                                     {.features = kLean, .pages = true, .heads = 2},
+                                     {kAlibi},
+                                     {kSoftcap},
+                                     {kDropout},
+                                     {kMasks},
+                                     {kBias},
+                                     {kEverything},
+                                     {kEverything, true}};
   const auto prepare = [](const ForwardKernel* kernel) -> Status {
     if (!kernel) return {};
     return cuda_status(

@@ -19,7 +19,7 @@
 //
 //   warpgroup 0  warp 0       scheduler: the tiles, ahead of time
 //                warps 1 - 3  loaders, a thread each, by TMA: Q (and o, where o_by_tma); K(j)
-//                             (and the bias); V(j)
+//                             (and the bias); V(j). Of pages, all lanes of the last two
 //   warpgroup 1  consumer 0   | QK(j) PV(j+1) |   softmax(j)    | QK(j-1) PV(j) | ...
 //   warpgroup 2  consumer 1     softmax(j+1)  | QK(j) PV(j+1) |   softmax(j)    | ...
 //
@@ -49,6 +49,7 @@
 
 #include "cuda/sm90/forward/consumer.cuh"
 #include "cuda/sm90/forward/kernels.h"
+#include "cuda/sm90/forward/pages/loaders.cuh"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/roles.cuh"
 #include "cuda/sm90/forward/shape.cuh"
@@ -58,7 +59,7 @@ namespace tessera::cuda::sm90 {
 
 template <typename Element, typename Row>
 __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
-    forward(const __grid_constant__ ForwardParams p) {
+    forward(const __grid_constant__ typename Forward<Element, Row>::Arguments p) {
   using Kernel = Forward<Element, Row>;
   constexpr int kConsumers = Kernel::kConsumers;
   extern __shared__ __align__(1024) uint8_t storage[];
@@ -83,8 +84,23 @@ __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
   if constexpr (Kernel::kAddsByProducts) Kernel::Progression::fill_indices(shared.indices());
   __syncthreads();
   launch_dependents();
-  take_roles<Element, Kernel>(p, in_shared, shared, warpgroup,
-                              [&](const auto* works) { load_values<Kernel>(p, works, shared); });
+  if constexpr (Kernel::kTile.pages) {
+    take_roles<Element, Kernel>(
+        p, in_shared, shared, warpgroup,
+        [&](const auto* works, volatile int& loaded) {
+          load_paged_keys<Kernel>(p, works, loaded, shared);
+        },
+        [&](const auto* works) { load_paged_values<Kernel>(p, works, shared); });
+  } else {
+    take_roles<Element, Kernel>(
+        p, in_shared, shared, warpgroup,
+        [&](const auto* works, volatile int& loaded) {
+          if (is_first_lane()) load_keys<Kernel>(p, works, loaded, shared);
+        },
+        [&](const auto* works) {
+          if (is_first_lane()) load_values<Kernel>(p, works, shared);
+        });
+  }
 }
 
 template <typename Element, typename Row>

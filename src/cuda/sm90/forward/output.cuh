@@ -22,6 +22,7 @@ template <typename Element>
 struct Output {
   const Params& p;
   const Work& work;
+  const int head = 0;  // of the tile's
 
   // Loads what a tile's rows need of its head. Called by the scheduler, ahead of time.
   static __device__ __forceinline__ void prepare(const Params& p, Work& work) {
@@ -37,16 +38,25 @@ struct Output {
 
   __device__ __forceinline__ Element* row_of_o(int row_of_tile) const {
     const View& o = p.tensor[TESSERA_O];
-    return static_cast<Element*>(o.data) + (work.o + row_of_tile * o.stride[1]);
+    return static_cast<Element*>(o.data) +
+           (work.o + row_of_tile * o.stride[1] + head * o.stride[2]);
   }
 
   __device__ __forceinline__ float* row_of_lse(int row_of_tile) const {
     const View& lse = p.tensor[TESSERA_LSE];
-    return static_cast<float*>(lse.data) + (work.lse + row_of_tile * lse.stride[2]);
+    return static_cast<float*>(lse.data) +
+           (work.lse + row_of_tile * lse.stride[2] + head * lse.stride[1]);
+  }
+
+  // The tile's first head has its sink in `work`.
+  __device__ __forceinline__ float sink() const {
+    const View& sinks = p.tensor[TESSERA_SINK];
+    if (head == 0 || !sinks.data) return work.sink;
+    return load_float(sinks.data, offset_of(sinks, work.head + head), sinks.dtype);
   }
 
   // The sink in units of log2, which do not hold 3e38.
-  __device__ __forceinline__ float sink2() const { return fminf(work.sink * kLog2e, FLT_MAX); }
+  __device__ __forceinline__ float sink2() const { return fminf(sink() * kLog2e, FLT_MAX); }
 
   // Returns what o is multiplied by, and leaves the lse in place of l, from m (log2 units) and l of
   // a row and sink2(). A row that sees nothing, not even a sink, has o = 0 and lse = -inf; so has
@@ -65,7 +75,7 @@ struct Output {
   // The lse that finish_row() left is no less than the sink, of which sink2() may say too little.
   // The sink is read again here: until now it would take a register. NaN stays NaN.
   __device__ __forceinline__ float lse_to_store(bool exists, float lse) const {
-    const float sink = *const_cast<const volatile float*>(&work.sink);
+    const float sink = head == 0 ? *const_cast<const volatile float*>(&work.sink) : this->sink();
     return exists && lse < sink ? sink : lse;
   }
 
@@ -158,7 +168,7 @@ struct Output {
   // was filled with -inf.
   __device__ __forceinline__ void raise_max_logit(float value) const {
     const View& view = p.tensor[TESSERA_MAX_LOGIT];
-    float* at = static_cast<float*>(view.data) + offset_of(view, work.head);
+    float* at = static_cast<float*>(view.data) + offset_of(view, work.head + head);
     if (__float_as_int(value) >= 0) {
       atomicMax(reinterpret_cast<int*>(at), __float_as_int(value));
     } else {

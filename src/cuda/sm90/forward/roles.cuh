@@ -4,6 +4,7 @@
 // share schedule() and for_each_tile().
 #pragma once
 
+#include "cuda/sm90/forward/frame.cuh"
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/schedule.cuh"
@@ -62,11 +63,21 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& a, const Pack
   __syncwarp();
 }
 
+// Sequences of up to so many queries are another kernel's; -1: there are none.
+template <typename Arguments>
+__device__ __forceinline__ int left_queries(const Arguments& a) {
+  if constexpr (requires { a.step_queries; }) {
+    return a.step_queries;
+  } else {
+    return -1;
+  }
+}
+
 // The scheduler, one warp: fills the ring of tiles, and finishes those that see no key itself. The
 // first tile of a dense problem is known from the kernel's arguments: lean kernels find it while
 // the kernels before this one end.
-template <typename Element, ScheduledKernel Kernel>
-__device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel::Work* works,
+template <typename Element, ScheduledKernel Kernel, typename Arguments>
+__device__ __forceinline__ void schedule(const Arguments& a, typename Kernel::Work* works,
                                          PackedOrder& order, const volatile int& blocks_loaded,
                                          const typename Kernel::Shared shared) {
   const int lane = threadIdx.x % kWarp;
@@ -87,8 +98,10 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
   }
   int tiles = a.tiles;
   if (PackedOrder::covers(a.problem)) {
-    tiles = min(order.template fill<Kernel::kTileM>(a.problem, lane), tiles / a.problem.hq) *
-            a.problem.hq;
+    const int heads = a.problem.hq / kHeadsOfTile<Kernel>;
+    tiles =
+        min(order.template fill<Kernel::kTileM>(a.problem, lane, left_queries(a)), tiles / heads) *
+        heads;
   }
   const auto barriers = shared.work_barriers();
   Ring<Kernel::kWorkStages> ring;
@@ -103,9 +116,12 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     if (last) work.begin = work.end = 0;
     if (!last) {
       describe_tile<Element, Kernel>(a, order, index, work, shared, ring.stage, lane);
+      if (left_queries(a) >= 0 && work.q.length <= left_queries(a)) continue;
       if (work.begin >= work.end) {
         await_predecessors();
-        Output<Element>{a.problem, work}.store_nothing(Kernel::kTileM, lane);
+        for (int head = 0; head < kHeadsOfTile<Kernel>; ++head) {
+          Output<Element>{a.problem, work, head}.store_nothing(Kernel::kTileM, lane);
+        }
         __syncwarp();
         continue;
       }
@@ -121,6 +137,8 @@ __device__ __forceinline__ void schedule(const ForwardParams& a, typename Kernel
     mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
   }
 }
+
+__device__ __forceinline__ bool is_first_lane() { return threadIdx.x % kWarp == 0; }
 
 // The loaders of queries, keys and values: a thread each, so that none waits for a stage of
 // another's. This does what they have in common.
@@ -155,12 +173,12 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
     const MapRow first = map_row(reach_of(a.problem.thd_q, a.problem.sq), tile.row, tile.rows, 0);
     for (int w = 0; w < Kernel::kConsumers; ++w) {
       mbarrier_wait(shared.q_barriers(w).empty(ring.stage), ring.phase ^ 1);
-      const int row = w * Kernel::kRows;
+      const int row = first_row_of<Kernel>(w);
       if (row >= tile.rows) continue;  // such a box would fault
       for (int column = 0; column < a.problem.dv; column += kChunkColumns) {
         tma_store(&a.o,
                   shared.q(w, ring.stage) + column / kChunkColumns * Kernel::QTile::kChunkBytes,
-                  column, tile.head, first.c2 + row, first.c3, tile.batch);
+                  column, tile.head + head_of<Kernel>(w), first.c2 + row, first.c3, tile.batch);
       }
     }
     bulk_commit();
@@ -177,8 +195,9 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
     for (int w = 0; w < Kernel::kConsumers; ++w) {
       const auto barriers = shared.q_barriers(w);
       barriers.acquire(ring, Kernel::QTile::kBytes);
-      Kernel::QTile::load(shared.q(w, ring.stage), &a.q, barriers.full(ring.stage), work.head,
-                          row + w * Kernel::kRows, 0, work.q.batch);
+      Kernel::QTile::load(shared.q(w, ring.stage), &a.q, barriers.full(ring.stage),
+                          work.head + head_of<Kernel>(w), row + first_row_of<Kernel>(w), 0,
+                          work.q.batch);
     }
     ring.advance();
   });
@@ -226,15 +245,19 @@ __device__ __forceinline__ void load_keys(const ForwardParams& a,
   });
 }
 
+// Chunks of columns that are brought of V. A box wholly outside a ragged map faults; columns past dv
+// may be anything: their o is not stored. Those of q and k must be zeros, and their maps are plain.
+__device__ __forceinline__ int chunks_of_values(const Params& p) {
+  return (p.dv + kChunkColumns - 1) / kChunkColumns;
+}
+
 template <TiledKernel Kernel>
 __device__ __forceinline__ void load_values(const ForwardParams& a,
                                             const typename Kernel::Work* works,
                                             const typename Kernel::Shared shared) {
   const auto barriers = shared.v_barriers();
   Ring<Kernel::kTile.v_stages> ring;
-  // A box wholly outside a ragged map faults. Columns past dv may be anything: their o is not
-  // stored. Those of q and k must be zeros, and their maps are plain.
-  const int chunks = (a.problem.dv + kChunkColumns - 1) / kChunkColumns;
+  const int chunks = chunks_of_values(a.problem);
   for_each_tile<Kernel>(works, shared, [&](const auto& work) {
     const int begin = work.begin, kv_head = work.head / a.problem.group, batch = work.k.batch;
     const MapRow row = map_row(a.reach_v, work.k.first, work.k.length, 0);
@@ -250,22 +273,23 @@ __device__ __forceinline__ void load_values(const ForwardParams& a,
 }
 
 // The CTA after its barriers are made: warpgroup 0 schedules and loads, a warp a role, the others
-// compute. load_values: what the loader of V does.
-template <typename Element, ScheduledKernel Kernel, typename Arguments, typename LoadValues>
+// compute. load_keys, load_values: what the warps do that load K and V.
+template <typename Element, ScheduledKernel Kernel, typename Arguments, typename LoadKeys,
+          typename LoadValues>
 __device__ __forceinline__ void take_roles(const Arguments& a,
                                            typename Kernel::SharedStorage& in_shared,
                                            const typename Kernel::Shared shared, int warpgroup,
+                                           const LoadKeys& load_keys,
                                            const LoadValues& load_values) {
   auto* works = in_shared.work;
   volatile int& loaded = in_shared.blocks_loaded;
   if (warpgroup == 0) {
     registers_release<Kernel::kProducerRegisters>();
     const int warp = uniform(threadIdx.x / kWarp);
-    const bool first_lane = threadIdx.x % kWarp == 0;
     if (warp == 0) schedule<Element, Kernel>(a, works, in_shared.order, loaded, shared);
-    if (warp == 1 && first_lane) carry_queries<Kernel>(a, works, shared);
-    if (warp == 2 && first_lane) load_keys<Kernel>(a, works, loaded, shared);
-    if (warp == 3 && first_lane) load_values(works);
+    if (warp == 1 && is_first_lane()) carry_queries<Kernel>(a, works, shared);
+    if (warp == 2) load_keys(works, loaded);
+    if (warp == 3) load_values(works);
   } else {
     registers_claim<Kernel::kConsumerRegisters>();
     wait_for_predecessors();

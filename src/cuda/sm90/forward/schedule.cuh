@@ -131,8 +131,9 @@ struct PackedOrder {
   }
 
   // How many tiles there are of a head; the host, which does not know lengths, counts some more.
+  // Sequences of up to left_queries queries have none.
   template <int kTileM>
-  __device__ __forceinline__ int fill(const Params& p, int lane) {
+  __device__ __forceinline__ int fill(const Params& p, int lane, int left_queries = -1) {
     const int rounded = (p.batch + 3) & ~3;  // the rest comes last and has no tiles
     if (p.batch + lane < rounded) length[p.batch + lane] = -1, tiles[p.batch + lane] = 0;
 #pragma unroll 1
@@ -147,6 +148,7 @@ struct PackedOrder {
       const int rows = clamped(next, 0, p.sq) - first;               // with the gap behind them
       const int before = n > 0 ? 0 : (first + kTileM - 1) / kTileM;  // see tiles_before()
       tiles[n] = before + (max(rows, 0) + kTileM - 1) / kTileM;
+      if (left_queries >= 0 && length_of<SideOfQueries>(p, n) <= left_queries) tiles[n] = 0;
     }
     __syncwarp();
     int of_all = 0;
@@ -191,8 +193,11 @@ struct PackedOrder {
   }
 };
 
-template <int kTileM, int kTileN>
+// kHeads: of a tile; a.heads, a.tiles and sections count groups of so many heads.
+template <int kTileM, int kTileN, int kHeads = 1>
 struct Schedule {
+  static __device__ __forceinline__ int groups_of_heads(const Params& p) { return p.hq / kHeads; }
+
   // The tile that stands at `index` in the order of all tiles, by all lanes of a warp. Causal
   // problems have the longest tiles first; the heads of a section stand side by side.
   static __device__ __forceinline__ void decode(const ForwardParams& a, const PackedOrder& order,
@@ -203,14 +208,14 @@ struct Schedule {
     if (PackedOrder::covers(p)) {
       decode_packed(a, order, index, lane, work);
     } else if (packed) {
-      const int slot = index / p.hq;
+      const int slot = index / groups_of_heads(p);
       work.n = sequence_of_slot<SideOfQueries>(p, slot, kTileM, lane);
-      work.head = index - slot * p.hq;
+      work.head = index - slot * groups_of_heads(p);
     } else if (p.thd_q) {
-      const int slot = index / p.hq;
+      const int slot = index / groups_of_heads(p);
       const TileOfRows tile = tile_of_slot<SideOfQueries>(p, slot, kTileM);
       work.n = tile.n;
-      work.head = index - slot * p.hq;
+      work.head = index - slot * groups_of_heads(p);
       work.m0 = tile.begin;
     } else {
       int head;  // of all sequences
@@ -230,8 +235,9 @@ struct Schedule {
     }
     const Sequence sequence = packed ? packed_sequence(p, work.n, lane) : sequence_of(p, work.n);
     if (packed && !PackedOrder::covers(p)) {
-      work.m0 = row_of_slot(p, work.n, sequence.q, p.sq, index / p.hq, kTileM);
+      work.m0 = row_of_slot(p, work.n, sequence.q, p.sq, index / groups_of_heads(p), kTileM);
     }
+    work.head *= kHeads;
     work.q = sequence.q;
     work.k = sequence.k;
     work.band = sequence.band;
@@ -247,15 +253,16 @@ struct Schedule {
     const Params& p = a.problem;
     const int rank = order.rank_of(a.heads.quotient(index), p.batch, lane);
     const int n = order.sequence[rank], tiles = order.tiles[n], length = max(order.length[n], 1);
-    const int in_sequence = index - order.begin[rank] * p.hq;
+    const int num_heads = groups_of_heads(p);
+    const int in_sequence = index - order.begin[rank] * num_heads;
     int round = a.heads.quotient(in_sequence);
     work.n = n;
-    work.head = in_sequence - round * p.hq;
-    if (int64_t{length} * p.hq > a.keys_per_section) {  // more than one section
+    work.head = in_sequence - round * num_heads;
+    if (int64_t{length} * num_heads > a.keys_per_section) {  // more than one section
       const int per_section = max(a.keys_per_section / length, 1);
       const int section = in_sequence / (per_section * tiles);
       const int in_section = in_sequence - section * per_section * tiles;
-      const int heads = min(per_section, p.hq - section * per_section);
+      const int heads = min(per_section, num_heads - section * per_section);
       round = in_section / heads;
       work.head = section * per_section + in_section - round * heads;
     }

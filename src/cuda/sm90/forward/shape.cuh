@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/forward/frame.cuh"
-#include "cuda/sm90/forward/params.h"
+#include "cuda/sm90/forward/pages/params.h"
 #include "cuda/sm90/forward/schedule.cuh"
 #include "cuda/sm90/forward/score/alibi.cuh"
 #include "cuda/sm90/forward/score/bias.cuh"
@@ -33,6 +33,7 @@ struct Forward {
   // it (Progression).
   static constexpr bool kDrawsEarly = kFeatures == kDropout, kMasksEarly = kFeatures == kMasks,
                         kCapsLate = kFeatures == kSoftcap, kAddsByProducts = kFeatures == kAlibi;
+  using Arguments = std::conditional_t<kTile.pages, PagedForwardParams, ForwardParams>;
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr int kLoaders = 3;
@@ -65,7 +66,7 @@ struct Forward {
 
   using BlockFeatures = Features<Element, kTileN, kFeatures, kTile.loads_bias>;
   using Progression = sm90::Progression<Element, kTileM, kTileN>;
-  using Schedule = sm90::Schedule<kTileM, kTileN>;
+  using Schedule = sm90::Schedule<kTileM, kTileN, kTile.heads>;
   using PlainWork = std::conditional_t<kAddsByProducts, PivotedWork, sm90::Work>;
   using Work = std::conditional_t<kMasksEarly, SpannedWork,
                                   std::conditional_t<kListsBlocks, ListedWork, PlainWork>>;
@@ -89,6 +90,9 @@ struct Forward {
     int blocks_loaded;  // of K since the kernel began: how far load_keys() is, for schedule()
   };
   static_assert(!kTile.loads_bias || (kFeatures & kBias && kFeatures != kBias));
+  // Features know one head of a tile, and no pages.
+  static_assert((kTile.heads == 1 || (kTile.heads == kConsumers && !kFeatures)) &&
+                !(kTile.pages && kFeatures));
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   // o takes the place of its tile's queries, whole chunks of them, and those of the next tile have

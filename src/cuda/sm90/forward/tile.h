@@ -19,8 +19,12 @@ struct ForwardTile {
   int ctas = 1;  // on a multiprocessor at a time
   // A kernel of kBias takes, besides a bias that TMA can read, any other by plain loads.
   bool loads_bias = false;
+  // Of a tile, which share their keys; a consumer each, where there are more than one. Else all
+  // consumers have rows of one head.
+  int heads = 1;
+  bool pages = false;  // K and V lie in pages, which boxes of TMA fit (machine/boxes.h)
 
-  constexpr int tile_m() const { return 64 * consumers; }
+  constexpr int tile_m() const { return 64 * consumers / heads; }
   constexpr int threads() const { return 128 * (consumers + 1); }
 
   // Registers of a thread. A CTA owns what it was launched with, and what one role claims another

@@ -47,8 +47,14 @@ __global__ void __launch_bounds__(Row::kTile.threads(), 1)
   if constexpr (Kernel::kSumRows > 0) Kernel::fill_sum_rows(storage);
   __syncthreads();
   launch_dependents();
-  take_roles<Element, Kernel>(p, in_shared, shared, warpgroup,
-                              [&](const auto* works) { Kernel::load_values(p, works, shared); });
+  take_roles<Element, Kernel>(
+      p, in_shared, shared, warpgroup,
+      [&](const auto* works, volatile int& loaded) {
+        if (is_first_lane()) load_keys<Kernel>(p, works, loaded, shared);
+      },
+      [&](const auto* works) {
+        if (is_first_lane()) Kernel::load_values(p, works, shared);
+      });
 }
 
 template <typename Element, typename Row>
