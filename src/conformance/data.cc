@@ -103,9 +103,17 @@ class Filler {
     if (number > kDrawDo) return value;
     if (c_.data == "outliers" && draw_chance(c_.seed, number, e, 0.001)) return 11 * value;
     if (c_.data == "positive") return std::abs(value);
+    if (c_.data == "opposed") return opposed(index, at, value);
     if (index != TESSERA_K) return value;
     if (c_.data == "channels" && at.axis[3] % 21 == 0) return value + 12;
     return c_.data == "sink" && at.axis[1] == 0 ? 4 * value : value;
+  }
+
+  // 40 queries of 80 have scores of about -120.
+  double opposed(int index, const At& at, double value) const {
+    const double mean = std::sqrt(120 / std::sqrt(static_cast<double>(sizes_.dqk)));
+    if (index == TESSERA_K) return value - mean;
+    return index == TESSERA_Q && at.axis[1] / 40 % 2 == 0 ? value + mean : value;
   }
 
   void lengths() const {

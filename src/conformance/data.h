@@ -9,7 +9,8 @@
 // 1.5 - (h % 4) / 4; where scales have more axes, h is the element in C order, and the other scales
 // are k_scale's. rng_state is (seed, 0), and the two numbers of rng= behind them. data= changes q,
 // k, v and do: outliers, 1 of 1000 elements is 11 times as large; positive, absolute values;
-// channels, every 21st column of k has mean 12; sink, key 0 is 4 times as large.
+// channels, every 21st column of k has mean 12; sink, key 0 is 4 times as large; opposed, k has mean
+// -m, and m = sqrt(120 / sqrt(dqk)) that of q's rows (the token or row of a sequence) 0 to 39 of 80.
 //
 // Integers (w2 of the counter `index`, modulo the range) and probabilities (w3):
 //   mask 8      index = C-order element of the mask's own extents; visible with probability P.

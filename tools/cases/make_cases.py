@@ -456,6 +456,24 @@ def noise():
                    grads="dalibi_slopes", poison=True, seed=5132)
 
 
+def opposed():
+    """Rows whose lse is about -120 beside others, where e^-lse alone would be an infinity."""
+    for i, words in enumerate((
+            {"b": 2, "s": 200, "h": 2, "d": 64},
+            {"b": 1, "s": 256, "hq": 4, "hk": 1, "d": 128, "causal": True},
+            {"b": 1, "sq": 130, "sk": 300, "hq": 4, "hk": 2, "d": 128, "causal": True, "align": "bottom_right"},
+            {"b": 1, "sq": 129, "sk": 256, "h": 2, "d": 256, "window": "64,0", "align": "top_left"},
+            {"b": 2, "s": 192, "h": 2, "dqk": 192, "dv": 128, "causal": True},
+            {"b": 3, "s": 150, "hq": 4, "hk": 2, "d": 64, "lens": "0,150,97", "causal": True},
+            {"b": 3, "sq": 100, "sk": 210, "h": 2, "d": 40, "lens_q": "100,33,0", "lens_k": "210,0,64"},
+            {"b": 3, "s": 170, "h": 2, "d": 128, "layout": "thd", "lens": "random:7", "gaps": 3},
+            {"b": 4, "s": 140, "hq": 6, "hk": 2, "d": 96, "layout": "thd", "lens": "140,0,81,1", "causal": True,
+             "longest": True},
+            {"b": 2, "s": 160, "h": 2, "d": 64, "layout": "sb3hd", "out": True})):
+        yield from both(dtype=("bf16", "fp16")[i % 2], **words, data="opposed", poison=True)
+    yield from both(dtype="fp32", b=1, s=100, h=2, d=32, data="opposed", poison=True)
+
+
 def products(count, seed, large):
     """Random legal products of everything."""
     rng = random.Random(seed)
@@ -576,7 +594,8 @@ def ci():
                     windows(),
                     sums(),
                     added(), unbuilt(),
-                    fp8_cases.inputs(), low_cases.low(), noise(), kernels.apart(), kernels.halves(), kernels.shaped(),
+                    fp8_cases.inputs(), low_cases.low(), noise(), opposed(), kernels.apart(), kernels.halves(),
+                    kernels.shaped(),
                     kernels.padded_bias(), kernels.many_sequences(), kernels.more_columns(),
                     kernels.groups(), kernels.documents(False), kernels.segments_again(False),
                     kernels.wide_backward(False), products(500, 8, False)):

@@ -357,13 +357,13 @@ constexpr Token kTokens[] = {
          },
      .keyword = "smooth"},
     {.key = "data",
-     .rule = "normal, outliers, channels, sink or positive",
+     .rule = "normal, outliers, channels, sink, positive or opposed",
      .example = "data=outliers",
      .read =
          [](Case& c, View v) {
            c.data = v;
            return v == "normal" || v == "outliers" || v == "channels" || v == "sink" ||
-                  v == "positive";
+                  v == "positive" || v == "opposed";
          },
      .write = [](const Case& c, Text& v) { return (v = c.data) != "normal"; }},
     flag<&Case::dlse>("dlse"),
