@@ -19,6 +19,9 @@ struct ForwardArgs {
   float* partial_lse;  // [splits, rows, hq]
 };
 
+// Rows that one CTA makes the statistics of in the backward pass.
+inline constexpr int kRowsOfStatistics = 64;
+
 // The workspace of the backward pass: one float for each row and head, [b, hq, sq] as lse.
 struct BackwardArgs {
   Params params;
@@ -31,6 +34,7 @@ struct DqArgs {
   BackwardArgs b;
   BlockMap blocks;  // of keys
   int section;      // tiles of so many heads begin side by side (machine/place.cuh)
+  float below;      // an lse; read by Code::of_low, which leaves tiles out that have none below it
 };
 
 // Who adds to dQ in which order (backward/fused_dq.cuh). The turns stand behind it in memory.

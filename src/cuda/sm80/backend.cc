@@ -58,7 +58,8 @@ Status prepare(const Kernel* kernel) {
                   "head_dim: no kernel fits in this device's shared memory; use "
                   "bf16 or fp16");
   }
-  for (const void* function : {kernel->code->function, kernel->code->in_turn}) {
+  for (const void* function :
+       {kernel->code->function, kernel->code->in_turn, kernel->code->of_low}) {
     if (!function) continue;
     TESSERA_RETURN_IF_ERROR(
         cuda_status(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -12,6 +12,7 @@ struct Code {
   const void* function;
   const void* finish = nullptr;   // of a fused loop: what turns the sums of dQ into dq
   const void* in_turn = nullptr;  // of one without features: adds in a fixed order, or makes no dQ
+  const void* of_low = nullptr;   // of dQ, 16 bits, heads up to 256: tiles with a low row alone
 };
 
 using Kernel = KernelRow<Tile, Code>;

@@ -143,7 +143,10 @@ Status launch_quantise(const Problem&, const Params&, const Rounded&, cudaStream
 }
 
 namespace sm80 {
-Status launch_row_statistics(const BackwardArgs&, Cleared, DqOrder*, cudaStream_t) { return {}; }
+Status launch_row_statistics(const BackwardArgs&, Cleared, DqOrder*, cudaStream_t,
+                             std::optional<float>) {
+  return {};
+}
 Status launch_row_sums(const BackwardArgs&, cudaStream_t) { return {}; }
 Status launch_widen(const Problem&, const Buffers&, int, const View&, cudaStream_t) { return {}; }
 Status launch_narrow(const Problem&, const Buffers&, int, const View&, const ColumnPart&,

@@ -27,7 +27,8 @@ struct DqStorage {
   T v[kTileN * kSmemStride<T, kD>];
 };
 
-template <typename T, int kD, int kOut, int kWarps, int kTileN>
+// kOfLow: makes the tiles alone that hold a row whose lse is below args.below.
+template <typename T, int kD, int kOut, int kWarps, int kTileN, bool kOfLow = false>
 __global__ void __launch_bounds__(32 * kWarps)
     backward_dq_kernel(const __grid_constant__ DqArgs args) {
   using Storage = DqStorage<T, kD, kWarps, kTileN>;
@@ -43,6 +44,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const Sequence sequence = sequence_of(p, tile.n);
   if (tile.begin >= sequence.q.owned_hi) return;
   const int head = place.head, first = blockIdx.z * kOut;
+  if constexpr (kOfLow) {
+    if (!holds_row_below<kTileM>(p, sequence, head, tile.begin, args.below)) return;
+  }
   const Interval visible = sequence.band.keys(tile.begin, tile.begin + kTileM);
   const int key_begin = visible.lo / kTileN * kTileN;
   const int key_end = visible.empty() ? key_begin : visible.hi;
@@ -162,8 +166,15 @@ Code make_dq() {
   constexpr Tile kTile = Row::kTile;
   static_assert(Row::kFeatures == kGeneral && kTile.row_tiles == 1);
   static_assert(holds<DqStorage<T, kTile.bucket, kTile.warps, kTile.step>>(kTile));
-  return {reinterpret_cast<const void*>(
-      &backward_dq_kernel<T, kTile.bucket, output_columns(kTile.bucket), kTile.warps, kTile.step>)};
+  constexpr int kOut = output_columns(kTile.bucket);
+  Code code{reinterpret_cast<const void*>(
+      &backward_dq_kernel<T, kTile.bucket, kOut, kTile.warps, kTile.step>)};
+  if constexpr (sizeof(T) == 2 && kTile.bucket <= 256) {
+    static_assert(kTile.rows() == kRowsOfStatistics);
+    code.of_low = reinterpret_cast<const void*>(
+        &backward_dq_kernel<T, kTile.bucket, kOut, kTile.warps, kTile.step, true>);
+  }
+  return code;
 }
 
 }  // namespace tessera::cuda::sm80

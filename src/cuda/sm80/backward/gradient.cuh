@@ -26,6 +26,21 @@ __device__ inline RowStatistics statistics_of(const BackwardArgs& b, const Seque
   return {b.lse[at + query], b.delta[at + query]};
 }
 
+// True, in all threads of the CTA, if one of kRows rows has an lse, as the caller stores it, below
+// `below`; rows that see no key do not count. kRows: at most the threads of the CTA.
+template <int kRows>
+__device__ inline bool holds_row_below(const Params& p, const Sequence& sequence, int head,
+                                       int begin, float below) {
+  const View& lse = p.tensor[TESSERA_LSE];
+  const int query = begin + static_cast<int>(threadIdx.x);
+  float value = 0;
+  if (threadIdx.x < kRows && query >= 0 && query < sequence.q.length) {
+    value = static_cast<const float*>(
+        lse.data)[offset_of(lse, sequence.q.batch, head, sequence.q.first + query)];
+  }
+  return __syncthreads_or(value < below && value != -kInfinity) != 0;
+}
+
 // e^x for x in the units of logits.
 template <typename T>
 __device__ __forceinline__ float weight_of(float x) {

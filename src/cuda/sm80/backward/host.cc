@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <optional>
 
 #include "core/workspace.h"
+#include "cuda/common/general.h"
 #include "cuda/common/merge/merge.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
@@ -24,7 +26,7 @@ int divided_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b);
 // In turn, larger sections leave the longest tiles of many heads to the end.
 constexpr int64_t kSectionInTurnBytes = kSectionBytes / 2;
 
-class BackwardPlan final : public Plan {
+class BackwardPlan : public Plan {
  public:
   explicit BackwardPlan(const BackwardKernels& kernels) : kernels_(kernels) {}
 
@@ -65,7 +67,7 @@ class BackwardPlan final : public Plan {
     return {};
   }
 
- private:
+ protected:
   Status run_kernels(const Problem& problem, const BackwardArgs& args, Workspace workspace,
                      cudaStream_t stream) const {
     if (const Kernel* kernel = kernels_.fused_of(problem, args.params)) {
@@ -227,12 +229,12 @@ class BackwardPlan final : public Plan {
   }
 
   static Status run_dq(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
-                       Workspace workspace, cudaStream_t stream) {
+                       Workspace workspace, cudaStream_t stream, std::optional<float> below = {}) {
     const Params& p = b.params;
     const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kernel.tile.rows());
     const bool asked = p.tensor[TESSERA_DQ].data || b.slope_rows;
     if (!asked || slots == 0) return {};
-    DqArgs args{b, {}, section_in_any_order(p, p.hq, kernel.tile.bucket)};
+    DqArgs args{b, {}, section_in_any_order(p, p.hq, kernel.tile.bucket), below.value_or(0)};
     if (has_block_map(problem)) {
       void* const map = take_map(problem, kernel, Walked::kKeys, workspace);
       TESSERA_RETURN_IF_ERROR(map_blocks(problem, p, Walked::kKeys, kernel.tile.rows(),
@@ -240,7 +242,9 @@ class BackwardPlan final : public Plan {
     }
     const dim3 grid(static_cast<unsigned>(slots), static_cast<unsigned>(p.hq),
                     static_cast<unsigned>(divided_up(p.dqk, output_columns(kernel.tile.bucket))));
-    return launch(kernel, grid, &args, stream);
+    if (!below) return launch(kernel, grid, &args, stream);
+    return launch_kernel("dq of low rows", kernel.code->of_low, grid, kernel.tile.threads(),
+                         kernel.tile.shared_bytes, &args, stream);
   }
 
   static Status run_dkdv(const Kernel& kernel, const Problem& problem, const BackwardArgs& b,
@@ -309,6 +313,34 @@ class BackwardPlan final : public Plan {
   BackwardKernels kernels_;
 };
 
+// dq alone, of tiles with a low row alone: plan_dq_of_low_rows().
+class LowRowsPlan final : public BackwardPlan {
+ public:
+  LowRowsPlan(const BackwardKernels& kernels, float below) : BackwardPlan(kernels), below_(below) {}
+
+  int64_t workspace_bytes(const Problem& problem, int) const override {
+    Workspace workspace;
+    BackwardArgs args{};
+    take_rows(problem, workspace, args);
+    return workspace.bytes();
+  }
+
+  Status run(const Problem& problem, const Buffers& buffers, const Device& device) const override {
+    const DeviceScope scope(device.ordinal);
+    TESSERA_RETURN_IF_ERROR(scope.status());
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    BackwardArgs args{};
+    args.params = params_of(problem, buffers);
+    Workspace workspace(buffers.workspace);
+    take_rows(problem, workspace, args);
+    TESSERA_RETURN_IF_ERROR(launch_row_statistics(args, {}, nullptr, stream, below_));
+    return run_dq(*kernels_.apart.dq, problem, args, workspace, stream, below_);
+  }
+
+ private:
+  const float below_;
+};
+
 }  // namespace
 
 Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Device& device) {
@@ -325,3 +357,20 @@ Result<std::unique_ptr<Plan>> plan_backward(const Problem& canonical, const Devi
 }
 
 }  // namespace tessera::cuda::sm80
+
+namespace tessera::cuda {
+
+Result<std::unique_ptr<Plan>> plan_dq_of_low_rows(const Problem& problem, const Device& device,
+                                                  float below) {
+  const Result<DeviceInfo> info = device_info(device.ordinal);
+  if (!info.ok()) return info.status();
+  const DeviceScope scope(device.ordinal);
+  TESSERA_RETURN_IF_ERROR(scope.status());
+  const sm80::BackwardKernels kernels(problem, info.value().shared_memory_per_cta);
+  TESSERA_RETURN_IF_ERROR(sm80::prepare(kernels.apart.dq));
+  if (!kernels.apart.dq->code->of_low)
+    return Status(TESSERA_REFUSED, "head_dim: must be at most 256");
+  return std::unique_ptr<Plan>(std::make_unique<sm80::LowRowsPlan>(kernels, below));
+}
+
+}  // namespace tessera::cuda

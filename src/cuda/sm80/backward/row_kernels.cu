@@ -8,11 +8,13 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kRows = 16 * kWarps, kColumns = 64;
+static_assert(kRows == kRowsOfStatistics);
 
 struct StatisticsArgs {
   BackwardArgs b;
   Cleared cleared;
   DqOrder* order;
+  float below;  // read by kernels of low rows
 };
 
 // What T holds of 64 columns of an fp32 o, rounded; rest: what that leaves, in T. Where o is a row
@@ -31,8 +33,8 @@ __device__ void load_part_of_wide(T* tile, const QueryRows& rows, int columns, b
 
 // Makes delta by the products that dP is made of, as the diagonal of dO O^T. Where o is a row of v,
 // because one key is visible, dP - delta is then exactly 0. An fp32 o beside 16 bits is the sum of
-// two of these: kWide.
-template <typename T, bool kWide>
+// two of these: kWide. kOfLow: leaves tiles out that hold no row whose lse is below args.below.
+template <typename T, bool kWide, bool kOfLow = false>
 __global__ void __launch_bounds__(kThreads)
     row_statistics_kernel(const __grid_constant__ StatisticsArgs args) {
   __shared__ __align__(16) T grad_o[kRows * kSmemStride<T, kColumns>];
@@ -51,6 +53,9 @@ __global__ void __launch_bounds__(kThreads)
   const Sequence sequence = sequence_of(p, tile.n);
   if (tile.begin >= sequence.q.owned_hi) return;
   const int head = blockIdx.y, warp_row = threadIdx.x / 32 * 16;
+  if constexpr (kOfLow) {
+    if (!holds_row_below<kRows>(p, sequence, head, tile.begin, args.below)) return;
+  }
   float product[8] = {};
   for (int part = 0; part < (kWide ? 2 : 1); ++part) {
     QueryRows grad_o_rows = query_rows(p, TESSERA_DO, sequence, head, tile.begin, 1, kRows);
@@ -102,7 +107,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-const void* statistics_kernel(bool is_wide) {
+const void* statistics_kernel(bool is_wide, bool of_low) {
+  if (of_low) return reinterpret_cast<const void*>(&row_statistics_kernel<T, false, true>);
   return is_wide ? reinterpret_cast<const void*>(&row_statistics_kernel<T, true>)
                  : reinterpret_cast<const void*>(&row_statistics_kernel<T, false>);
 }
@@ -158,8 +164,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status launch_row_statistics(const BackwardArgs& b, Cleared cleared, DqOrder* order,
-                             cudaStream_t stream) {
-  const StatisticsArgs args{b, cleared, order};
+                             cudaStream_t stream, std::optional<float> below) {
+  const StatisticsArgs args{b, cleared, order, below.value_or(0)};
   const Params& p = b.params;
   const int slots = num_tile_slots(p.thd_q, p.sq, p.batch, kRows);
   if (slots == 0) return {};
@@ -167,8 +173,8 @@ Status launch_row_statistics(const BackwardArgs& b, Cleared cleared, DqOrder* or
   const int32_t dtype = p.tensor[TESSERA_Q].dtype;
   const bool is_wide = p.tensor[TESSERA_O].dtype != dtype;
   const void* kernel = reinterpret_cast<const void*>(&row_statistics_kernel<float, false>);
-  if (dtype == TESSERA_BF16) kernel = statistics_kernel<__nv_bfloat16>(is_wide);
-  if (dtype == TESSERA_FP16) kernel = statistics_kernel<__half>(is_wide);
+  if (dtype == TESSERA_BF16) kernel = statistics_kernel<__nv_bfloat16>(is_wide, below.has_value());
+  if (dtype == TESSERA_FP16) kernel = statistics_kernel<__half>(is_wide, below.has_value());
   return launch_kernel("row_statistics", kernel, grid, kThreads, 0, &args, stream);
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
+
 #include "core/status.h"
 #include "cuda/sm80/args.h"
 
@@ -16,9 +18,11 @@ struct Cleared {
 };
 
 // Queues what computes lse and delta of every row and head, clears `cleared` on the way, and tells
-// `order`, if it is not null, whether sequences overlap. Launches nothing if there are no rows.
+// `order`, if it is not null, whether sequences overlap. Launches nothing if there are no rows. below:
+// leaves tiles of kRowsOfStatistics rows out that have no row whose lse, a natural logarithm, is below
+// it; of 16 bits, o too.
 Status launch_row_statistics(const BackwardArgs& args, Cleared cleared, DqOrder* order,
-                             cudaStream_t stream);
+                             cudaStream_t stream, std::optional<float> below = {});
 
 // Queues dsink[h] = -sum over rows of exp(sink - lse) delta, and dalibi_slopes from slope_rows, as
 // far as they are asked for; with TESSERA_ACCUMULATE added to what they hold.
