@@ -62,6 +62,20 @@ TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
       "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 gaps=3 window=32,0",
       "fwd bf16 b=3 s=256 h=4 d=256 layout=thd lens=random:7 no_lse",
       "fwd bf16 b=2 sq=1 sk=300 hq=8 hk=2 d=128",
+      "bwd bf16 b=2 s=256 h=4 d=64",
+      "bwd bf16 b=2 s=250 hq=8 hk=2 d=72 causal",
+      "bwd fp16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 causal align=bottom_right",
+      "bwd bf16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 window=16,8 align=top_left",
+      "bwd bf16 b=2 sq=300 sk=100 h=2 d=64 causal align=top_left",
+      "bwd bf16 b=2 s=256 h=4 d=64 layout=bs3hd",
+      "bwd bf16 b=2 s=256 h=4 d=64 layout=sbhd",
+      "bwd bf16 b=2 s=256 h=4 d=256",
+      "bwd bf16 b=2 s=256 h=4 dqk=192 dv=128 causal",
+      "bwd bf16 b=3 s=250 hq=4 hk=2 d=40 lens=random:7",
+      "bwd bf16 b=3 sq=64 sk=256 h=4 d=64 lens=random:7 causal align=bottom_right",
+      "bwd bf16 b=3 s=256 hq=4 hk=2 d=64 layout=thd lens=random:7 gaps=3 causal",
+      "bwd fp16 b=3 s=256 h=4 dqk=192 dv=128 layout=thd lens=random:7 window=32,0",
+      "bwd bf16 b=3 sq=64 sk=256 hq=4 hk=1 d=128 layout=thd_bshd_bshd lens_k=random:7",
   };
   const CudnnRules rules;
   int taken = 0;
@@ -75,6 +89,43 @@ TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
     }
   }
   EXPECT_GT(taken, 50);
+}
+
+// The repair of dq, which makes the backward pass right, has been tried on sm90 alone.
+TEST(CudnnRules, TakeBackwardPassesOnHopper) {
+  const CudnnRules rules;
+  const auto reasons = [&](const char* text, int arch) {
+    const Support support = rules.supports(problem_of(text), {TESSERA_CUDA, 0, arch, 0});
+    return support ? std::string() : support.reasons().front().text;
+  };
+  EXPECT_EQ(reasons("bwd bf16 b=2 s=256 h=4 d=64", 90), "");
+  EXPECT_EQ(reasons("bwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7", 90), "");
+  EXPECT_EQ(reasons("bwd bf16 b=2 s=256 h=4 d=64", 100),
+            "pass=backward, arch=100: cuDNN's dq has been checked on sm90 alone, where it needs a "
+            "repair");
+  EXPECT_EQ(reasons("bwd bf16 b=2 s=256 h=4 d=64 deterministic", 90),
+            "deterministic=True: cuDNN's workspace is quadratic then, on sm90");
+  EXPECT_EQ(
+      reasons("bwd bf16 b=2 s=256 h=4 d=72 layout=thd lens=random:7", 90),
+      "head_dim_qk=72: must be a multiple of 16 beside packed sequences in the backward pass; "
+      "cuDNN's workspace is batch * tokens otherwise");
+  EXPECT_EQ(reasons("bwd bf16 b=2 s=256 h=4 d=72 lens=random:7", 90), "");
+}
+
+// Sums in the workspace are as long as the tokens, whatever the longest sequence is.
+TEST(CudnnRules, BackwardGraphsKnowTheTokens) {
+  const CudnnRules rules;
+  const auto shape = [&](const char* text) { return shape_of(rules.canonical(problem_of(text))); };
+  const Shape packed = shape("bwd bf16 b=3 s=200 h=4 d=64 layout=thd lens=200,150,100 longest");
+  EXPECT_TRUE(packed.backward);
+  EXPECT_EQ(packed.batch, 4);
+  EXPECT_EQ(packed.sq, 256);
+  EXPECT_EQ(packed.tokens_q, 512);
+  EXPECT_EQ(packed.tokens_k, 512);
+  const Shape padded = shape("bwd bf16 b=3 s=200 h=4 d=64 lens=200,150,100");
+  EXPECT_EQ(padded.sq, 200);
+  EXPECT_EQ(padded.tokens_q, 0);
+  EXPECT_EQ(shape("fwd bf16 b=3 s=200 h=4 d=64 layout=thd lens=200,150,100").tokens_q, 0);
 }
 
 // One graph for all lengths, scales and, packed, numbers of tokens of a bucket.

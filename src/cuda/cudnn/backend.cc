@@ -21,23 +21,33 @@ constexpr int64_t kAlignment = 256;  // of cuDNN's workspace
 // addresses, and folds the scale into exponents, as is_steep() says.
 bool takes_call(const Problem& problem, const Buffers& buffers) {
   constexpr uintptr_t kUnit = 16;
-  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O}) {
-    if (reinterpret_cast<uintptr_t>(buffers.data[index]) % kUnit != 0) return false;
+  for (const int index : {TESSERA_Q, TESSERA_K, TESSERA_V, TESSERA_O, TESSERA_DO, TESSERA_DQ,
+                          TESSERA_DK, TESSERA_DV}) {
+    const bool read = given(problem, index);
+    if (read && reinterpret_cast<uintptr_t>(buffers.data[index]) % kUnit != 0) return false;
   }
   return !is_steep(softmax_scale_of(problem, buffers));
 }
 
+// The natural logarithm of a row's sum below which cuDNN's dq is wrong or NaN (9.19 on sm90).
+constexpr float kLowLse = -80;
+
 class CudnnPlan final : public Plan {
  public:
-  // fallback: runs the calls that takes_call() refuses.
+  // fallback: runs the calls that takes_call() refuses. repair: makes dq of a backward pass again in
+  // tiles with a row below kLowLse.
   CudnnPlan(const Shape& shape, std::unique_ptr<Graph> graph, Handle& handle,
-            std::unique_ptr<Plan> fallback)
-      : shape_(shape), graph_(std::move(graph)), handle_(handle), fallback_(std::move(fallback)) {}
+            std::unique_ptr<Plan> fallback, std::unique_ptr<Plan> repair)
+      : shape_(shape),
+        graph_(std::move(graph)),
+        handle_(handle),
+        fallback_(std::move(fallback)),
+        repair_(std::move(repair)) {}
 
   int64_t workspace_bytes(const Problem& problem, int num_threads) const override {
     const Params params = params_of(problem, nominal_buffers(problem));
     Workspace workspace;
-    (void)take(workspace, params);
+    (void)take(workspace, params, problem);
     return std::max(workspace.bytes(), fallback_->workspace_bytes(problem, num_threads));
   }
 
@@ -49,41 +59,71 @@ class CudnnPlan final : public Plan {
     TESSERA_RETURN_IF_ERROR(report_checks(problem, buffers, stream));
     const Params params = params_of(problem, buffers);
     Workspace workspace(buffers.workspace);
-    Pieces pieces = take(workspace, params);
-    pieces.pointers.q = buffers.data[TESSERA_Q];
-    pieces.pointers.k = buffers.data[TESSERA_K];
-    pieces.pointers.v = buffers.data[TESSERA_V];
-    pieces.pointers.o = buffers.data[TESSERA_O];
-    if (!shape_.ragged) pieces.pointers.stats = buffers.data[TESSERA_LSE];
-    if (shape_.ragged) {
-      TESSERA_RETURN_IF_ERROR(queue_lengths(params, shape_, pieces.pointers, stream));
-    }
+    Pieces pieces = take(workspace, params, problem);
+    Pointers& p = pieces.pointers;
+    p.q = buffers.data[TESSERA_Q];
+    p.k = buffers.data[TESSERA_K];
+    p.v = buffers.data[TESSERA_V];
+    p.o = buffers.data[TESSERA_O];
+    if (shape_.ragged) TESSERA_RETURN_IF_ERROR(queue_lengths(params, shape_, p, stream));
+    if (shape_.backward) return run_backward(problem, buffers, device, params, pieces);
+    if (!shape_.ragged) p.stats = buffers.data[TESSERA_LSE];
     TESSERA_RETURN_IF_ERROR(run_graph(pieces, params.softmax_scale, stream));
     if (!shape_.ragged) return {};
-    return queue_rest(params, static_cast<const float*>(pieces.pointers.stats), stream);
+    return queue_rest(params, static_cast<const float*>(p.stats), stream);
   }
 
  private:
   struct Pieces {
     void* graph;
+    void* repair;
     Pointers pointers;
   };
 
-  Pieces take(Workspace& workspace, const Params& params) const {
+  Pieces take(Workspace& workspace, const Params& params, const Problem& problem) const {
     Pieces pieces{};
     pieces.graph = workspace.take<char>(graph_->workspace_bytes(), kAlignment);
-    if (!shape_.ragged) return pieces;
     Pointers& p = pieces.pointers;
+    if (shape_.backward) {
+      pieces.repair = workspace.take<char>(repair_->workspace_bytes(problem, 0), kAlignment);
+    }
+    if (shape_.backward || (shape_.ragged && shape_.has_stats)) {
+      p.stats = workspace.take<float>(Count{stats_rows(params)} * params.hq, kAlignment);
+    }
+    if (!shape_.ragged) return pieces;
     for (void** lengths : {&p.len_q, &p.len_k}) {
       *lengths = workspace.take<int32_t>(shape_.batch, kAlignment);
     }
     for (void** offsets : {&p.offset_q, &p.offset_k, &p.offset_v, &p.offset_o}) {
       *offsets = workspace.take<int64_t>(shape_.batch + 1, kAlignment);
     }
-    if (!shape_.writes_stats) return pieces;
-    p.offset_stats = workspace.take<int64_t>(shape_.batch + 1, kAlignment);
-    p.stats = workspace.take<float>(Count{stats_rows(params)} * params.hq, kAlignment);
+    if (shape_.has_stats) {
+      p.offset_stats = workspace.take<int64_t>(shape_.batch + 1, kAlignment);
+    }
+    if (!shape_.backward) return pieces;
+    for (void** offsets :
+         {&p.offset_grad_o, &p.offset_grad_q, &p.offset_grad_k, &p.offset_grad_v}) {
+      *offsets = workspace.take<int64_t>(shape_.batch + 1, kAlignment);
+    }
     return pieces;
+  }
+
+  // Behind the lengths.
+  Status run_backward(const Problem& problem, const Buffers& buffers, const Device& device,
+                      const Params& params, Pieces& pieces) const {
+    const auto stream = static_cast<cudaStream_t>(buffers.stream);
+    Pointers& p = pieces.pointers;
+    p.grad_o = buffers.data[TESSERA_DO];
+    p.grad_q = buffers.data[TESSERA_DQ];
+    p.grad_k = buffers.data[TESSERA_DK];
+    p.grad_v = buffers.data[TESSERA_DV];
+    TESSERA_RETURN_IF_ERROR(queue_stats(params, shape_, static_cast<float*>(p.stats), stream));
+    TESSERA_RETURN_IF_ERROR(run_graph(pieces, params.softmax_scale, stream));
+    Buffers of_repair = buffers;
+    of_repair.workspace = pieces.repair;
+    of_repair.workspace_bytes = repair_->workspace_bytes(problem, 0);
+    TESSERA_RETURN_IF_ERROR(repair_->run(problem, of_repair, device));
+    return shape_.ragged ? queue_rest_of_gradients(params, stream) : Status();
   }
 
   // A handle has one stream at a time.
@@ -96,14 +136,26 @@ class CudnnPlan final : public Plan {
   const Shape shape_;
   const std::unique_ptr<Graph> graph_;
   Handle& handle_;
-  const std::unique_ptr<Plan> fallback_;
+  const std::unique_ptr<Plan> fallback_, repair_;
 };
 
-// What a forward pass may want beside its tensors: splits of the keys, in fp32.
+// What a pass may want beside its tensors, in fp32: splits of the keys; backward, sums of dq, and of
+// dk and dv for each query head, with the strides of the gradients.
 int64_t most_workspace(const Shape& s) {
-  constexpr int64_t kSplits = 32, kFixed = int64_t{16} << 20;
-  const Count rows = Count{s.batch} * s.hq * s.sq;
-  return (rows * (s.dv + 4) * (kSplits * 4) + kFixed).value();
+  constexpr int64_t kSplits = 32, kFixed = int64_t{16} << 20, kSums = 8;
+  if (!s.backward) {
+    const Count rows = Count{s.batch} * s.hq * s.sq;
+    return (rows * (s.dv + 4) * (kSplits * 4) + kFixed).value();
+  }
+  const auto tokens = [&](int64_t packed, int64_t padded) {
+    constexpr int64_t kTile = 128;
+    return packed > 0 ? Count{packed} : Count{s.batch} * ((padded + kTile - 1) / kTile * kTile);
+  };
+  const int64_t row = std::max(s.grad_q[2], s.hq * s.dqk),
+                key = (s.hq / s.hk) *
+                      (std::max(s.grad_k[2], s.hk * s.dqk) + std::max(s.grad_v[2], s.hk * s.dv));
+  const Count sums = tokens(s.tokens_q, s.sq) * (row + 4 * s.hq) + tokens(s.tokens_k, s.sk) * key;
+  return (sums * kSums + kFixed).value();
 }
 
 class CudnnBackend final : public CudnnRules {
@@ -126,6 +178,12 @@ class CudnnBackend final : public CudnnRules {
     TESSERA_RETURN_IF_ERROR(scope.status());
     auto fallback = general_backend().plan(general_backend().canonical(canonical), device);
     if (!fallback.ok()) return fallback;
+    std::unique_ptr<Plan> repair;
+    if (is_backward(canonical)) {
+      auto of_low_rows = plan_dq_of_low_rows(canonical, device, kLowLse);
+      if (!of_low_rows.ok()) return of_low_rows;
+      repair = std::move(of_low_rows).value();
+    }
     const Result<Handle*> handle = handle_of(device.ordinal);
     if (!handle.ok()) return handle.status();
     const Shape shape = shape_of(canonical);
@@ -137,8 +195,9 @@ class CudnnBackend final : public CudnnRules {
                                          std::to_string(graph.value()->workspace_bytes()) +
                                          " bytes is not O(tokens)");
     }
-    return std::unique_ptr<Plan>(std::make_unique<CudnnPlan>(
-        shape, std::move(graph).value(), *handle.value(), std::move(fallback).value()));
+    return std::unique_ptr<Plan>(
+        std::make_unique<CudnnPlan>(shape, std::move(graph).value(), *handle.value(),
+                                    std::move(fallback).value(), std::move(repair)));
   }
 
  protected:

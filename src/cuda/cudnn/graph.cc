@@ -5,6 +5,7 @@
 #include <cudnn_frontend.h>
 
 #include <exception>
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +26,10 @@ enum Uid : int64_t {
   kO,
   kScale,
   kStats,
+  kGradO,
+  kGradQ,
+  kGradK,
+  kGradV,
   kLenQ,
   kLenK,
   kOffsetQ,
@@ -32,6 +37,10 @@ enum Uid : int64_t {
   kOffsetV,
   kOffsetO,
   kOffsetStats,
+  kOffsetGradO,
+  kOffsetGradQ,
+  kOffsetGradK,
+  kOffsetGradV,
   kUids
 };
 
@@ -59,15 +68,18 @@ class SdpaGraph final : public Graph {
   Status run(void* handle, const Pointers& p, float softmax_scale, void* workspace) const override {
     void* pointers[kUids];
     int count = 0;
-    for (void* pointer : {p.q, p.k, p.v, p.o, static_cast<void*>(&softmax_scale)}) {
-      pointers[count++] = pointer;
-    }
-    if (shape_.writes_stats) pointers[count++] = p.stats;
+    const auto put = [&](std::initializer_list<void*> more) {
+      for (void* pointer : more) pointers[count++] = pointer;
+    };
+    put({p.q, p.k, p.v, p.o, &softmax_scale});
+    if (shape_.has_stats) put({p.stats});
+    if (shape_.backward) put({p.grad_o, p.grad_q, p.grad_k, p.grad_v});
     if (shape_.ragged) {
-      for (void* pointer : {p.len_q, p.len_k, p.offset_q, p.offset_k, p.offset_v, p.offset_o}) {
-        pointers[count++] = pointer;
+      put({p.len_q, p.len_k, p.offset_q, p.offset_k, p.offset_v, p.offset_o});
+      if (shape_.has_stats) put({p.offset_stats});
+      if (shape_.backward) {
+        put({p.offset_grad_o, p.offset_grad_q, p.offset_grad_k, p.offset_grad_v});
       }
-      if (shape_.writes_stats) pointers[count++] = p.offset_stats;
     }
     try {
       fe::error_t error =
@@ -123,16 +135,42 @@ class SdpaGraph final : public Graph {
     const TensorPtr q = input(kQ, "q", type, {s.batch, s.hq, s.sq, s.dqk}, s.q, kOffsetQ);
     const TensorPtr k = input(kK, "k", type, {s.batch, s.hk, s.sk, s.dqk}, s.k, kOffsetK);
     const TensorPtr v = input(kV, "v", type, {s.batch, s.hk, s.sk, s.dv}, s.v, kOffsetV);
+    const std::vector<int64_t> rows_of_o{s.batch, s.hq, s.sq, s.dv},
+        stats_dim{s.batch, s.hq, s.sq, 1};
+    if (!s.backward) {
+      auto options = fe::graph::SDPA_attributes().set_generate_stats(s.has_stats);
+      set_options(options);
+      auto [o, stats] = graph_.sdpa(q, k, v, options);
+      set_output(o, kO, type, rows_of_o, s.o, kOffsetO, "o");
+      if (s.has_stats) {
+        set_output(stats, kStats, fe::DataType_t::FLOAT, stats_dim, s.stats, kOffsetStats, "stats");
+      }
+      return;
+    }
+    const TensorPtr o = input(kO, "o", type, rows_of_o, s.o, kOffsetO);
+    const TensorPtr stats =
+        input(kStats, "stats", fe::DataType_t::FLOAT, stats_dim, s.stats, kOffsetStats);
+    const TensorPtr grad_o = input(kGradO, "do", type, rows_of_o, s.grad_o, kOffsetGradO);
+    auto options = fe::graph::SDPA_backward_attributes();
+    set_options(options);
+    // Otherwise each sequence has sums in the workspace as long as the longest one's.
+    if (s.tokens_q > 0) options.set_max_total_seq_len_q(s.tokens_q);
+    if (s.tokens_k > 0) options.set_max_total_seq_len_kv(s.tokens_k);
+    auto [dq, dk, dv] = graph_.sdpa_backward(q, k, v, o, grad_o, stats, options);
+    set_output(dq, kGradQ, type, {s.batch, s.hq, s.sq, s.dqk}, s.grad_q, kOffsetGradQ, "dq");
+    set_output(dk, kGradK, type, {s.batch, s.hk, s.sk, s.dqk}, s.grad_k, kOffsetGradK, "dk");
+    set_output(dv, kGradV, type, {s.batch, s.hk, s.sk, s.dv}, s.grad_v, kOffsetGradV, "dv");
+  }
+
+  // What both passes are told: scale, band and lengths.
+  template <typename Options>
+  void set_options(Options& options) {
+    const Shape& s = shape_;
     const TensorPtr scale =
         tensor(kScale, "scale", fe::DataType_t::FLOAT, {1, 1, 1, 1}, {1, 1, 1, 1});
     scale->set_is_pass_by_value(true);
-    auto options =
-        fe::graph::SDPA_attributes()
-            .set_name("sdpa")
-            .set_generate_stats(s.writes_stats)
-            .set_attn_scale(scale)
-            .set_diagonal_alignment(s.bottom_right ? fe::DiagonalAlignment_t::BOTTOM_RIGHT
-                                                   : fe::DiagonalAlignment_t::TOP_LEFT);
+    options.set_name("sdpa").set_attn_scale(scale).set_diagonal_alignment(
+        s.bottom_right ? fe::DiagonalAlignment_t::BOTTOM_RIGHT : fe::DiagonalAlignment_t::TOP_LEFT);
     // cuDNN's left bound is the first distance that is hidden.
     if (s.left >= 0) options.set_diagonal_band_left_bound(static_cast<int>(s.left + 1));
     if (s.right >= 0) options.set_diagonal_band_right_bound(static_cast<int>(s.right));
@@ -143,12 +181,6 @@ class SdpaGraph final : public Graph {
       options.set_padding_mask(true)
           .set_seq_len_q(lengths(kLenQ, "lengths of q"))
           .set_seq_len_kv(lengths(kLenK, "lengths of k"));
-    }
-    auto [o, stats] = graph_.sdpa(q, k, v, options);
-    set_output(o, kO, type, {s.batch, s.hq, s.sq, s.dv}, s.o, kOffsetO, "o");
-    if (s.writes_stats) {
-      set_output(stats, kStats, fe::DataType_t::FLOAT, {s.batch, s.hq, s.sq, 1}, s.stats,
-                 kOffsetStats, "stats");
     }
   }
 

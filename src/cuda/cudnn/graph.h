@@ -12,13 +12,18 @@ namespace tessera::cuda::cudnn {
 
 // What a graph depends on. Strides are of the axes [b, h, s, d], in elements.
 struct Shape {
+  bool backward;
   int32_t dtype;  // TESSERA_BF16 or TESSERA_FP16
   int64_t batch, hq, hk, sq, sk, dqk, dv;
+  // Of the backward pass: tokens of a packed side, as long as which its sums in the workspace are; 0:
+  // the side is not packed.
+  int64_t tokens_q, tokens_k;
   int64_t q[4], k[4], v[4], o[4], stats[4];
+  int64_t grad_o[4], grad_q[4], grad_k[4], grad_v[4];
   // Sequences have lengths of their own and begin at offsets that are read on the device; the
   // strides of the batch mean nothing then.
   bool ragged;
-  bool writes_stats;
+  bool has_stats;       // the forward pass writes them, the backward pass reads them
   bool bottom_right;    // where the diagonal is
   int64_t left, right;  // what a query sees beside the diagonal; -1: all
 };
@@ -26,10 +31,12 @@ struct Shape {
 // Device memory of a call. Lengths and offsets are read of a ragged shape.
 struct Pointers {
   void *q, *k, *v, *o;
-  void* stats;          // fp32: the natural logarithm of a row's sum
+  void* stats;  // fp32: the natural logarithm of a row's sum
+  void *grad_o, *grad_q, *grad_k, *grad_v;
   void *len_q, *len_k;  // int32 [batch]
   // int64 [batch + 1]: the element where each sequence begins
   void *offset_q, *offset_k, *offset_v, *offset_o, *offset_stats;
+  void *offset_grad_o, *offset_grad_q, *offset_grad_k, *offset_grad_v;
 };
 
 class Graph {

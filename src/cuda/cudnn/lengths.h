@@ -24,4 +24,12 @@ Status queue_lengths(const Params& params, const Shape& shape, const Pointers& p
 // no key, of padding, of gaps and of the tail, o = 0 and lse = -inf.
 Status queue_rest(const Params& params, const float* stats, cudaStream_t stream);
 
+// Before the backward pass: queues the kernel that writes the caller's lse to stats, as the graph of
+// `shape` has them. Rows of an lse of -inf get 0, so that their weights are e^(-inf - 0), and not NaN.
+Status queue_stats(const Params& params, const Shape& shape, float* stats, cudaStream_t stream);
+
+// Behind it: queues the kernels that clear dq of rows that see no key, dk and dv of keys that no row
+// sees, and what lies in padding, gaps and tails.
+Status queue_rest_of_gradients(const Params& params, cudaStream_t stream);
+
 }  // namespace tessera::cuda::cudnn
