@@ -337,7 +337,7 @@ static void texts(void) {
   const tessera_problem p = forward_problem();
   const tessera_device hopper = {TESSERA_CUDA, 0, 90, 0};
   tessera_error e = new_error();
-  char text[8192], few[8];
+  char text[16384], few[8];
   int64_t needed = tessera_explain(&p, NULL, &kCpu, text, sizeof text, &e);
   CHECK(needed == (int64_t)strlen(text) + 1);
   CHECK(strstr(text, "\"backend\": \"cpu\"") != NULL);

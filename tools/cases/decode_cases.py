@@ -67,8 +67,8 @@ def prompts():
     types = cycle(("bf16", "fp16"))
     bottom_right = {"causal": True, "align": "bottom_right"}
     # Boxes of every height: pages of many to a block, of one, of several blocks.
-    pages = ((8, 300, "300,9,0"), (16, 300, "300,1,129"), (32, 140, "140,128,33"), (64, 500, "500,65,64"),
-             (128, 300, "300,129,7"), (256, 600, "600,257,10"))
+    pages = ((1, 300, "300,9,0"), (7, 290, "290,77,1"), (8, 300, "300,9,0"), (16, 300, "300,1,129"),
+             (32, 140, "140,128,33"), (64, 500, "500,65,64"), (128, 300, "300,129,7"), (256, 600, "600,257,10"))
     for d, (page, sk, lens) in product((64, 128, 256), pages):
         for sq, heads in ((200, {"hq": 4, "hk": 2}), (50, {"hq": 8, "hk": 2}), (129, {"h": 1})):
             yield line("fwd", dtype=next(types), b=3, sq=sq, sk=sk, **heads, d=d, page=page, lens_k=lens,
@@ -100,6 +100,32 @@ def prompts():
                                        {"window": "40,9", "align": "top_left", "max_logit": True},
                                        {"sink": "learnable", "lens_q": "50,3,0"})):
         yield line("fwd", dtype=next(types), b=3, sq=50, sk=300, hq=6, hk=3, d=d, **more, poison=True)
+
+
+def parts():
+    """Few tiles and many keys, which are cut into parts: of unlike lengths, of none, with pages and without."""
+    types = cycle(("bf16", "fp16"))
+    bottom_right = {"causal": True, "align": "bottom_right"}
+    bands = cycle((bottom_right, {}, {"sink": "learnable"}))
+    for d, page in product((64, 128, 256), (None, 16, 128, 1)):
+        for sq, heads in ((40, {"hq": 4, "hk": 2}), (100, {"hq": 2, "hk": 1}), (70, {"h": 1})):
+            yield line("fwd", dtype=next(types), b=1, sq=sq, sk=4000, **heads, d=d, page=page, layout=next(_LAYOUTS),
+                       **next(bands), poison=True)
+        yield line("fwd", dtype=next(types), b=4, sq=33, sk=3000, hq=4, hk=2, d=d, page=page, lens_k="3000,0,300,1111",
+                   lens_q="33,5,0,20", sink="learnable", max_logit=True, poison=True)
+        yield line("fwd", dtype=next(types), b=3, sq=129, sk=3000, h=2, d=d, page=page, lens_k="3000,9,2049",
+                   lens_q="129,70,3", **bottom_right, poison=True)
+    for dims in ({"d": 80}, {"d": 40}, {"dqk": 192, "dv": 128}, {"dqk": 40, "dv": 16}):
+        yield line("fwd", dtype=next(types), b=1, sq=50, sk=5000, hq=4, hk=2, **dims, page=64, **bottom_right,
+                   poison=True)
+        yield line("fwd", dtype=next(types), b=1, sq=300, sk=5000, hq=3, hk=1, **dims, sink="off_by_one", poison=True)
+    # Packed queries: prompts beside decoding steps, whose rows the merging must leave alone.
+    for hq, hk, d in ((8, 2, 128), (4, 1, 64)):
+        yield line("fwd", dtype=next(types), b=5, sq=80, sk=4000, hq=hq, hk=hk, d=d, layout="paged_kv_thd_bshd_bshd",
+                   lens_q="1,80,0,2,60", lens_k="4000,3333,17,2600,128", page=16, gaps=5, sink="learnable",
+                   **bottom_right, poison=True)
+        yield line("fwd", dtype=next(types), b=2, sq=128, sk=2300, hq=hq, hk=hk, d=d, layout="thd_bshd_bshd", gaps=5,
+                   lens_q="128,3", lens_k="2300,2000", **bottom_right, poison=True)
 
 
 def latent(full):

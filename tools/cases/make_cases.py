@@ -588,7 +588,8 @@ def smoke():
 
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
-                    scores(), decode(False), decode_cases.stream(), decode_cases.prompts(), decode_cases.latent(False),
+                    scores(), decode(False), decode_cases.stream(), decode_cases.prompts(),
+                    decode_cases.parts(), decode_cases.latent(False),
                     decode_cases.few_rows_of_fp8(), other_dtypes(),
                     parts(), shards(), positions(),
                     windows(),

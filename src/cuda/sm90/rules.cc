@@ -6,7 +6,6 @@
 #include <string>
 
 #include "core/choose/unbuilt.h"
-#include "core/count.h"
 #include "core/mask/sequence.h"
 #include "cuda/common/rules/arguments.h"
 #include "cuda/sm90/backward/choice.h"
@@ -157,43 +156,21 @@ void require_no_origin(Support& support, const Problem& p) {
   }
 }
 
-// Few queries live on loads: a CTA here owns rows of one head and reads the keys for them alone,
-// where cuda_sm80 packs the heads of a group and splits the keys (b=64 hq=32 hk=4, one query, 8k
-// keys of d=128 on an H200: 1.47 ms here, 0.27 ms there).
+// Few queries live on loads: a CTA here reads the keys for its rows of one head or two, where
+// cuda_sm80 packs the heads of a group. Lean problems cut the keys here as well, and gain from nine
+// queries on (b=1 hq=32 hk=8, 16 queries on 8k keys of d=128 in pages on an H200: 32 us here, 66
+// there; b=4 hq=64 hk=4, four: 99 and 64), or where there is little to pack (one query of 64 heads on
+// one: 34 and 156).
 std::string yields_few_queries(const Problem& p) {
-  constexpr int64_t kDecodeQueries = 16;
+  constexpr int64_t kDecodeQueries = 16, kDecodeQueriesOfPairs = 8, kFewUnits = 4;
+  const Sizes s = sizes_of(p);
   const int64_t queries = most_queries(p);
-  if (queries > kDecodeQueries) return {};
-  return "sq=" + std::to_string(queries) + ": cuda_sm80 decodes up to " +
-         std::to_string(kDecodeQueries) + " queries faster";
-}
-
-// Few row tiles and many keys: a tile's keys are one CTA's work here and most multiprocessors idle,
-// where cuda_sm80 splits them (docs/kernels/sm90_forward.md has the crossover). Measured without
-// features; batch-invariant problems must not depend on the number of tiles, nor are they split.
-std::string yields_few_tiles(const Problem& p) {
-  constexpr int64_t kFewTiles = 32, kRows = 128, kManyKeys = 8192, kMostHeadDim = 128;
-  const Sizes s = sizes_of(p);
-  const bool splits = !has(p, TESSERA_BATCH_INVARIANT) && !shapes_scores(p) && !is_thd_k(p) &&
-                      band_rule_of<int64_t>(p).window.left < 0 &&
-                      std::max(s.dqk, s.dv) <= kMostHeadDim;
-  const int64_t tiles = (most_queries(p) + kRows - 1) / kRows * s.hq * s.batch;
-  if (!splits || tiles > kFewTiles || s.sk < kManyKeys) return {};
-  return "sk=" + std::to_string(s.sk) + ": cuda_sm80 splits the keys and is faster from " +
-         std::to_string(kManyKeys) + " on where batch, heads and queries make " +
-         std::to_string(tiles) + " tiles of 128 rows";
-}
-
-// The same of pages. A tile takes 12 ns a key here, whatever its rows (d128, H200); cuda_sm80, which
-// splits the keys, 7 ns a key for each 1024 rows, and some 35 us beside.
-std::string yields_few_rows(const Problem& p) {
-  constexpr int64_t kFewRows = 1024, kManyKeys = 8192;
-  const Sizes s = sizes_of(p);
-  const Count rows = Count{most_queries(p)} * s.hq * s.batch;
-  if (Count{kFewRows} < rows || s.sk < kManyKeys) return {};
-  return "sk=" + std::to_string(s.sk) + ": cuda_sm80 splits the keys and is faster from " +
-         std::to_string(kManyKeys) + " on where batch, heads and queries make " +
-         std::to_string(rows.value()) + " rows";
+  const bool has_pairs =
+      !shapes_scores(p) && !has(p, TESSERA_BATCH_INVARIANT) && s.group() % 2 == 0;
+  const int64_t most = has_pairs ? kDecodeQueriesOfPairs : kDecodeQueries;
+  if (queries > most || (has_pairs && s.batch * s.hk < kFewUnits)) return {};
+  return "sq=" + std::to_string(queries) + ": cuda_sm80 decodes up to " + std::to_string(most) +
+         " queries faster";
 }
 
 void append(std::string& names, const char* name) {
@@ -271,9 +248,7 @@ Support Sm90Rules::supports(const Problem& p, const Device& device) const {
 
 std::string Sm90Rules::yields(const Problem& p, const Device&) const {
   if (is_backward(p) || multiplies_fp8(p) || runs_in_mla(p) || runs_in_decode(p)) return {};
-  if (reads_pages(p)) return yields_few_rows(p);
-  std::string why = yields_few_queries(p);
-  return why.empty() ? yields_few_tiles(p) : why;
+  return yields_few_queries(p);
 }
 
 // Answers for a call whose tensors TMA can address (machine/readable.h), as far as addresses tell;

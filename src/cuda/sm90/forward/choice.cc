@@ -27,6 +27,21 @@ int most_keys_of_short(uint32_t features) {
   return 2048;
 }
 
+// Whether 32 bits count the units of 16 bytes from a pool's begin.
+bool has_rows(const Problem& problem) {
+  constexpr int64_t kMost = int64_t{1} << 32, kElements = 8;
+  for (const int index : {TESSERA_K, TESSERA_V}) {
+    const Tensor& pool = problem.tensor[index];
+    const Count units = Count{pool.extent[0]} * (pool.stride[0] / kElements) +
+                        Count{pool.extent[1]} * (pool.stride[1] / kElements);
+    if (pool.extent[0] == 0 || !(units < Count{kMost})) return false;
+  }
+  return true;
+}
+
+// Of the longest sequence.
+int queries_of(const Params& p) { return p.thd_q ? p.longest_q : p.sq; }
+
 }  // namespace
 
 const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, int64_t dqk,
@@ -36,7 +51,7 @@ const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, i
     const ForwardTile& tile = kernel.tile;
     const bool knows = (needs.features & ~kernel.features) == 0 &&
                        (tile.loads_bias || !needs.loads_bias) && tile.pages == needs.pages &&
-                       tile.heads == needs.heads;
+                       tile.heads == needs.heads && tile.parts == needs.parts;
     if (!knows || kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
     if (tile.consumers > most_consumers) continue;
     if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
@@ -61,13 +76,43 @@ bool reads_pages(const Problem& problem) {
   const Sizes s = sizes_of(problem);
   const ForwardKernel* kernel =
       find_forward_kernel({.features = kLean, .pages = true}, dtype, s.dqk, s.dv);
-  return plain && kernel && has_whole_boxes(problem, kernel->tile.tile_n);
+  return plain && kernel && (keys_of_boxes(problem, kernel->tile) > 0 || has_rows(problem));
+}
+
+int keys_of_boxes(const Problem& problem, const ForwardTile& tile) {
+  return has_whole_boxes(problem, tile.tile_n) ? keys_of_box(problem, tile.tile_n) : 0;
 }
 
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale) {
   const Sizes s = sizes_of(problem);
   return *find_forward_kernel(needs_of(problem, bias, scale), problem.tensor[TESSERA_Q].dtype,
                               s.dqk, s.dv);
+}
+
+// What takes the least time on an H200: 12 ns a key and tile of 128 rows and columns, all
+// multiprocessors at a time, 3 us for what a tile has beside its keys, and 5 us to merge. A gain that is
+// small is none: lengths may be shorter.
+int parts_of_tile(const Params& p, const ForwardTile& tile, int multiprocessors) {
+  constexpr double kKey = 12e-3, kTile = 3, kMerge = 5;  // us
+  constexpr double kGain = 1.2;
+  constexpr int kMost = 32, kLeastKeys = 256, kManyKeys = 2;
+  if (!tile.parts || p.thd_k || p.flags & TESSERA_BATCH_INVARIANT) return 1;
+  // Elsewhere a band leaves few keys to many tiles.
+  const bool has_diagonal = p.window.right >= 0;
+  if (p.window.left >= 0 || (has_diagonal && int64_t{queries_of(p)} * kManyKeys > p.sk)) return 1;
+  const int64_t tiles =
+      num_tile_slots(p.thd_q, p.sq, p.batch, tile.tile_m()) * int64_t{p.hq / tile.heads};
+  const int keys = has_diagonal && !p.bottom_right ? queries_of(p) : p.sk;
+  const double of_keys = kKey * keys * (tile.dqk + tile.dv) / 256;
+  const auto time = [&](int parts) {
+    const int64_t rounds = (tiles * parts + multiprocessors - 1) / multiprocessors;
+    return rounds * (of_keys / parts + kTile) + (parts > 1 ? kMerge : 0);
+  };
+  int best = 1;
+  for (int parts = 2; parts <= kMost && int64_t{parts} * kLeastKeys <= keys; ++parts) {
+    if (time(parts) < time(best) / (best == 1 ? kGain : 1)) best = parts;
+  }
+  return best;
 }
 
 // The row of the table with the same features and head dims and as many rows a tile as suit the
@@ -104,9 +149,12 @@ const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int m
   }
   // A tile of one head would be half empty.
   constexpr int kRowsOfConsumer = 64;
-  const int queries = p.thd_q ? p.longest_q : p.sq;
-  if (queries <= kRowsOfConsumer && p.group % 2 == 0) {
-    if (const ForwardKernel* pairs = row(kConsumersOfLowTile, 2)) return *pairs;
+  const int heads = queries_of(p) <= kRowsOfConsumer && p.group % 2 == 0 ? 2 : 1;
+  const ForwardKernel* const cut = find_forward_kernel(
+      {tall.features, tile.loads_bias, tile.pages, heads, true}, tall.dtype, tile.dqk, tile.dv);
+  if (cut && parts_of_tile(p, cut->tile, multiprocessors) > 1) return *cut;
+  if (const ForwardKernel* pairs = heads > 1 ? row(kConsumersOfLowTile, heads) : nullptr) {
+    return *pairs;
   }
   return low && (is_short || tiles(tall) < multiprocessors) ? *low : tall;
 }

@@ -14,6 +14,7 @@ struct ForwardNeeds {
   bool loads_bias = false;  // the bias is one that TMA cannot read
   bool pages = false;       // keys and values lie in pages
   int heads = 1;            // of a tile
+  bool parts = false;       // of a tile's keys
 };
 
 // The kernel that knows these and has the least head dims of those that hold these; the first such
@@ -28,12 +29,17 @@ constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
 // elements, or null.
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale);
 
-// True of a forward pass over pages that a row of the table reads by boxes: keys and values of q's
+// True of a forward pass over pages that a row of the table reads: keys and values of q's
 // type, without features, and no sum whose order must not depend on how a prompt is cut.
 bool reads_pages(const Problem& problem);
+// The keys of a box of such a problem; 0: rows are copied one by one.
+int keys_of_boxes(const Problem& problem, const ForwardTile& tile);
 
 // The row with the same features and head dims and as many rows a tile as suit the problem.
 const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors);
+
+// Into how many parts the keys of each tile are cut in such a row; 1: they are not.
+int parts_of_tile(const Params& p, const ForwardTile& tile, int multiprocessors);
 
 // The kernel of 128 columns, for head dims of 65 to 96 that have one of their own: with_rows() takes it
 // where sequences are short under a diagonal. Null for other head dims.

@@ -377,8 +377,8 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     work_ring.advance();
     more = next_tile();
     const auto here = k_ring.next();
-    const Output<Element> output{a.problem, works[done.stage], head_of<Forward>(w)};
-    typename Output<Element>::Rows rows;
+    const Output<Result> output{a.problem, works[done.stage], head_of<Forward>(w)};
+    typename Output<Result>::Rows rows;
     if (more) {
       if (kFeatures == 0 && kLooksAhead) start_tile();
       load_q();
@@ -416,7 +416,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
 
     if constexpr (kTile.o_by_tma) {
       const int stage = q_ring.stage ^ 1;  // of this tile's queries: the ring is one ahead
-      Output<Element>::template stage<QTile>(shared.q(w, stage), rows.factor, thread, O);
+      Output<Result>::template stage<QTile>(shared.q(w, stage), rows.factor, thread, O);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(q_barriers.empty(stage));
     }

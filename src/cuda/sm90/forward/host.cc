@@ -22,6 +22,7 @@ namespace tessera::cuda::sm90 {
 namespace {
 
 constexpr int kRowsOfConsumer = 64;
+constexpr int kUnit = 16;  // bytes of an access
 // Heads that stand side by side in the order of tiles: as many as have the keys and values that a
 // row sees in this much of the L2 (docs/lab/2026-11-22-sm90-forward.md). Few heads would keep too
 // many of the long tiles in few hands where CTAs ask for tiles long before they need them.
@@ -40,7 +41,8 @@ class ForwardPlan final : public Plan {
     int64_t most = fallback_->workspace_bytes(problem, num_threads);
     for (const void* bias : {static_cast<const void*>(nullptr), misaligned}) {
       Workspace workspace;
-      take_workspace(problem, tall_kernel_of(problem, bias, 1).tile, workspace);
+      const ForwardKernel& tall = tall_kernel_of(problem, bias, 1);
+      take_workspace(problem, tall.tile, parts_for(problem, tall), workspace);
       if (const DecodeKernel* steps = reads_pages(problem) ? kernel_of_steps(problem) : nullptr) {
         take_workspace_of_steps(problem, *steps, multiprocessors_, workspace);
       }
@@ -66,7 +68,8 @@ class ForwardPlan final : public Plan {
       TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, reach, &a.o));
     }
     Workspace workspace(buffers.workspace);
-    const Pieces pieces = take_workspace(problem, kernel.tile, workspace);
+    const int parts = parts_of_tile(a.problem, kernel.tile, multiprocessors_);
+    const Pieces pieces = take_workspace(problem, kernel.tile, parts, workspace);
     const DecodeKernel* const steps = kernel.tile.pages ? kernel_of_steps(problem) : nullptr;
     if (steps) a.step_queries = static_cast<int>(queries_of_step(problem, *steps));
     const int workers = multiprocessors_for(buffers, multiprocessors_) * kernel.tile.ctas;
@@ -83,20 +86,36 @@ class ForwardPlan final : public Plan {
                                             pieces.segments, a, stream));
     }
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    TESSERA_RETURN_IF_ERROR(launch_overlapping(
-        kernel.name, kernel.code->function, dim3(static_cast<unsigned>(std::min(a.tiles, workers))),
-        kernel.tile.threads(), kernel.code->shared_bytes, &a, stream));
+    const MergeLaunch merge = cut_into_parts(pieces, parts, workers, a);
+    const int64_t ctas = std::min<int64_t>(int64_t{a.tiles} * parts, workers);
+    TESSERA_RETURN_IF_ERROR(
+        launch_overlapping(kernel.name, kernel.code->function, dim3(static_cast<unsigned>(ctas)),
+                           kernel.tile.threads(), kernel.code->shared_bytes, &a, stream));
+    if (parts > 1) TESSERA_RETURN_IF_ERROR(launch_merge(merge, stream));
     return steps ? run_steps(problem, buffers, *steps, multiprocessors_, workspace) : Status();
   }
 
  private:
+  // What a call of these shapes has, whatever its addresses.
+  int parts_for(const Problem& problem, const ForwardKernel& tall) const {
+    const Params p = params_of(problem, nominal_buffers(problem));
+    return parts_of_tile(p, with_rows(p, tall, multiprocessors_).tile, multiprocessors_);
+  }
+
   struct Pieces {
     TileCounter* counter;
     void *mask, *segments;
+    float *part_o, *part_lse;  // [parts, rows of q, hq, dv], [parts, rows of q, hq]; null: no parts
   };
-  static Pieces take_workspace(const Problem& problem, const ForwardTile& tile,
+  static Pieces take_workspace(const Problem& problem, const ForwardTile& tile, int parts,
                                Workspace& workspace) {
-    Pieces pieces{workspace.take<TileCounter>(1), nullptr, nullptr};
+    Pieces pieces{workspace.take<TileCounter>(1), nullptr, nullptr, nullptr, nullptr};
+    if (parts > 1) {
+      const Sizes s = sizes_of(problem);
+      const Count rows = parts * Count{problem.tensor[TESSERA_Q].extent[0]} * s.sq * s.hq;
+      pieces.part_o = workspace.take<float>(rows * s.dv, kUnit);
+      pieces.part_lse = workspace.take<float>(rows);
+    }
     if (given(problem, TESSERA_MASK)) {
       pieces.mask = workspace.take<char>(packed_mask_bytes(problem.tensor[TESSERA_MASK], tile));
     }
@@ -106,20 +125,60 @@ class ForwardPlan final : public Plan {
     return pieces;
   }
 
+  static PagedForwardParams::Pool pool_of(const View& pool) {
+    constexpr int64_t kElements = 8;  // of a unit
+    return {static_cast<uint32_t>(pool.stride[0] / kElements),
+            static_cast<uint32_t>(pool.stride[1] / kElements)};
+  }
+
   static Status map_keys(const Problem& problem, const Buffers& buffers, const ForwardTile& tile,
                          PagedForwardParams& a) {
     int box_rows = tile.tile_n;
     if (tile.pages) {
-      box_rows = keys_of_box(problem, tile.tile_n);
+      a.box_keys = keys_of_boxes(problem, tile);
+      box_rows = std::max(a.box_keys, 1);
       a.page_size = Divisor::of(a.problem.page_size);
-      a.box_keys = box_rows;
       a.box_shift = std::countr_zero(static_cast<unsigned>(tile.tile_n / box_rows));
       a.reach_v = a.problem.page_size;
+      a.keys = pool_of(a.problem.tensor[TESSERA_K]);
+      a.values = pool_of(a.problem.tensor[TESSERA_V]);
       View& table = a.problem.tensor[TESSERA_PAGE_TABLE_V];
       if (!table.data) table = a.problem.tensor[TESSERA_PAGE_TABLE_K];
     }
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, box_rows, 0, &a.k));
     return map_of(problem, buffers, TESSERA_V, box_rows, a.reach_v, &a.v);
+  }
+
+  // Lets each part of a tile have an o and an lse of its own. Returns what makes one of them.
+  static MergeLaunch cut_into_parts(const Pieces& pieces, int parts, int workers,
+                                    PagedForwardParams& a) {
+    a.parts = Divisor::of(parts);
+    if (parts == 1) return {};
+    Params& p = a.problem;
+    MergeLaunch merge{.num_parts = parts,
+                      .batch = p.thd_q ? 1 : p.batch,
+                      .sq = p.sq,
+                      .hq = p.hq,
+                      .dv = p.dv,
+                      .o = p.tensor[TESSERA_O],
+                      .lse = p.tensor[TESSERA_LSE],
+                      .part = {}};
+    a.part_lse = int64_t{merge.batch} * p.sq * p.hq;
+    a.part_o = a.part_lse * p.dv;
+    for (int i = 0; i < parts; ++i) {
+      merge.part[i].o = {pieces.part_o + i * a.part_o,
+                         {int64_t{p.sq} * p.hq * p.dv, int64_t{p.hq} * p.dv, p.dv, 1},
+                         TESSERA_FP32,
+                         kUnit};
+      merge.part[i].lse = {pieces.part_lse + i * a.part_lse,
+                           {int64_t{p.sq} * p.hq, 1, p.hq, 0},
+                           TESSERA_FP32,
+                           sizeof(float)};
+    }
+    p.tensor[TESSERA_O] = merge.part[0].o;
+    p.tensor[TESSERA_LSE] = merge.part[0].lse;
+    a.counter = int64_t{a.tiles} * parts > workers ? pieces.counter : nullptr;
+    return merge;
   }
 
   static Status map_bias(const Problem& problem, const Buffers& buffers,
@@ -225,6 +284,10 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
                                      {.features = kLean, .heads = 2},
                                      {.features = kLean, .pages = true},
                                      {.features = kLean, .pages = true, .heads = 2},
+                                     {.features = kLean, .parts = true},
+                                     {.features = kLean, .heads = 2, .parts = true},
+                                     {.features = kLean, .pages = true, .parts = true},
+                                     {.features = kLean, .pages = true, .heads = 2, .parts = true},
                                      {kAlibi},
                                      {kSoftcap},
                                      {kDropout},

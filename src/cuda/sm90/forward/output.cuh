@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/sm90/forward/schedule.cuh"
@@ -18,8 +19,10 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// Element: of o; float where its parts are merged later.
 template <typename Element>
 struct Output {
+  static constexpr bool kIsPart = std::is_same_v<Element, float>;
   const Params& p;
   const Work& work;
   const int head = 0;  // of the tile's
@@ -48,10 +51,10 @@ struct Output {
            (work.lse + row_of_tile * lse.stride[2] + head * lse.stride[1]);
   }
 
-  // The tile's first head has its sink in `work`.
+  // The tile's first head has its sink in `work`. Of the parts of a row one has it.
   __device__ __forceinline__ float sink() const {
     const View& sinks = p.tensor[TESSERA_SINK];
-    if (head == 0 || !sinks.data) return work.sink;
+    if (head == 0 || !sinks.data || (kIsPart && work.part > 0)) return work.sink;
     return load_float(sinks.data, offset_of(sinks, work.head + head), sinks.dtype);
   }
 
@@ -118,12 +121,12 @@ struct Output {
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
       rows.factor[r] = finish_row(exists[r], sink, m[r] * c, sum[r]);
-      rows.columns[r] = owned[r] ? p.dv - (odd ? 8 : 0) : 0;
+      rows.columns[r] = owned[r] ? p.dv - (!kIsPart && odd ? 8 : 0) : 0;
       if (stores_lse && owned[r]) {
         lse_of_rows[8 * r * lse.stride[2]] = lse_to_store(exists[r], sum[r]);
       }
     }
-    rows.o = row_of_o(row_of_tile) + first_traded_column(lane);
+    rows.o = row_of_o(row_of_tile) + (kIsPart ? 2 * quad : first_traded_column(lane));
     return rows;
   }
 
@@ -132,8 +135,12 @@ struct Output {
   __device__ __forceinline__ void store(const Rows& rows, int lane, float (&O)[kElements]) const {
     Element* const o[2] = {rows.o, rows.o + 8 * p.tensor[TESSERA_O].stride[1]};
     keep_rows(rows.factor[0] != 0, rows.factor[1] != 0, O);
-    store_traded(o, rows.factor, lane, O,
-                 [&](int r, int column) { return column < rows.columns[r]; });
+    const auto stores = [&](int r, int column) { return column < rows.columns[r]; };
+    if constexpr (kIsPart) {
+      store_pairs(o, rows.factor, O, stores);
+    } else {
+      store_traded(o, rows.factor, lane, O, stores);
+    }
   }
 
   // The same into a consumer's Tile in shared memory, where TMA may read it when all its threads

@@ -4,8 +4,11 @@
 // share schedule() and for_each_tile().
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/sm90/forward/frame.cuh"
 #include "cuda/sm90/forward/output.cuh"
+#include "cuda/sm90/forward/pages/params.h"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/schedule.cuh"
 #include "cuda/sm90/forward/score/alibi.cuh"
@@ -42,15 +45,52 @@ concept ScheduledKernel = TiledKernel<T> && requires {
 // Measured in docs/lab/2026-11-22-sm90-forward.md, the order of tiles.
 constexpr int kBlocksAhead = 4;
 
+// Whether a tile's keys are cut into parts.
+template <typename Kernel>
+constexpr bool kHasParts = [] {
+  if constexpr (requires { Kernel::kTile.parts; }) {
+    return Kernel::kTile.parts;
+  } else {
+    return false;
+  }
+}();
+template <typename Element, typename Kernel>
+using ResultOf = std::conditional_t<kHasParts<Kernel>, float, Element>;  // of o
+
+template <typename Kernel, typename Arguments>
+__device__ __forceinline__ int tile_of_part(const Arguments& a, int index) {
+  if constexpr (kHasParts<Kernel>) {
+    return a.parts.quotient(index);
+  } else {
+    return index;
+  }
+}
+
+// Leaves of a tile's blocks those of one part.
+__device__ __forceinline__ void leave_part(const PartsParams& a, int part, Work& work) {
+  const int first = work.begin, blocks = work.end - first;
+  work.part = part;
+  work.begin = first + a.parts.quotient(blocks * part);
+  work.end = first + a.parts.quotient(blocks * (part + 1));
+  work.o += part * a.part_o;
+  work.lse += part * a.part_lse;
+  if (part > 0) work.sink = -kInfinity;
+}
+
 // Writes what the other roles are to know of the tile at `index` of the order into stage `stage` of
 // the ring. Called by all lanes of a warp.
-template <typename Element, ScheduledKernel Kernel>
-__device__ __forceinline__ void describe_tile(const ForwardParams& a, const PackedOrder& order,
+template <typename Element, ScheduledKernel Kernel, typename Arguments>
+__device__ __forceinline__ void describe_tile(const Arguments& a, const PackedOrder& order,
                                               int index, typename Kernel::Work& work,
                                               const typename Kernel::Shared shared, int stage,
                                               int lane) {
-  Kernel::Schedule::decode(a, order, index, work);
+  const int tile = tile_of_part<Kernel>(a, index);
+  Kernel::Schedule::decode(a, order, tile, work);
   Output<Element>::prepare(a.problem, work);
+  if constexpr (kHasParts<Kernel>) {
+    __syncwarp();
+    if (lane == 0) leave_part(a, index - tile * a.parts.divisor, work);
+  }
   work.slope = Kernel::BlockFeatures::slope_of(a.problem, work);
   if constexpr (Kernel::kAddsByProducts) {
     work.choose_pivot(Kernel::kTileM, Kernel::kTileN);
@@ -103,6 +143,7 @@ __device__ __forceinline__ void schedule(const Arguments& a, typename Kernel::Wo
         min(order.template fill<Kernel::kTileM>(a.problem, lane, left_queries(a)), tiles / heads) *
         heads;
   }
+  if constexpr (kHasParts<Kernel>) tiles *= a.parts.divisor;
   const auto barriers = shared.work_barriers();
   Ring<Kernel::kWorkStages> ring;
   int blocks_given = 0;
@@ -120,7 +161,8 @@ __device__ __forceinline__ void schedule(const Arguments& a, typename Kernel::Wo
       if (work.begin >= work.end) {
         await_predecessors();
         for (int head = 0; head < kHeadsOfTile<Kernel>; ++head) {
-          Output<Element>{a.problem, work, head}.store_nothing(Kernel::kTileM, lane);
+          const Output<ResultOf<Element, Kernel>> output{a.problem, work, head};
+          output.store_nothing(Kernel::kTileM, lane);
         }
         __syncwarp();
         continue;

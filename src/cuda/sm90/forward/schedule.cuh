@@ -24,6 +24,7 @@ struct Work {
   int64_t o, lse;  // elements before row m0
   float slope;     // of ALiBi, see Features::slope_of()
   float sink;      // natural; -inf: none
+  int part;        // of the tile's keys; 0 where they are not cut
   // The rest is what consumers read between two tiles, where all else waits for it: four words at a
   // time.
   //

@@ -33,7 +33,9 @@ struct Forward {
   // it (Progression).
   static constexpr bool kDrawsEarly = kFeatures == kDropout, kMasksEarly = kFeatures == kMasks,
                         kCapsLate = kFeatures == kSoftcap, kAddsByProducts = kFeatures == kAlibi;
-  using Arguments = std::conditional_t<kTile.pages, PagedForwardParams, ForwardParams>;
+  using Arguments = std::conditional_t<kTile.pages, PagedForwardParams,
+                                       std::conditional_t<kTile.parts, PartsParams, ForwardParams>>;
+  using Result = std::conditional_t<kTile.parts, float, Element>;  // of o
   static constexpr int kTileM = kTile.tile_m(), kTileN = kTile.tile_n;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr int kLoaders = 3;
@@ -92,7 +94,8 @@ struct Forward {
   static_assert(!kTile.loads_bias || (kFeatures & kBias && kFeatures != kBias));
   // Features know one head of a tile, and no pages.
   static_assert((kTile.heads == 1 || (kTile.heads == kConsumers && !kFeatures)) &&
-                !(kTile.pages && kFeatures));
+                !((kTile.pages || kTile.parts) && kFeatures));
+  static_assert(!kTile.parts || !kTile.o_by_tma);
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   // o takes the place of its tile's queries, whole chunks of them, and those of the next tile have

@@ -22,7 +22,9 @@ struct ForwardTile {
   // Of a tile, which share their keys; a consumer each, where there are more than one. Else all
   // consumers have rows of one head.
   int heads = 1;
-  bool pages = false;  // K and V lie in pages, which boxes of TMA fit (machine/boxes.h)
+  bool pages = false;  // K and V lie in pages
+  // A tile's keys are cut into parts, an o in fp32 each, which are merged behind this kernel.
+  bool parts = false;
 
   constexpr int tile_m() const { return 64 * consumers / heads; }
   constexpr int threads() const { return 128 * (consumers + 1); }

@@ -163,6 +163,21 @@ __device__ __forceinline__ void store_traded(Element* const (&o)[2], const float
   }
 }
 
+// The same in fp32, by threads that keep their pairs: o points to the first one of a thread.
+template <int kElements, typename Stores>
+__device__ __forceinline__ void store_pairs(float* const (&o)[2], const float (&factor)[2],
+                                            const float (&O)[kElements], const Stores& stores) {
+#pragma unroll
+  for (int g = 0; g < kElements / 4; ++g) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* pair = O + 4 * g + 2 * r;
+      const float2 scaled{pair[0] * factor[r], pair[1] * factor[r]};
+      if (stores(r, 8 * g)) *reinterpret_cast<float2*>(o[r] + 8 * g) = scaled;
+    }
+  }
+}
+
 // The 16 rows of a warp's fragment, times `factor` of its two rows and rounded, into a Tile in
 // shared memory, whose rows begin with `row` there. The writes are visible to TMA.
 template <typename Element, typename Tile, int kElements>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/sm90/forward/pages/params.h"
+#include "cuda/sm90/forward/pages/rows.cuh"
 #include "cuda/sm90/forward/roles.cuh"
 
 namespace tessera::cuda::sm90 {
@@ -67,12 +68,6 @@ class PageWalk {
   int now_, ahead_;
 };
 
-// The keys that some row of a tile sees.
-template <int kTileM>
-__device__ __forceinline__ Interval keys_seen(const Work& work) {
-  return work.band.keys(max(work.m0, 0), min(work.m0 + kTileM, work.q.length));
-}
-
 // A tile's blocks, the last one first: bring(work, walk, stage, full) has the lane's boxes brought into a
 // stage that is free. bytes: of a block.
 template <TiledKernel Kernel, int kTable, int kStages, typename Bring>
@@ -113,6 +108,12 @@ __device__ __forceinline__ void load_paged_keys(const PagedForwardParams& a,
   const Params& p = a.problem;
   const int lane = threadIdx.x % kWarp;
   int loaded = 0;
+  if (a.box_keys == 0) {
+    return copy_pages<Kernel, Tile, TESSERA_PAGE_TABLE_K>(a, works, shared, shared.k_barriers(),
+                                                          shared.k(0), p.dqk, [&] {
+                                                            if (lane == 0) blocks_loaded = ++loaded;
+                                                          });
+  }
   load_pages<Kernel, TESSERA_PAGE_TABLE_K>(
       a, works, shared, shared.k_barriers(), Tile::kBytes,
       [&](const auto& work, const auto& walk, int stage, uint32_t full) {
@@ -137,6 +138,10 @@ __device__ __forceinline__ void load_paged_values(const PagedForwardParams& a,
   const Params& p = a.problem;
   const int lane = threadIdx.x % kWarp;
   const int chunks = chunks_of_values(p);
+  if (a.box_keys == 0) {
+    return copy_pages<Kernel, Tile, TESSERA_PAGE_TABLE_V>(a, works, shared, shared.v_barriers(),
+                                                          shared.v(0), p.dv, [] {});
+  }
   load_pages<Kernel, TESSERA_PAGE_TABLE_V>(
       a, works, shared, shared.v_barriers(), chunks * Tile::kChunkBytes,
       [&](const auto& work, const auto& walk, int stage, uint32_t full) {
