@@ -90,7 +90,7 @@ def test_extents_of_zero(shapes, keywords):
     close(ours, theirs)
     if theirs.requires_grad:
         same_gradients(ours, theirs, inputs)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert tt.scaled_dot_product_attention(*inputs, **keywords).dtype == THEIRS(*inputs, **keywords).dtype
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = tt.scaled_dot_product_attention(*(mode.from_tensor(x) for x in inputs), **keywords)
@@ -285,7 +285,7 @@ def test_autocast_casts_before_dtypes_are_compared(function, dtypes, mask, keywo
     q, k, v = (normal(2, h, 5, 8, dtype=kinds[x], seed=i) for i, (h, x) in enumerate(zip(heads, dtypes)))
     if mask is not None:
         mask = torch.ones(5, 5).tril().bool() if mask == torch.bool else normal(5, 5, dtype=mask)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         ours, theirs = function(q, k, v, mask, **keywords), THEIRS(q, k, v, mask, **keywords)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     close(ours, theirs, 2e-2)
@@ -293,7 +293,7 @@ def test_autocast_casts_before_dtypes_are_compared(function, dtypes, mask, keywo
 
 def test_autocast_of_a_cpu_leaves_meta_tensors_alone():
     q, k, v = (torch.empty(s, device="meta") for s in (Q, K, V))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         ours, theirs = (f(q, k, v, KEEP.to("meta")) for f in (tt.scaled_dot_product_attention, THEIRS))
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == torch.float32
 
