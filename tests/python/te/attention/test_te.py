@@ -293,7 +293,9 @@ COMPILED = {
 @pytest.mark.parametrize("given", COMPILED)
 def test_compiles_without_a_graph_break(given):
     torch._dynamo.reset()
-    module = DotProductAttention(2, 8, qkv_format="bshd", attention_dropout=0.1,
+    # A graph on a GPU has a generator of its own, which draws another mask than the eager call's.
+    dropout = 0.1 if torch.get_default_device().type == "cpu" else 0.0
+    module = DotProductAttention(2, 8, qkv_format="bshd", attention_dropout=dropout,
                                  softmax_type="learnable")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     q = torch.randn(2, 6, 2, 8, requires_grad=True)
