@@ -63,12 +63,13 @@ class VisionTransformer(nn.Module):
 
 def pictures(count: int, size: int, generator):
     """(images [count, 1, size, size], labels): stripes across, stripes down or checks, in noise."""
-    labels = torch.randint(3, (count,), generator=generator)
-    shift = torch.randint(4, (count, 2, 1, 1), generator=generator)
-    y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
-    across, down = (y + shift[:, 0]) // 2 % 2, (x + shift[:, 1]) // 2 % 2
-    images = torch.stack([across, down, across ^ down])[labels, torch.arange(count)]
-    return (images + torch.randn(images.shape, generator=generator))[:, None], labels
+    with torch.device(generator.device):  # another may be the default
+        labels = torch.randint(3, (count,), generator=generator)
+        shift = torch.randint(4, (count, 2, 1, 1), generator=generator)
+        y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+        across, down = (y + shift[:, 0]) // 2 % 2, (x + shift[:, 1]) // 2 % 2
+        images = torch.stack([across, down, across ^ down])[labels, torch.arange(count)]
+        return (images + torch.randn(images.shape, generator=generator))[:, None], labels
 
 
 def train(steps: int, device, dtype) -> tuple[list[float], float, float]:
