@@ -15,7 +15,7 @@ struct Shape {
   bool backward;
   int32_t dtype;  // TESSERA_BF16 or TESSERA_FP16
   int64_t batch, hq, hk, sq, sk, dqk, dv;
-  // Of the backward pass: tokens of a packed side, as long as which its sums in the workspace are; 0:
+  // How many tokens a packed side has in the backward pass, whose sums in the workspace are as long; 0:
   // the side is not packed.
   int64_t tokens_q, tokens_k;
   int64_t q[4], k[4], v[4], o[4], stats[4];

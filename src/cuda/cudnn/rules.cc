@@ -112,7 +112,7 @@ void require_dtypes(Support& support, const Problem& p) {
   }
 }
 
-// Of 9.19, on all architectures: any multiple of 8 up to 256, or beyond as listed.
+// What 9.19 has in both passes: any multiple of 8 up to 128 on all architectures, and more as listed.
 bool has_head_dims(int64_t dqk, int64_t dv, int arch) {
   const int64_t most = std::max(dqk, dv);
   if (most <= 128) return true;

@@ -25,6 +25,34 @@ struct MergeLaunchOf {
 using MergeLaunch = MergeLaunchOf<kMaxMergeParts>;
 Status launch_merge(const MergeLaunch& merge, cudaStream_t stream);
 
+// The merging into o and lse of a forward pass, without parts so far.
+inline MergeLaunch merge_into(const Params& p) {
+  MergeLaunch merge{};
+  merge.batch = p.thd_q ? 1 : p.batch;
+  merge.sq = p.sq;
+  merge.hq = p.hq;
+  merge.dv = p.dv;
+  merge.o = p.tensor[TESSERA_O];
+  merge.lse = p.tensor[TESSERA_LSE];
+  return merge;
+}
+// The same of a pass whose keys are cut: the parts are fp32, o [parts, rows of q, hq, dv] and lse
+// [parts, rows of q, hq].
+inline MergeLaunch merge_of_parts(const Params& p, int parts, float* part_o, float* part_lse) {
+  MergeLaunch merge = merge_into(p);
+  merge.num_parts = parts;
+  const int64_t heads = int64_t{merge.batch} * p.sq * p.hq;
+  for (int part = 0; part < parts; ++part) {
+    merge.part[part].o = {part_o + part * heads * p.dv,
+                          {int64_t{p.sq} * p.hq * p.dv, int64_t{p.hq} * p.dv, p.dv, 1},
+                          TESSERA_FP32,
+                          4};
+    merge.part[part].lse = {
+        part_lse + part * heads, {int64_t{p.sq} * p.hq, 1, p.hq, 0}, TESSERA_FP32, 4};
+  }
+  return merge;
+}
+
 // tessera_merge: any number of parts. As many as a launch has room for are summed in fp32; what
 // these make is the first part of the next ones, rounded to o's dtype.
 inline constexpr int kMaxMergePartsAtOnce = 320;

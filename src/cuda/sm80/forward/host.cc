@@ -119,7 +119,8 @@ class ForwardPlan final : public Plan {
                     static_cast<unsigned>(p.hq / cut.pack),
                     static_cast<unsigned>(args.dv_pieces * cut.splits));
     TESSERA_RETURN_IF_ERROR(launch(kernel, grid, &args, stream));
-    return cut.splits > 1 ? launch_merge(merge_of(args), stream) : Status();
+    if (cut.splits == 1) return {};
+    return launch_merge(merge_of_parts(p, cut.splits, args.partial_o, args.partial_lse), stream);
   }
 
   // The o, in fp32, and lse of a call that adds to others, and the workspace behind them.
@@ -176,33 +177,6 @@ class ForwardPlan final : public Plan {
   // The decoding kernel looks at every key.
   static bool has_map(const Problem& problem, const Kernel& kernel) {
     return kernel.tile.loop != Loop::decode && has_block_map(problem);
-  }
-
-  // A merge into o and lse, without parts so far.
-  static MergeLaunch merge_into(const Params& p) {
-    MergeLaunch merge{};
-    merge.batch = p.thd_q ? 1 : p.batch;
-    merge.sq = p.sq;
-    merge.hq = p.hq;
-    merge.dv = p.dv;
-    merge.o = p.tensor[TESSERA_O];
-    merge.lse = p.tensor[TESSERA_LSE];
-    return merge;
-  }
-  static MergeLaunch merge_of(const ForwardArgs& args) {
-    const Params& p = args.params;
-    MergeLaunch merge = merge_into(p);
-    merge.num_parts = args.splits;
-    for (int part = 0; part < args.splits; ++part) {
-      const int64_t heads = part * args.rows * p.hq;
-      merge.part[part].o = {args.partial_o + heads * p.dv,
-                            {int64_t{p.sq} * p.hq * p.dv, int64_t{p.hq} * p.dv, p.dv, 1},
-                            TESSERA_FP32,
-                            4};
-      merge.part[part].lse = {
-          args.partial_lse + heads, {int64_t{p.sq} * p.hq, 1, p.hq, 0}, TESSERA_FP32, 4};
-    }
-    return merge;
   }
 
   ForwardKernels kernels_;

@@ -39,7 +39,7 @@ bool has_rows(const Problem& problem) {
   return true;
 }
 
-// Of the longest sequence.
+// The queries of the longest sequence.
 int queries_of(const Params& p) { return p.thd_q ? p.longest_q : p.sq; }
 
 }  // namespace
@@ -103,6 +103,8 @@ int parts_of_tile(const Params& p, const ForwardTile& tile, int multiprocessors)
   const int64_t tiles =
       num_tile_slots(p.thd_q, p.sq, p.batch, tile.tile_m()) * int64_t{p.hq / tile.heads};
   const int keys = has_diagonal && !p.bottom_right ? queries_of(p) : p.sk;
+  // From five tiles a multiprocessor on a cut saves less than that: at most the last of six rounds.
+  if (tiles >= int64_t{5} * multiprocessors) return 1;
   const double of_keys = kKey * keys * (tile.dqk + tile.dv) / 256;
   const auto time = [&](int parts) {
     const int64_t rounds = (tiles * parts + multiprocessors - 1) / multiprocessors;

@@ -155,26 +155,9 @@ class ForwardPlan final : public Plan {
     a.parts = Divisor::of(parts);
     if (parts == 1) return {};
     Params& p = a.problem;
-    MergeLaunch merge{.num_parts = parts,
-                      .batch = p.thd_q ? 1 : p.batch,
-                      .sq = p.sq,
-                      .hq = p.hq,
-                      .dv = p.dv,
-                      .o = p.tensor[TESSERA_O],
-                      .lse = p.tensor[TESSERA_LSE],
-                      .part = {}};
+    const MergeLaunch merge = merge_of_parts(p, parts, pieces.part_o, pieces.part_lse);
     a.part_lse = int64_t{merge.batch} * p.sq * p.hq;
     a.part_o = a.part_lse * p.dv;
-    for (int i = 0; i < parts; ++i) {
-      merge.part[i].o = {pieces.part_o + i * a.part_o,
-                         {int64_t{p.sq} * p.hq * p.dv, int64_t{p.hq} * p.dv, p.dv, 1},
-                         TESSERA_FP32,
-                         kUnit};
-      merge.part[i].lse = {pieces.part_lse + i * a.part_lse,
-                           {int64_t{p.sq} * p.hq, 1, p.hq, 0},
-                           TESSERA_FP32,
-                           sizeof(float)};
-    }
     p.tensor[TESSERA_O] = merge.part[0].o;
     p.tensor[TESSERA_LSE] = merge.part[0].lse;
     a.counter = int64_t{a.tiles} * parts > workers ? pieces.counter : nullptr;

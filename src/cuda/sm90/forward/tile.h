@@ -19,8 +19,8 @@ struct ForwardTile {
   int ctas = 1;  // on a multiprocessor at a time
   // A kernel of kBias takes, besides a bias that TMA can read, any other by plain loads.
   bool loads_bias = false;
-  // Of a tile, which share their keys; a consumer each, where there are more than one. Else all
-  // consumers have rows of one head.
+  // How many heads a tile has. More than one share their keys, and each has a consumer; all
+  // consumers have rows of a single one.
   int heads = 1;
   bool pages = false;  // K and V lie in pages
   // A tile's keys are cut into parts, an o in fp32 each, which are merged behind this kernel.

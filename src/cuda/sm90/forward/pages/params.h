@@ -6,15 +6,15 @@
 
 namespace tessera::cuda::sm90 {
 
-// Tiles whose keys are cut, where there are too few of them for all multiprocessors. Of ForwardParams, o
-// and lse are those of part 0: fp32, in the workspace. The parts of a tile follow each other in the
+// Tiles whose keys are cut, where there are too few of them for all multiprocessors. o and lse of
+// ForwardParams are those of part 0: fp32, in the workspace. The parts of a tile follow each other in the
 // order of tiles.
 struct PartsParams : ForwardParams {
   Divisor parts;             // of each tile
   int64_t part_o, part_lse;  // elements from one part to the next
 };
 
-// Of ForwardParams, `k` and `v` are the pools: a box is the keys that a page and a block have in
+// The maps `k` and `v` of ForwardParams are of the pools: a box is the keys that a page and a block have in
 // common; where no box fits, rows are copied one by one. The map of v is ragged with the reach of a
 // page, so that what stands behind the end of a sequence in its last page stays there; that of k is
 // plain. Both page tables are there.

@@ -75,9 +75,8 @@ class PageRows {
   int pages_[kKeysOfLane];
 };
 
-// Copies all blocks of all tiles into the stages of a ring. Tile: of a stage, the first of which is at
-// `first` in shared memory, the next `stage_bytes` further. columns: of a row. on_block: called where a
-// block is on its way.
+// Copies all blocks of all tiles into the stages of a ring, a Tile each, the first of which is at
+// `first` in shared memory. columns: how many a row has. on_block: called where a block is on its way.
 template <TiledKernel Kernel, typename Tile, int kTable, int kStages, typename OnBlock>
 __device__ __forceinline__ void copy_pages(const PagedForwardParams& a,
                                            const typename Kernel::Work* works,
