@@ -128,18 +128,19 @@ def explain(q: paddle.Tensor | str, k: paddle.Tensor | None = None, v: paddle.Te
             grads: tuple[str, ...] | dict[str, paddle.Tensor] = ("dq", "dk", "dv"),
             dlse: paddle.Tensor | None = None, device: str | None = None,
             **keywords: Unpack[_keywords.Every]) -> _explain.Explanation:
-    """Which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
+    """Says which backend attention(q, k, v, **keywords) would use, or its backward pass, and why.
 
-    Or explain(text) for a case line. keywords are those of attention, or with backward=True those of
-    attention_backward, as are grads and dlse. device is that of q unless given: "cpu", "sm80" (A100),
-    "sm89" (RTX 40, L4), "sm90" (H100, H200), "sm100" (B200) or "sm120" (RTX 50); the hardware need not be there. Raises
-    the ValueErrors that attention would raise.
+    explain(text) asks about a case line instead. keywords are those of attention. With backward=True they are those of
+    attention_backward, and grads and dlse too. All tensors may be paddle.static.InputSpec. device is that of q unless
+    given, or Paddle's: "cpu", "sm80" (A100), "sm89" (RTX 40, L4), "sm90" (H100, H200), "sm100" (B200) or "sm120" (RTX
+    50); the hardware need not be there. Raises the ValueErrors that attention would raise.
 
     >>> print(tessera.paddle.explain(q, k, v, causal=True))
     """
     if not isinstance(q, str):
         _completed("explain", q, keywords)
-    return _explain.explained(_tensors, q, k, v, backward, grads, dlse, device, keywords)
+    arrays = _static.Specs if isinstance(q, paddle.static.InputSpec) else _tensors
+    return _explain.explained(arrays, q, k, v, backward, grads, dlse, device, keywords)
 
 
 # ---- below: how ----

@@ -11,10 +11,12 @@ process.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 
 import paddle
 from paddle.jit import api as jit_api
+from paddle.static import InputSpec
 
 from .. import _lib
 from .._call import _args, _prepared
@@ -166,11 +168,7 @@ class _GraphTensors:
     def info(x) -> ArrayInfo | None:
         if not isinstance(x, Value):
             return _tensors.info(x)
-        shape, strides, step = tuple(x.shape), [], 1
-        for extent in reversed(shape):
-            strides.append(step)
-            step *= max(extent, 1)
-        return ArrayInfo(_tensors.dtype_name(x.dtype), shape, tuple(strides[::-1]),
+        return ArrayInfo(_tensors.dtype_name(x.dtype), tuple(x.shape), _contiguous(x.shape),
                          (_lib.CUDA, 0) if paddle.get_device().startswith("gpu") else (_lib.CPU, 0),
                          True)
 
@@ -179,3 +177,23 @@ class _GraphTensors:
         if paddle.get_device().startswith("gpu"):
             return _lib.Device(kind=_lib.CUDA, ordinal=int(paddle.get_device().partition(":")[2]))
         return _lib.CPU_DEVICE
+
+
+class Specs(_GraphTensors):
+    """The adapter for paddle.static.InputSpec, which has no values: for questions on Paddle's device."""
+    noun = "Paddle tensor or InputSpec"
+
+    @staticmethod
+    def info(x) -> ArrayInfo | None:
+        if not isinstance(x, InputSpec):
+            return _tensors.info(x)
+        return ArrayInfo(_tensors.dtype_name(x.dtype), tuple(x.shape), _contiguous(x.shape), "meta", True)
+
+    @staticmethod
+    def integers(words, like) -> InputSpec:
+        return InputSpec([len(words)], "int64")
+
+
+def _contiguous(shape) -> tuple[int, ...]:
+    """Strides, with -1 taken as 1."""
+    return tuple(math.prod(max(extent, 1) for extent in shape[axis + 1:]) for axis in range(len(shape)))

@@ -344,6 +344,13 @@ def test_explain():
     assert tp.explain(q, k, v, causal=True).backend == "cpu"
     assert tp.explain(q, k, v, backward=True, dropout_p=0.1).backend == "cpu"
     assert tp.explain("fwd bf16 b=1 s=64 h=2 d=64", device="sm90").reasons
+    specs = [paddle.static.InputSpec(x.shape, x.dtype) for x in (q, k, v)]
+    for given in ({}, {"causal": True, "dropout_p": 0.1}, {"backward": True}):
+        assert tp.explain(*specs, **given).answer == tp.explain(q, k, v, **given).answer
+    with pytest.raises(ValueError, match=r"q.shape=\[-1"):
+        tp.explain(paddle.static.InputSpec([-1, 7, 4, 8], "float32"), *specs[1:])
+    with pytest.raises(ValueError, match="q="):
+        tp.attention(*specs)
     with pytest.raises(ValueError, match="k.shape"):
         tp.explain(q, k[..., :3], v)
 
