@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TE's words for attention, which every framework shares: their numbers, those of include/tessera_nvte.h, and
-what a mask means to tessera."""
+what a mask, a bias and a softmax mean to tessera."""
 
 from __future__ import annotations
 
@@ -72,3 +72,13 @@ def band(mask: str, left: int = -1, right: int = -1, bottom_right: bool | None =
     if left >= 0 or right >= 0 and not causal:
         given["window"] = left, 0 if causal else right
     return given
+
+
+def bias(kind: str, array) -> dict:
+    """bias and bias_at of a kind of bias. "no_bias" and "alibi" have none; slopes say the latter."""
+    return {"bias": array, "bias_at": kind.removesuffix("_bias")} if kind in BIASES[1:3] else {}
+
+
+def sink(kind: str, offset=None) -> dict:
+    """sink of a kind of softmax. Without an offset "off-by-one" has a sink of 0, which learns nothing."""
+    return {} if kind == "vanilla" else {"sink": "off_by_one" if offset is None else offset}

@@ -43,6 +43,21 @@ def test_masks_have_the_bands_of_the_c_layer():
         assert (band["align"] == "bottom_right") == (number.name in bottom_right), mask
 
 
+def test_biases_and_softmaxes_mean_what_they_do_in_the_c_layer():
+    """Which biases are arrays, which of them comes before the scale, and which softmax needs no offset."""
+    arrays = re.search(r"bool has_bias\(.*?\) \{(.*?)\}", CALL, re.DOTALL)[1]
+    before, = re.findall(r"bias_type == (\w+)\) p\.flags \|= TESSERA_BIAS_PRE_SCALE", CALL)
+    for kind, number in zip(_words.BIASES, _words.numbers("NVTE_Bias_Type", _words.BIASES)):
+        found = _words.bias(kind, "bias")
+        assert bool(found) == (number.name in arrays), kind
+        assert (found.get("bias_at") == "pre_scale") == (number.name == before), kind
+    needs_none, = re.findall(r"softmax == (\w+)\) \{\s+p\.flags \|= TESSERA_SINK_OFF_BY_ONE", CALL)
+    for kind, number in zip(_words.SOFTMAXES, _words.numbers("NVTE_Softmax_Type", _words.SOFTMAXES, suffix="_SOFTMAX")):
+        assert _words.sink(kind, "offset") == ({} if kind == "vanilla" else {"sink": "offset"})
+        if number.name == needs_none:
+            assert _words.sink(kind) == {"sink": "off_by_one"}
+
+
 def fields_of_config():
     """Names and defaults of the configuration of a fused call, in the C layer's order; numbers for words."""
     rows = re.findall(r"X\(\w+, [^,]+, (\w+), ([^)]+)\)", re.search(

@@ -121,9 +121,9 @@ def attention(config: _translate.Config, axis: str, qkv, softmax_offset, words):
                 "return_max_logit": config.return_max_logit, "axis_name": axis,
                 "shards": _shards(config, axis, b, q.shape[1]),
                 "shards_k": _shards(config, axis, b, k.shape[1])}
-    own = {} if sink is None or isinstance(sink, str) else {"sink": sink}
-    if isinstance(sink, str):
-        keywords["sink"] = sink
+    own = {} if isinstance(sink.get("sink"), str) else sink
+    if not own:
+        keywords |= sink
 
     def one(q, k, v, own, words):
         rng_state = None

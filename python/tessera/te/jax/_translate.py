@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ... import jax as tessera_jax
 from ..._lib import Refused
-from .._words import MASKS, band
+from .. import _words as te_words
 from . import _words
 from ._enums import (AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout)
 from ._sequences import Segments, SequenceDescriptor
@@ -70,7 +70,13 @@ class Config:
         return self.qkv_layout.is_thd()
 
     def band(self) -> dict:
-        return band(MASKS[self.attn_mask_type.value], *self.window_size)
+        return te_words.band(te_words.MASKS[self.attn_mask_type.value], *self.window_size)
+
+    def bias(self, array) -> dict:
+        return te_words.bias(te_words.BIASES[self.attn_bias_type.value], array)
+
+    def sink(self, offset=None) -> dict:
+        return te_words.sink(te_words.SOFTMAXES[self.softmax_type.value], offset)
 
 
 def separate(qkv, layout: QKVLayout) -> list:
@@ -208,20 +214,18 @@ def _scores(config: Config, bias, softmax_offset, heads: int) -> dict:
                       "the row and tessera by that in the sequence; "
                       f"{config.qkv_layout.name} takes none")
     else:
-        pre_scale = config.attn_bias_type == AttnBiasType.PRE_SCALE_BIAS
-        scores.update(bias=bias, bias_at="pre_scale" if pre_scale else "post_scale")
-    sink = sink_of(config, softmax_offset, heads)
-    return scores if sink is None else {**scores, "sink": sink}
+        scores.update(config.bias(bias))
+    return scores | sink_of(config, softmax_offset, heads)
 
 
-def sink_of(config: Config, softmax_offset, heads: int):
-    """None, "off_by_one" or [h]. An offset of OFF_BY_ONE has no gradient, as in TE."""
+def sink_of(config: Config, softmax_offset, heads: int) -> dict:
+    """sink, "off_by_one" or [h], or nothing. An offset of OFF_BY_ONE has no gradient, as in TE."""
     kind = config.softmax_type
     if softmax_offset is None:
         if kind == AttnSoftmaxType.LEARNABLE_SOFTMAX:
             raise error("softmax_offset", None, "must be given with LEARNABLE_SOFTMAX, "
                         "[1, h, 1, 1]")
-        return None if kind == AttnSoftmaxType.VANILLA_SOFTMAX else "off_by_one"
+        return config.sink()
     if kind == AttnSoftmaxType.VANILLA_SOFTMAX:
         raise error("softmax_offset", f"an array {tuple(softmax_offset.shape)}", "must be None "
                     "with VANILLA_SOFTMAX")
@@ -229,7 +233,7 @@ def sink_of(config: Config, softmax_offset, heads: int):
         raise error("softmax_offset.shape", tuple(softmax_offset.shape),
                     f"must be [1, {heads}, 1, 1]")
     sink = softmax_offset.reshape(heads).astype(jnp.float32)
-    return sink if kind == AttnSoftmaxType.LEARNABLE_SOFTMAX else jax.lax.stop_gradient(sink)
+    return config.sink(sink if kind == AttnSoftmaxType.LEARNABLE_SOFTMAX else jax.lax.stop_gradient(sink))
 
 
 # ---- seeds ----

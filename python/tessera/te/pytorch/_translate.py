@@ -23,7 +23,7 @@ import torch
 
 from ... import _lib, alibi_slopes
 from ...torch._later import constant
-from .._words import band
+from .. import _words as te_words
 from . import _words
 
 
@@ -115,10 +115,7 @@ class Call:
         if self.page_table_k is not None:
             self._pages(given)
         self._scores(given)
-        if self.softmax_type == "off-by-one" and self.softmax_offset is None:
-            given["sink"] = "off_by_one"
-        elif self.softmax_type != "vanilla":
-            given["sink"] = self._offset()
+        given |= self.sink()
         return given
 
     def _check_tensors(self):
@@ -136,7 +133,12 @@ class Call:
             given["softcap"] = self.softcap
 
     def band(self) -> dict:
-        return band(self.mask, *self.window, self.bottom_right)
+        return te_words.band(self.mask, *self.window, self.bottom_right)
+
+    def sink(self) -> dict:
+        kind = self.softmax_type
+        has_none = kind == "vanilla" or kind == "off-by-one" and self.softmax_offset is None
+        return te_words.sink(kind, None if has_none else self._offset())
 
     def _lengths(self, given):
         by_name = "attn_mask_type" if "padding" in self.mask else "qkv_format"
@@ -255,8 +257,7 @@ class Call:
             if self.bias.dtype not in (self.q.dtype, torch.float32):
                 raise _words.error("core_attention_bias.dtype", self.bias.dtype,
                                    f"must be query_layer's, {self.q.dtype}, or float32")
-            given["bias"] = self.bias
-            given["bias_at"] = self.bias_type.removesuffix("_bias")
+            given |= te_words.bias(self.bias_type, self.bias)
 
     def _slopes(self) -> torch.Tensor:
         heads = self.extent("h")

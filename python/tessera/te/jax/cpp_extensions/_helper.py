@@ -137,15 +137,13 @@ class FusedAttnHelper:
             shape = (self.bias_batch or 1, self.bias_heads or self.q_num_heads,
                      self.bias_seqlen_q or self.q_max_seqlen,
                      self.bias_seqlen_kv or self.kv_max_seqlen)
-            pre_scale = self.attn_bias_type == AttnBiasType.PRE_SCALE_BIAS
-            given |= {"bias": jax.ShapeDtypeStruct(shape, jnp.dtype(self.q_dtype)),
-                      "bias_at": "pre_scale" if pre_scale else "post_scale"}
+            given |= config.bias(jax.ShapeDtypeStruct(shape, jnp.dtype(self.q_dtype)))
             grads.append("dbias")
         if self.softmax_type == AttnSoftmaxType.LEARNABLE_SOFTMAX:
-            given["sink"] = jax.ShapeDtypeStruct((self.q_num_heads,), jnp.float32)
+            given |= config.sink(jax.ShapeDtypeStruct((self.q_num_heads,), jnp.float32))
             grads.append("dsink")
-        elif self.softmax_type == AttnSoftmaxType.OFF_BY_ONE_SOFTMAX:
-            given["sink"] = "off_by_one"
+        else:
+            given |= config.sink()
         return grads
 
     @staticmethod

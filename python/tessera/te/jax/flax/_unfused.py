@@ -38,7 +38,7 @@ def attention(config: Config, qkv, bias, softmax_offset, sequences, words):
     scores *= config.scaling_factor
     if config.attn_bias_type == AttnBiasType.POST_SCALE_BIAS:
         scores += bias
-    sink = _translate.sink_of(config, softmax_offset, h)
+    sink = _translate.sink_of(config, softmax_offset, h).get("sink")
     probabilities = _softmax(jnp.where(seen, scores, -jnp.inf), sink)
     if config.dropout_p:
         probabilities *= _kept(config, tokens, probabilities.shape, words)

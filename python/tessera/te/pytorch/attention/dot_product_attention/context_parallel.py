@@ -13,6 +13,7 @@ import torch
 
 from .....context_parallel import Shards
 from .....torch import context_parallel as cp
+from .... import _words as te_words
 from ...._names import missing
 from ... import _words
 from ..._translate import Call
@@ -94,14 +95,11 @@ class Spread:
         call.cap(given)
         call._scores(given)
         if bias is not None and call.bias is None:
-            given |= {"bias": bias, "bias_at": kind.removesuffix("_bias")}
+            given |= te_words.bias(kind, bias)
         if call.mask == "arbitrary":
             call._boolean(mask)
             given["drop"] = mask
-        if call.softmax_type != "vanilla":
-            learnt = call.softmax_type == "learnable" or call.softmax_offset is not None
-            given["sink"] = call._offset() if learnt else "off_by_one"
-        return given
+        return given | call.sink()
 
     def _shards(self, side: str, call: Call) -> Shards:
         x, layout = (call.q, call.q_format) if side == "q" else (call.k, call.kv_format)
