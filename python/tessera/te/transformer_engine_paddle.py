@@ -11,8 +11,10 @@ import enum
 import functools
 
 import paddle
+from paddle.static import InputSpec
 
-from .. import _explain
+from .._lib import Refused
+from ..paddle import explain
 from . import _words
 from ._names import missing
 
@@ -35,7 +37,7 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_No_Backend, NVTE_F16_max512_seqlen, NVTE_F16_arbitrary_seqlen, NVTE_FP8 = range(-1, 3)
 
 
-_CASES = {DType.kFloat32: "fp32", DType.kFloat16: "fp16", DType.kBFloat16: "bf16"}
+_DTYPES = {DType.kFloat32: "float32", DType.kFloat16: "float16", DType.kBFloat16: "bfloat16"}
 
 
 def get_nvte_qkv_layout(qkv_layout: str) -> NVTE_QKV_Layout:
@@ -49,35 +51,34 @@ def get_nvte_qkv_layout(qkv_layout: str) -> NVTE_QKV_Layout:
 def get_fused_attn_backend(q_dtype, kv_dtype, qkv_layout, bias_type, attn_mask_type, dropout: float,
                            num_attn_heads: int, num_gqa_groups: int, max_seqlen_q: int,
                            max_seqlen_kv: int, head_size: int) -> NVTE_Fused_Attn_Backend:
-    """NVTE_F16_arbitrary_seqlen where tessera.explain names a backend for the problem on this machine,
-    else NVTE_No_Backend."""
-    name = _CASES.get(q_dtype)
-    if name is None or kv_dtype != q_dtype:
-        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    words = [f"fwd {name} b=1 sq={max_seqlen_q} sk={max_seqlen_kv} hq={num_attn_heads} "
-             f"hk={num_gqa_groups} d={head_size}"]
-    if attn_mask_type == NVTE_Mask_Type.NVTE_CAUSAL_MASK:
-        words.append("causal align=top_left")
-    if bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
-        pre = bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS
-        words.append(f"bias={'pre' if pre else 'post'}")
-    if dropout:
-        words.append(f"dropout={dropout}")
-    has_backend = _has_backend(" ".join(words), _device())
-    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if has_backend else \
-        NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    """NVTE_F16_arbitrary_seqlen where tessera.paddle.explain names a backend for the forward call of one sequence on
+    Paddle's device, else NVTE_No_Backend. The lengths of a padding mask are tensors in that call."""
+    name = _DTYPES.get(q_dtype)
+    can = name is not None and kv_dtype == q_dtype and _has_backend(
+        name, _words.BIASES[bias_type], _words.MASKS[attn_mask_type], dropout, (max_seqlen_q, num_attn_heads),
+        (max_seqlen_kv, num_gqa_groups), head_size, paddle.get_device())
+    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if can else NVTE_Fused_Attn_Backend.NVTE_No_Backend
 
 
 @functools.lru_cache(maxsize=512)
-def _has_backend(case: str, device: str) -> bool:
-    return _explain.explain(case, device=device).backend is not None
+def _has_backend(dtype: str, bias_type: str, mask: str, dropout: float, of_q: tuple[int, int], of_kv: tuple[int, int],
+                 head_size: int, device: str) -> bool:
+    """of_q and of_kv are the longest sequence and the heads of each side; `device` is paddle.get_device()."""
+    q, k, v = (InputSpec([1, *side, head_size], dtype) for side in (of_q, of_kv, of_kv))
+    bias = InputSpec([1, of_q[1], of_q[0], of_kv[0]], dtype)
+    given = {**scores(bias_type, bias, mask), "dropout_p": dropout, "return_lse": True}
+    if mask == "padding":
+        given |= {"seqlens_q": InputSpec([1], "int32"), "seqlens_k": InputSpec([1], "int32")}
+    try:
+        return explain(q, k, v, **given).backend is not None
+    except (ValueError, Refused):
+        return False
 
 
-def _device() -> str:
-    if not paddle.get_device().startswith("gpu"):
-        return "cpu"
-    major, minor = paddle.device.cuda.get_device_capability()
-    return f"sm{major}{minor}" if f"sm{major}{minor}" in _explain._DEVICES else f"sm{major}0"
+def scores(bias_type: str, bias, mask: str) -> dict:
+    """Keywords of tessera.paddle.attention that bias_type and a mask of _words.MASKS[:3] say. Padding says none: the
+    caller has a mask or lengths."""
+    return _words.bias(bias_type, bias) | (_words.band(mask) if mask == "causal" else {})
 
 
 def mask_to_cu_seqlens(mask, q_cu_seqlens, kv_cu_seqlens, q_seqlen: int, kv_seqlen: int,

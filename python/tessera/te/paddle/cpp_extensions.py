@@ -19,7 +19,6 @@ import paddle
 
 from ...paddle import _tensors, attention, attention_backward
 from .. import transformer_engine_paddle as tex
-from .._words import band
 from ._refused import missing
 from .constants import AttnBiasType, AttnMaskType, FusedAttnBackend
 
@@ -157,16 +156,12 @@ def _keywords(operation, qkv, cu_q, cu_kv, max_q, max_kv, backend, bias, scale, 
     for name, given, x in (("max_seqlen_q", max_q, qkv[0]), ("max_seqlen_kv", max_kv, qkv[1])):
         if given != x.shape[1]:
             raise _error(operation, name, given, f"must be the sequence axis of its tensor, {x.shape[1]}")
-    keywords = dict(softmax_scale=scale)
-    if mask_type == "causal":
-        keywords.update(band(mask_type))
-    elif mask_type == "padding":
+    if bias_type != "no_bias" and bias is None:
+        raise _error(operation, "Bias", None, f"must be given with bias_type={bias_type!r}")
+    keywords = {"softmax_scale": scale, **tex.scores(bias_type, bias, mask_type)}
+    if mask_type == "padding":
         for name, cu in (("seqlens_q", cu_q), ("seqlens_k", cu_kv)):
             keywords[name] = cu[1:] - cu[:-1]
-    if bias_type != "no_bias":
-        if bias is None:
-            raise _error(operation, "Bias", None, f"must be given with bias_type={bias_type!r}")
-        keywords.update(bias=bias, bias_at=bias_type.removesuffix("_bias"))
     return keywords
 
 

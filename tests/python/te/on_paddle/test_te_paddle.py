@@ -13,6 +13,8 @@ paddle = pytest.importorskip("paddle")
 
 import paddle.nn.functional as F  # noqa: E402
 
+from tessera import _explain  # noqa: E402
+from tessera._call import _description, _prepared  # noqa: E402
 from tessera.te import paddle as te  # noqa: E402
 from tessera.te import transformer_engine_paddle as tex  # noqa: E402
 from tessera.te.paddle import constants, cpp_extensions as ext  # noqa: E402
@@ -255,6 +257,44 @@ def test_backends_of_problems():
     assert ask(tex.DType.kByte) == known["No_Backend"]
     with pytest.raises(ValueError, match="qkv_layout='bhsd'"):
         tex.get_nvte_qkv_layout("bhsd")
+
+
+@pytest.mark.parametrize("mask", constants.AttnMaskTypes)
+@pytest.mark.parametrize("bias", ["no_bias", "pre_scale_bias", "post_scale_bias"])
+def test_what_is_asked_is_what_runs(mask, bias, monkeypatch):
+    """The question describes the Call that fused_attn_fwd then makes."""
+    def calls_of(function):
+        found = []
+
+        class Spy(_description.Description):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                found.append(self.call)
+        for module in (_explain, _prepared):
+            monkeypatch.setattr(module, "Description", Spy)
+        _prepared._kept.clear()
+        tex._has_backend.cache_clear()
+        function()
+        return [call.text for call in found]
+
+    q, k, v = qkv()
+    kind, cu = constants.AttnBiasType[bias], paddle.to_tensor([0, S, 2 * S], dtype="int32")
+    dtype, matrix = tex.DType.kFloat32, paddle.ones([1, H, S, S])
+    asked = calls_of(lambda: tex.get_fused_attn_backend(
+        dtype, dtype, tex.get_nvte_qkv_layout("bshd_bshd_bshd"), kind, constants.AttnMaskType[mask], 0.1, H, k.shape[2],
+        S, S, D))
+    ran = calls_of(lambda: ext.fused_attn_fwd(
+        q, k, v, cu, cu, True, S, S, dtype, constants.FusedAttnBackend["F16_arbitrary_seqlen"], dropout=0.1,
+        Bias=None if bias == "no_bias" else matrix, bias_type=bias, attn_mask_type=mask))
+    assert asked == ran and len(ran) == 1
+
+
+def test_a_question_without_an_answer():
+    """Heads of k and v that do not divide those of q have no backend, and no error, as in TE."""
+    dtype = tex.DType.kBFloat16
+    assert tex.get_fused_attn_backend(
+        dtype, dtype, tex.get_nvte_qkv_layout("bshd_bshd_bshd"), constants.AttnBiasType["no_bias"],
+        constants.AttnMaskType["no_mask"], 0.0, 4, 3, 8, 8, 64) == constants.FusedAttnBackend["No_Backend"]
 
 
 # ---- multi-head attention ----

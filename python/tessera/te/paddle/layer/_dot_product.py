@@ -110,14 +110,10 @@ class DotProductAttention(paddle.nn.Layer):
         self._check(query_layer, key_layer, value_layer, attention_mask)
         keywords = dict(softmax_scale=1.0 / self.norm_factor,
                         dropout_p=self.attention_dropout if self.training else 0.0,
-                        deterministic=self.deterministic or None)
-        if self.attn_mask_type == "causal":
-            keywords.update(causal=True, align="top_left")
-        elif self.attn_mask_type == "padding" and attention_mask is not None:
-            keywords.update(drop=attention_mask)
-        if core_attention_bias_type != "no_bias":
-            keywords.update(bias=core_attention_bias,
-                            bias_at=core_attention_bias_type.removesuffix("_bias"))
+                        deterministic=self.deterministic or None,
+                        **tex.scores(core_attention_bias_type, core_attention_bias, self.attn_mask_type))
+        if self.attn_mask_type == "padding" and attention_mask is not None:
+            keywords["drop"] = attention_mask
         return attention(query_layer, key_layer, value_layer, **keywords)
 
     def _pd_forward(self, query_layer, key_layer, value_layer, attention_mask=None,
