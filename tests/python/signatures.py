@@ -4,6 +4,8 @@
 import inspect
 import re
 
+import tessera
+
 
 def public_functions(module):
     functions = (getattr(module, name) for name in module.__all__)
@@ -17,3 +19,12 @@ def assert_described(function):
     for name, parameter in signature.parameters.items():
         assert parameter.annotation is not parameter.empty, name
         assert re.search(rf"\b{name}\b", function.__doc__), name
+
+
+def assert_utilities_are_tesseras(front):
+    """merge and dropout_mask of a front end take what those of NumPy take, by the same names."""
+    for name in ("merge", "dropout_mask"):
+        ours, of_numpy = ([(parameter.name, parameter.kind, parameter.default)
+                           for parameter in inspect.signature(getattr(module, name)).parameters.values()]
+                          for module in (front, tessera))
+        assert ours == of_numpy, name

@@ -14,13 +14,14 @@ from .._call import _args, _keywords
 from . import _arrays, _binding
 
 
-def merge(parts: Sequence[tuple[jax.Array, jax.Array]], *, layout: _keywords.Format = "bshd"
-          ) -> tuple[jax.Array, jax.Array]:
+def merge(parts: Sequence[tuple[jax.Array, jax.Array]], *, layout: _keywords.Format = "bshd",
+          out_dtype: object = None) -> tuple[jax.Array, jax.Array]:
     """Combines the results of attention over disjoint sets of keys into the result over all of them; differentiable.
 
-    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
-    "sbhd", "bhsd" or "thd". Returns a new (o, lse). Rows of a part whose lse is -inf are not read. If there is a sink,
-    give it to one part only. ValueError: anything else.
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd", "sbhd", "bhsd"
+    or "thd". Returns a new (o, lse). o has the dtype of the parts, or out_dtype, which may be float32 for 16-bit
+    parts and 16 bits for float32 parts. Rows of a part whose lse is -inf are not read. If there is a sink, give it to
+    one part only. ValueError: anything else.
 
     >>> o, lse = tessera.jax.merge([(o1, lse1), (o2, lse2)])
     """
@@ -35,7 +36,14 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], *, layout: _keywords.For
         _check_part(a, i, o, lse, first_o)
         os.append(o)
         lses.append(lse)
-    return _merged(os, lses, layout)
+    dtype = os[0].dtype.name if out_dtype is None else a.dtype("out_dtype", out_dtype)
+    if dtype != os[0].dtype.name and {dtype, os[0].dtype.name} not in _CONVERTIBLE:
+        raise a.error("out_dtype", dtype, f"must be {os[0].dtype.name}, as the parts, float32 beside parts of 16 bits, "
+                      "or 16 bits beside float32 parts")
+    return _merged(os, lses, layout, _arrays.dtype_named(dtype))
+
+
+_CONVERTIBLE = ({"float32", "bfloat16"}, {"float32", "float16"})
 
 
 def _check_part(a, i: int, o, lse, first_o):
@@ -51,8 +59,8 @@ def _check_part(a, i: int, o, lse, first_o):
                       f"must be {dtype}{list(shape)}")
 
 
-def _merged(os, lses, layout: str):
-    """o = sum of w_i o_i with w_i = exp(lse_i - lse). JAX's own functions, which every transformation
+def _merged(os, lses, layout: str, dtype):
+    """o, of dtype, = sum of w_i o_i with w_i = exp(lse_i - lse). JAX's own functions, which every transformation
     and every mesh knows."""
     lse = jnp.stack(lses)
     peak = jnp.max(lse, axis=0)
@@ -67,7 +75,7 @@ def _merged(os, lses, layout: str):
     for part, weight in zip(os, weights / total):
         weight = _as_o(weight, layout)
         o += jnp.where(weight > 0, part.astype(lse.dtype), 0) * weight
-    return o.astype(os[0].dtype), merged
+    return o.astype(dtype), merged
 
 
 def _as_o(rows, layout: str):
@@ -83,8 +91,8 @@ def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
     """The mask that attention(dropout_p=, rng_state=) applies: bool [b, hq, sq, sk], True = kept.
 
     b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is what attention takes;
-    q_start and k_start, int32 or int64 [b], are the positions of each sequence's first row and key,
-    None: 0. ValueError: anything else.
+    q_start and k_start, int32 or int64 [b], are the positions of the first row and the first key of each
+    sequence; None is 0. ValueError: anything else.
 
     >>> keep = tessera.jax.dropout_mask(2, 16, 128, 128, 0.1, rng_state=jax.random.key(0))
     """

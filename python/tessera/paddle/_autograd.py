@@ -114,12 +114,12 @@ def refuse_second_derivative(operation: str):
 
 
 class Merge(PyLayer):
-    """apply(layout, o, lse, o, lse, ...) -> (o, lse)."""
+    """apply(layout, out_dtype, o, lse, o, lse, ...) -> (o, lse)."""
 
     @staticmethod
-    def forward(ctx, layout, *tensors):
+    def forward(ctx, layout, out_dtype, *tensors):
         parts = list(zip(tensors[::2], tensors[1::2]))
-        o, lse = _utilities.merged(_tensors, parts, layout)
+        o, lse = _utilities.merged(_tensors, parts, layout, out_dtype)
         ctx.layout, ctx.wanted = layout, [not x.stop_gradient for x in tensors]
         ctx.save_for_backward(*tensors, o.detach(), lse.detach())
         return o, lse
@@ -129,7 +129,7 @@ class Merge(PyLayer):
         """With w = exp(lse_i - lse): do_i = w do, and dlse_i = w (dlse + <do, o_i - o>)."""
         refuse_second_derivative("merge")
         *tensors, o, lse = ctx.saved_tensor()
-        dtype, results = o.dtype, []
+        results = []
         o, do = o.astype(lse.dtype), do.astype(lse.dtype)
         for part_o, part_lse in zip(tensors[::2], tensors[1::2]):
             weight = paddle.exp(part_lse - lse)
@@ -137,7 +137,7 @@ class Merge(PyLayer):
             seen = _like_o(weight, ctx.layout) != 0  # a part that saw nothing is not read
             difference = paddle.where(seen, part_o.astype(lse.dtype) - o, paddle.zeros_like(o))
             inner = _like_lse((difference * do).sum(-1), ctx.layout)
-            results += [(_like_o(weight, ctx.layout) * do).astype(dtype), weight * (dlse + inner)]
+            results += [(_like_o(weight, ctx.layout) * do).astype(part_o.dtype), weight * (dlse + inner)]
         return tuple(x if wanted else None for x, wanted in zip(results, ctx.wanted))
 
 

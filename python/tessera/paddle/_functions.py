@@ -85,38 +85,42 @@ def attention_backward(do: paddle.Tensor, q: paddle.Tensor, k: paddle.Tensor, v:
     return Gradients(**dict(zip(found.results, found.run(given))))
 
 
-def merge(parts: Sequence[tuple[paddle.Tensor, paddle.Tensor]], *, layout: _keywords.Format = "bshd"
-          ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Attention over the union of disjoint key sets, from the (o, lse) of each; differentiable.
+def merge(parts: Sequence[tuple[paddle.Tensor, paddle.Tensor]], *, layout: _keywords.Format = "bshd",
+          out_dtype: object = None) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Combines the results of attention over disjoint sets of keys into the result over all of them; differentiable.
 
-    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd",
-    "sbhd", "bhsd" or "thd". Returns a new (o, lse). A part's o is not read where its lse is -inf; a
-    sink belongs to one part only. ValueError: anything else.
+    parts is a list of at least one (o, lse), all of one shape and dtype; layout is that of o, "bshd", "sbhd", "bhsd"
+    or "thd". Returns a new (o, lse). o has the dtype of the parts, or out_dtype, which may be float32 for 16-bit
+    parts and 16 bits for float32 parts. Rows of a part whose lse is -inf are not read. If there is a sink, give it to
+    one part only. ValueError: anything else.
 
     >>> o, lse = tessera.paddle.merge([(o1, lse1), (o2, lse2)])
     """
     if paddle.is_grad_enabled() and _is_pairs(parts):
         tensors = [x for part in parts for x in part]
         if not all(x.stop_gradient for x in tensors):
-            return _autograd.Merge.apply(layout, *tensors)
-    return _utilities.merged(_tensors, parts, layout)
+            return _autograd.Merge.apply(layout, out_dtype, *tensors)
+    return _utilities.merged(_tensors, parts, layout, out_dtype)
 
 
 def dropout_mask(b: int, hq: int, sq: int, sk: int, dropout_p: float,
-                 rng_state: paddle.Tensor | tuple[int, int] | list[int]) -> paddle.Tensor:
-    """The mask that attention(dropout_p=, rng_state=) applies: bool [b, hq, sq, sk], True = kept,
-    where rng_state is.
+                 rng_state: paddle.Tensor | tuple[int, ...] | list[int], *,
+                 q_start: paddle.Tensor | None = None, k_start: paddle.Tensor | None = None
+                 ) -> paddle.Tensor:
+    """The mask that attention(dropout_p=, rng_state=) applies: bool [b, hq, sq, sk], True = kept, on
+    the device of rng_state.
 
-    b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset), int64
-    [2] or two integers. ValueError: anything else.
+    b, hq, sq and sk are the extents, >= 0; dropout_p is in [0, 1); rng_state is (seed, offset) or
+    (seed, offset, first, stride), int64 or integers; q_start and k_start, int32 or int64 [b], are the
+    positions of the first row and the first key of each sequence; None is 0. ValueError: anything else.
 
     >>> keep = tessera.paddle.dropout_mask(2, 16, 128, 128, 0.1, rng_state=(seed, 0))
     """
-    return _utilities.masked(_tensors, b, hq, sq, sk, dropout_p, rng_state)
+    return _utilities.masked(_tensors, b, hq, sq, sk, dropout_p, rng_state, q_start, k_start)
 
 
 def alibi_slopes(hq: int) -> paddle.Tensor:
-    """The usual ALiBi slopes, fp32 [hq], as tessera.alibi_slopes.
+    """Returns the usual ALiBi slopes, fp32 [hq], for hq >= 1 query heads, as tessera.alibi_slopes does.
 
     >>> o = tessera.paddle.attention(q, k, v, alibi_slopes=tessera.paddle.alibi_slopes(16))
     """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import signatures
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -155,6 +156,23 @@ def test_merge_has_gradients():
         parts = [(x.transpose(axes), y) for x, y in ((o, lse), (o * 2, lse + 1))]
         plain = tj.merge([(o, lse), (o * 2, lse + 1)])
         compare(tj.merge(parts, layout=layout), (plain[0].transpose(axes), plain[1]))
+
+
+def test_utilities_take_what_tesseras_do():
+    signatures.assert_utilities_are_tesseras(tj)
+
+
+def test_merge_in_fp32():
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv())
+    parts = [tj.attention(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 10), slice(10, None))]
+    o, lse = tj.merge(parts, out_dtype=jnp.float32)
+    assert o.dtype == jnp.float32
+    compare((o, lse), tj.merge([(o.astype(jnp.float32), lse) for o, lse in parts]))
+    assert tj.merge([(o, lse)], out_dtype="float16")[0].dtype == jnp.float16
+    gradient = jax.grad(lambda o: tj.merge([(o, parts[0][1]), parts[1]], out_dtype="float32")[0].sum())(parts[0][0])
+    assert gradient.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="tessera.merge: out_dtype=.?float16.?: must be bfloat16"):
+        tj.merge(parts, out_dtype=jnp.float16)
 
 
 # ---- transformations ----

@@ -10,6 +10,7 @@ from pathlib import Path
 import every_keyword
 import numpy as np
 import pytest
+import signatures
 
 paddle = pytest.importorskip("paddle")
 
@@ -129,6 +130,26 @@ def test_merge_is_differentiable():
     found = [paddle.grad((a ** 2).sum() + b.sin().sum(), [q, k, v]) for a, b in ((o, lse), whole)]
     for x, y in zip(*found):
         close(x, y)
+
+
+def test_merge_in_fp32():
+    parts = [tensors([2, 5, 4, 8], seed=seed, dtype="bfloat16") + tensors([2, 4, 5], seed=seed + 2) for seed in (1, 2)]
+    o, lse = tp.merge(parts, out_dtype=paddle.float32)
+    assert o.dtype == paddle.float32
+    close(o, tp.merge([(o.astype("float32"), lse) for o, lse in parts])[0], 1e-6)
+    found = paddle.grad(o.sum(), [x for part in parts for x in part])
+    assert [x.dtype for x in found] == [paddle.bfloat16, paddle.float32] * 2
+    with pytest.raises(ValueError, match="tessera.merge: o.dtype=fp16"):
+        tp.merge(parts, out_dtype="float16")
+
+
+def test_dropout_mask_of_a_part():
+    """A block of sequences, heads, rows and keys has the bits of the whole."""
+    whole = tp.dropout_mask(3, 4, 60, 70, 0.4, (5, 1))
+    starts = paddle.to_tensor([3, 16], dtype="int32"), paddle.to_tensor([37, 0], dtype="int64")
+    part = tp.dropout_mask(2, 2, 40, 33, 0.4, (5, 1, 1 * 4 + 2, 4), q_start=starts[0], k_start=starts[1])
+    for n, (i, j) in enumerate(zip(*(x.tolist() for x in starts))):
+        assert (part[n] == whole[1 + n, 2:, i:i + 40, j:j + 33]).all()
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
@@ -353,6 +374,10 @@ def test_explain():
         tp.attention(*specs)
     with pytest.raises(ValueError, match="k.shape"):
         tp.explain(q, k[..., :3], v)
+
+
+def test_utilities_take_what_tesseras_do():
+    signatures.assert_utilities_are_tesseras(tp)
 
 
 def test_signatures_name_every_keyword():

@@ -363,6 +363,10 @@ def test_docstrings_and_annotations_have_every_parameter(function):
     signatures.assert_described(function)
 
 
+def test_utilities_take_what_tesseras_do():
+    signatures.assert_utilities_are_tesseras(tt)
+
+
 def test_two_of_one_mask_are_illegal_after_one_was_seen():
     q, k, v = qkv(grad=False)
     mask = torch.ones(33, 33, dtype=torch.bool)
