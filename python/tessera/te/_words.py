@@ -74,6 +74,24 @@ def band(mask: str, left: int = -1, right: int = -1, bottom_right: bool | None =
     return given
 
 
+def sides(causal: bool, window=None) -> tuple[int, int]:
+    """The window that causal and window of a band are together. -1 is unbounded, and None is (-1, -1)."""
+    left, right = window or (-1, -1)
+    return left, 0 if causal else right
+
+
+def visible(distance, causal: bool, window=None):
+    """What a band shows, as booleans, in the operations of any array library. distance is i + shift - j of query i
+    and key j; shift is where the diagonal begins."""
+    left, right = sides(causal, window)
+    seen = distance == distance  # all
+    if left >= 0:
+        seen = seen & (distance <= left)
+    if right >= 0:
+        seen = seen & (distance >= -right)
+    return seen
+
+
 def bias(kind: str, array) -> dict:
     """bias and bias_at of a kind of bias. "no_bias" and "alibi" have none; slopes say the latter."""
     return {"bias": array, "bias_at": kind.removesuffix("_bias")} if kind in BIASES[1:3] else {}

@@ -5,8 +5,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import tessera
 from tessera.te import _words
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,6 +43,20 @@ def test_masks_have_the_bands_of_the_c_layer():
         band = _words.band(mask)
         assert band["causal"] == (number >= numbers[causal_from]), mask
         assert (band["align"] == "bottom_right") == (number.name in bottom_right), mask
+
+
+def test_a_band_shows_what_its_words_say():
+    """visible() beside tessera's own masks of the same words."""
+    for mask in ("no_mask", "causal", "causal_bottom_right"):
+        for window in ((-1, -1), (3, 0), (2, 4), (-1, 2), (0, -1)):
+            given = _words.band(mask, *window)
+            sq, sk = 5, 8
+            q, k = np.zeros((1, sq, 1, 8), np.float32), np.zeros((1, sk, 1, 8), np.float32)
+            v = np.eye(sk, dtype=np.float32)[None, :, None]
+            weights = tessera.attention(q, k, v, **given)[0, :, 0]
+            shift = sk - sq if given["align"] == "bottom_right" else 0
+            distance = np.arange(sq)[:, None] + shift - np.arange(sk)
+            assert ((weights > 0) == _words.visible(distance, given["causal"], window)).all(), (mask, window)
 
 
 def test_biases_and_softmaxes_mean_what_they_do_in_the_c_layer():

@@ -179,8 +179,7 @@ class Call:
             raise _lib.Refused(
                 'DotProductAttention: core_attention_bias_type="alibi" along the bottom right '
                 "diagonal of two padding masks: needs lengths; give cu_seqlens_q and cu_seqlens_kv")
-        left, right = given.pop("window", (-1, -1))
-        right = 0 if given.pop("causal") else right
+        left, right = te_words.sides(given.pop("causal"), given.pop("window", None))
         if (left, right) == (-1, -1):
             return
         shift = (~hidden_k).sum(1, dtype=torch.int32) - (~hidden_q).sum(1, dtype=torch.int32)

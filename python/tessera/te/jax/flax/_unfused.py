@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .... import jax as tessera_jax
+from ..._words import visible
 from .. import _translate
 from .._enums import AttnBiasType
 from .._sequences import Segments, SequenceDescriptor, Tokens
@@ -74,11 +75,7 @@ def _visible(config: Config, q, k, sequences):
     distance = i[:, :, None] - j[:, None, :]
     seen = (tokens[0].sequence[:, :, None] == tokens[1].sequence[:, None, :]) & \
         (tokens[0].sequence >= 0)[:, :, None]
-    left, right = config.window_size
-    if left >= 0:
-        seen &= distance <= left
-    if right >= 0 or config.attn_mask_type.is_causal():
-        seen &= -distance <= (0 if config.attn_mask_type.is_causal() else right)
+    seen &= visible(distance, config.attn_mask_type.is_causal(), config.window_size)
     return seen[:, None] & shown, tokens
 
 

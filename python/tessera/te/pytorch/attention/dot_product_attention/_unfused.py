@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .....torch import dropout_mask
+from ...._words import visible
 
 
 def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None, align=None,
@@ -43,7 +44,7 @@ def attention(q, k, v, *, layout, softmax_scale=None, causal=False, window=None,
         scores = scores - distance.abs() * alibi_slopes.reshape(-1, h, 1, 1)
     if emulation is not None:
         scores = emulation.scores(scores)
-    seen = _band(distance, causal, window) & side_q.valid[:, None, :, None] & \
+    seen = visible(distance, causal, window) & side_q.valid[:, None, :, None] & \
         side_k.valid[:, None, None, :]
     if drop is not None:
         seen = seen & ~drop
@@ -110,17 +111,6 @@ def _distance(lengths_q, lengths_k, align, b, sq, sk, device):
     i, j = torch.arange(sq, device=device), torch.arange(sk, device=device)
     shift = lengths_k - lengths_q if align == "bottom_right" else torch.zeros_like(lengths_q)
     return (shift[:, None, None] + i[:, None] - j)[:, None]
-
-
-def _band(distance, causal, window):
-    left, right = window or (-1, -1)
-    right = 0 if causal else right
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left >= 0:
-        seen = seen & (distance <= left)
-    if right >= 0:
-        seen = seen & (distance >= -right)
-    return seen
 
 
 def _softmax(scores, sink):

@@ -14,6 +14,7 @@ from ......_call import ROWS
 from ......_call._description import NEW, Description
 from ......_call._prepared import gradient_outputs
 from ......torch import _tensors
+from ....._words import sides
 from .... import _words
 from ...._explained import reasons
 from ...._translate import Call
@@ -97,7 +98,6 @@ def _call(p) -> Call:
     q_format, kv_format = _words.formats_of(p.qkv_layout)
     b, sq, sk = (max(n, 1) for n in (p.batch_size, p.max_seqlen_q, p.max_seqlen_kv))
     mask = _words.mask_type(p.attn_mask_type)
-    left, right = p.window_size or (-1, -1)
     table = None
     if p.qkv_layout.startswith("paged"):
         kv_format = "bshd"
@@ -121,7 +121,7 @@ def _call(p) -> Call:
     bias = [1 if n == 1 else extent for n, extent in zip(shape, (b, p.num_heads, sq, sk), strict=True)]
     return Call(
         *_qkv(p, q_format, kv_format, (b, sq, sk)), q_format, kv_format, mask,
-        (left, 0 if "causal" in mask else right), _words.bottom_right(mask, p.bottom_right_diagonal), hidden,
+        sides("causal" in mask, p.window_size), _words.bottom_right(mask, p.bottom_right_diagonal), hidden,
         **lengths, max_seqlen_q=sq, max_seqlen_kv=sk, page_table_k=table, bias_type=p.core_attention_bias_type,
         bias=_empty(bias, dtype=p.qkv_dtype) if biased else None, alibi_slopes=slopes,
         softmax_scale=p.softmax_scale, softmax_type=p.softmax_type,

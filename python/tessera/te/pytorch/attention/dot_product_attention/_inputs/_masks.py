@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from ....._words import visible
 from ...._translate import usual_slopes
 from ...._words import bottom_right
 
@@ -47,13 +48,8 @@ def get_full_mask(max_seqlen_q, max_seqlen_kv, attn_mask_type="no_mask", attenti
         device = attention_mask.device
     if not bottom_right(attn_mask_type, bool(bottom_right_alignment)):
         shift = 0
-    right = 0 if "causal" in attn_mask_type else right
     distance = _distance(max_seqlen_q, max_seqlen_kv, device or _default_device()) + shift
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left != -1:
-        hidden = hidden | (distance > left)
-    if right != -1:
-        hidden = hidden | (distance < -right)
+    hidden = ~visible(distance, "causal" in attn_mask_type, (left, right))
     if attention_mask is not None:
         hidden = hidden | attention_mask
     return "arbitrary" if has_window else attn_mask_type, hidden, lengths_q, lengths_kv
