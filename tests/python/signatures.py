@@ -4,6 +4,8 @@
 import inspect
 import re
 
+import pytest
+
 import tessera
 
 
@@ -19,6 +21,23 @@ def assert_described(function):
     for name, parameter in signature.parameters.items():
         assert parameter.annotation is not parameter.empty, name
         assert re.search(rf"\b{name}\b", function.__doc__), name
+
+
+# What no front end takes: the function, its arguments, and what it says of them.
+WRONG_UTILITIES = [
+    ("merge", ([],), "parts=[]: must be a list of at least one pair (o, lse)"),
+    ("merge", ([(1, 2, 3)],), "parts[0]=(1, 2, 3): must be a pair (o, lse)"),
+    ("merge", ([(1, 2)],), "parts[0].o=1: must be a "),
+    ("dropout_mask", (1, -2, 3, 4, 0.1, (1, 2)), "hq=-2: must not be negative"),
+    ("dropout_mask", (1.5, 2, 3, 4, 0.1, (1, 2)), "b=1.5: must be an integer"),
+    ("dropout_mask", (1, 2, 2**31, 2**31, 0.1, (1, 2)), "b, hq, sq, sk=(1, 2, 2147483648, 2147483648): the mask must "
+     "have fewer than 2^63 elements"),
+]
+
+
+def assert_says(front, name, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(f"tessera.{name}: {message}")):
+        getattr(front, name)(*arguments)
 
 
 def assert_utilities_are_tesseras(front):

@@ -2,7 +2,6 @@
 """Illegal calls, hundreds of them: each is one clear error that names its field with its value, and
 nothing is written."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 import tessera
 from tessera._call import _keywords
+import signatures
 from problems import problems
 
 F32, I32, I64 = np.float32, np.int32, np.int64
@@ -531,21 +531,9 @@ def test_dropout_mask(arguments, field):
         tessera.dropout_mask(*arguments, **keywords)
 
 
-@pytest.mark.parametrize("front_end, framework", [("tessera", "numpy"), ("tessera.torch", "torch"),
-                                                  ("tessera.jax", "jax"), ("tessera.paddle", "paddle")])
-@pytest.mark.parametrize("name, arguments, message", [
-    ("merge", ([],), "parts=[]: must be a list of at least one pair (o, lse)"),
-    ("merge", ([(1, 2, 3)],), "parts[0]=(1, 2, 3): must be a pair (o, lse)"),
-    ("merge", ([(1, 2)],), "parts[0].o=1: must be a "),
-    ("dropout_mask", (1, -2, 3, 4, 0.1, (1, 2)), "hq=-2: must not be negative"),
-    ("dropout_mask", (1.5, 2, 3, 4, 0.1, (1, 2)), "b=1.5: must be an integer"),
-    ("dropout_mask", (1, 2, 2**31, 2**31, 0.1, (1, 2)), "b, hq, sq, sk=(1, 2, 2147483648, 2147483648): the mask must "
-     "have fewer than 2^63 elements"),
-])
-def test_utilities_say_the_same_in_every_front_end(front_end, framework, name, arguments, message):
-    pytest.importorskip(framework)
-    with pytest.raises(ValueError, match=re.escape(f"tessera.{name}: {message}")):
-        getattr(importlib.import_module(front_end), name)(*arguments)
+@pytest.mark.parametrize("name, arguments, message", signatures.WRONG_UTILITIES)
+def test_utilities_say_what_is_wrong(name, arguments, message):
+    signatures.assert_says(tessera, name, arguments, message)
 
 
 

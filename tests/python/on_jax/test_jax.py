@@ -162,6 +162,11 @@ def test_utilities_take_what_tesseras_do():
     signatures.assert_utilities_are_tesseras(tj)
 
 
+@pytest.mark.parametrize("name, arguments, message", signatures.WRONG_UTILITIES)
+def test_utilities_say_what_tesseras_do(name, arguments, message):
+    signatures.assert_says(tj, name, arguments, message)
+
+
 def test_merge_in_fp32():
     q, k, v = (x.astype(jnp.bfloat16) for x in qkv())
     parts = [tj.attention(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 10), slice(10, None))]

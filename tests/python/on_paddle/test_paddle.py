@@ -380,6 +380,11 @@ def test_utilities_take_what_tesseras_do():
     signatures.assert_utilities_are_tesseras(tp)
 
 
+@pytest.mark.parametrize("name, arguments, message", signatures.WRONG_UTILITIES)
+def test_utilities_say_what_tesseras_do(name, arguments, message):
+    signatures.assert_says(tp, name, arguments, message)
+
+
 def test_signatures_name_every_keyword():
     for function, table in ((tp.attention, _keywords.FORWARD),
                             (tp.attention_backward, _keywords.BACKWARD)):

@@ -367,6 +367,11 @@ def test_utilities_take_what_tesseras_do():
     signatures.assert_utilities_are_tesseras(tt)
 
 
+@pytest.mark.parametrize("name, arguments, message", signatures.WRONG_UTILITIES)
+def test_utilities_say_what_tesseras_do(name, arguments, message):
+    signatures.assert_says(tt, name, arguments, message)
+
+
 def test_two_of_one_mask_are_illegal_after_one_was_seen():
     q, k, v = qkv(grad=False)
     mask = torch.ones(33, 33, dtype=torch.bool)
