@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 from ... import _explain, _lib
+from ..._call._description import Description
+from ...torch import _tensors
 
 
-@functools.lru_cache(maxsize=1024)
-def explained(line: str, device: str) -> tuple[str, ...]:
-    """reasons() of a case line."""
-    return reasons(lambda: None, line, device)
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One pass: what tessera._call._description.Description takes, with q, k and v."""
+    backward: bool
+    given: dict
+
+    def described(self) -> Description:
+        return Description(_tensors, "explain", dict(self.given), self.backward).describe_outputs(self.given)
 
 
-def reasons(described, line: str | None, device: str) -> tuple[str, ...]:
-    """Why no kernel of a device ("cpu", "cuda:0", "sm90") runs a case, or the arguments that described() returns;
-    empty if one does."""
+def explained(question: Question, device: str) -> tuple[str, ...]:
+    """Why no kernel of a device ("cpu", "cuda:0", "sm90") runs a pass; empty if one does."""
     kind, _, number = device.partition(":")
     if device == "cpu" or kind == "cuda":
         kind = _lib.CPU if device == "cpu" else _lib.CUDA
@@ -25,7 +30,7 @@ def reasons(described, line: str | None, device: str) -> tuple[str, ...]:
         kind, arch = _explain._DEVICES[device]
         target = _lib.Device(kind=kind, arch=arch)
     try:
-        answer = _explain._answer(described(), line, target)
+        answer = _explain._answer(question.described().arguments, None, target)
     except ValueError as error:
         return (str(error),)
     if answer.backend is not None:

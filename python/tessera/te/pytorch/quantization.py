@@ -29,7 +29,7 @@ from .._names import missing
 from .._words import DType
 from ..common.recipe import (CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format,
                              MXFP8BlockScaling, NVFP4BlockScaling, Recipe)
-from ._explained import explained
+from ._explained import Question, explained
 from .tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, scale_of
 
 __all__ = ["autocast", "fp8_autocast", "get_default_fp8_recipe", "get_default_recipe", "get_fp8_max",
@@ -80,8 +80,11 @@ def _device() -> str:
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
+@functools.lru_cache(maxsize=64)
 def _fp8_support(device: str) -> tuple[bool, str]:
-    reasons = explained("fwd e4m3 b=1 s=128 h=1 d=128 qscale=one kvscale=one", device)
+    given = {name: torch.empty(1, 128, 1, 128, dtype=torch.float8_e4m3fn, device="meta") for name in "qkv"}
+    given |= {f"{name}_scale": torch.empty((), device="meta") for name in "qkv"}
+    reasons = explained(Question(False, given), device)
     return not reasons, "; ".join(reasons)
 
 

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 import tessera.torch  # noqa: E402
 from tessera.te.pytorch import DotProductAttention, InferenceParams, constants  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention import _attention_backends, backends, utils  # noqa: E402
+from tessera.te.pytorch import _explained  # noqa: E402
 from tessera.te.pytorch.attention.dot_product_attention._choice import _questions, _selection  # noqa: E402
 from tessera.te.pytorch.cpp_extensions import fused_attn as fused  # noqa: E402
 from te_oracle import HEADS, Problem, fwd_args  # noqa: E402
@@ -166,7 +167,7 @@ FEATURES = [{}, dict(attn_mask_type="causal"), dict(window_size=(3, 4)),
 @pytest.mark.parametrize("layout", ["sbhd_sbhd_sbhd", "bshd_bs2hd", "thd_thd_thd"])
 def test_the_library_understands_every_question(given, layout):
     for question in _questions.questions(utils.AttentionParams(qkv_layout=layout, **given)):
-        assert _questions.explained(question, "cpu") == ()
+        assert _explained.explained(question, "cpu") == ()
 
 
 @pytest.mark.parametrize("shape, asked", [
@@ -182,7 +183,7 @@ def test_a_bias_has_a_shape(shape, asked):
 def test_packed_layouts_are_understood():
     for layout in list(fused.QKVLayout)[:19]:
         asked = _questions.questions(utils.AttentionParams(qkv_layout=layout))
-        assert [_questions.explained(question, "cpu") for question in asked] == [(), ()], layout
+        assert [_explained.explained(question, "cpu") for question in asked] == [(), ()], layout
 
 
 def test_switches_are_read_again_on_request(monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tessera.te.pytorch import DotProductAttention  # noqa: E402
-from tessera.te.pytorch.attention.dot_product_attention._choice import _plans, _questions, _selection  # noqa: E402
+from tessera.te.pytorch import _explained  # noqa: E402
+from tessera.te.pytorch.attention.dot_product_attention._choice import _plans, _selection  # noqa: E402
 from te_oracle import fresh_selection  # noqa: E402,F401
 
 B, S, H, D = 3, 8, 4, 16
@@ -80,7 +81,7 @@ def test_what_is_asked_is_what_runs(name, monkeypatch):
     forward, backward = asked
     keywords = {key: x for key, x in ran[0].items() if x is not None}
     assert forward.given.keys() == keywords.keys() | {"q", "k", "v"}
-    expected = _questions.Question(False, {"q": q, "k": k, "v": v, **keywords}).described()
+    expected = _explained.Question(False, {"q": q, "k": k, "v": v, **keywords}).described()
     said = forward.described()
     assert said.call == expected.call
     assert bytes(said.arguments.problem) == bytes(expected.arguments.problem)

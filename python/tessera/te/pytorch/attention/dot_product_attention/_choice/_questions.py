@@ -11,12 +11,12 @@ import math
 import torch
 
 from ......_call import ROWS
-from ......_call._description import NEW, Description
+from ......_call._description import NEW
 from ......_call._prepared import gradient_outputs
 from ......torch import _tensors
 from ....._words import sides
 from .... import _words
-from ...._explained import reasons
+from ...._explained import Question
 from ...._translate import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,21 +30,6 @@ class Rounded:
     products: bool = False
     qkv: torch.dtype | None = None
     do: torch.dtype | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """One pass: what tessera._call._description.Description takes, with q, k and v."""
-    backward: bool
-    given: dict
-
-    def described(self) -> Description:
-        return Description(_tensors, "explain", dict(self.given), self.backward).describe_outputs(self.given)
-
-
-def explained(question: Question, device: str) -> tuple[str, ...]:
-    """Why no kernel of a device ("cpu", "cuda:0", "sm90") runs a pass; empty if one does."""
-    return reasons(lambda: question.described().arguments, None, device)
 
 
 def questions(p, forward: Rounded | None = None, backward: Rounded | None = None) -> list[Question]:

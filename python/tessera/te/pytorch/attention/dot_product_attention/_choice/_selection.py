@@ -21,10 +21,11 @@ from ...... import __version__, _lib, backends
 from ......torch._later import constant
 from ....._logging import AttentionLogging, logger, switch
 from .....common.recipe import DelayedScaling
+from ...._explained import explained as _explained
 from ....cpp_extensions._tables import FusedAttnBackend
 from ....quantization import get_fp8_torch_dtype
 from .._quantized import _fp8_state
-from ._questions import DTYPES, FP8, Rounded, explained as _explained, questions
+from ._questions import DTYPES, FP8, Rounded, questions
 
 NAMES = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
 _FLASH, _FUSED, _UNFUSED = NAMES
