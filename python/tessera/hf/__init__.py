@@ -65,6 +65,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             softmax_scale=scaling, softcap=softcap or 0.0, dropout_p=dropout,
             sink=None if s_aux is None else s_aux.float())), None
     if kind is not None:
+        if sliding_window == 1 and key.shape[2] > query.shape[2]:  # DynamicCache has then kept what the window hides
+            key, value = key[:, :, -query.shape[2]:], value[:, :, -query.shape[2]:]
         if issubclass(kind, CausalMask):  # as in eager, the mask decides, whatever the module says
             attention_mask, is_causal, sliding_window = None, True, None
         elif isinstance(attention_mask, Mask):
@@ -99,9 +101,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
             position_bias = mask if position_bias is None else position_bias + mask
     keywords["sink"] = sink  # tensors in the order of _plans
     if position_bias is not None:
-        fits = position_bias.dtype in (query.dtype, torch.float32)
-        bias = position_bias if fits else position_bias.to(query.dtype)
-        keywords["bias"] = bias if bias.stride(-1) in (0, 1) else bias.contiguous()  # T5 permutes it
+        keywords["bias"] = _bias(position_bias, query.dtype)
     if packed and attention_mask is None and position_bias is None:
         keywords.update({f"max_seqlen_{side}": length for side, length in
                          (("q", max_length_q), ("k", max_length_k)) if isinstance(length, int)},
@@ -136,6 +136,11 @@ def _mask_keyword(module, mask, kind, key) -> tuple[str, torch.Tensor]:
             "True = visible, or floating point, added to the scores; use attention_mask.bool() if 1 means "
             "visible, attention_mask == 0 if 1 means hidden")
     return "keep" if mask.dtype == torch.bool else "bias", mask[..., :key.shape[2]]
+
+
+def _bias(bias, dtype) -> torch.Tensor:
+    bias = bias if bias.dtype in (dtype, torch.float32) else bias.to(dtype)
+    return bias if bias.stride(-1) in (0, 1) else bias.contiguous()  # T5 permutes it
 
 
 def _of_positions(module, query, key, position_ids, sliding_window):

@@ -12,7 +12,7 @@ import signatures  # noqa: E402
 import tessera  # noqa: E402
 import tessera.hf  # noqa: E402
 from tessera.hf import _continuous  # noqa: E402
-from test_torch_hf import MODELS, build, tokens  # noqa: E402
+from test_torch_hf import DECODER, MODELS, build, tokens  # noqa: E402
 from transformers import cache_utils, masking_utils  # noqa: E402
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS  # noqa: E402
 
@@ -59,6 +59,22 @@ def test_every_cache_generates_eagers_tokens(built, name, cache):
     except (ValueError, ImportError, RuntimeError, AttributeError) as error:
         pytest.skip(f"eager cannot either: {str(error)[:90]}")
     assert torch.equal(generate(ours), expected)
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+@pytest.mark.parametrize("lengths", [(6, *[1] * 6), (6, 3, 3)], ids=["tokens", "chunks"])
+def test_a_window_of_one_key(lengths, pad):
+    """DynamicCache keeps every key of such a window (it keeps [-1 + 1:]), and eager and SDPA see them all: a mask
+    of one column broadcasts. Without a cache a query sees its own key alone, and so it does here with one."""
+    eager, ours = build(transformers.MistralConfig(**DECODER, sliding_window=1))
+    ids, cache, outs = tokens(s=sum(lengths)), transformers.DynamicCache(config=ours.config), []
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor([[0], [pad]])).long()
+    with torch.no_grad():
+        for part in ids.split(lengths, 1):
+            seen = cache.get_seq_length() + part.shape[1]
+            outs.append(ours(part, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+        expected = eager(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(outs, 1)[mask > 0], expected[mask > 0], atol=1e-5, rtol=1e-4)
 
 
 # ---- continuous batching ----
