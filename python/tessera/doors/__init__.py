@@ -27,6 +27,8 @@ DOORS = {
                        'from_pretrained(name, attn_implementation="org/repo")'),
     "TRL": Door("trl", "1.16.0", "tessera.hf", 'import tessera.hf; SFTConfig(packing=True) or padding_free=True, of a '
                 'model with attn_implementation="tessera"'),
+    "axolotl": Door("axolotl", "0.19.0", "tessera.hf.axolotl",
+                    "attn_implementation: sdpa, plugins: [tessera.hf.axolotl.Plugin]", stand_in=True),
     "accelerate": Door("accelerate", "1.15.0", "tessera.doors.accelerate_cp",
                        "tessera.doors.accelerate_cp.install(), then ParallelismConfig(cp_size=N) of a model with "
                        'attn_implementation="tessera"'),

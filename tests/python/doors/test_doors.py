@@ -33,7 +33,7 @@ def test_every_door_has_an_example_or_is_one_line():
                       (ROOT / "docs" / "integrations.md").read_text(), re.M)
     examples = {name: path for name, path in rows if path}
     assert {name for name, _ in rows} == set(doors.DOORS)
-    assert set(doors.DOORS) - set(examples) == {"TransformerEngine", "SGLang", "torchtitan"}
+    assert set(doors.DOORS) - set(examples) == {"TransformerEngine", "SGLang", "axolotl", "torchtitan"}
     assert set(examples.values()) == {"examples/comfyui/__init__.py", *(
         path.relative_to(ROOT).as_posix() for path in (ROOT / "examples" / "doors").glob("*.py"))}
 
