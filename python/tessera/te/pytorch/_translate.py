@@ -5,7 +5,7 @@
     sbhd, bshd, thd                         layout, one for q and one for k and v
     mask type, window, bottom_right         causal, window, align
     padding with cu_seqlens                 seqlens_q, seqlens_k; packed cu_seqlens_q, cu_seqlens_k
-    padding with attention_mask             segment_ids: the hidden have a segment of their own
+    padding with attention_mask             segment_ids: the hidden have a segment of their own; align by sequence
     arbitrary attention_mask                drop
     bias types, ALiBi                       bias, bias_at, alibi_slopes
     softcap                                 softcap; 0 is none
@@ -21,7 +21,7 @@ import functools
 
 import torch
 
-from ... import _lib, alibi_slopes
+from ... import alibi_slopes
 from ...torch._later import constant
 from .. import _words as te_words
 from . import _words
@@ -167,28 +167,15 @@ class Call:
 
     def _padding_by_mask(self, given):
         """Hidden queries are segment 1 and hidden keys segment 2, so that neither meets anyone. No
-        prefix is assumed: a diagonal that ends at the bottom right counts what is visible."""
+        prefix is assumed."""
         hidden_q, hidden_k = self._hidden()
         given["segment_ids"] = hidden_q.to(torch.int32), hidden_k.to(torch.int32) * 2
         if isinstance(self.attention_mask, torch.Tensor):
             given["align"] = "top_left"  # as many keys as queries
             return
-        if not self.bottom_right:
-            return
-        if self.bias_type == "alibi":
-            raise _lib.Refused(
-                'DotProductAttention: core_attention_bias_type="alibi" along the bottom right '
-                "diagonal of two padding masks: needs lengths; give cu_seqlens_q and cu_seqlens_kv")
-        left, right = te_words.sides(given.pop("causal"), given.pop("window", None))
-        if (left, right) == (-1, -1):
-            return
-        shift = (~hidden_k).sum(1, dtype=torch.int32) - (~hidden_q).sum(1, dtype=torch.int32)
-        sk = hidden_k.shape[1]
-        diagonal = shift[:, None] + torch.arange(hidden_q.shape[1], dtype=torch.int32,
-                                                 device=shift.device)
-        first = torch.zeros_like(diagonal) if left < 0 else diagonal - left
-        end = torch.full_like(diagonal, sk) if right < 0 else diagonal + right + 1
-        given["key_ranges"] = torch.stack((first, end), -1)[:, None].contiguous()
+        diagonal = given["causal"] or "window" in given or self.bias_type == "alibi"
+        if self.bottom_right and diagonal:  # of what is visible: each sequence has a diagonal of its own
+            given["align"] = (~hidden_k).sum(1, dtype=torch.int32) - (~hidden_q).sum(1, dtype=torch.int32)
 
     def _hidden(self):
         """attention_mask as bool [b, sq] and [b, skv], True = hidden."""

@@ -33,6 +33,8 @@ CALLS = {
     "two masks": ({"attn_mask_type": "padding"}, {"attention_mask": (HIDDEN, HIDDEN)}),
     "two masks and a window": ({"attn_mask_type": "padding_causal_bottom_right"},
                                {"attention_mask": (HIDDEN, HIDDEN), "window_size": (3, 0)}),
+    "two masks and slopes": ({"attn_mask_type": "padding"},
+                             {"attention_mask": (HIDDEN, HIDDEN), "core_attention_bias_type": "alibi"}),
     "arbitrary": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(B, H, S, S, dtype=torch.bool)}),
     "bias": ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, H, S, S)}),
     "bias of keys": ({}, {"core_attention_bias_type": "pre_scale_bias",
@@ -104,8 +106,5 @@ def test_a_cache_is_asked_for_with_its_pages(monkeypatch):
 
 def test_words_that_make_no_call_are_a_reason():
     """What the call itself would raise."""
-    chosen = _selection.select(_selection.AttentionParams(
-        device="cpu", attn_mask_type="padding", core_attention_bias_type="alibi", padding="two masks"))
-    assert any("needs lengths" in reason for reason in chosen.reasons["FusedAttention"])
     chosen = _selection.select(_selection.AttentionParams(device="cpu", pad_between_seqs=True))
     assert any("needs packed sequences" in reason for reason in chosen.reasons["FusedAttention"])

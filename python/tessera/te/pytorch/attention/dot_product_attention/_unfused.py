@@ -109,7 +109,8 @@ class _Side:
 def _distance(lengths_q, lengths_k, align, b, sq, sk, device):
     """i + shift - j, [b, 1, sq, sk]."""
     i, j = torch.arange(sq, device=device), torch.arange(sk, device=device)
-    shift = lengths_k - lengths_q if align == "bottom_right" else torch.zeros_like(lengths_q)
+    shift = align if isinstance(align, torch.Tensor) else \
+        lengths_k - lengths_q if align == "bottom_right" else torch.zeros_like(lengths_q)
     return (shift[:, None, None] + i[:, None] - j)[:, None]
 
 
