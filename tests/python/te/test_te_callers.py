@@ -93,3 +93,62 @@ def test_fused_attn(theirs, bias, kind, window):
     torch.testing.assert_close(max_logit, want_max)
     for got, expected in zip((x for x in grads if x is not None), torch.autograd.grad(want, leaves, do), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+# What TransformerEngine's own tests of attention import, below transformer_engine: pytorch/utils.py, attention/
+# test_attention.py, test_kv_cache.py, test_cp_utils.py, run_attention_with_cp.py, test_fused_rope.py.
+OF_SUITES = {
+    "common.recipe": "DelayedScaling Float8CurrentScaling Format Recipe",
+    "pytorch": "DotProductAttention InferenceParams MultiheadAttention QuantizedTensor Quantizer TransformerLayer "
+               "autocast fp8_autocast fp8_model_init get_device_compute_capability is_bf16_available is_fp8_available "
+               "make_graphed_callables quantized_model_init",
+    "pytorch.attention": "DotProductAttention InferenceParams RotaryPositionEmbedding",
+    "pytorch.attention.dot_product_attention": "_attention_backends",
+    "pytorch.attention.dot_product_attention.context_parallel":
+        "generate_positional_ids_for_cp get_batch_on_this_cp_rank get_cu_seqlens_on_cp_rank pad_thd_sequences_for_cp",
+    "pytorch.attention.dot_product_attention.utils": "AttentionLogging AttentionParams FlashAttentionUtils "
+                                                     "check_set_window_size get_attention_backend",
+    "pytorch.attention.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
+    "pytorch.constants": "FP8BwdTensorIdx FP8FwdTensorIdx",
+    "pytorch.cpp_extensions": "fused_attn_bwd fused_attn_fwd",
+    "pytorch.cpp_extensions.fused_attn": "FusedAttnBackend fused_attn_bwd fused_attn_fwd",
+    "pytorch.distributed": "CudaRNGStatesTracker",
+    "pytorch.fp8": "FP8GlobalStateManager fp8_autocast",
+    "pytorch.module.base": "TransformerEngineBaseModule get_dummy_wgrad",
+    "pytorch.quantization": "FP8GlobalStateManager get_fp8_te_dtype",
+    "pytorch.quantized_tensor": "Quantizer prepare_for_saving restore_from_func_ctx",
+    "pytorch.tensor.float8_tensor": "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor",
+    "pytorch.utils": "get_cudnn_version init_method_normal is_bf16_compatible scaled_init_method_normal",
+}
+
+
+@pytest.mark.parametrize("module", OF_SUITES)
+def test_what_their_suites_import_is_here(module):
+    ours = importlib.import_module(f"tessera.te.{module}")
+    assert [name for name in OF_SUITES[module].split() if not hasattr(ours, name)] == []
+
+
+def test_the_base_of_modules():
+    """Programs ask for it by isinstance, and derive modules of their own from it."""
+    from tessera.te.common.recipe import DelayedScaling
+    from tessera.te.pytorch import DotProductAttention, autocast
+    from tessera.te.pytorch.module.base import TransformerEngineBaseModule
+
+    class Own(TransformerEngineBaseModule):
+        def forward(self, x):
+            self.init_fp8_metadata()
+            return self.quantizers["scaling_fwd"][0](x).dequantize()
+
+    assert isinstance(DotProductAttention(2, 8), TransformerEngineBaseModule)
+    with autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True)):
+        assert Own()(torch.tensor([1.0, 1.03])).tolist() == [1, 1]  # E4M3: the next is 1.125
+
+
+def test_gradients_that_stand_for_those_in_main_grad():
+    from tessera.te.pytorch.module.base import get_dummy_wgrad
+    first, again = (get_dummy_wgrad([2, 3], torch.float16) for _ in range(2))
+    assert first.shape == (2, 3) and first.dtype == torch.float16 and first.data_ptr() == again.data_ptr()
+    first.fill_(1)
+    assert not get_dummy_wgrad([2, 3], torch.float16, zero=True).any() and not first.any()
+    others = get_dummy_wgrad([3, 2], torch.float16), get_dummy_wgrad([2, 3], torch.float32)
+    assert first.data_ptr() not in [other.data_ptr() for other in others]

@@ -7,8 +7,8 @@
 
 from .._names import missing
 from ..common import recipe
-from . import (attention, constants, cpp_extensions, cpu_offload, distributed, fp8, graph, quantization,
-               tensor, utils)
+from . import (attention, constants, cpp_extensions, cpu_offload, distributed, fp8, graph, module,
+               quantization, tensor, utils)
 from .attention import (DotProductAttention, InferenceParams, MultiheadAttention,
                         RotaryPositionEmbedding, apply_rotary_pos_emb)
 from .constants import CPLoadBalancingStrategy, DType
@@ -32,6 +32,6 @@ __all__ = ["CPLoadBalancingStrategy", "CudaRNGStatesTracker", "DType", "DotProdu
            "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe",
            "get_device_compute_capability", "graph", "is_bf16_available", "is_fp8_available",
            "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables",
-           "mark_not_offload", "prepare_for_saving", "quantization", "quantized_model_init", "recipe",
+           "mark_not_offload", "module", "prepare_for_saving", "quantization", "quantized_model_init", "recipe",
            "restore_from_func_ctx", "restore_from_saved", "tensor", "utils"]
 __getattr__ = missing(__name__)
