@@ -21,7 +21,8 @@ _LATER = {
                      "module"), _DENSE),
     **dict.fromkeys(("flex_attention", "validate_fused_attn_score_mod",
                      "make_fused_attn_score_mod_config"), _SCORES),
-    **dict.fromkeys(("quantize", "update_collections", "NVTE_FP8_COLLECTION_NAME"), _FP8),
+    **dict.fromkeys(("QuantizerFactory", "QuantizerSet", "get_quantize_config_with_recipe", "noop_quantizer_set"),
+                    _FP8),
 }
 
 missing = functools.partial(_names.missing, later=_LATER)

@@ -160,3 +160,33 @@ def test_modules_stand_for_te(monkeypatch):
     from transformer_engine_jax import NVTE_Fused_Attn_Backend
     assert Layout is QKVLayout and NVTE_Fused_Attn_Backend.NVTE_No_Backend == -1
     assert MeshResource().cp_resource is None
+
+
+# ---- questions about FP8 ----
+
+def test_quantization_is_asked_about():
+    """By TE's own tests, and by programs, before they compute in FP8."""
+    from tessera.te.jax import quantize
+    from tessera.te.jax.quantize import helper
+    assert helper.DType is tessera.te.jax.transformer_engine_jax.DType
+    assert quantize.is_scaling_mode_supported() == (True, "")
+    for mode in set(quantize.ScalingMode) - {quantize.ScalingMode.NO_SCALING}:
+        supported, reason = quantize.is_scaling_mode_supported(mode)
+        assert not supported and reason.startswith(f"{mode.name}: ") and "tessera.jax.attention" in reason
+        assert quantize.is_fp8_available(mode, 0) == (False, reason)
+    assert quantize.get_supported_quantization_recipes() == quantize.get_supported_scaling_modes() == []
+    assert quantize.get_global_quantize_recipe() is None
+    assert quantize.get_quantization_recipe("DelayedScaling").delayed()
+    assert quantize.is_quantize_recipe_supported("MXFP8BlockScaling")[0] is False
+    with pytest.raises(ValueError, match="name='bf16': must be one of DelayedScaling, "):
+        quantize.is_quantize_recipe_supported("bf16")
+    with pytest.raises(ImportError, match="QuantizerFactory.*pass 16-bit arrays"):
+        from tessera.te.jax.quantize import QuantizerFactory  # noqa: F401
+
+
+def test_collections_are_merged():
+    update = tessera.te.jax.update_collections
+    assert update({"a": 1, "b": 2}, {"b": 3, "c": 4}) == {"a": 1, "b": 2, "c": 4}
+    flax = pytest.importorskip("flax")
+    found = update({"a": 1}, flax.core.FrozenDict(b=3))
+    assert isinstance(found, flax.core.FrozenDict) and dict(found) == {"a": 1, "b": 3}
