@@ -32,7 +32,8 @@ LATER = {
                      "MXFP8Quantizer", *_FOUND), _FP8),
     "FusedAttentionWithScoreModFunc": _SCORES,
     **dict.fromkeys(("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"), _LINEAR),
-    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func", "flash_attn_cuda_bwd"), _PACKAGE),
+    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func", "flash_attn_func_v4", "flash_attn_varlen_func_v4",
+                     "flash_attn_cuda_bwd"), _PACKAGE),
     "FusedAttnBwdArgs": _KEPT,
     **dict.fromkeys(("FusedMLAQUpProjRopeQuant", "FusedMLAQUpProjFunction"), _MLA),
 }

@@ -95,8 +95,9 @@ def test_fused_attn(theirs, bias, kind, window):
         torch.testing.assert_close(got, expected)
 
 
-# What TransformerEngine's own tests of attention import, below transformer_engine: pytorch/utils.py, attention/
-# test_attention.py, test_kv_cache.py, test_cp_utils.py, run_attention_with_cp.py, test_fused_rope.py.
+# What TransformerEngine's own tests of attention import, below transformer_engine: those of pytorch/utils.py,
+# test_fused_rope.py, and in attention/ test_attention.py, test_kv_cache.py, test_cp_utils.py, run_attention_with_cp.py;
+# and what Megatron-Core imports of graphs.
 OF_SUITES = {
     "common.recipe": "DelayedScaling Float8CurrentScaling Format Recipe",
     "pytorch": "DotProductAttention InferenceParams MultiheadAttention QuantizedTensor Quantizer TransformerLayer "
@@ -111,9 +112,10 @@ OF_SUITES = {
     "pytorch.attention.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
     "pytorch.constants": "FP8BwdTensorIdx FP8FwdTensorIdx",
     "pytorch.cpp_extensions": "fused_attn_bwd fused_attn_fwd",
-    "pytorch.cpp_extensions.fused_attn": "FusedAttnBackend fused_attn_bwd fused_attn_fwd",
+    "pytorch.cpp_extensions.fused_attn": "FusedAttnBackend TORCH_DType fused_attn_bwd fused_attn_fwd",
     "pytorch.distributed": "CudaRNGStatesTracker",
     "pytorch.fp8": "FP8GlobalStateManager fp8_autocast",
+    "pytorch.graph": "is_graph_capturing restore_fp8_tensors save_fp8_tensors set_capture_end set_capture_start",
     "pytorch.module.base": "TransformerEngineBaseModule get_dummy_wgrad",
     "pytorch.quantization": "FP8GlobalStateManager get_fp8_te_dtype",
     "pytorch.quantized_tensor": "Quantizer prepare_for_saving restore_from_func_ctx",

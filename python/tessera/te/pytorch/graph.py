@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 
 from ..._lib import Refused
 from .._names import missing
-from .attention.dot_product_attention._quantized._fp8_state import recipes_of
+from ..common.recipe import DelayedScaling
+from .attention.dot_product_attention._quantized._fp8_state import Float8Module, recipes_of
 from .quantization import get_default_recipe
 
-__all__ = ["make_graphed_callables"]
+__all__ = ["is_graph_capturing", "make_graphed_callables", "restore_fp8_tensors", "save_fp8_tensors",
+           "set_capture_end", "set_capture_start"]
 __getattr__ = missing(__name__)
 
 
@@ -73,8 +75,12 @@ def make_graphed_callables(modules, sample_args, num_warmup_iters: int = 3, allo
     positional = tuple(_OfTensors(module, one, more, clone_param_grads_on_return)
                        for module, one, more in zip(modules, args, kwargs))
     samples = tuple(each.samples(*one, **more) for each, one, more in zip(positional, args, kwargs))
-    _warm_up(positional, samples, num_warmup_iters, allow_unused_input, pre_warmup_hook, post_warmup_hook)
-    graphed = torch.cuda.make_graphed_callables(positional, samples, 0, allow_unused_input, pool)
+    set_capture_start()
+    try:
+        _warm_up(positional, samples, num_warmup_iters, allow_unused_input, pre_warmup_hook, post_warmup_hook)
+        graphed = torch.cuda.make_graphed_callables(positional, samples, 0, allow_unused_input, pool)
+    finally:
+        set_capture_end()
     results = tuple(map(_installed, modules, positional, graphed))
     return results if several else results[0]
 
@@ -184,3 +190,50 @@ def _installed(function, positional: _OfTensors, graphed):
             function.forward = plain
     function.forward, function.reset = forward, reset
     return function
+
+
+# ---- for programs that capture graphs themselves ----
+
+_capturing = False
+
+
+def set_capture_start():
+    """Says that warming up and capture begin: is_graph_capturing() until set_capture_end()."""
+    global _capturing
+    _capturing = True
+
+
+def set_capture_end():
+    global _capturing
+    _capturing = False
+
+
+def is_graph_capturing() -> bool:
+    """Whether make_graphed_callables is at work, or a program between set_capture_start() and set_capture_end()."""
+    return _capturing
+
+
+def save_fp8_tensors(modules, recipe) -> list | None:
+    """Copies of scales and amaxes, which a warm-up changes, for restore_fp8_tensors: an entry for each module in and
+    below `modules`. None unless `recipe` is a DelayedScaling, as no other keeps any."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return [each.get_fp8_meta_tensors() if isinstance(each, Float8Module) else None for each in _below(modules)]
+
+
+def restore_fp8_tensors(modules, fp8_tensors: list | None):
+    """Gives back what save_fp8_tensors copied of the same modules. Where it found no state, state is as new.
+    ValueError: entries of other modules."""
+    if fp8_tensors is None:
+        return
+    below = _below(modules)
+    if len(below) != len(fp8_tensors):
+        raise ValueError(f"restore_fp8_tensors: fp8_tensors of {len(fp8_tensors)} modules: must be what "
+                         f"save_fp8_tensors gave of these {len(below)}")
+    for each, saved in zip(below, fp8_tensors):
+        if isinstance(each, Float8Module):
+            each.reset_fp8_meta_tensors(saved)
+
+
+def _below(modules) -> list[torch.nn.Module]:
+    return [each for module in modules for each in module.modules()]

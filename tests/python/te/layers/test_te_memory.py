@@ -285,8 +285,47 @@ def test_hooks_of_the_warm_up(replayed):
     plain = block.forward
     block.forward = lambda *args: (seen.append("run"), plain(*args))[1]
     te.make_graphed_callables(block, (x,), num_warmup_iters=2, pre_warmup_hook=lambda: seen.append("before"),
-                              post_warmup_hook=lambda: seen.append("after"), capture_time_hooks=[None])
-    assert seen == ["before", "run", "run", "after"]
+                              post_warmup_hook=lambda: seen.append(graph.is_graph_capturing()),
+                              capture_time_hooks=[None])
+    assert seen == ["before", "run", "run", True] and not graph.is_graph_capturing()
+
+    def fails():
+        raise OSError
+    with pytest.raises(OSError):
+        te.make_graphed_callables(block, (x,), pre_warmup_hook=fails)
+    assert not graph.is_graph_capturing()
+
+
+def test_graphs_of_a_programs_own():
+    """What a program does round a warm-up and a capture of its own."""
+    graph.set_capture_start()
+    assert graph.is_graph_capturing()
+    graph.set_capture_end()
+    assert not graph.is_graph_capturing()
+
+    recipe = DelayedScaling(fp8_dpa=True, amax_history_len=2)
+    modules = [Block().bfloat16(), Block().bfloat16()]
+    x = torch.randn(B, S, H * D, dtype=torch.bfloat16)
+
+    def step(scale):
+        with te.autocast(enabled=True, recipe=recipe):
+            modules[0](scale * x).sum().backward()
+
+    def state():
+        return modules[0].attention.get_fp8_meta_tensors()["scaling_fwd"]
+    step(1)
+    before = state()
+    saved = graph.save_fp8_tensors(modules, recipe)
+    assert len(saved) == sum(len(list(module.modules())) for module in modules)
+    step(5)
+    assert not all(map(torch.equal, before, state()))
+    graph.restore_fp8_tensors(modules, saved)
+    assert all(map(torch.equal, before, state()))
+    with pytest.raises(ValueError, match="fp8_tensors of .* modules"):
+        graph.restore_fp8_tensors(modules[:1], saved)
+    assert graph.save_fp8_tensors(modules, None) is None
+    graph.restore_fp8_tensors(modules, None)
+    assert all(map(torch.equal, before, state()))
 
 
 def test_evaluation_has_no_backward_graph(replayed):

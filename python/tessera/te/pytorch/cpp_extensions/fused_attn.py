@@ -21,14 +21,17 @@ from ....torch import attention, attention_backward
 from .. import _words
 from .._translate import Call
 from ..._names import missing
+from ..constants import TE_DType_To_Torch
 from . import _documented
 from ._tables import (META_DO, META_DP, META_DQKV, META_O, META_QKV, META_S, AttnBiasType,
                       AttnMaskType, FusedAttnBackend, QKVFormat, QKVLayout, SoftmaxType)
 
 __all__ = ["fused_attn_fwd", "fused_attn_bwd", "QKVLayout", "QKVFormat", "AttnBiasType",
            "AttnMaskType", "SoftmaxType", "FusedAttnBackend", "META_QKV", "META_O", "META_S",
-           "META_DQKV", "META_DO", "META_DP"]
+           "META_DQKV", "META_DO", "META_DP", "TORCH_DType"]
 __getattr__ = missing(__name__)
+# The dtype of a tensor's memory by TE's tag of its numbers; FP8 lies in bytes.
+TORCH_DType = {tag: torch.uint8 if dtype.itemsize == 1 else dtype for tag, dtype in TE_DType_To_Torch.items()}
 
 
 @_documented.forward

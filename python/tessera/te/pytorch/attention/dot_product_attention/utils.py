@@ -57,6 +57,8 @@ class FlashAttentionUtils:
     v3_is_installed = v3_0_0_beta = use_v3 = False
     v4_is_installed = use_v4 = False
     fa3_version = fa4_version = type(version)("0")
+    fa3_supports_softcap = False
+    v4_validate_head_dims = None
     _get_supported_versions = staticmethod(_get_supported_versions)
 
     @staticmethod
