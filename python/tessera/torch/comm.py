@@ -102,27 +102,27 @@ class Topology(NamedTuple):
 def exchange(group: Group, outgoing: Sequence[Sequence[torch.Tensor]],
              incoming: Sequence[Sequence[tuple]], device: torch.device) -> Pending | Kept:
     """Sends the tensors outgoing[p] to each rank p, and receives those that incoming[p] describes
-    as (shape, dtype). A rank's own entry travels no further than memory, and alone not at all."""
+    as (shape, dtype). A rank's own tensors are not copied. No tensor may change until they are waited for."""
+    own = list(outgoing[group.rank])
     if group.size == 1:
-        return Kept([list(outgoing[0])])
-    pieces, sizes = [], []
-    for tensors in outgoing:
-        sizes.append(sum(_padded(x.numel() * x.element_size()) for x in tensors))
-        pieces += [_bytes(x) for x in tensors]
+        return Kept([own])
+    pieces = [[] if p == group.rank else list(tensors) for p, tensors in enumerate(outgoing)]
+    incoming = [[] if p == group.rank else whats for p, whats in enumerate(incoming)]
+    sizes = [sum(_padded(_size(x.shape, x.dtype)) for x in tensors) for tensors in pieces]
     received_sizes = [sum(_padded(_size(*what)) for what in whats) for whats in incoming]
     side = _side_stream(device, group.name)
     if side is None:
-        received, work = group.all_to_all(_joined(pieces, device), sizes, received_sizes)
-        return Pending(received, work, incoming, received_sizes)
+        received, work = group.all_to_all(_joined(pieces, sum(sizes), device), sizes, received_sizes)
+        return Pending(group.rank, own, received, work, incoming, received_sizes)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        sent = _joined(pieces, device)
+        sent = _joined(pieces, sum(sizes), device)
         received, work = group.all_to_all(sent, sizes, received_sizes)
         if work is not None:
             work.wait()
     received.record_stream(current)
-    return Pending(received, _Event(side, current), incoming, received_sizes, pieces)
+    return Pending(group.rank, own, received, _Event(side, current), incoming, received_sizes, pieces)
 
 
 class Kept:
@@ -139,9 +139,9 @@ class Pending:
     """An exchange under way. `read` is what a stream of its own reads, copies of views among it: the
     allocator would give it to the caller's next tensor, so that it stays until the caller's stream waits."""
 
-    def __init__(self, received, work, incoming, sizes, read=()):
+    def __init__(self, rank, own, received, work, incoming, sizes, read=()):
+        self._rank, self._own, self._read = rank, own, read
         self._received, self._work, self._incoming, self._sizes = received, work, incoming, sizes
-        self._read = read
 
     def wait(self) -> list[list[torch.Tensor]]:
         """The tensors from each rank."""
@@ -156,6 +156,7 @@ class Pending:
                 own.append(part[at:at + size].view(dtype).view(shape))
                 at += _padded(size)
             tensors.append(own)
+        tensors[self._rank] = self._own
         return tensors
 
 
@@ -203,17 +204,14 @@ def to_all(group: Group, x: torch.Tensor, shapes) -> list[torch.Tensor]:
     return [x for x, in found.wait()]
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    flat = x.contiguous().view(-1)
-    flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
-    short = _padded(flat.numel()) - flat.numel()
-    return torch.nn.functional.pad(flat, (0, short)) if short else flat
-
-
-def _joined(pieces, device) -> torch.Tensor:
-    if not pieces:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.cat(pieces)
+def _joined(pieces, size: int, device) -> torch.Tensor:
+    """The messages one behind the other; what lies between two tensors is anything."""
+    joined, at = torch.empty(size, dtype=torch.uint8, device=device), 0
+    for x in (x for tensors in pieces for x in tensors):
+        size = _size(x.shape, x.dtype)
+        joined[at:at + size].view(x.dtype).view(x.shape).copy_(x)
+        at += _padded(size)
+    return joined
 
 
 def _size(shape, dtype: torch.dtype) -> int:

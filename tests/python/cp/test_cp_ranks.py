@@ -251,7 +251,7 @@ def test_bias_with_rows_is_not_exchanged_by_heads():
 
 
 def strided():
-    """Tensors that travel as copies: a view of one that holds more, and sizes that need padding."""
+    """A view of a tensor that holds more, and sizes that need padding."""
     return [torch.arange(96.0).view(4, 3, 2, 4).unbind(1)[1], torch.arange(10.0), torch.arange(3).byte()]
 
 
@@ -263,12 +263,12 @@ def test_what_a_stream_of_exchanges_reads_is_kept(monkeypatch, x):
     current = types.SimpleNamespace(wait_event=lambda event: events.append((event, [y() for y in joined])))
     join = comm._joined
     monkeypatch.setattr(comm, "_side_stream", lambda *_: side)
-    monkeypatch.setattr(comm, "_joined", lambda pieces, device: joined.extend(map(weakref.ref, pieces)) or
-                        join(pieces, device))
+    monkeypatch.setattr(comm, "_joined", lambda pieces, *rest: joined.extend(
+        weakref.ref(y) for tensors in pieces for y in tensors) or join(pieces, *rest))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: noted.setdefault(x.data_ptr(), stream))
-    pending = comm.exchange(cp_ranks.Echo(), [[], [x]], [[], [(x.shape, x.dtype)]], x.device)
+    pending = comm.exchange(cp_ranks.Echo(), [[], [x[...]]], [[], [(x.shape, x.dtype)]], x.device)
     assert torch.equal(pending.wait()[1][0], x)
     (event, alive), = events
     assert event == "event" and alive and all(y is not None for y in alive)

@@ -16,7 +16,7 @@ from ...context_parallel.shards import Shards
 from .. import _functions
 from ..comm import Topology, exchange
 from . import _local
-from ._rows import Rows
+from ._rows import Rows, Sum
 
 
 class Step(NamedTuple):
@@ -68,6 +68,10 @@ class Driver:
         their lse -inf. `kept` is where keys of all heads are to stay: k, v and their segment ids, as
         far as there are any, of the rows that the rank sees."""
         hq, dv = p.q.shape[1], p.v.shape[2]
+        if not self.is_ring and self.groups == 1 and self._has_one_call(p):
+            (_, _, part, step), keys = next(self._pipeline(p, into=kept))
+            o, lse, peak = _local.forward(part, step.tables[0], *keys, part.sink, max_logit)
+            return o.contiguous(), lse, peak
         dtype = torch.float32 if self.is_ring else p.q.dtype
         o = p.q.new_zeros(p.q.shape[0], hq, dv, dtype=dtype)
         lse = p.q.new_full((hq, p.q.shape[0]), -torch.inf, dtype=torch.float32)
@@ -75,7 +79,7 @@ class Driver:
         if self.is_ring and p.sink is not None:  # a part like the others: o = 0, lse = sink
             logits = _sink_logits(p.sink, hq, lse.device)[:, None]
             self.rows.put(lse, logits.expand(hq, self.rows.count), 1)
-        for (heads, part, step), keys in self._pipeline(p, into=kept):
+        for (_, heads, part, step), keys in self._pipeline(p, into=kept):
             mine = slice(*heads[:2])
             for t in step.tables:
                 found = self._attend(part, t, keys, max_logit, o[:, mine], lse[mine])
@@ -89,39 +93,47 @@ class Driver:
         if self.is_ring and "dsink" in wanted:
             wanted = [name for name in wanted if name != "dsink"]
             sums["dsink"].add_(self._dsink(p.sink, do, o, lse, dlse))
-        dq = torch.zeros_like(p.q, dtype=torch.float32 if self.is_ring else None)
-        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (p.k, p.v))
+        groups = self._groups_of_heads(p)
+        dqs = [Sum((p.q.shape[0], q1 - q0, p.q.shape[2]), p.q.device) for q0, q1, _, _ in groups]
+        dks, dvs = ([Sum((x.shape[0], k1 - k0, x.shape[2]), x.device) for _, _, k0, k1 in groups] for x in (p.k, p.v))
         returning = None
-        for (heads, part, step), (k, v, ids) in self._pipeline(p, kept=kept):
-            q0, q1, k0, k1 = heads
+        for (g, (q0, q1, _, _), part, step), (k, v, ids) in self._pipeline(p, kept=kept):
             own = _local.sums_of_heads(sums, q0, q1)
-            buffers = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+            buffers = [Sum(x.shape, x.device) for x in (k, v)]
             for t in step.tables:
                 rows = [t.rows.take(x[:, q0:q1]) for x in (do, o)]
                 rows += [x if x is None else t.rows.take(x[q0:q1], 1) for x in (lse, dlse)]
                 _local.backward(part, t, k, v, ids, None if self.is_ring else part.sink, *rows, wanted,
-                                own, self.is_ring, dq[:, q0:q1], *buffers)
+                                own, self.is_ring, dqs[g], *buffers)
             if returning is not None:
                 returning()
-            returning = self._give_back(step, buffers, (p.k.dtype, p.v.dtype),
-                                        [dk[:, k0:k1], dv[:, k0:k1]])
+            returning = self._give_back(step, [x.value() for x in buffers], (p.k.dtype, p.v.dtype),
+                                        [dks[g], dvs[g]])
         if returning is not None:
             returning()
-        return dq.to(p.q.dtype), dk.to(p.k.dtype), dv.to(p.v.dtype)
+        return tuple(_joined_heads([x.value().to(whole.dtype) for x in parts])
+                     for parts, whole in ((dqs, p.q), (dks, p.k), (dvs, p.v)))
 
     # ---- below: how ----
 
+    def _groups_of_heads(self, p: _local.Problem) -> list[tuple[int, int, int, int]]:
+        """(q, end of q, kv, end of kv) of each group's heads."""
+        hk, per = p.k.shape[1], p.q.shape[1] // p.k.shape[1]
+        ranges = [schedule.head_range(hk, g, self.groups) for g in range(self.groups)]
+        return [(per * k0, per * k1, k0, k1) for k0, k1 in ranges]
+
+    def _has_one_call(self, p: _local.Problem) -> bool:
+        """Whether one call of attention computes all rows, as they lie there."""
+        return len(self.steps) == 1 and len(self.steps[0].tables) == 1 and \
+            self.steps[0].tables[0].rows.are_all(p.q)
+
     def _pipeline(self, p: _local.Problem, into=(), kept=()):
-        """((heads, their problem, step), (k, v, ids of keys)) in order; the next are under way, unless
-        all were kept."""
-        hq, hk = p.q.shape[1], p.k.shape[1]
-        items = []
-        for g in range(self.groups):
-            k0, k1 = schedule.head_range(hk, g, self.groups)
-            heads = hq // hk * k0, hq // hk * k1, k0, k1
-            items += [(heads, p.of_heads(*heads), step) for step in self.steps]
+        """((group of heads, its heads, their problem, step), (k, v, ids of keys)) in order; the next are
+        under way, unless all were kept."""
+        items = [(g, heads, p.of_heads(*heads), step) for g, heads in enumerate(self._groups_of_heads(p))
+                 for step in self.steps]
         if kept:
-            yield from ((item, _keys_of(kept, item[0])) for item in items)
+            yield from ((item, _keys_of(kept, item[1])) for item in items)
             return
         coming = self._fetch(items[0], into) if items else None
         for i, item in enumerate(items):
@@ -131,7 +143,7 @@ class Driver:
 
     def _fetch(self, item, into):
         """Starts to bring the keys of an item; what it returns waits for them."""
-        heads, part, step = item
+        _, heads, part, step = item
         tensors = [part.k, part.v] + ([] if part.ids_k is None else [part.ids_k])
         last = [x for x in _keys_of(into, heads) if x is not None] if into else None
         finish = self._move(step.hops[0], tensors, last if len(step.hops) == 1 else None)
@@ -183,18 +195,18 @@ class Driver:
                 for p, found in enumerate(pending.wait()):
                     found = [receive[p].take(x) for x in buffers] if p == group.rank else found
                     for total, x in zip(totals, found):
-                        send[p].add(total, x)
+                        total.add(x, send[p])
             return finish
 
         if len(step.hops) == 1:
             return back(step.hops[0], buffers, totals)
         outer, inner = step.hops
-        middle = [x.new_zeros(outer[3], *x.shape[1:]) for x in buffers]
+        middle = [Sum((outer[3], *x.shape[1:]), x.device) for x in buffers]
         finish = back(inner, buffers, middle)
 
         def both():
             finish()
-            back(outer, middle, totals)()
+            back(outer, [x.value() for x in middle], totals)()
         return both
 
     def _dsink(self, sink, do, o, lse, dlse):
@@ -226,6 +238,10 @@ def _keys_of(kept, heads):
     _, _, k0, k1 = heads
     k, v, *ids = kept
     return k[:, k0:k1], v[:, k0:k1], ids[0] if ids else None
+
+
+def _joined_heads(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _sink_logits(sink, hq: int, device) -> torch.Tensor:

@@ -35,6 +35,8 @@ class Exchange:
         self.group, self.hq, self.hk, self.device = group, hq, hk, device
         self.q = _routes(shards_q, first, group.size, group.rank, device)
         self.k = _routes(shards_k, first, group.size, group.rank, device)
+        self.shares_kv_heads = any(schedule.head_range(hq, peer, group.size)[0] % (hq // hk)
+                                   for peer in range(group.size))
         self.ranges = []  # of each peer: its q heads, and the kv heads that they read
         for peer in range(group.size):
             q0, q1 = schedule.head_range(hq, peer, group.size)
@@ -74,7 +76,7 @@ class Exchange:
         cuts = (len(of_q), len(of_q) + len(of_k), len(of_q) + len(of_k) + len(rows_q))
 
         def finish():
-            whole = [x.new_zeros(side[2], *what[0][1:]) for x, side, what in
+            whole = [x.new_empty(side[2], *what[0][1:]) for x, side, what in
                      zip((*of_q, *of_k, *rows_q, *rows_k), sides, incoming[0])]
             for peer, found in enumerate(pending.wait()):
                 for x, side, values in zip(whole, sides, found):
@@ -84,8 +86,8 @@ class Exchange:
 
     def give_back(self, of_q, of_k, into_q, into_k):
         """Starts to send results of my heads and all rows to the rows' owners; what it returns puts
-        those of q's heads into into_q [rows, hq, ...], and adds those of k's to into_k, fp32, in the
-        order of ranks."""
+        those of q's heads into into_q [rows, hq, ...], and those of k's into into_k; where two ranks have
+        parts of one kv head, it adds them, in the order of ranks."""
         outgoing, incoming = [], []
         for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
             outgoing.append([self.q[1][peer].take(x) for x in of_q] +
@@ -99,7 +101,7 @@ class Exchange:
                 for x, value in zip(into_q, values):
                     self.q[0].put(x[:, q0:q1], value)
                 for x, value in zip(into_k, values[len(into_q):]):
-                    self.k[0].add(x[:, k0:k1], value)
+                    (self.k[0].add if self.shares_kv_heads else self.k[0].put)(x[:, k0:k1], value)
         return finish
 
 
@@ -149,19 +151,19 @@ def _rows_first(p: _local.Problem):
 def forward(exchanges: list[Exchange], driver, p: _local.Problem, max_logit: bool):
     """As Driver.forward."""
     hq, count = exchanges[0].hq, exchanges[0].q[2]
-    whole = p.q.new_zeros(p.q.shape[0], hq, p.v.shape[2])
+    whole = _of_rows(p.q, exchanges[0].q[0], hq, p.v.shape[2])
     lses = p.q.new_full((p.q.shape[0], hq), -torch.inf, dtype=torch.float32)
     peak = p.q.new_full((hq,), -torch.inf, dtype=torch.float32) if max_logit else None
     returning = None
     for one, parts, _ in pipeline(exchanges, p):
-        q0, q1, _, _ = one.mine
-        o = p.q.new_empty(count, q1 - q0, p.v.shape[2])
-        lse = p.q.new_empty(count, q1 - q0, dtype=torch.float32)
+        os, lse_parts = [p.q.new_empty(count, 0, p.v.shape[2])], [lses.new_empty(count, 0)]
         for (a, b, _, _), part in parts:
-            found = driver.forward(part, max_logit)
-            o[:, a - q0:b - q0], lse[:, a - q0:b - q0] = found[0], found[1].T
+            o, lse, found = driver.forward(part, max_logit)
+            os.append(o)
+            lse_parts.append(lse.T)
             if max_logit:
-                peak[a:b] = found[2]
+                peak[a:b] = found
+        o, lse = _beside(os), _beside(lse_parts)
         if returning is not None:
             returning()
         returning = one.give_back((o, lse), (), (whole, lses), ())
@@ -172,23 +174,35 @@ def forward(exchanges: list[Exchange], driver, p: _local.Problem, max_logit: boo
 def backward(exchanges: list[Exchange], driver, p: _local.Problem, do, o, lse, dlse, wanted, sums):
     """As Driver.backward."""
     rows = [do, o, lse.T] + ([] if dlse is None else [dlse.T])
-    whole = torch.zeros_like(p.q, memory_format=torch.contiguous_format)
-    totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v)]
+    one = exchanges[0]
+    whole = _of_rows(p.q, one.q[0], *p.q.shape[1:])
+    totals = [x.new_zeros(x.shape, dtype=torch.float32) if one.shares_kv_heads else _of_rows(x, one.k[0], *x.shape[1:])
+              for x in (p.k, p.v)]
     returning = None
     for one, parts, (do, o, lse, *dlses) in pipeline(exchanges, p, rows):
-        q0, q1, k0, k1 = one.mine
-        dq = do.new_zeros(one.q[2], q1 - q0, p.q.shape[2])
-        dk, dv = (x.new_zeros(one.k[2], k1 - k0, x.shape[2]) for x in (p.k, p.v))
-        for (a, b, c, d), part in parts:
+        q0 = one.mine[0]
+        dqs = [p.q.new_empty(one.q[2], 0, p.q.shape[2])]
+        dks, dvs = ([x.new_empty(one.k[2], 0, x.shape[2])] for x in (p.k, p.v))
+        for (a, b, _, _), part in parts:  # no two have a kv head in common
             own = slice(a - q0, b - q0)
-            found = driver.backward(part, do[:, own], o[:, own], lse[:, own].T.contiguous(),
-                                    dlses[0][:, own].T.contiguous() if dlses else None, wanted,
-                                    _local.sums_of_heads(sums, a, b))
-            dq[:, own] = found[0]
-            for x, value in zip((dk, dv), found[1:]):
-                x[:, c - k0:d - k0] += value
+            dq, dk, dv = driver.backward(part, do[:, own], o[:, own], lse[:, own].T.contiguous(),
+                                         dlses[0][:, own].T.contiguous() if dlses else None, wanted,
+                                         _local.sums_of_heads(sums, a, b))
+            for pieces, x in zip((dqs, dks, dvs), (dq, dk, dv)):
+                pieces.append(x)
+        dq, dk, dv = (_beside(pieces) for pieces in (dqs, dks, dvs))
         if returning is not None:
             returning()
         returning = one.give_back((dq,), (dk, dv), (whole,), totals)
     returning()
     return whole, *(total.to(x.dtype) for total, x in zip(totals, (p.k, p.v)))
+
+
+def _of_rows(x: torch.Tensor, rows: Rows, *shape: int) -> torch.Tensor:
+    """A tensor [rows of x, *shape] for values of `rows`; 0 elsewhere."""
+    return (x.new_empty if rows.are_all(x) else x.new_zeros)(x.shape[0], *shape)
+
+
+def _beside(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Heads [rows, h, ...] beside each other, the first of which are none."""
+    return pieces[1] if len(pieces) == 2 else torch.cat(pieces, 1)

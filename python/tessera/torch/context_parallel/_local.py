@@ -14,7 +14,7 @@ import torch
 from ..._call import _keywords
 from ...context_parallel.schedule import Band, Call
 from .. import _functions
-from ._rows import Rows
+from ._rows import Rows, Sum
 
 # Keywords that Problem has a place for, and those that each of its calls takes as they are.
 TENSORS = (*_keywords.DENSE, "key_ranges", "segment_ids", "alibi_slopes", "sink", "k_scale", "v_scale", "rng_state")
@@ -82,6 +82,7 @@ class Tables:
         held = [run for run in call.k if run.length]
         self.k_first = min((run.at for run in held), default=0)
         self.k_count = max((run.at + run.length for run in held), default=0) - self.k_first
+        self.keys = Rows(np.arange(self.k_first, self.k_first + self.k_count), device)
         begins, end = [], 0
         for run in call.k:
             begins.append(run.at - self.k_first if run.length else end)
@@ -147,12 +148,22 @@ def forward_into(p: Problem, t: Tables, k, v, ids_k, max_logit: bool, o, lse):
 
 
 def backward(p: Problem, t: Tables, k, v, ids_k, sink, do, o, lse, dlse, wanted, sums,
-             partial: bool, dq, dk, dv):
-    """Adds a call's gradients to dq [rows of the rank, hq, dqk], to dk and dv, fp32, of the buffer of
-    keys, and those of whole arguments to `sums`, by name. do, o, lse and dlse are of the call's rows."""
-    own_dq = t.rows.take(dq)
-    dk, dv = (x.narrow(0, t.k_first, t.k_count) for x in (dk, dv))
-    for q, k_, v_, keywords, place in _calls(p, t, k, v, ids_k, sink):
+             partial: bool, dq: Sum, dk: Sum, dv: Sum):
+    """Adds a call's gradients to dq, of the rank's rows, to dk and dv, of the rows of the buffer of keys, and
+    those of whole arguments to `sums`, by name. do, o, lse and dlse are of the call's rows."""
+    calls = _calls(p, t, k, v, ids_k, sink)
+    if not p.dense and not adds_in_place(do.device):
+        (q, k, v, keywords, _), = calls
+        found = _functions.attention_backward(do, q, k, v, o, lse, dlse, grads=("dq", "dk", "dv", *wanted),
+                                              **keywords, partial=partial)
+        for total, x, rows in ((dq, found.dq, t.rows), (dk, found.dk, t.keys), (dv, found.dv, t.keys)):
+            total.add(x, rows)
+        for name in wanted:
+            sums[name].add_(getattr(found, name))
+        return
+    own_dq = t.rows.take(dq.total())
+    dk, dv = (t.keys.take(x.total()) for x in (dk, dv))
+    for q, k_, v_, keywords, place in calls:
         lo, hi = (0, t.rows.count) if place.packed else t.sequences[place.order][1:]
         rows = [x if x is None else x[lo:hi] if place.packed else x[None, lo:hi] for x in (do, o)]
         rows += [x if x is None else x[:, lo:hi] if place.packed else x[None, :, lo:hi]
@@ -163,7 +174,7 @@ def backward(p: Problem, t: Tables, k, v, ids_k, sink, do, o, lse, dlse, wanted,
         whole = {name: sums[name][place.of(name, sums[name])] for name in wanted}
         _add_gradients(rows[0], (q, k_, v_, *rows[1:]), dict(keywords, partial=partial), into, whole)
     if not t.rows.is_slice:
-        t.rows.put(dq, own_dq)
+        t.rows.put(dq.total(), own_dq)
 
 
 def _add_gradients(do, inputs, keywords: dict, into: dict, whole: dict):

@@ -18,6 +18,10 @@ class Rows:
         self.is_slice = self.count == 0 or bool((np.diff(rows) == 1).all())
         self._index = None if self.is_slice else torch.from_numpy(rows).to(device)
 
+    def are_all(self, x: torch.Tensor, dim: int = 0) -> bool:
+        """Whether they are x's rows, as they lie there."""
+        return self.is_slice and self.count == x.shape[dim]
+
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return x.narrow(dim, self.first, self.count) if self.is_slice else \
             _bytes(x).index_select(dim, self._index).view(x.dtype)
@@ -35,6 +39,36 @@ class Rows:
             x.narrow(dim, self.first, self.count).add_(values)
         else:
             x.index_add_(dim, self._index, values.to(x.dtype))
+
+
+class Sum:
+    """Rows [rows, ...] that terms are added to, in fp32. A single term of all rows is kept as it came, uncopied."""
+
+    def __init__(self, shape, device: torch.device):
+        self._shape, self._device = tuple(shape), device
+        self._term = self._total = None
+
+    def add(self, values: torch.Tensor, rows: Rows | None = None):
+        """values [rows.count, ...] to rows; to all of them without."""
+        is_whole = rows is None or rows.is_slice and rows.count == self._shape[0]
+        if is_whole and self._term is None and self._total is None:
+            self._term = values
+        elif is_whole:
+            self.total().add_(values)
+        else:
+            rows.add(self.total(), values)
+
+    def total(self) -> torch.Tensor:
+        """The sum so far, fp32, to be added to in place."""
+        if self._total is None:
+            self._total = torch.zeros(self._shape, dtype=torch.float32, device=self._device) \
+                if self._term is None else self._term.to(torch.float32, copy=True)
+            self._term = None
+        return self._total
+
+    def value(self) -> torch.Tensor:
+        """The sum: fp32, or a single term in its own dtype."""
+        return self.total() if self._term is None else self._term
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
