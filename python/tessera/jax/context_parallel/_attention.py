@@ -5,14 +5,13 @@ Every device runs the same program. What differs between ranks (which rows are w
 constant table, of which a device takes its row by its index on the axis.
 
     keys    all_gather of k and v; a call for each of a sequence's runs of queries, on whole keys
+    ring    k and v go round by ppermute; a call for each pair of runs, parts merged by lse (_ring)
     heads   all_to_all to some heads of whole sequences, one call, all_to_all back
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +21,15 @@ from ... import _lib
 from ..._call import _args, _keywords
 from ...context_parallel import Shards
 from .. import _arrays, _functions
-from ._rows import OPERATION, Rows, error, inverse, rows_of, taken, whole
+from ._ring import Ring
+from ._rows import OPERATION, Rows, Slot, error, mine, rows_of, slot_places, slots_of, taken, whole
 
 _ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": None}
 _PASSED = ("softmax_scale", "softcap", "sink", "alibi_slopes", "dropout_p", "rng_state", "causal", "window",
            "deterministic", "backend")
 _OWN = ("layout", "align", "return_lse", "return_max_logit")
-_EXCHANGES = ("auto", "heads", "keys")
-_MOST_RUNS = 16  # of a sequence on a rank; each is a call in the program
+_EXCHANGES = ("auto", "heads", "keys", "ring")
+_MOST_RUNS = 16  # of a sequence on a rank, or pairs of runs in a ring; each is a call in the program
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str | tuple[str, ...], shards: Shards,
@@ -48,14 +48,15 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str | tupl
     rng_state, deterministic, backend, layout, return_lse and return_max_logit, as of
     tessera.jax.attention; align may be an integer, or a tuple of one for each sequence. sink, slopes
     and rng_state are the same on every device, and dropout's mask is that of one device. exchange
-    is "keys", "heads" (both kinds of heads must be multiples of the devices), or "auto".
+    is "keys", "ring" (least memory), "heads" (both kinds of heads must be multiples of the devices), or
+    "auto", which is "keys" or "heads".
 
     Returns o[, lse][, max_logit]. ValueError and Refused are raised as the program is traced.
 
     >>> o = attention(q, k, v, axis_name="cp", shards=Shards.zigzag([s] * b, 4), causal=True)
     """
     call = _OnShards(q, k, v, axis_name, shards, shards_k, keywords)
-    run = _by_heads if call.chosen(exchange) == "heads" else _by_keys
+    run = {"heads": _by_heads, "keys": _by_keys, "ring": _by_ring}[call.chosen(exchange)]
     o, lse, max_logit = run(call)
     wanted = [o]
     if call.want_lse:
@@ -145,13 +146,10 @@ class _OnShards:
         self.want_max_logit = bool(keywords.get("return_max_logit"))
 
     def chosen(self, exchange: str) -> str:
-        """"heads" or "keys"."""
-        if exchange == "ring":
-            raise _lib.Refused(f"{OPERATION}: exchange='ring': tessera.jax has no ring yet; use \"keys\" "
-                               "or \"heads\"")
+        """"heads", "keys" or "ring"."""
         if exchange not in _EXCHANGES:
             raise error("exchange", repr(exchange), "must be one of " + ", ".join(_EXCHANGES))
-        size, runs = self.rows.shards.size, len(_slots(self.rows))
+        size, runs = self.rows.shards.size, len(slots_of(self.rows))
         divides = self.hq % size == 0 and self.hk % size == 0
         if exchange == "auto":
             is_less = self.hq // self.hk + 1 < size
@@ -164,6 +162,12 @@ class _OnShards:
                 f"{OPERATION}: exchange='keys': {self.rows.shards!r} cuts a sequence into {runs} runs a "
                 f"rank, of which each is a call, and at most {_MOST_RUNS} are taken; use Shards.zigzag, "
                 f"or \"heads\" with heads that are multiples of {size}")
+        pairs = runs * len(slots_of(self.rows_k))
+        if exchange == "ring" and pairs > _MOST_RUNS:
+            raise _lib.Refused(
+                f"{OPERATION}: exchange='ring': {self.rows.shards!r} and {self.rows_k.shards!r} cut a "
+                f"sequence into {pairs} pairs of runs on two ranks, of which each is a call, and at most "
+                f"{_MOST_RUNS} are taken; use Shards.zigzag, or \"keys\"")
         return exchange
 
     @property
@@ -276,60 +280,18 @@ def _check_axis(axis_name, shards: Shards):
 
 # ---- keys ----
 
-class _Slot(NamedTuple):
-    """The calls of all ranks for the c-th run of every sequence; slot tables are [ranks, ...]."""
-    rows: np.ndarray      # [ranks, n]: the row of the device, `count` past a rank's last
-    cu: np.ndarray        # [ranks, b + 1]: the runs' lengths, added up
-    start: np.ndarray     # [ranks, b]: the runs' first positions
-
-
-@functools.lru_cache(maxsize=256)
-def _slots_of(shards: Shards, is_packed: bool) -> tuple[_Slot, ...]:
-    rows, size, b = rows_of(shards, is_packed), shards.size, len(shards.lengths)
-    slots: list[list[dict]] = [[{} for _ in range(size)]]
-    for rank, runs in enumerate(shards.runs):
-        seen = collections.Counter()
-        for run in (run for run in runs if run.length):
-            if seen[run.sequence] == len(slots):
-                slots.append([{} for _ in range(size)])
-            slots[seen[run.sequence]][rank][run.sequence] = run
-            seen[run.sequence] += 1
-    tables = []
-    for ranks in slots:
-        n = max(sum(run.length for run in own.values()) for own in ranks)
-        slot = _Slot(np.full((size, n), rows.count, np.int32), np.zeros((size, b + 1), np.int32),
-                     np.zeros((size, b), np.int32))
-        for rank, own in enumerate(ranks):
-            for sequence, run in own.items():
-                slot.cu[rank, sequence + 1], slot.start[rank, sequence] = run.length, run.start
-            np.cumsum(slot.cu[rank], out=slot.cu[rank])
-            for sequence, run in own.items():
-                at = slot.cu[rank, sequence]
-                slot.rows[rank, at:at + run.length] = rows.places[rank][run.at:run.at + run.length]
-        tables.append(slot)
-    return tuple(tables)
-
-
-def _slots(rows: Rows) -> tuple[_Slot, ...]:
-    return _slots_of(rows.shards, rows.is_packed)
-
-
 def _by_keys(call: _OnShards):
     """(o [t, hq, dv], lse [t, hq], max_logit [hq])"""
-    slots = _slots(call.rows)
-    # One order of rows for all slots, so that o is put together by one look-up.
-    ordered = np.concatenate([slot.rows for slot in slots], axis=1)
-    back = np.stack([inverse(rows, call.rows.count) for rows in ordered])
-    mine = functools.partial(_mine, call.axis)
-    there, back = mine(ordered), mine(back)
+    slots = slots_of(call.rows)
+    there, back = slot_places(call.rows, call.axis)
     q = taken(call.q, there, back)
     ks, vs = (whole(x, call.axis, call.rows_k, len(slots)) for x in (call.k, call.v))
     parts, begin = [], 0
     for slot, k, v in zip(slots, ks, vs):
-        n = slot.rows.shape[1]
+        n = slot.extent
         parts.append(_functions.attention(
-            jax.lax.slice_in_dim(q, begin, begin + n), k, v, layout="thd", cu_seqlens_q=mine(slot.cu),
-            **_seen(call, slot, mine), max_seqlen_q=int(np.diff(slot.cu).max(initial=0)),
+            jax.lax.slice_in_dim(q, begin, begin + n), k, v, layout="thd", cu_seqlens_q=mine(call.axis, slot.cu),
+            **_seen(call, slot), max_seqlen_q=slot.longest,
             max_seqlen_k=max(call.rows_k.shards.lengths),
             return_lse=True, return_max_logit=call.want_max_logit, **call.passed()))
         begin += n
@@ -338,7 +300,7 @@ def _by_keys(call: _OnShards):
     return taken(o, back, there), taken(lse, back, there, -jnp.inf), peak
 
 
-def _seen(call: _OnShards, slot: _Slot, mine) -> dict:
+def _seen(call: _OnShards, slot: Slot) -> dict:
     """Keywords that say which of the whole keys each run sees. Starts can say all; they are left out
     where they are not needed, as GPUs do not take them yet."""
     keys = call.rows_k.shards.lengths
@@ -352,14 +314,21 @@ def _seen(call: _OnShards, slot: _Slot, mine) -> dict:
         lengths = np.diff(slot.cu)
         ends = np.where(lengths, slot.start + lengths, 0)
         cu_seen = np.concatenate([np.zeros((len(ends), 1), int), np.cumsum(ends, 1)], 1)
-        return {"cu_seqlens_k": mine(cu_seen.astype(np.int32)), "cu_seqlens_k_padded": cu_k,
+        return {"cu_seqlens_k": mine(call.axis, cu_seen.astype(np.int32)), "cu_seqlens_k_padded": cu_k,
                 "align": "bottom_right"}
-    return {"cu_seqlens_k": cu_k, "q_start": mine(slot.start), "align": call.diagonal_of_whole}
+    return {"cu_seqlens_k": cu_k, "q_start": mine(call.axis, slot.start), "align": call.diagonal_of_whole}
 
 
-def _mine(axis, table: np.ndarray):
-    """This device's row of a table with one for each rank."""
-    return jnp.asarray(table)[jax.lax.axis_index(axis)]
+# ---- ring ----
+
+def _by_ring(call: _OnShards):
+    """(o [t, hq, dv], lse [t, hq], max_logit [hq])"""
+    keywords = call.passed()
+    ring = Ring(call.axis, call.rows, call.rows_k, call.window, call.shifts, keywords, call.want_max_logit)
+    there, back = slot_places(call.rows, call.axis)
+    places_k = slot_places(call.rows_k, call.axis)
+    o, lse, *peak = ring(taken(call.q, there, back), *(taken(x, *places_k) for x in (call.k, call.v)), keywords)
+    return taken(o, back, there), taken(lse.T, back, there, -jnp.inf), peak[0] if peak else None
 
 
 # ---- heads ----

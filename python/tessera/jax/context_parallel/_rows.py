@@ -11,7 +11,9 @@ Here both are rows, [t, ...] or [b * s, ...]. Slack is never read, so that it ma
 
 from __future__ import annotations
 
+import collections
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +69,73 @@ def inverse(index: np.ndarray, count: int) -> np.ndarray:
     found = np.full(count + 1, len(index), np.int32)
     found[index] = np.arange(len(index))
     return found[:count]
+
+
+# ---- runs ----
+
+class Slot(NamedTuple):
+    """The calls of all ranks for the c-th run of every sequence; slot tables are [ranks, ...]."""
+    rows: np.ndarray      # [ranks, n]: the row of the device, `count` past a rank's last
+    cu: np.ndarray        # [ranks, b + 1]: the runs' lengths, added up
+    start: np.ndarray     # [ranks, b]: the runs' first positions
+
+    @property
+    def extent(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[ranks, b]"""
+        return np.diff(self.cu)
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max(initial=0))
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(shards: Shards, is_packed: bool) -> tuple[Slot, ...]:
+    rows, size, b = rows_of(shards, is_packed), shards.size, len(shards.lengths)
+    slots: list[list[dict]] = [[{} for _ in range(size)]]
+    for rank, runs in enumerate(shards.runs):
+        seen = collections.Counter()
+        for run in (run for run in runs if run.length):
+            if seen[run.sequence] == len(slots):
+                slots.append([{} for _ in range(size)])
+            slots[seen[run.sequence]][rank][run.sequence] = run
+            seen[run.sequence] += 1
+    tables = []
+    for ranks in slots:
+        n = max(sum(run.length for run in own.values()) for own in ranks)
+        slot = Slot(np.full((size, n), rows.count, np.int32), np.zeros((size, b + 1), np.int32),
+                     np.zeros((size, b), np.int32))
+        for rank, own in enumerate(ranks):
+            for sequence, run in own.items():
+                slot.cu[rank, sequence + 1], slot.start[rank, sequence] = run.length, run.start
+            np.cumsum(slot.cu[rank], out=slot.cu[rank])
+            for sequence, run in own.items():
+                at = slot.cu[rank, sequence]
+                slot.rows[rank, at:at + run.length] = rows.places[rank][run.at:run.at + run.length]
+        tables.append(slot)
+    return tuple(tables)
+
+
+def slots_of(rows: Rows) -> tuple[Slot, ...]:
+    """At least one, which may be empty."""
+    return _slots_of(rows.shards, rows.is_packed)
+
+
+def slot_places(rows: Rows, axis) -> tuple[jax.Array, jax.Array]:
+    """This device's rows, slot after slot, and the inverse: by which `taken` puts its buffer in the order of
+    slots, and back."""
+    ordered = np.concatenate([slot.rows for slot in slots_of(rows)], axis=1)
+    back = np.stack([inverse(own, rows.count) for own in ordered])
+    return mine(axis, ordered), mine(axis, back)
+
+
+def mine(axis, table: np.ndarray) -> jax.Array:
+    """This device's row of a table with one for each rank."""
+    return jnp.asarray(table)[jax.lax.axis_index(axis)]
 
 
 # ---- moving rows ----
