@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TE-JAX's context parallelism: which mesh axis splits sequences, and attention over it, in one of two ways.
 
-    by keys    tessera.jax.context_parallel: BSHD of full lengths, without a bias; whatever divides heads
+    by keys    tessera.jax.context_parallel, its `keys` or, for CPStrategy.RING, its `ring`: BSHD of full lengths,
+               without a bias; whatever divides heads
     by heads   each device has some heads of whole sequences, in their own order, which is a call of one device:
                everything else, and what has no gradient of its own. XLA's partitioner moves the tokens.
 """
@@ -18,7 +19,7 @@ from ...jax import context_parallel
 from ...jax.context_parallel import Shards
 from ...jax.context_parallel._attention import counted
 from . import _translate, sharding
-from ._enums import AttnBiasType, ReorderStrategy
+from ._enums import AttnBiasType, CPStrategy, ReorderStrategy
 from ._reorder import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 from ._sequences import SequenceDescriptor
 from ._words import error, later
@@ -116,7 +117,8 @@ def attention(config: _translate.Config, axis: str, qkv, softmax_offset, words):
     over_batch = _splitting(("dp_resource", "fsdp_resource"), axis, q.shape[0])
     over_heads = _splitting(("tp_resource", "tpsp_resource"), (axis, *over_batch), heads, k.shape[2])
     b = q.shape[0] // math.prod(map(sharding.get_mesh_axis_size, over_batch))
-    keywords = {"softmax_scale": config.scaling_factor, **config.band(), "exchange": "keys",
+    exchange = "ring" if config.cp_strategy == CPStrategy.RING else "keys"
+    keywords = {"softmax_scale": config.scaling_factor, **config.band(), "exchange": exchange,
                 "deterministic": config.deterministic, "dropout_p": config.dropout_p or None,
                 "return_max_logit": config.return_max_logit, "axis_name": axis,
                 "shards": _shards(config, axis, b, q.shape[1]),

@@ -209,6 +209,11 @@ CP_CASES = {
     "balanced, dropout": dict(dropout_probability=0.4, context_parallel_causal_load_balanced=True),
     "window, learnable sink, largest logit": dict(
         window_size=(9, 0), softmax_type=AttnSoftmaxType.LEARNABLE_SOFTMAX, return_max_logit=True),
+    "ring, balanced, dropout, learnable sink": dict(
+        dropout_probability=0.4, softmax_type=AttnSoftmaxType.LEARNABLE_SOFTMAX,
+        context_parallel_causal_load_balanced=True, context_parallel_strategy=CPStrategy.RING),
+    "ring, window, largest logit": dict(
+        window_size=(9, 0), return_max_logit=True, context_parallel_strategy=CPStrategy.RING),
     "packed, no mask": dict(qkv_layout=QKVLayout.BS3HD, attn_mask_type=AttnMaskType.NO_MASK,
                             softmax_type=AttnSoftmaxType.OFF_BY_ONE_SOFTMAX,
                             context_parallel_strategy=CPStrategy.ALL_GATHER),
@@ -240,6 +245,8 @@ def test_a_sequence_over_an_axis(name):
         run = jax.grad(functools.partial(loss, **moves, context_parallel_axis="cp" if offset is None
                                          else ""), wanted, has_aux=True)
         found = jax.jit(run)(qkv, offset)
+        program = jax.jit(run).lower(qkv, offset).as_text()
+    assert ("stablehlo.collective_permute" in program) == name.startswith("ring")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-5), found, expected)
 
 
