@@ -97,7 +97,7 @@ use_venv_beside() {
 setup_host() {
   case $1 in vllm) use_venv_beside vllm ;; *) use_venv_beside hosts ;; esac
   case $1 in
-    trl) install hosts-trl trl accelerate datasets ;;
+    trl) install hosts-trl trl accelerate datasets peft ;;
     # It asks for Python 3.12, has wheels for 3.11 and runs there; what it needs beside PyTorch is for its trainer.
     megatron) install hosts-megatron --no-deps --ignore-requires-python megatron-core ;;
     # Its loader of data asks for an older `datasets` than TRL's, and imports with that.

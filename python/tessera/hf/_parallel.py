@@ -76,6 +76,10 @@ def context_parallel(model: torch.nn.Module, group, *, exchange: str = "auto", r
     if strange:
         raise Refused(f"tessera.hf.context_parallel: config.layer_types={strange}: only attention sees the tokens of "
                       f"other ranks; {', '.join(sorted(_LAYERS))} are known")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        kind = model.active_peft_config.peft_type
+        raise Refused(f"tessera.hf.context_parallel: peft_type={getattr(kind, 'value', kind)}: puts tokens before "
+                      "those of every rank; adapters of weights, such as LORA, would work")
     return Parallel(model, group, exchange, reduction)
 
 
@@ -98,6 +102,7 @@ class Parallel:
         for handle in self._handles:
             handle.remove()
 
+    @torch.compiler.disable  # it reads lengths back from the batch; the model within is compiled
     def _before(self, module, args, keywords):
         keywords = dict(keywords)
         if args:
@@ -128,6 +133,7 @@ class Parallel:
         _entered.append(spread)
         return (), keywords
 
+    @torch.compiler.disable
     def _after(self, module, args, output):
         if self._tokens:
             _current.reset(self._tokens.pop())
@@ -137,11 +143,17 @@ class Parallel:
         b, s = ids.shape
         lengths, size = _documents(ids, keywords), self._size
         padded = _is_padded(keywords.get("attention_mask"))
-        if len(lengths) > b:
-            return Spread(Shards.balanced(lengths, size), self.group, True, self.exchange, padded)
-        align = TILE if s >= 2 * size * TILE else 1  # no rank without tokens
-        return Spread(Shards.zigzag([s] * b, size, align=align), self.group, False, self.exchange,
-                      padded)
+        packed = len(lengths) > b
+        if packed:
+            shards = Shards.balanced(lengths, size)
+        else:
+            shards = Shards.zigzag([s] * b, size, align=TILE if s >= 2 * size * TILE else 1)
+        if packed and _has_idle(shards):  # a few short documents
+            shards = Shards.zigzag(lengths, size, align=1)
+        if _has_idle(shards):  # no model of transformers takes a row without tokens
+            raise ValueError(f"tessera.hf.context_parallel: input_ids.shape={[b, s]}: leaves a rank of {size} without "
+                             f"tokens; rows of {2 * size} tokens or more would work")
+        return Spread(shards, self.group, packed, self.exchange, padded)
 
 
 def band(mask_function) -> BandMask | None:
@@ -235,6 +247,10 @@ def _documents(ids, keywords) -> list[int]:
                          "and again where a document begins, and rise by 1")
     starts = first.flatten().nonzero()[:, 0].tolist()
     return [b - a for a, b in zip(starts, [*starts[1:], first.numel()])]
+
+
+def _has_idle(shards) -> bool:
+    return any(shards.tokens(rank) == 0 for rank in range(shards.size))
 
 
 def _is_padded(mask) -> bool:

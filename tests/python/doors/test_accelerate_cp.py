@@ -214,16 +214,30 @@ def hf_trainer(model, keywords):
     return transformers.Trainer(model, args, transformers.DataCollatorWithFlattening(), rows, rows), handle
 
 
-def trained(place, size, make, keywords):
-    """(losses of three steps and of an evaluation, weights, tokens of a step) of a trainer, alone or on ranks."""
+def as_made(model):
+    return model
+
+
+def trained(place, size, make, keywords, changed=as_made, ends=(3,)):
+    """(losses of three steps and of an evaluation, weights, tokens of a step) of a trainer of changed(model), alone or
+    on ranks. Each of `ends` is the last step of another trainer, which has no weights but those of the checkpoint of
+    the one before."""
     if size > 1:
         keywords = keywords | dict(parallelism_config=ParallelismConfig(cp_size=size), fsdp=True, fsdp_config={
             "version": 2, "transformer_layer_cls_to_wrap": ["MistralDecoderLayer"]})
-    trainer, handle = make(made("MistralDecoderLayer"), dict(
-        output_dir=f"{place}/trained", use_cpu=DEVICE == "cpu", bf16=False, max_steps=3, report_to=[],
-        learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.5, save_strategy="no",
-        disable_tqdm=True, logging_steps=1, logging_strategy="steps", **keywords))
-    trainer.train()
+    keywords = dict(dict(output_dir=f"{place}/trained{size}", use_cpu=DEVICE == "cpu", bf16=False, report_to=[],
+                         learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.5,
+                         save_strategy="no", disable_tqdm=True, logging_steps=1, logging_strategy="steps"), **keywords)
+    for end in ends:
+        accelerate.state.PartialState._reset_state()
+        model = changed(made("MistralDecoderLayer"))
+        if end != ends[0]:
+            for x in model.parameters():
+                x.data.zero_()
+        trainer, handle = make(model, dict(keywords, max_steps=end))
+        trainer.train(resume_from_checkpoint=end != ends[0])
+        if end != ends[-1]:
+            handle.remove()
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     weights = [x.detach().full_tensor() if size > 1 else x.detach() for x in trainer.model.parameters()]
     losses.append(trainer.evaluate()["eval_loss"])
@@ -235,22 +249,57 @@ def trained(place, size, make, keywords):
     return losses, [x.cpu() for x in weights], trainer.state.log_history[0].get("num_tokens")
 
 
+def trains_as_one_process(tmp_path, make, keywords, changed=as_made, ends=(3,)):
+    """On ranks with a checkpoint at each of `ends`, on one process without a halt."""
+    keywords["per_device_eval_batch_size"] = keywords["per_device_train_batch_size"]
+    losses, weights, tokens = trained(tmp_path, 1, make, keywords, changed, ends[-1:])
+    of_ranks = on_ranks(2, trained, tmp_path, tmp_path, 2, make, keywords, changed, ends)
+    for ours, trained_weights, trained_tokens in of_ranks:
+        assert ours == pytest.approx(losses, abs=1e-5) and trained_tokens == tokens
+        for a, b in zip(trained_weights, weights, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def with_lora(model):
+    import peft
+    torch.manual_seed(1)
+    words = dict(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **words))
+
+
 @pytest.mark.parametrize("make, keywords", [
     (trl_trainer, dict(packing=True, max_length=sum(LENGTHS), per_device_train_batch_size=1)),
     (trl_trainer, dict(padding_free=True, max_length=None, per_device_train_batch_size=4,
                        gradient_accumulation_steps=2)),
     (trl_trainer, dict(per_device_train_batch_size=4)),
     (hf_trainer, dict(per_device_train_batch_size=6)),
-], ids=["trl_packing", "trl_padding_free", "trl_padded", "flattened"])
+    (hf_trainer, dict(per_device_train_batch_size=6, torch_compile=True, torch_compile_backend="aot_eager")),
+], ids=["trl_packing", "trl_padding_free", "trl_padded", "flattened", "compiled"])
 def test_trainers_train_as_one_process(tmp_path, make, keywords):
     if make is trl_trainer:
         pytest.importorskip("trl")
-    keywords["per_device_eval_batch_size"] = keywords["per_device_train_batch_size"]
-    losses, weights, tokens = trained(tmp_path, 1, make, keywords)
-    for ours, trained_weights, trained_tokens in on_ranks(2, trained, tmp_path, tmp_path, 2, make, keywords):
-        assert ours == pytest.approx(losses, abs=1e-5) and trained_tokens == tokens
-        for a, b in zip(trained_weights, weights, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    trains_as_one_process(tmp_path, make, keywords)
+
+
+def test_adapters_train_as_on_one_process(tmp_path):
+    pytest.importorskip("peft")
+    trains_as_one_process(tmp_path, hf_trainer, dict(per_device_train_batch_size=6), with_lora)
+
+
+def test_prompts_that_an_adapter_learns_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(tessera.Refused, match="peft_type=PROMPT_TUNING: puts tokens before those of every rank"):
+        tessera.hf.context_parallel(peft.get_peft_model(made("LlamaDecoderLayer"), config), None)
+
+
+# PyTorch loads no sharded checkpoint of an optimizer without a state, such as plain SGD.
+ADAM = dict(optim="adamw_torch", learning_rate=0.01, adam_epsilon=1e-3)
+
+
+def test_training_resumes_as_on_one_process(tmp_path):
+    trains_as_one_process(tmp_path, hf_trainer, dict(per_device_train_batch_size=3, save_strategy="steps",
+                                                     save_steps=2, **ADAM), as_made, (2, 4))
 
 
 def test_the_example():

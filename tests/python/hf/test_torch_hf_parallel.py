@@ -106,6 +106,50 @@ def test_packed_rows_and_means(pool):
     pool.run(packed_rows, 2, 1)
 
 
+def short(rank, group):
+    """Documents of less than a tile, which balanced shards would give to one rank."""
+    model, lengths = build("llama"), (5, 17, 9)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    batch = dict(input_ids=tokens(1, 31), labels=tokens(1, 31), position_ids=positions, use_cache=False)
+    want = model(**batch).loss
+    parallel = tessera.hf.context_parallel(model, group)
+    loss = model(**batch).loss.detach()
+    dist.all_reduce(loss, group=group)
+    torch.testing.assert_close(loss, want.detach())
+    assert min(parallel.spread().shards.tokens(rank) for rank in range(2)) > 10
+    with pytest.raises(ValueError, match=r"input_ids.shape=\[2, 1\]: leaves a rank of 2 without tokens; rows of 4"):
+        model(input_ids=tokens(2, 1))
+
+
+def test_no_rank_is_without_tokens(pool):
+    pool.run(short, 2, 1)
+
+
+def compiled(rank, group):
+    """torch.compile has all layers in one graph, which other batches use too; the hooks are in none."""
+    model, graphs = build("llama"), []
+
+    def backend(graph, example):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    wholes = [model(input_ids=tokens(2, 30), labels=tokens(2, 30, seed)).loss.detach() for seed in (2, 3)]
+    tessera.hf.context_parallel(model, group)
+    fast = torch.compile(model, backend=backend)
+    for seed, want in zip((2, 3), wholes):
+        loss = fast(input_ids=tokens(2, 30), labels=tokens(2, 30, seed)).loss
+        loss.backward()
+        loss = loss.detach()
+        dist.all_reduce(loss, group=group)
+        torch.testing.assert_close(loss, want)
+    attention = [sum("cp_attention" in name for name in graph) for graph in graphs]
+    assert [layers for layers in attention if layers] == [model.config.num_hidden_layers], attention
+
+
+def test_a_compiled_model(pool):
+    pool.run(compiled, 2, 1)
+
+
 def test_models_that_mix_tokens_elsewhere_are_refused():
     model = build("llama")
     with pytest.raises(ValueError, match="reduction='max': must be"):
