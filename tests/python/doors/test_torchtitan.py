@@ -3,22 +3,29 @@
 with the same model whose attention is written out in PyTorch, as varlen_attn has no kernel of PyTorch's on a CPU."""
 import dataclasses
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchtitan")
 
 from dropins import normal  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl  # noqa: E402
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.models.common import attention as host  # noqa: E402
 from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
 
+from cp_pool import Pool  # noqa: E402
+
 from tessera.doors import torchtitan as door  # noqa: E402
 
 POSITIONS = torch.cat([torch.arange(20), torch.arange(44), torch.arange(64)]).view(2, 64)  # three documents
 CLOSE = dict(atol=2e-2, rtol=2e-2)  # of bf16, which torchtitan rounds to
+pytestmark = pytest.mark.xdist_group("gloo")
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +121,81 @@ def test_tessera_stays_where_torchtitan_would_activate_another(monkeypatch):
     monkeypatch.setattr(host, "activate_flash_attention_impl", asked.append)
     model_registry("debugmodel", attn_backend="varlen").model.build()
     assert asked and set(asked) == {"FA3"}
+
+
+def once(group=None):
+    """(loss, gradients) of the debug model with three documents, or this rank's share of them."""
+    config, _ = overridden(config_registry.llama3_debugmodel_varlen_attn())
+    torch.manual_seed(0)
+    model = config.model_spec.model.build()
+    model.init_states()
+    tokens = torch.arange(2 * 65).view(2, 65) * 7 % 31
+    positions, tokens, labels = POSITIONS, tokens[:, :-1], tokens[:, 1:]
+    masks = host.create_varlen_metadata_for_document(positions) if group is None else None
+    if group is not None:
+        style = door.ContextParallel()
+        parallelize_module(model, DeviceMesh.from_group(group, "cpu"), {"layers.*.attention.inner_attention": style})
+        positions, tokens, labels = style.shard(positions, tokens, labels)
+    logits = model(tokens, positions=positions, attention_masks=masks)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in model.named_parameters()}
+
+
+def windowed(group=None):
+    """(rows, o, lse) of a window and a scale, as gpt-oss calls it."""
+    module = torch.nn.Sequential(door.Attention.Config(window_size=(3, 0)).build())
+    given = POSITIONS, torch.arange(128).view(2, 64), *(normal(2, 64, heads, 16, seed=heads) for heads in (4, 2, 1))
+    if group is not None:
+        style = door.ContextParallel(exchange="keys")
+        parallelize_module(module, DeviceMesh.from_group(group, "cpu"), {"0": style})
+        given = style.shard(*given)
+    positions, rows, q, k, v = given
+    masks = host.create_varlen_metadata_for_document(positions) if group is None else None
+    o, lse = module[0](q, k, v.expand_as(k), attention_masks=masks, scale=0.3, enable_gqa=True,
+                       out_transform=lambda *found: found)
+    return [x.flatten(0, 1) for x in (rows, o, lse)]
+
+
+def on_rank(rank, group):
+    found = once(group), windowed(group)
+    restore_flash_attention_impl()
+    return found
+
+
+def test_context_parallelism_has_the_results_of_one_process(tmp_path):
+    """torchtitan's model with its rotary embeddings, and a module with a window, on two processes over gloo."""
+    pool = Pool(tmp_path)
+    found = pool.run(on_rank, 2, 1)
+    pool.close()
+    loss, grads = once()
+    torch.testing.assert_close(sum(part for (part, _), _ in found), loss, atol=0, rtol=1e-4)
+    for name, grad in grads.items():
+        difference = (sum(of[name] for (_, of), _ in found) - grad).norm() / grad.norm()
+        assert difference < 1e-2, name
+    wholes = windowed()
+    for _, parts in found:
+        for mine, whole in zip(parts, wholes, strict=True):
+            torch.testing.assert_close(mine, whole[parts[0]], **CLOSE)
+    assert sorted(torch.cat([rows for _, (rows, *_) in found]).tolist()) == list(range(128))
+
+
+def test_context_parallelism_says_what_it_needs():
+    style = door.ContextParallel()
+    with pytest.raises(ValueError, match="shard: must follow parallelize_module"):
+        style.shard(POSITIONS)
+    with pytest.raises(ValueError, match="module=Linear: must be a VarlenAttention"):
+        style._apply(torch.nn.Linear(1, 1), None)
+    style._mesh = SimpleNamespace(size=lambda: 4)
+    with pytest.raises(ValueError, match=r"positions.shape=\[1, 3\]: leaves a rank of 4 without tokens"):
+        style.shard(torch.arange(3)[None])
+
+
+def test_torchtitan_itself_refuses_varlen_beside_its_own_context_parallelism():
+    config = config_registry.llama3_debugmodel_varlen_attn()
+    config.parallelism.context_parallel_degree = 2
+    with pytest.raises(NotImplementedError, match="Varlen attention is not supported with CP"):
+        config.model_spec.model.update_from_config(config=config)
 
 
 def test_other_backends_are_not_claimed():
