@@ -20,7 +20,7 @@ from transformers import (AttentionInterface, AttentionMaskInterface, Cache, Gen
 
 from .._lib import Refused
 from ..torch import attention
-from . import _continuous, _masks, _models, _parallel, _plans
+from . import _continuous, _masks, _models, _parallel, _plans, _ulysses
 from ._continuous import continuous_batching as continuous_batching
 from ._masks import CausalMask, Mask, attention_mask
 from ._parallel import context_parallel as context_parallel
@@ -76,7 +76,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if position_ids is not None and is_causal and \
             attention_mask is kind is cu_seq_lens_q is seq_idx is position_bias is None:
         attention_mask, kind = _of_positions(module, query, key, position_ids, sliding_window)
-    sink = None if s_aux is None else s_aux.float()
+    sink = None if s_aux is None else _ulysses.sinks(s_aux.float(), query.shape[1])
 
     words = None
     if position_bias is seq_idx is None and not dropout and not torch.compiler.is_compiling() and \

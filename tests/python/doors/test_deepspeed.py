@@ -28,9 +28,9 @@ CONFIGS = {
     "fewer kv heads than ranks": transformers.MistralConfig(**{**MISTRAL, "sliding_window": 6}, num_key_value_heads=1),
     "caps and windows in turn": transformers.Gemma2Config(
         **COMMON, num_key_value_heads=2, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+    "sinks and windows in turn": transformers.GptOssConfig(
+        **COMMON, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, sliding_window=6),
 }
-REFUSED = {"sinks": transformers.GptOssConfig(
-    **COMMON, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, sliding_window=6)}
 DOCUMENTS = {"one document": (24,), "packed": (7, 12, 5)}  # the second lies on both ranks
 
 
@@ -43,13 +43,17 @@ def batch_of(lengths, rows):
 
 def model_of(name, attention):
     torch.manual_seed(0)
-    config = copy.deepcopy({**CONFIGS, **REFUSED}[name])
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    config = copy.deepcopy(CONFIGS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for x in (x for x_name, x in model.named_parameters() if x_name.endswith("sinks")):
+        torch.nn.init.normal_(x)  # which transformers leaves near 0
+    return model
 
 
-def trained(model, input_ids, position_ids, shift_labels):
-    """(logits, sum of losses, gradients) of this rank's tokens."""
-    logits = model(input_ids=input_ids, position_ids=position_ids).logits
+def trained(model, input_ids, position_ids, shift_labels, lengths=None):
+    """(logits, sum of losses, gradients) of this rank's tokens; of documents of these lengths, one by one."""
+    parts = zip(*(x.split(lengths or x.shape[1], 1) for x in (input_ids, position_ids)))
+    logits = torch.cat([model(input_ids=ids, position_ids=positions).logits for ids, positions in parts], 1)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
     loss.backward()
     return logits.detach(), loss.detach(), [p.grad for p in model.parameters()]
@@ -92,10 +96,8 @@ def rank_main(rank, place):
                     again.gradient_checkpointing_enable(dict(use_reentrant=False))
                     for a, b in zip(trained(again, **shard)[2], found[name, documents, rows][2], strict=True):
                         torch.testing.assert_close(a, b, **CLOSE)
-    model = model_of("sinks", "tessera")
-    registered(model, 2)
-    with pytest.raises(ValueError, match="sink"):
-        trained(model, **shard)
+    with pytest.raises(ValueError, match="sink"):  # of neither this rank's heads nor all
+        tessera.hf.attention_forward(model, *[torch.ones(1, 2, 3, 8)] * 3, None, s_aux=torch.ones(3))
     model = model_of("causal", "tessera").eval()
     registered(model, 1, disable_in_eval=True)
     batch = batch_of(DOCUMENTS["packed"], 1)
@@ -127,7 +129,7 @@ def found(tmp_path_factory):
 def test_ranks_have_the_losses_and_gradients_of_the_whole(found, name, documents, rows):
     batch = batch_of(DOCUMENTS[documents], rows)
     labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
-    logits, loss, grads = trained(model_of(name, "eager"), **batch, shift_labels=labels)
+    logits, loss, grads = trained(model_of(name, "eager"), **batch, shift_labels=labels, lengths=DOCUMENTS[documents])
     ours = [of[name, documents, rows] for of in found]
     torch.testing.assert_close(torch.cat([part for part, *_ in ours], 1), logits, **CLOSE)
     torch.testing.assert_close(sum(part for _, part, _ in ours), loss, **CLOSE)
