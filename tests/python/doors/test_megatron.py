@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera as the core attention of Megatron-Core, which itself runs, on a CPU and a process group of one, and of four
-for context parallelism (`./dev test hosts` installs it). Two things of Megatron's own attention are replaced, which it
-takes from the current CUDA device: its buffer of scores, by one on the CPU, and its generators, by PyTorch's."""
+for context parallelism (`./dev test hosts` installs it). What Megatron takes from the current CUDA device is replaced:
+its attention's buffer of scores, by one on the CPU, its generators, by PyTorch's, and its cut of rotary embeddings."""
 import contextlib
 import copy
 import io
@@ -20,6 +20,7 @@ import door_examples  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
+from megatron.core.models.common.embeddings import rotary_pos_embedding  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
@@ -302,17 +303,30 @@ def attended(case, rows=lambda x: x, **more):
     return o.detach(), core.current_max_attn_logits, q.grad, k.grad, v.grad, sinks
 
 
-def gpt(rows=lambda batch: batch, **more):
+def gpt(rows=lambda batch: batch, embedding="learned_absolute", **more):
     """(sum of losses, gradients) of the two-layer GPT, of this rank's tokens of 2 rows of 16."""
     with door.patch():
         spec = get_gpt_layer_local_spec()
     torch.manual_seed(0)
-    model = GPTModel(config(num_query_groups=2, **more), spec, vocab_size=64, max_sequence_length=16)
+    model = GPTModel(config(num_query_groups=2, **more), spec, vocab_size=64, max_sequence_length=16,
+                     position_embedding_type=embedding)
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     batch = rows(dict(tokens=ids, labels=ids.roll(-1, 1), position_ids=torch.arange(16).expand(2, 16)))
-    loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
+    with rotary_without_cuda():
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters()]
+
+
+@contextlib.contextmanager
+def rotary_without_cuda():
+    """Megatron makes its table of rotary embeddings on the current CUDA device, and cuts it there by a pinned index."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+            patch.setattr(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank",
+                          lambda table, _, group: rows_of(group.rank(), table))
+        yield
 
 
 def rank_main(rank, meet, place):
@@ -324,7 +338,9 @@ def rank_main(rank, meet, place):
         of_ranks = dict(context_parallel_size=RANKS, cp_comm_type=kind)
         for case, (_, packed) in CASES.items():
             found[kind, case] = attended(case, lambda x: rows_of(rank, x, packed), **of_ranks)
-        found[kind] = gpt(lambda batch: get_batch_on_this_cp_rank(batch, False, group), **of_ranks)
+        for embedding in ("learned_absolute", "rope"):
+            found[kind, embedding] = gpt(lambda batch: get_batch_on_this_cp_rank(batch, False, group), embedding,
+                                         **of_ranks)
     found["dropout"] = dropped(lambda x: rows_of(rank, x), rank, context_parallel_size=RANKS)
     found["a group of a batch"] = of_a_batch(rank, group)
     found["a mask"] = {kind: masked(lambda x: rows_of(rank, x), context_parallel_size=RANKS, cp_comm_type=kind)
@@ -376,7 +392,7 @@ def test_context_parallelism(tmp_path):
     assert [rank.returncode for rank in ranks] == [0] * RANKS, said[0][-3000:]
     found = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(RANKS)]
     close = dict(atol=1e-4, rtol=1e-4)
-    loss, grads = gpt()
+    embeddings = {"learned_absolute": gpt(), "rope": gpt(embedding="rope")}
     for kind in KINDS:
         for case, (_, packed) in CASES.items():
             o, logits, *whole, sinks = attended(case)
@@ -387,9 +403,11 @@ def test_context_parallelism(tmp_path):
                 torch.testing.assert_close(torch.stack([of[kind, case][1] for of in found]).amax(0), logits, **CLOSE)
             if sinks is not None:
                 torch.testing.assert_close(sum(of[kind, case][-1] for of in found), sinks, **close)
-        torch.testing.assert_close(sum(of[kind][0] for of in found), loss, **close)
-        for i, grad in enumerate(grads):
-            torch.testing.assert_close(sum(of[kind][1][i] for of in found), grad, **close)
+        for embedding, (loss, grads) in embeddings.items():
+            parts = [of[kind, embedding] for of in found]
+            torch.testing.assert_close(sum(part for part, _ in parts), loss, **close)
+            for i, grad in enumerate(grads):
+                torch.testing.assert_close(sum(of_rank[i] for _, of_rank in parts), grad, **close)
     for i, whole in enumerate(dropped(lambda x: x, 0)):
         for rank, of in enumerate(found):
             torch.testing.assert_close(of["dropout"][i], rows_of(rank, whole), **close)
