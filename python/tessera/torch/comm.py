@@ -204,12 +204,24 @@ def to_all(group: Group, x: torch.Tensor, shapes) -> list[torch.Tensor]:
     return [x for x, in found.wait()]
 
 
+def in_words(*tensors: torch.Tensor):
+    """The tensors, of one dtype, as views of elements of 8 bytes where all can be, whatever they hold: PyTorch copies
+    strided elements of 2 bytes at a third of the speed."""
+    size = tensors[0].element_size()
+    per = 8 // size
+    can = size < 8 and all(x.dim() and x.stride(-1) == 1 and all(
+        n % per == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) for x in tensors)
+    views = tuple(x.view(torch.int64) for x in tensors) if can else tensors
+    return views if len(views) > 1 else views[0]
+
+
 def _joined(pieces, size: int, device) -> torch.Tensor:
     """The messages one behind the other; what lies between two tensors is anything."""
     joined, at = torch.empty(size, dtype=torch.uint8, device=device), 0
     for x in (x for tensors in pieces for x in tensors):
         size = _size(x.shape, x.dtype)
-        joined[at:at + size].view(x.dtype).view(x.shape).copy_(x)
+        to, x = in_words(joined[at:at + size].view(x.dtype).view(x.shape), x)
+        to.copy_(x)
         at += _padded(size)
     return joined
 

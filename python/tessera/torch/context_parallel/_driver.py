@@ -111,7 +111,7 @@ class Driver:
                                         [dks[g], dvs[g]])
         if returning is not None:
             returning()
-        return tuple(_joined_heads([x.value().to(whole.dtype) for x in parts])
+        return tuple(_joined_heads([x.value(whole.dtype) for x in parts])
                      for parts, whole in ((dqs, p.q), (dks, p.k), (dvs, p.v)))
 
     # ---- below: how ----

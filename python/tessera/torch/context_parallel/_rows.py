@@ -7,29 +7,45 @@ import numpy as np
 import torch
 
 from ..._call._args import ORDERS
+from ..comm import in_words
 
 
 class Rows:
-    """Some rows, in an order: a slice where they are neighbours, so that taking them copies nothing."""
+    """Some rows, in an order: a slice where they are neighbours, so that taking them copies nothing; or a few slices,
+    which are copied faster than row by row."""
+    _MOST_SLICES = 8
 
     def __init__(self, rows: np.ndarray, device: torch.device):
         self.count = len(rows)
         self.first = int(rows[0]) if self.count else 0
-        self.is_slice = self.count == 0 or bool((np.diff(rows) == 1).all())
-        self._index = None if self.is_slice else torch.from_numpy(rows).to(device)
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        self.is_slice = len(cuts) == 0
+        begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), self.count]
+        self._slices = [(int(rows[begin]), begin, end - begin) for begin, end in zip(begins, ends)] \
+            if 0 < len(cuts) < self._MOST_SLICES else None  # first row, where in the order, how many
+        self._index = None if self.is_slice or self._slices else torch.from_numpy(rows).to(device)
 
     def are_all(self, x: torch.Tensor, dim: int = 0) -> bool:
         """Whether they are x's rows, as they lie there."""
         return self.is_slice and self.count == x.shape[dim]
 
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return x.narrow(dim, self.first, self.count) if self.is_slice else \
-            _bytes(x).index_select(dim, self._index).view(x.dtype)
+        if self.is_slice:
+            return x.narrow(dim, self.first, self.count)
+        whole = in_words(x) if dim < x.dim() - 1 else x
+        if self._slices:
+            return torch.cat([whole.narrow(dim, first, count) for first, _, count in self._slices], dim).view(x.dtype)
+        return _bytes(whole).index_select(dim, self._index).view(x.dtype)
 
     def put(self, x: torch.Tensor, values: torch.Tensor, dim: int = 0):
         """x[rows] = values"""
+        if x.dtype == values.dtype and dim < x.dim() - 1:
+            x, values = in_words(x, values)
         if self.is_slice:
             x.narrow(dim, self.first, self.count).copy_(values)
+        elif self._slices:
+            for first, at, count in self._slices:
+                x.narrow(dim, first, count).copy_(values.narrow(dim, at, count))
         else:
             _bytes(x).index_copy_(dim, self._index, _bytes(values.to(x.dtype)))
 
@@ -37,38 +53,45 @@ class Rows:
         """x[rows] += values"""
         if self.is_slice:
             x.narrow(dim, self.first, self.count).add_(values)
+        elif self._slices:
+            for first, at, count in self._slices:
+                x.narrow(dim, first, count).add_(values.narrow(dim, at, count))
         else:
             x.index_add_(dim, self._index, values.to(x.dtype))
 
 
 class Sum:
-    """Rows [rows, ...] that terms are added to, in fp32. A single term of all rows is kept as it came, uncopied."""
+    """Rows [rows, ...] that terms are added to, in fp32. A term of all rows is kept as it came, uncopied, and a second
+    one beside it."""
 
     def __init__(self, shape, device: torch.device):
         self._shape, self._device = tuple(shape), device
-        self._term = self._total = None
+        self._terms, self._total = [], None
 
-    def add(self, values: torch.Tensor, rows: Rows | None = None):
-        """values [rows.count, ...] to rows; to all of them without."""
-        is_whole = rows is None or rows.is_slice and rows.count == self._shape[0]
-        if is_whole and self._term is None and self._total is None:
-            self._term = values
-        elif is_whole:
-            self.total().add_(values)
+    def add(self, values: torch.Tensor, rows: Rows):
+        """values [rows.count, ...] to rows."""
+        is_whole = rows.is_slice and rows.count == self._shape[0]
+        if is_whole and self._total is None and len(self._terms) < 2:
+            self._terms.append(values)
         else:
             rows.add(self.total(), values)
 
     def total(self) -> torch.Tensor:
         """The sum so far, fp32, to be added to in place."""
         if self._total is None:
-            self._total = torch.zeros(self._shape, dtype=torch.float32, device=self._device) \
-                if self._term is None else self._term.to(torch.float32, copy=True)
-            self._term = None
+            first, *others = self._terms or [torch.zeros((), device=self._device)]
+            self._total = torch.empty(self._shape, dtype=torch.float32, device=self._device).copy_(first)
+            for term in others:
+                self._total.add_(term)
+            self._terms = []
         return self._total
 
-    def value(self) -> torch.Tensor:
-        """The sum: fp32, or a single term in its own dtype."""
-        return self.total() if self._term is None else self._term
+    def value(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The sum, rounded to dtype once; without, fp32 or a single term as it came."""
+        if len(self._terms) == 2 and all(x.dtype == dtype for x in self._terms):
+            return torch.add(*self._terms)  # in fp32, rounded once
+        value = self._terms[0] if len(self._terms) == 1 else self.total()
+        return value if dtype is None else value.to(dtype)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
