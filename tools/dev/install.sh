@@ -116,7 +116,7 @@ setup_host() {
   esac
 }
 
-setup_tests() { install test pytest pytest-xdist hypothesis ml_dtypes; }
+setup_tests() { install test pytest pytest-xdist hypothesis ml_dtypes pybind11; }
 
 setup_docs() { install docs mkdocs-material matplotlib; }
 
