@@ -190,7 +190,7 @@ cuda_tests() {
   have_gtest || apt_install libgtest-dev
   setup_torch
   build "$preset" tessera tessera_nvte tessera_torch tessera_cuda_properties tessera_order_test tessera_slot_order_test \
-    tessera_cache_test tessera_work_test tessera_cudnn_test nvte_gpu_test
+    tessera_cache_test tessera_work_test tessera_driver_test tessera_cudnn_test nvte_gpu_test
   run_ctest "$preset" -L cuda "$@"
 }
 

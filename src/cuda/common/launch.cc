@@ -93,7 +93,9 @@ const std::string& driver_unavailable() {
 }
 
 DeviceTraits traits_of_device(const Device& device) {
-  if (driver_unavailable().empty()) {
+  // A problem on the host is refused whatever GPU is here, and must not start the driver: a process
+  // that has started it loses CUDA in the children that it forks.
+  if (device.kind == TESSERA_CUDA && driver_unavailable().empty()) {
     const Result<DeviceInfo> info = device_info(device.ordinal);
     if (info.ok() && (device.arch == 0 || device.arch == info.value().arch)) {
       const DeviceInfo& here = info.value();
