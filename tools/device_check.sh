@@ -76,7 +76,13 @@ for stage in $stages; do
       ln -sfn cuda build/lib
       ls -lL build/lib/libtessera.so
       run 60 python3 tests/cuda/kernel_budget.py build/cuda ;;
-    cases) for backend in auto cuda_sm90 cuda_sm80; do check $backend tests/cases/{smoke,ci}.cases; done ;;
+    cases)
+      for backend in auto cuda_sm90 cuda_sm80; do check $backend tests/cases/{smoke,ci}.cases; done
+      if python3 -m tessera env 2>/dev/null | grep -qE "^build.backends.cudnn.available +True"; then
+        check cudnn tests/cases/{smoke,ci}.cases
+      else
+        echo "cudnn: unavailable"
+      fi ;;
     nightly) check auto tests/cases/nightly.cases ;;
     torch)
       say "cases through tessera.torch"
@@ -86,7 +92,9 @@ for stage in $stages; do
       run 240 python3 -m pytest -q -p no:cacheprovider tests/python/on_torch/test_torch_{cuda,fp8}.py ;;
     properties)
       say "exact properties, streams, graphs, large problems"
-      run 300 build/cuda/tests/cuda/tessera_cuda_properties ;;
+      run 300 build/cuda/tests/cuda/tessera_cuda_properties
+      say "TransformerEngine's C names on memory of the GPU"
+      run 60 build/cuda/tests/nvte/nvte_gpu_test ;;
     allocators)
       say "low and high addresses of our choosing"
       run 240 build/cuda/tests/cuda/tessera_cuda_properties addresses

@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -74,6 +76,67 @@ def test_each_named_stage_runs(asked, ran):
     script = f'set -- help; . ./dev >/dev/null; {instead} test_sanitizer() {{ echo "$@"; }}; tests {asked}'
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ran
+
+
+# Stand-ins for what a machine with a GPU has, which say what they were asked.
+DEVICE_PROGRAMS = {
+    "bin/nvidia-smi": "echo a GPU, 580",
+    "bin/python3": 'case "$*" in *env) echo "build.backends.cudnn.available  $CUDNN" ;; *) exit 1 ;; esac',
+    "build/cuda/tests/conformance/tessera_check_cases": 'echo "cases $*"; case "$*" in *"$BROKEN"*) exit 1 ;; esac',
+    "build/cuda/tests/cuda/tessera_cuda_properties": 'echo "properties $*"',
+    "build/cuda/tests/nvte/nvte_gpu_test": "echo nvte",
+}
+
+
+@pytest.fixture
+def device_check(tmp_path):
+    """device_check(STAGE..., NAME=VALUE...): the script in a folder whose programs are stand-ins."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/device_check.sh", tmp_path / "tools")
+    for name, text in DEVICE_PROGRAMS.items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+
+    def run(*stages, **environment):
+        return subprocess.run(
+            [tmp_path / "tools/device_check.sh", *stages], capture_output=True, text=True, timeout=60,
+            env={"CUDNN": "True", "BROKEN": "no such backend", "OUT": str(tmp_path),
+                 "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment})
+    return run
+
+
+def test_a_device_check_packs_a_log_for_each_stage(device_check, tmp_path):
+    done = device_check("cases", "properties")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("== 0 commands failed\n")
+    backends = re.findall(r"^cases .* --threads 0 ?(.*)", done.stdout, re.MULTILINE)
+    assert backends == ["", "--backend cuda_sm90", "--backend cuda_sm80", "--backend cudnn"]
+    with tarfile.open(tmp_path / "device_check.tar.gz") as packed:
+        logs = {name: packed.extractfile(f"device_check/{name}.log").read().decode()
+                for name in ("cases", "properties")}
+    assert "--backend cudnn" in logs["cases"] and "nvte" in logs["properties"]
+    assert all(log in done.stdout for log in logs.values())
+
+
+def test_a_device_check_counts_what_fails_and_goes_on(device_check):
+    done = device_check("cases", "properties", BROKEN="cuda_sm90", CUDNN="False")
+    assert done.returncode == 1
+    assert done.stdout.endswith("== 1 commands failed\n")
+    assert "FAILED (1): build/cuda/tests/conformance/tessera_check_cases" in done.stdout
+    assert "cudnn: unavailable" in done.stdout and "nvte" in done.stdout
+
+
+@pytest.mark.parametrize("stage", ["allocators", "jax"])
+def test_a_device_check_says_what_it_lacks(device_check, stage):
+    done = device_check(stage)
+    assert done.returncode == 0 and "unavailable" in done.stdout
+
+
+def test_a_device_check_of_an_unknown_stage_is_refused(device_check):
+    done = device_check("cases", "chaoss")
+    assert done.returncode == 2 and "no stage chaoss; must be one of build cases" in done.stdout
 
 
 def test_an_unknown_stage_is_refused():
