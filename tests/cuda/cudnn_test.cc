@@ -44,39 +44,41 @@ TEST(CudnnLibrary, RefusesPlans) {
       << graph.status().message();
 }
 
-// What the rules take, the front end takes too, at the least version.
-TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
-  if (!library_unavailable().empty()) GTEST_SKIP() << library_unavailable();
-  constexpr const char* kCases[] = {
-      "fwd bf16 b=2 s=256 h=4 d=64",
-      "fwd fp16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 causal align=bottom_right",
-      "fwd bf16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 window=16,0 align=top_left",
-      "fwd bf16 b=2 sq=300 sk=100 h=2 d=64 causal align=top_left",
-      "fwd bf16 b=2 s=256 h=4 d=64 window=16,8",
-      "fwd bf16 b=2 s=256 h=4 d=64 layout=bhsd no_lse",
-      "fwd bf16 b=2 s=256 h=4 d=64 layout=sbhd",
-      "fwd bf16 b=2 s=256 h=4 dqk=192 dv=128 causal",
-      "fwd bf16 b=3 s=256 h=4 d=64 lens=random:7",
-      "fwd bf16 b=3 sq=64 sk=256 h=4 d=64 lens=random:7 causal align=bottom_right",
-      "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 causal",
-      "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 gaps=3 window=32,0",
-      "fwd bf16 b=3 s=256 h=4 d=256 layout=thd lens=random:7 no_lse",
-      "fwd bf16 b=2 sq=1 sk=300 hq=8 hk=2 d=128",
-      "bwd bf16 b=2 s=256 h=4 d=64",
-      "bwd bf16 b=2 s=250 hq=8 hk=2 d=72 causal",
-      "bwd fp16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 causal align=bottom_right",
-      "bwd bf16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 window=16,8 align=top_left",
-      "bwd bf16 b=2 sq=300 sk=100 h=2 d=64 causal align=top_left",
-      "bwd bf16 b=2 s=256 h=4 d=64 layout=bs3hd",
-      "bwd bf16 b=2 s=256 h=4 d=64 layout=sbhd",
-      "bwd bf16 b=2 s=256 h=4 d=256",
-      "bwd bf16 b=2 s=256 h=4 dqk=192 dv=128 causal",
-      "bwd bf16 b=3 s=250 hq=4 hk=2 d=40 lens=random:7",
-      "bwd bf16 b=3 sq=64 sk=256 h=4 d=64 lens=random:7 causal align=bottom_right",
-      "bwd bf16 b=3 s=256 hq=4 hk=2 d=64 layout=thd lens=random:7 gaps=3 causal",
-      "bwd fp16 b=3 s=256 h=4 dqk=192 dv=128 layout=thd lens=random:7 window=32,0",
-      "bwd bf16 b=3 sq=64 sk=256 hq=4 hk=1 d=128 layout=thd_bshd_bshd lens_k=random:7",
-  };
+// What the rules take of all of this.
+constexpr const char* kCases[] = {
+    "fwd bf16 b=2 s=256 h=4 d=64",
+    "fwd fp16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 causal align=bottom_right",
+    "fwd bf16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 window=16,0 align=top_left",
+    "fwd bf16 b=2 sq=300 sk=100 h=2 d=64 causal align=top_left",
+    "fwd bf16 b=2 s=256 h=4 d=64 window=16,8",
+    "fwd bf16 b=2 s=256 h=4 d=64 layout=bhsd no_lse",
+    "fwd bf16 b=2 s=256 h=4 d=64 layout=sbhd",
+    "fwd bf16 b=2 s=256 h=4 dqk=192 dv=128 causal",
+    "fwd bf16 b=3 s=256 h=4 d=64 lens=random:7",
+    "fwd bf16 b=3 sq=64 sk=256 h=4 d=64 lens=random:7 causal align=bottom_right",
+    "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 causal",
+    "fwd bf16 b=3 s=256 h=4 d=64 layout=thd lens=random:7 gaps=3 window=32,0",
+    "fwd bf16 b=3 s=256 h=4 d=256 layout=thd lens=random:7 no_lse",
+    "fwd bf16 b=2 sq=1 sk=300 hq=8 hk=2 d=128",
+    "bwd bf16 b=2 s=256 h=4 d=64",
+    "bwd bf16 b=2 s=250 hq=8 hk=2 d=72 causal",
+    "bwd fp16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 causal align=bottom_right",
+    "bwd bf16 b=2 sq=100 sk=300 hq=8 hk=2 d=128 window=16,8 align=top_left",
+    "bwd bf16 b=2 sq=300 sk=100 h=2 d=64 causal align=top_left",
+    "bwd bf16 b=2 s=256 h=4 d=64 layout=bs3hd",
+    "bwd bf16 b=2 s=256 h=4 d=64 layout=sbhd",
+    "bwd bf16 b=2 s=256 h=4 d=256",
+    "bwd bf16 b=2 s=256 h=4 dqk=192 dv=128 causal",
+    "bwd bf16 b=3 s=250 hq=4 hk=2 d=40 lens=random:7",
+    "bwd bf16 b=3 sq=64 sk=256 h=4 d=64 lens=random:7 causal align=bottom_right",
+    "bwd bf16 b=3 s=256 hq=4 hk=2 d=64 layout=thd lens=random:7 gaps=3 causal",
+    "bwd fp16 b=3 s=256 h=4 dqk=192 dv=128 layout=thd lens=random:7 window=32,0",
+    "bwd bf16 b=3 sq=64 sk=256 hq=4 hk=1 d=128 layout=thd_bshd_bshd lens_k=random:7",
+};
+
+// check(shape, arch) of every case on every architecture that the rules take; how many those are.
+template <typename Check>
+int check_taken(const Check& check) {
   const CudnnRules rules;
   int taken = 0;
   for (const char* text : kCases) {
@@ -84,11 +86,79 @@ TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
     for (const int arch : {80, 90, 100, 103, 120}) {
       if (!rules.supports(p, {TESSERA_CUDA, 0, arch, 0})) continue;
       ++taken;
-      const Status status = check_graph(shape_of(rules.canonical(p)), arch);
+      const Status status = check(shape_of(rules.canonical(p)), arch);
       EXPECT_TRUE(status.ok()) << text << " on sm" << arch << ": " << status.message();
     }
   }
-  EXPECT_GT(taken, 50);
+  return taken;
+}
+
+// What the rules take, the front end takes too, at the least version.
+TEST(CudnnRules, AreNoWiderThanTheFrontEnds) {
+  if (!library_unavailable().empty()) GTEST_SKIP() << library_unavailable();
+  EXPECT_GT(check_taken([](const Shape& shape, int arch) { return check_graph(shape, arch); }), 50);
+}
+
+// What cuDNN wants to know of a GPU. Shared memory and registers are those of the architecture, the
+// rest of a GPU that is sold as such, and of little weight.
+std::string description_of(int arch) {
+  const bool small = arch == 120, ampere = arch == 80;
+  const int shared_of_sm = small ? 100 << 10 : ampere ? 164 << 10 : 228 << 10;
+  const std::pair<const char*, int64_t> properties[] = {
+      {"deviceVer", 10 * arch},
+      {"driverVer", 13000},
+      {"cudaDeviceId", 0},
+      {"regsPerBlock", 65536},
+      {"multiProcessorCount", ampere       ? 108
+                              : arch == 90 ? 132
+                              : small      ? 188
+                                           : 148},
+      {"smCountOrigin", 0},
+      {"warpSize", 32},
+      {"maxSharedMemoryPerBlock", 48 << 10},
+      {"maxSharedMemoryPerBlockOptin", shared_of_sm - 1024},
+      {"oversizedSharedMemoryPerBlock", 0},
+      {"reservedSharedMemoryPerBlock", 1024},
+      {"maxSharedMemoryPerSM", shared_of_sm},
+      {"maxRegistersPerSM", 65536},
+      {"maxCtasPerSM", small ? 24 : 32},
+      {"maxThreadsPerBlock", 1024},
+      {"maxThreadsPerSM", small ? 1536 : 2048},
+      {"pciDeviceId", 0},
+      {"pciBusId", 0},
+      {"pciDomainId", 0},
+      {"isTccDriver", 0},
+      {"supportCoopLaunch", 1},
+      {"totalGlobalMem", int64_t{80} << 30},
+      {"smClockRateKHz", 1700000},
+      {"memClockRateKHz", 2600000},
+      {"memoryBusWidth", 5120},
+      {"l2CacheSize", 50 << 20},
+  };
+  std::string json =
+      R"({"deviceName":"imagined","maxGridSize":[2147483647,65535,65535],"maxBlockSize":[1024,1024,64])";
+  for (const auto& [name, value] : properties) {
+    json += ",\"" + std::string(name) + "\":" + std::to_string(value);
+  }
+  return json + "}";
+}
+
+// What the rules take, the cuDNN that is here has kernels for. TESSERA_TEST_CUDNN: there must be one,
+// and a libcuda.so.1 of any kind.
+TEST(CudnnRules, AreNoWiderThanCudnn) {
+  if (!getenv("TESSERA_TEST_CUDNN")) GTEST_SKIP() << "TESSERA_TEST_CUDNN is not set";
+  ASSERT_EQ(library_unavailable(), "");
+  EXPECT_GT(check_taken([](const Shape& shape, int arch) {
+              return check_graph(shape, arch, description_of(arch));
+            }),
+            50);
+  // It is cuDNN that answers, for the GPU that is described: the front end is told sm90 each time.
+  const Shape wide =
+      shape_of(CudnnRules().canonical(problem_of("bwd bf16 b=2 s=256 h=4 dqk=192 dv=256")));
+  EXPECT_EQ(check_graph(wide, 90, description_of(90)).message(), "");
+  for (const int arch : {80, 100, 120}) {
+    EXPECT_EQ(check_graph(wide, 90, description_of(arch)).code(), TESSERA_REFUSED) << arch;
+  }
 }
 
 // The repair of dq, which makes the backward pass right, has been tried on sm90 alone.

@@ -57,6 +57,17 @@ class SdpaGraph final : public Graph {
     return checked(graph_.get_workspace_size(workspace_bytes_));
   }
 
+  // Without a handle: the properties stand for its device.
+  Status check_on(int arch, std::string_view device) {
+    const auto properties = std::make_shared<fe::DeviceProperties>();
+    TESSERA_RETURN_IF_ERROR(checked(properties->deserialize({device.begin(), device.end()})));
+    graph_.set_device_properties(properties);
+    TESSERA_RETURN_IF_ERROR(check(arch));
+    TESSERA_RETURN_IF_ERROR(checked(graph_.build_operation_graph()));
+    TESSERA_RETURN_IF_ERROR(checked(graph_.create_execution_plans({fe::HeurMode_t::A})));
+    return checked(graph_.check_support());
+  }
+
   Status check(int arch) {
     graph_.set_sm_version(arch);
     describe();
@@ -217,6 +228,10 @@ Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, int arch, void* h
 
 Status check_graph(const Shape& shape, int arch) {
   return guarded([&]() -> Status { return SdpaGraph(shape).check(arch); });
+}
+
+Status check_graph(const Shape& shape, int arch, std::string_view device) {
+  return guarded([&]() -> Status { return SdpaGraph(shape).check_on(arch, device); });
 }
 
 }  // namespace tessera::cuda::cudnn

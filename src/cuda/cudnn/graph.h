@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "core/status.h"
 
@@ -56,5 +57,10 @@ Result<std::unique_ptr<Graph>> build_graph(const Shape& shape, int arch, void* h
 // What the front end, which has many of cuDNN's rules, says of the shape on an architecture that need
 // not be here. Asks libcudnn for its version alone.
 Status check_graph(const Shape& shape, int arch);
+
+// Likewise what cuDNN's heuristics say for a GPU that `device` describes in JSON, as
+// CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION has it, and that need not be here. cuDNN then wants a
+// libcuda.so.1 to open, for which the toolkit's stub will do.
+Status check_graph(const Shape& shape, int arch, std::string_view device);
 
 }  // namespace tessera::cuda::cudnn
