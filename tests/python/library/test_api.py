@@ -360,6 +360,18 @@ def test_merge_is_attention_over_the_union():
     np.testing.assert_allclose(alone_lse, parts[0][1], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("count", [32, 33, 320])
+def test_merge_of_many_parts_rounds_once(count, dtype):
+    rng = np.random.default_rng(count)
+    parts = [(rng.standard_normal((1, 50, 2, 64)).astype(dtype), rng.standard_normal((1, 2, 50), np.float32))
+             for _ in range(count)]
+    weights = np.exp(np.stack([lse for _, lse in parts]).astype(np.float64)).swapaxes(2, 3)[..., None]
+    exact = (weights * np.stack([o for o, _ in parts]).astype(np.float64)).sum(0) / weights.sum(0)
+    least, found = (abs(o.astype(np.float64) - exact).mean() for o in (exact.astype(dtype), tessera.merge(parts)[0]))
+    assert found <= 1.02 * least
+
+
 def test_merge_in_other_layouts():
     q, k, v = qkv(2, 9, 40, 4, 2, 16, 16)
     parts = [tessera.attention(q, k[:, a:b], v[:, a:b], return_lse=True)

@@ -147,3 +147,18 @@ def test_pages_that_the_band_hides_change_no_bit(mixed, rows, page, invariant):
     assert np.isfinite(expected).all()
     for entry in (-1, 2**31 - 1, 3 * n):
         assert equal(call(np.where(hidden, np.int32(entry), table)), expected), entry
+
+
+@pytest.mark.parametrize("longest", [2**31 - 1, 2**31, 2**31 + 5, 2**63 - 1])
+@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (3, 2), "align": "bottom_right"}])
+def test_a_longest_sequence_beyond_32_bits_changes_no_bit(longest, band):
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((80, 2, 16)).astype(np.float32) for _ in range(4))
+    ends = np.array([0, 30, 80], np.int32)
+
+    def call(**keywords):
+        keywords.update(band, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends)
+        o, lse = tessera.attention(q, k, v, return_lse=True, **keywords)
+        gradients = tessera.attention_backward(do, q, k, v, o, lse, **keywords)
+        return o, lse, gradients.dq, gradients.dk, gradients.dv
+    assert all(map(equal, call(max_seqlen_q=longest, max_seqlen_k=longest), call()))
