@@ -28,9 +28,11 @@ BUDGET = (
     (r"sm90 .*Row_decode_(d128_rows32|d256_rows16)", 288),
     # Nine words of four of the keys to come are in registers: what deals out the work, and some addresses of a block.
     (r"sm90 .*Row_mla_d576_512_e4m3E", 48),
-    # 128 accumulators of O beside two heads: what a tile ends with; and what copies rows of pages.
+    # 128 accumulators of O beside two heads: what a tile ends with; and what a loader of rows keeps from tile to tile,
+    # outside of its loop over blocks.
     (r"sm90 .*Row_forward_d256_pairs_partsE", 44),
-    (r"sm90 .*Row_forward_d256_pages_pairs(_parts)?E", 72),
+    (r"sm90 .*Row_forward_d256_pages_pairs(_parts)?E", 116),
+    (r"sm90 .*Row_forward_d128_pages(_\w+)?E", 56),
     (r"sm90 ", 40),
     (r"sm80\w* .*backward_fused_lean_kernel.*Li256E", 352),
     (r"sm80\w* .*(lean_kernel|_kernelIf)", 320),

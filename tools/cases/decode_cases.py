@@ -50,6 +50,9 @@ def stream():
         yield line("fwd", dtype=next(types), b=17, sq=1, sk=150, hq=8, hk=4, d=d, poison=True)
         yield line("fwd", dtype=next(types), b=1, sq=4, sk=1500, hq=8, hk=2, d=d, kv="e4m3", page=16, causal=True,
                    align="bottom_right", poison=True)
+    for d, (sq, group), page in product((64, 128, 256), ((1, 4), (4, 4), (8, 4), (1, 8)), (None, 16, 64)):
+        yield line("fwd", dtype=next(types), **next(_BATCHES), sq=sq, **_heads(group), d=d, kv="e5m2", page=page,
+                   kvscale="head" if page else None, layout=next(_LAYOUTS), **next(_BANDS), poison=True)
     # Sequences whose lengths a lane reads two, three or four of, and so many that it resolves one after the other.
     for i, b in enumerate((50, 70, 128, 300)):
         yield line("fwd", dtype=next(types), b=b, sq=1 + i % 2, sk=300, hq=4, hk=1, d=64, lens_k=f"random:{i}", page=16,
@@ -126,6 +129,46 @@ def parts():
                    **bottom_right, poison=True)
         yield line("fwd", dtype=next(types), b=2, sq=128, sk=2300, hq=hq, hk=hk, d=d, layout="thd_bshd_bshd", gaps=5,
                    lens_q="128,3", lens_k="2300,2000", **bottom_right, poison=True)
+
+
+def prompts_of_e4m3():
+    """Prompts over pages of E4M3, with scales and without, and beside decoding steps."""
+    types, bands = cycle(("bf16", "fp16")), cycle(({"causal": True, "align": "bottom_right"}, {},
+                                                    {"window": "70,5", "align": "bottom_right"}))
+    for d, page, kvscale in product((64, 128, 80), (1, 16, 300), (None, "head")):
+        for sq, heads in ((200, {"hq": 4, "hk": 2}), (40, {"hq": 8, "hk": 1})):
+            yield line("fwd", dtype=next(types), b=3, sq=sq, sk=300, **heads, d=d, page=page, lens_k="300,17,0",
+                       kv="e4m3", kvscale=kvscale, layout=next(_LAYOUTS), **next(bands), poison=True)
+    for more in ({"max_logit": True, "sink": "learnable"}, {"lens_q": "100,0,7", "kvscale": "head", "tables": 2},
+                 {"kvscale": "one", "scale": 2}, {"dqk": 64, "dv": 128, "d": None}, {"d": 72}):
+        yield line("fwd", **{"dtype": next(types), "b": 3, "sq": 100, "sk": 500, "hq": 4, "hk": 2, "d": 128, "page": 16,
+                             "lens_k": "500,260,128", "kv": "e4m3", "poison": True, **more})
+    for hq, hk, d in ((8, 2, 128), (8, 1, 64)):
+        yield line("fwd", dtype=next(types), b=5, sq=300, sk=400, hq=hq, hk=hk, d=d, layout="paged_kv_thd_bshd_bshd",
+                   lens_q="1,200,0,4,70", lens_k="400,333,17,260,128", page=16, gaps=5, kv="e4m3", kvscale="head",
+                   causal=True, align="bottom_right", poison=True)
+
+
+def heads_of_tiles():
+    """Four and eight heads in a tile: of few queries, in pages and not, of keys that are cut and not."""
+    types, bottom_right = cycle(("bf16", "fp16")), {"align": "bottom_right"}
+    bands = cycle(({"causal": True, **bottom_right}, {"sink": "learnable"}, {"window": "90,4", **bottom_right}, {}))
+    shapes = ((32, 8, 2), (17, 4, 1), (20, 12, 3), (16, 8, 1), (9, 16, 2), (11, 16, 1), (30, 16, 2))
+    for (sq, hq, hk), page, d in product(shapes, (None, 16, 1, 128), (64, 128, 256)):
+        yield line("fwd", dtype=next(types), b=3, sq=sq, sk=300, hq=hq, hk=hk, d=d, page=page, lens_k="300,0,77",
+                   layout=next(_LAYOUTS), **next(bands), poison=True)
+        if sq not in (20, 30):
+            yield line("fwd", dtype=next(types), b=2, sq=sq, sk=3000, hq=hq, hk=hk, d=d, page=page, lens_k="2999,1300",
+                       layout=next(_LAYOUTS), **next(bands), poison=True)
+    for hq, hk, sq in ((8, 2, 30), (16, 2, 15)):
+        yield line("fwd", dtype=next(types), b=4, sq=60, sk=500, hq=hq, hk=hk, d=128, layout="thd",
+                   lens_q=f"{sq},0,9,10", lens_k="500,100,9,300", longest=True, gaps=3, causal=True,
+                   align="bottom_right", poison=True)
+        yield line("fwd", dtype=next(types), b=4, sq=60, sk=2500, hq=hq, hk=hk, d=64, layout="paged_kv_thd_bshd_bshd",
+                   lens_q=f"{sq},1,9,2", lens_k="2500,100,9,2300", longest=True, page=16, max_logit=True,
+                   sink="learnable", poison=True)
+        yield line("fwd", dtype=next(types), b=2, sq=sq, sk=4000, hq=hq, hk=hk, dqk=96, dv=80, page=64, max_logit=True,
+                   lens_q=f"{sq},4", poison=True)
 
 
 def latent(full):

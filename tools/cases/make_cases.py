@@ -589,7 +589,8 @@ def smoke():
 def ci():
     for section in (sizes(False), kernels.wide(), kernels.low(), empty(), layouts(), pages(), bands(), masks(),
                     scores(), decode(False), decode_cases.stream(), decode_cases.prompts(),
-                    decode_cases.parts(), decode_cases.latent(False),
+                    decode_cases.prompts_of_e4m3(), decode_cases.parts(), decode_cases.heads_of_tiles(),
+                    decode_cases.latent(False),
                     decode_cases.few_rows_of_fp8(), other_dtypes(),
                     parts(), shards(), positions(),
                     windows(),

@@ -27,8 +27,8 @@ class Sm90Backend final : public Sm90Rules {
     }
     const bool latent = has_mla_head_dims(canonical);
     const auto plan_few_rows = latent ? plan_mla : plan_decode;
-    // A cache in E4M3 beside a q in 16 bits has these kernels alone.
-    if (!is_backward(canonical) && is_fp8(canonical.tensor[TESSERA_K].dtype) &&
+    // A latent cache in fp8 beside a q in 16 bits has these kernels alone.
+    if (latent && !is_backward(canonical) && is_fp8(canonical.tensor[TESSERA_K].dtype) &&
         !is_of_fp8(canonical)) {
       return plan_few_rows(canonical, device, std::move(fallback).value(), nullptr);
     }

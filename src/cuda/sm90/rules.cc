@@ -41,7 +41,8 @@ void require_dtypes(Support& support, const Problem& p) {
   });
   for (const int index : kTensors) {
     const bool is_cache = index == TESSERA_K || index == TESSERA_V;
-    if (!given(p, index) || (is_cache && (runs_in_decode(p) || runs_in_mla(p)))) continue;
+    if (!given(p, index) || (is_cache && (runs_in_decode(p) || runs_in_mla(p) || reads_pages(p))))
+      continue;
     const int dtype = p.tensor[index].dtype;
     support.require(dtype == q, ReasonId::kDtype, Remedy::kUseBf16, [&] {
       return std::string(tensor_rule(index).name) + ".dtype=" + std::string(dtype_name(dtype)) +
@@ -108,8 +109,7 @@ void require_strides(Support& support, const Problem& p, int index) {
 
 void require_features(Support& support, const Problem& p) {
   for (const int index : {TESSERA_PAGE_TABLE_K, TESSERA_K_SCALE, TESSERA_V_SCALE}) {
-    const bool ok = multiplies_fp8(p) || runs_in_decode(p) || runs_in_mla(p) ||
-                    (index == TESSERA_PAGE_TABLE_K && reads_pages(p));
+    const bool ok = multiplies_fp8(p) || runs_in_decode(p) || runs_in_mla(p) || reads_pages(p);
     support.require(!given(p, index) || ok, ReasonId::kFeature, Remedy::kNone, [&] {
       return std::string(tensor_rule(index).name) + ": the Hopper kernels do not have it";
     });
@@ -156,19 +156,25 @@ void require_no_origin(Support& support, const Problem& p) {
   }
 }
 
-// Few queries live on loads: a CTA here reads the keys for its rows of one head or two, where
-// cuda_sm80 packs the heads of a group. Lean problems cut the keys here as well, and gain from nine
-// queries on (b=1 hq=32 hk=8, 16 queries on 8k keys of d=128 in pages on an H200: 32 us here, 66
-// there; b=4 hq=64 hk=4, four: 99 and 64), or where there is little to pack (one query of 64 heads on
-// one: 34 and 156).
+// Few queries live on loads: cuda_sm80 packs the heads of a group, so that a CTA reads keys once for
+// all of them. Here tiles without features do so with four heads and more (b=8 hq=64 hk=8, 8 queries
+// on 8k keys of d=128 on an H200: 79 us here, 136 there). With two they gain from nine queries on,
+// or where there is little to pack. A cache of E4M3 is converted for each tile here; there for up to
+// 64 rows of a group at once (8 x 16 queries of 32 heads on 8, 8k keys: 615 us here, 143 there).
 std::string yields_few_queries(const Problem& p) {
   constexpr int64_t kDecodeQueries = 16, kDecodeQueriesOfPairs = 8, kFewUnits = 4;
+  constexpr int64_t kRowsOfCache = 64;
+  constexpr int kHeadsThatReadOnce = 4;
   const Sizes s = sizes_of(p);
   const int64_t queries = most_queries(p);
-  const bool has_pairs =
-      !shapes_scores(p) && !has(p, TESSERA_BATCH_INVARIANT) && s.group() % 2 == 0;
-  const int64_t most = has_pairs ? kDecodeQueriesOfPairs : kDecodeQueries;
-  if (queries > most || (has_pairs && s.batch * s.hk < kFewUnits)) return {};
+  const bool is_lean = !shapes_scores(p) && !has(p, TESSERA_BATCH_INVARIANT);
+  if (is_lean && heads_that_share_keys(p) >= kHeadsThatReadOnce) return {};
+  const bool has_pairs = is_lean && s.group() % 2 == 0;
+  const bool is_fp8_cache = is_fp8(p.tensor[TESSERA_K].dtype);
+  const int64_t most = is_fp8_cache ? kRowsOfCache / s.group()
+                       : has_pairs  ? kDecodeQueriesOfPairs
+                                    : kDecodeQueries;
+  if (queries > most || (has_pairs && !is_fp8_cache && s.batch * s.hk < kFewUnits)) return {};
   return "sq=" + std::to_string(queries) + ": cuda_sm80 decodes up to " + std::to_string(most) +
          " queries faster";
 }

@@ -127,6 +127,7 @@ namespace tessera::cuda {
 
 Status report_checks(const Problem&, const Buffers&, cudaStream_t) { return {}; }
 Status launch_merge(const MergeLaunch&, cudaStream_t) { return {}; }
+Status launch_merge(const PartsMerge&, bool, cudaStream_t) { return {}; }
 Status merge(const MergeArgs&, const Buffers&, const Device&) { return {}; }
 Status dropout_mask(const DropoutMaskArgs&, const Buffers&, const Device&) { return {}; }
 Status launch_copy(const Copy&, cudaStream_t) { return {}; }

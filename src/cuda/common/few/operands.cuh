@@ -38,6 +38,17 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
   return halves.x | static_cast<uint32_t>(halves.y) << 16;
 }
 
+// The two E5M2 of the low 16 bits as fp16, of which they are the upper bytes.
+__device__ __forceinline__ uint32_t halves_of_e5m2(uint32_t pair) {
+  return __byte_perm(pair, 0, 0x1404);
+}
+// The two of an S's cache.
+template <typename S>
+__device__ __forceinline__ uint32_t halves_of_fp8(uint32_t pair) {
+  if constexpr (S::kE5m2) return halves_of_e5m2(pair);
+  return halves_of_e4m3(pair);
+}
+
 // Eight elements of a row of q, of which as many lanes side by side have one, as pairs of fp16 whose
 // finite values are below 2^15 in each row. Returns what they have been divided by.
 template <typename T, int kLanes>
@@ -91,8 +102,8 @@ __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], uint32_t lanes, int 
     load_matrices(r, S::at(lanes, 2 * step));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      a[i][0] = halves_of_e4m3(r[2 * i]), a[i][1] = halves_of_e4m3(r[2 * i + 1]);
-      a[i][2] = halves_of_e4m3(r[2 * i] >> 16), a[i][3] = halves_of_e4m3(r[2 * i + 1] >> 16);
+      a[i][0] = halves_of_fp8<S>(r[2 * i]), a[i][1] = halves_of_fp8<S>(r[2 * i + 1]);
+      a[i][2] = halves_of_fp8<S>(r[2 * i] >> 16), a[i][3] = halves_of_fp8<S>(r[2 * i + 1] >> 16);
     }
   } else {
 #pragma unroll
@@ -100,7 +111,7 @@ __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], uint32_t lanes, int 
   }
 }
 
-// Columns 32 piece .. + 31 of 16 keys of v, transposed. Of an E4M3 v rows g and g + 8 of an operand
+// Columns 32 piece .. + 31 of 16 keys of v, transposed. Of an fp8 v rows g and g + 8 of an operand
 // are columns 2 g and 2 g + 1. kept: bits of the lane's keys 2 (l % 4) and the next, and of those 8
 // on, where memory may hold anything for keys that nobody sees.
 template <typename S>
@@ -116,8 +127,8 @@ __device__ __forceinline__ void load_v(uint32_t (&a)[2][4], uint32_t lanes, int 
         uint32_t pairs = r[2 * i + half];
         if constexpr (S::kKeepsHidden) pairs &= kept[half];
         const uint32_t columns = __byte_perm(pairs, 0, 0x3120);
-        a[i][2 * half] = halves_of_e4m3(columns);
-        a[i][2 * half + 1] = halves_of_e4m3(columns >> 16);
+        a[i][2 * half] = halves_of_fp8<S>(columns);
+        a[i][2 * half + 1] = halves_of_fp8<S>(columns >> 16);
       }
     }
   } else {

@@ -10,7 +10,34 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// One warp a row: lane p holds the weights of parts p, p + 32, ...
+// What the parts of a row weigh, a warp's: lane p has those of parts p, p + 32, ...
+template <int kOwn>
+struct Weights {
+  float of[kOwn];
+  float lse;  // of the row
+
+  // lse_of: of the parts; -inf where there is none.
+  __device__ __forceinline__ explicit Weights(const float (&lse_of)[kOwn]) {
+    float max = -kInfinity, sum = 0;
+#pragma unroll
+    for (const float x : lse_of) max = fmaxf(max, x);
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
+    if (max == -kInfinity) max = 0;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      of[own] = lse_of[own] == -kInfinity ? 0 : exp2_approx((lse_of[own] - max) * kLog2e);
+      sum += of[own];
+    }
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+    lse = sum == 0 ? -kInfinity : max + logf(sum);
+#pragma unroll
+    for (float& w : of) w = sum == 0 ? 0 : w / sum;
+  }
+};
+
+// One warp a row.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ MergeLaunchOf<kParts> m) {
@@ -22,30 +49,17 @@ __global__ void __launch_bounds__(kThreads)
   const int head = static_cast<int>(row % m.hq);
   const int64_t query = row / m.hq % m.sq, n = row / m.hq / m.sq;
 
-  float weight[kOwn], max = -kInfinity, sum = 0;
+  float lse_of[kOwn];
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
     const int p = own * 32 + lane;
-    weight[own] = -kInfinity;
+    lse_of[own] = -kInfinity;
     if (p < m.num_parts) {
       const View& lse = m.part[p].lse;
-      weight[own] = static_cast<const float*>(lse.data)[offset_of(lse, n, head, query)];
+      lse_of[own] = static_cast<const float*>(lse.data)[offset_of(lse, n, head, query)];
     }
-    max = fmaxf(max, weight[own]);
   }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
-  if (max == -kInfinity) max = 0;
-#pragma unroll
-  for (float& w : weight) {
-    w = w == -kInfinity ? 0 : exp2_approx((w - max) * kLog2e);
-    sum += w;
-  }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-  const float lse = sum == 0 ? -kInfinity : max + logf(sum);
-#pragma unroll
-  for (float& w : weight) w = sum == 0 ? 0 : w / sum;
+  const Weights<kOwn> weights(lse_of);
 
   for (int c0 = 0; c0 < m.dv; c0 += 32) {
     const int c = c0 + lane;
@@ -55,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
       const int count = min(m.num_parts - own * 32, 32);
 #pragma unroll(kOwn == 1 ? 4 : 1)
       for (int p = 0; p < count; ++p) {
-        const float w = __shfl_sync(~0u, weight[own], p);
+        const float w = __shfl_sync(~0u, weights.of[own], p);
         if (w == 0 || c >= m.dv) continue;
         const View& o = m.part[own * 32 + p].o;
         value += w * load_float(o.data, offset_of(o, n, query, head, c), o.dtype);
@@ -64,7 +78,50 @@ __global__ void __launch_bounds__(kThreads)
     if (c < m.dv) store_float(m.o.data, offset_of(m.o, n, query, head, c), m.o.dtype, value);
   }
   if (m.lse.data && lane == 0) {
-    static_cast<float*>(m.lse.data)[offset_of(m.lse, n, head, query)] = lse;
+    static_cast<float*>(m.lse.data)[offset_of(m.lse, n, head, query)] = weights.lse;
+  }
+}
+
+// One warp for 32 columns of a row: lane p holds the weight of part p. Parts are read eight at a time,
+// whatever they weigh: a loop that reads one after the other waits for each.
+__global__ void __launch_bounds__(kThreads)
+    merge_parts_kernel(const __grid_constant__ PartsMerge m) {
+  constexpr int kAtOnce = 8;
+  const int row = static_cast<int>((blockIdx.x * kThreads + threadIdx.x) / 32);
+  const int lane = threadIdx.x % 32, column = static_cast<int>(blockIdx.y) * 32 + lane;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+  if (row >= m.rows) return;
+  const bool has_part = lane < m.num_parts;
+  const float lse_of[] = {has_part ? __ldcg(m.part_lse + int64_t{lane} * m.rows + row)
+                                   : -kInfinity};
+  const float* const o = m.part_o + int64_t{row} * m.dv + column;
+  const int64_t part = int64_t{m.rows} * m.dv;
+  const auto read = [&](int first, float(&x)[kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool exists = first + i < m.num_parts && column < m.dv;
+      x[i] = exists ? __ldcg(o + (first + i) * part) : 0;
+    }
+  };
+  float x[kAtOnce], value = 0;
+  read(0, x);
+  const Weights<1> weights(lse_of);
+  for (int first = 0;;) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float w = __shfl_sync(~0u, weights.of[0], first + i);
+      if (w != 0) value = fmaf(w, x[i], value);  // a part that saw nothing may hold anything
+    }
+    if ((first += kAtOnce) >= m.num_parts) break;
+    read(first, x);
+  }
+  const int query = m.hq.quotient(row), head = row - query * m.hq.divisor;
+  const int n = m.sq.quotient(query), i = query - n * m.sq.divisor;
+  if (column < m.dv) store_float(m.o.data, offset_of(m.o, n, i, head, column), m.o.dtype, value);
+  if (m.lse.data && column == 0) {
+    static_cast<float*>(m.lse.data)[offset_of(m.lse, n, head, i)] = weights.lse;
   }
 }
 
@@ -153,6 +210,17 @@ Status merge_in_rounds(const MergeArgs& args, cudaStream_t stream) {
 }  // namespace
 
 Status launch_merge(const MergeLaunch& merge, cudaStream_t stream) { return launch(merge, stream); }
+
+Status launch_merge(const PartsMerge& merge, bool overlaps, cudaStream_t stream) {
+  if (merge.rows == 0) return {};
+  const auto count = [](int items, int of_each) {
+    return static_cast<unsigned>((items + of_each - 1) / of_each);
+  };
+  const dim3 grid(count(merge.rows, kThreads / 32), count(merge.dv, 32));
+  const auto* const function = reinterpret_cast<const void*>(&merge_parts_kernel);
+  return overlaps ? launch_overlapping("merge", function, grid, kThreads, 0, &merge, stream)
+                  : launch_kernel("merge", function, grid, kThreads, 0, &merge, stream);
+}
 
 Status merge(const MergeArgs& args, const Buffers& context, const Device& device) {
   if (args.o.dtype == TESSERA_FP64) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/choose/backend.h"
+#include "cuda/common/divisor.h"
 #include "cuda/common/launch.h"
 
 namespace tessera::cuda {
@@ -36,22 +37,38 @@ inline MergeLaunch merge_into(const Params& p) {
   merge.lse = p.tensor[TESSERA_LSE];
   return merge;
 }
-// The same of a pass whose keys are cut: the parts are fp32, o [parts, rows of q, hq, dv] and lse
-// [parts, rows of q, hq].
-inline MergeLaunch merge_of_parts(const Params& p, int parts, float* part_o, float* part_lse) {
-  MergeLaunch merge = merge_into(p);
-  merge.num_parts = parts;
-  const int64_t heads = int64_t{merge.batch} * p.sq * p.hq;
-  for (int part = 0; part < parts; ++part) {
-    merge.part[part].o = {part_o + part * heads * p.dv,
-                          {int64_t{p.sq} * p.hq * p.dv, int64_t{p.hq} * p.dv, p.dv, 1},
-                          TESSERA_FP32,
-                          4};
-    merge.part[part].lse = {
-        part_lse + part * heads, {int64_t{p.sq} * p.hq, 1, p.hq, 0}, TESSERA_FP32, 4};
+
+// The same of a pass whose keys are cut into up to kMaxMergeParts: the parts are fp32, o [parts, rows of
+// q, hq, dv] and lse [parts, rows of q, hq], one behind the other.
+struct PartsMerge {
+  int num_parts;
+  int rows;  // of a part: rows of q x hq
+  int dv;
+  Divisor hq, sq;
+  View o, lse;
+  float *part_o, *part_lse;
+
+  static PartsMerge of(const Params& p, int parts, float* part_o, float* part_lse) {
+    const int batch = p.thd_q ? 1 : p.batch;
+    return {parts,
+            batch * p.sq * p.hq,
+            p.dv,
+            Divisor::of(p.hq),
+            Divisor::of(p.sq),
+            p.tensor[TESSERA_O],
+            p.tensor[TESSERA_LSE],
+            part_o,
+            part_lse};
   }
-  return merge;
-}
+  // The first part.
+  MergePart first() const {
+    const int64_t row = dv, query = row * hq.divisor, batch = query * sq.divisor;
+    return {{part_o, {batch, query, row, 1}, TESSERA_FP32, 4},
+            {part_lse, {batch / row, 1, hq.divisor, 0}, TESSERA_FP32, 4}};
+  }
+};
+// overlaps: the launch may overlap with those before and behind it (launch_overlapping).
+Status launch_merge(const PartsMerge& merge, bool overlaps, cudaStream_t stream);
 
 // tessera_merge: any number of parts. As many as a launch has room for are summed in fp32; what
 // these make is the first part of the next ones, rounded to o's dtype.

@@ -120,7 +120,8 @@ class ForwardPlan final : public Plan {
                     static_cast<unsigned>(args.dv_pieces * cut.splits));
     TESSERA_RETURN_IF_ERROR(launch(kernel, grid, &args, stream));
     if (cut.splits == 1) return {};
-    return launch_merge(merge_of_parts(p, cut.splits, args.partial_o, args.partial_lse), stream);
+    return launch_merge(PartsMerge::of(p, cut.splits, args.partial_o, args.partial_lse), false,
+                        stream);
   }
 
   // The o, in fp32, and lse of a call that adds to others, and the workspace behind them.

@@ -14,7 +14,7 @@ template <typename T, int kBucket, int kTileRows, int kTileWarps, int kTileTeam,
           int kTileStages, bool kE4m3>
 struct Stream {
   using Query = T;
-  static constexpr bool kFp8 = kE4m3;
+  static constexpr bool kFp8 = kE4m3, kE5m2 = false;
   using Element = std::conditional_t<kFp8, __half, T>;        // of the products
   using Stored = std::conditional_t<kFp8, __nv_fp8_e4m3, T>;  // of the cache
   static constexpr int kD = kBucket, kKeys = kTileKeys, kStages = kTileStages;

@@ -180,7 +180,7 @@ class DecodeConsumer {
   }
 
   // q as fp16 whose finite values are below 2^15 in each row, the 16 columns of a step in the order
-  // in which the bytes of E4M3 come out of ldmatrix.
+  // in which the bytes of fp8 come out of ldmatrix.
   __device__ __forceinline__ void convert_queries(uint32_t q) {
     using Tile = typename S::QTile;
     constexpr int kUnits = S::kD / 8;  // of a row

@@ -6,8 +6,8 @@
 
 namespace tessera::cuda::sm90 {
 
-// What K and V are stored in: the type of q, or E4M3.
-enum class DecodeCache : uint8_t { same, e4m3 };
+// What K and V are stored in: the type of q, or fp8.
+enum class DecodeCache : uint8_t { same, e4m3, e5m2 };
 
 // The columns of the table. A CTA is a producer and two teams of four warps, which take blocks of
 // keys by turns, each warp a quarter of them for all rows.

@@ -31,7 +31,8 @@ template <typename T, typename Row>
 struct Decode {
   using Query = T;
   static constexpr DecodeTile kTile = Row::kTile;
-  static constexpr bool kFp8 = kTile.cache == DecodeCache::e4m3;
+  static constexpr bool kFp8 = kTile.cache != DecodeCache::same;
+  static constexpr bool kE5m2 = kTile.cache == DecodeCache::e5m2;
   using Element = std::conditional_t<kFp8, __half, T>;  // of the products
   static constexpr int kD = kTile.bucket, kRows = kTile.rows, kGroups = kRows / 8;
   static constexpr int kStepKeys = kTile.kKeys, kTeams = kTile.kTeams, kStages = kTile.stages;

@@ -16,7 +16,10 @@ ForwardNeeds needs_of(const Problem& p, const void* bias, float scale) {
   constexpr float kLeastScale = 0x1p-60f;
   const uint32_t features = features_of(p) & kEverything;
   if (features == kAlibi && !(scale >= kLeastScale)) return {kEverything, true};
-  return {features, (features & kBias) && !maps_bias(p, bias), is_paged(p)};
+  return {.features = features,
+          .loads_bias = (features & kBias) && !maps_bias(p, bias),
+          .pages = is_paged(p),
+          .e4m3 = is_paged(p) && p.tensor[TESSERA_K].dtype == TESSERA_E4M3};
 }
 
 // Up to how many keys a sequence under a diagonal counts as short. Measured at d64: lean kernels
@@ -29,15 +32,19 @@ int most_keys_of_short(uint32_t features) {
 
 // Whether 32 bits count the units of 16 bytes from a pool's begin.
 bool has_rows(const Problem& problem) {
-  constexpr int64_t kMost = int64_t{1} << 32, kElements = 8;
+  constexpr int64_t kMost = int64_t{1} << 32, kBytes = 16;
   for (const int index : {TESSERA_K, TESSERA_V}) {
     const Tensor& pool = problem.tensor[index];
-    const Count units = Count{pool.extent[0]} * (pool.stride[0] / kElements) +
-                        Count{pool.extent[1]} * (pool.stride[1] / kElements);
+    const int64_t elements = kBytes / size_of(pool.dtype);
+    const Count units = Count{pool.extent[0]} * (pool.stride[0] / elements) +
+                        Count{pool.extent[1]} * (pool.stride[1] / elements);
     if (pool.extent[0] == 0 || !(units < Count{kMost})) return false;
   }
   return true;
 }
+
+// Rows of the tiles that may have more than one head.
+constexpr int kRowsOfTile = 128;
 
 // The queries of the longest sequence.
 int queries_of(const Params& p) { return p.thd_q ? p.longest_q : p.sq; }
@@ -51,7 +58,8 @@ const ForwardKernel* find_forward_kernel(const ForwardNeeds& needs, int dtype, i
     const ForwardTile& tile = kernel.tile;
     const bool knows = (needs.features & ~kernel.features) == 0 &&
                        (tile.loads_bias || !needs.loads_bias) && tile.pages == needs.pages &&
-                       tile.heads == needs.heads && tile.parts == needs.parts;
+                       tile.heads == needs.heads && tile.parts == needs.parts &&
+                       tile.e4m3 == needs.e4m3;
     if (!knows || kernel.dtype != dtype || tile.dqk < dqk || tile.dv < dv) continue;
     if (tile.consumers > most_consumers) continue;
     if (!best || tile.dqk + tile.dv < best->tile.dqk + best->tile.dv) best = &kernel;
@@ -67,20 +75,25 @@ const ForwardKernel* kernel_of_more_columns(int dtype, int64_t dqk, int64_t dv) 
 
 bool reads_pages(const Problem& problem) {
   if (!is_paged(problem) || is_backward(problem) || is_rounded(problem)) return false;
-  const int dtype = problem.tensor[TESSERA_Q].dtype;
-  for (const int index : {TESSERA_K, TESSERA_V, TESSERA_O}) {
-    if (problem.tensor[index].dtype != dtype) return false;
+  const int dtype = problem.tensor[TESSERA_Q].dtype, cache = problem.tensor[TESSERA_K].dtype;
+  const bool is_e4m3 = cache == TESSERA_E4M3 && is_16bit(dtype);
+  if ((cache != dtype && !is_e4m3) || problem.tensor[TESSERA_V].dtype != cache ||
+      problem.tensor[TESSERA_O].dtype != dtype) {
+    return false;
   }
   const bool plain = (features_of(problem) & kEverything) == kLean &&
                      !has(problem, TESSERA_ACCUMULATE) && !has(problem, TESSERA_BATCH_INVARIANT);
   const Sizes s = sizes_of(problem);
+  constexpr int64_t kUnitOfE4m3 = 16;  // copies are of whole ones
+  if (is_e4m3 && (s.dqk % kUnitOfE4m3 != 0 || s.dv % kUnitOfE4m3 != 0)) return false;
   const ForwardKernel* kernel =
-      find_forward_kernel({.features = kLean, .pages = true}, dtype, s.dqk, s.dv);
+      find_forward_kernel({.features = kLean, .pages = true, .e4m3 = is_e4m3}, dtype, s.dqk, s.dv);
   return plain && kernel && (keys_of_boxes(problem, kernel->tile) > 0 || has_rows(problem));
 }
 
 int keys_of_boxes(const Problem& problem, const ForwardTile& tile) {
-  return has_whole_boxes(problem, tile.tile_n) ? keys_of_box(problem, tile.tile_n) : 0;
+  return !tile.e4m3 && has_whole_boxes(problem, tile.tile_n) ? keys_of_box(problem, tile.tile_n)
+                                                             : 0;
 }
 
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale) {
@@ -89,12 +102,28 @@ const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, fl
                               s.dqk, s.dv);
 }
 
-// What takes the least time on an H200: 12 ns a key and tile of 128 rows and columns, all
-// multiprocessors at a time, 3 us for what a tile has beside its keys, and 14 us to merge, half of
-// which is that three launches do not overlap. A gain that is small is none: lengths may be shorter.
+int heads_that_share_keys(const Problem& problem) {
+  const Sizes s = sizes_of(problem);
+  const int dtype = problem.tensor[TESSERA_Q].dtype;
+  for (int heads = kMostHeadsOfTile; heads > 0; heads /= 2) {
+    if (most_queries(problem) * heads > kRowsOfTile || s.group() % heads != 0) continue;
+    const ForwardNeeds needs{.features = kLean,
+                             .pages = is_paged(problem),
+                             .heads = heads,
+                             .e4m3 = problem.tensor[TESSERA_K].dtype == TESSERA_E4M3};
+    const ForwardKernel* const kernel = find_forward_kernel(needs, dtype, s.dqk, s.dv);
+    if (!kernel || (is_paged(problem) && keys_of_boxes(problem, kernel->tile) == 0)) continue;
+    return heads;
+  }
+  return 1;
+}
+
+// What takes the least time on an H200: 12 ns a key and tile of 128 rows and columns, 15 of pages, all
+// multiprocessors at a time, 3 us for what a tile has beside its keys, and 9 us to merge, a launch among
+// them. A gain that is small is none: lengths may be shorter.
 int parts_of_tile(const Params& p, const ForwardTile& tile, int multiprocessors) {
-  constexpr double kKey = 12e-3, kTile = 3, kMerge = 14;  // us
-  constexpr double kGain = 1.2;
+  constexpr double kKey = 12e-3, kKeyOfPages = 15e-3, kTile = 3, kMerge = 9;  // us
+  constexpr double kGain = 1.1;
   constexpr int kMost = 32, kLeastKeys = 256, kManyKeys = 2;
   if (!tile.parts || p.thd_k || p.flags & TESSERA_BATCH_INVARIANT) return 1;
   // Elsewhere a band leaves few keys to many tiles.
@@ -105,7 +134,7 @@ int parts_of_tile(const Params& p, const ForwardTile& tile, int multiprocessors)
   const int keys = has_diagonal && !p.bottom_right ? queries_of(p) : p.sk;
   // From five tiles a multiprocessor on a cut saves less than that: at most the last of six rounds.
   if (tiles >= int64_t{5} * multiprocessors) return 1;
-  const double of_keys = kKey * keys * (tile.dqk + tile.dv) / 256;
+  const double of_keys = (tile.pages ? kKeyOfPages : kKey) * keys * (tile.dqk + tile.dv) / 256;
   const auto time = [&](int parts) {
     const int64_t rounds = (tiles * parts + multiprocessors - 1) / multiprocessors;
     return rounds * (of_keys / parts + kTile) + (parts > 1 ? kMerge : 0);
@@ -132,10 +161,12 @@ const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int m
       !p.thd_q && !p.thd_k) {
     if (const auto* more = kernel_of_more_columns(tall.dtype, p.dqk, p.dv)) return *more;
   }
-  const auto row = [&](int consumers, int heads = 1) {
-    const ForwardKernel* kernel =
-        find_forward_kernel({tall.features, tile.loads_bias, tile.pages, heads}, tall.dtype,
-                            tile.dqk, tile.dv, consumers);
+  const auto row = [&](int consumers) {
+    const ForwardKernel* kernel = find_forward_kernel({.features = tall.features,
+                                                       .loads_bias = tile.loads_bias,
+                                                       .pages = tile.pages,
+                                                       .e4m3 = tile.e4m3},
+                                                      tall.dtype, tile.dqk, tile.dv, consumers);
     return kernel && kernel->tile.dqk == tile.dqk && kernel->tile.dv == tile.dv ? kernel : nullptr;
   };
   const auto tiles = [&](const ForwardKernel& kernel) {
@@ -149,14 +180,21 @@ const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int m
       tiles(*lone) >= kLoneTiles * lone->tile.ctas * multiprocessors) {
     return *lone;
   }
-  // A tile of one head would be half empty.
-  constexpr int kRowsOfConsumer = 64;
-  const int heads = queries_of(p) <= kRowsOfConsumer && p.group % 2 == 0 ? 2 : 1;
-  const ForwardKernel* const cut = find_forward_kernel(
-      {tall.features, tile.loads_bias, tile.pages, heads, true}, tall.dtype, tile.dqk, tile.dv);
-  if (cut && parts_of_tile(p, cut->tile, multiprocessors) > 1) return *cut;
-  if (const ForwardKernel* pairs = heads > 1 ? row(kConsumersOfLowTile, heads) : nullptr) {
-    return *pairs;
+  // A tile of one head would be half empty, or more.
+  for (int heads = kMostHeadsOfTile; heads > 0; heads /= 2) {
+    if (heads > 1 && (queries_of(p) * heads > kRowsOfTile || p.group % heads != 0)) continue;
+    ForwardNeeds needs{.features = tall.features,
+                       .loads_bias = tile.loads_bias,
+                       .pages = tile.pages,
+                       .heads = heads,
+                       .parts = true,
+                       .e4m3 = tile.e4m3};
+    const ForwardKernel* const cut = find_forward_kernel(needs, tall.dtype, tile.dqk, tile.dv);
+    if (cut && parts_of_tile(p, cut->tile, multiprocessors) > 1) return *cut;
+    if (heads == 1) break;
+    needs.parts = false;
+    const ForwardKernel* const whole = find_forward_kernel(needs, tall.dtype, tile.dqk, tile.dv);
+    if (whole) return *whole;
   }
   return low && (is_short || tiles(tall) < multiprocessors) ? *low : tall;
 }

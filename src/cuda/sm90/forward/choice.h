@@ -8,13 +8,16 @@
 
 namespace tessera::cuda::sm90 {
 
+constexpr int kMostHeadsOfTile = 8;
+
 // What is asked of a kernel.
 struct ForwardNeeds {
   uint32_t features;        // of Feature
   bool loads_bias = false;  // the bias is one that TMA cannot read
   bool pages = false;       // keys and values lie in pages
-  int heads = 1;            // of a tile
+  int heads = 1;            // of a tile: up to kMostHeadsOfTile
   bool parts = false;       // of a tile's keys
+  bool e4m3 = false;        // keys and values are E4M3
 };
 
 // The kernel that knows these and has the least head dims of those that hold these; the first such
@@ -30,10 +33,13 @@ constexpr int kConsumersOfLowTile = 2, kConsumersOfLoneTile = 1;
 const ForwardKernel& tall_kernel_of(const Problem& problem, const void* bias, float scale);
 
 // True of a forward pass over pages that a row of the table reads: keys and values of q's
-// type, without features, and no sum whose order must not depend on how a prompt is cut.
+// type or E4M3, without features, and no sum whose order must not depend on how a prompt is cut.
 bool reads_pages(const Problem& problem);
 // The keys of a box of such a problem; 0: rows are copied one by one.
 int keys_of_boxes(const Problem& problem, const ForwardTile& tile);
+
+// How many heads a tile of such a problem has, if it has no features, of keys that come by boxes.
+int heads_that_share_keys(const Problem& problem);
 
 // The row with the same features and head dims and as many rows a tile as suit the problem.
 const ForwardKernel& with_rows(const Params& p, const ForwardKernel& tall, int multiprocessors);

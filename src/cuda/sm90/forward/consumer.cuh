@@ -34,17 +34,31 @@ struct Absent {
   __device__ explicit Absent(const Any&) {}
 };
 
+// Waits for a block of keys or values; one that lanes have written is there for wgmma after a fence.
+template <typename Kernel, int kStages>
+__device__ __forceinline__ void await_block(const ForwardParams& a,
+                                            const StageBarriers<kStages>& barriers,
+                                            const Ring<kStages>& ring) {
+  barriers.wait(ring);
+  if constexpr (Kernel::kTile.pages) {
+    using Arguments = typename Kernel::Arguments;
+    if (Kernel::kTile.e4m3 || static_cast<const Arguments&>(a).box_keys == 0) async_proxy_fence();
+  }
+}
+
 template <typename Element, typename Row>
 __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardParams& a,
                                                                 const Work* works,
                                                                 const Shared shared, const int w) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
-  const int thread_row = thread / kWarp * 16 + lane / 4;  // and thread_row + 8
+  const int first_row = thread / kWarp * 16;  // of the warp's, in the consumer
+  const int thread_row = row_of<Forward>(0, first_row) + lane / 4;  // and thread_row + 8
   const bool leader = thread == 0;
   const auto q_barriers = shared.q_barriers(w);
   const auto k_barriers = shared.k_barriers();
   const auto v_barriers = shared.v_barriers();
-  const float c = BlockFeatures::exponent_scale(a.problem);
+  const float c_of_problem = BlockFeatures::exponent_scale(a.problem);
+  float c = c_of_problem;
 
   float O[kTile.dv / 2], S[kTileN / 2];
   uint32_t P[kTileN / 4], Q[kTile.q_in_registers ? kTile.dqk / 4 : 1];
@@ -171,7 +185,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
   MaskData<kTileN> mask_data;
   const auto start_tile = [&] {
     const Work& work = works[work_ring.stage];
-    const int row_of_tile = first_row_of<Forward>(w) + thread_row, row = work.m0 + row_of_tile;
+    const int row_of_tile = row_of<Forward>(w) + thread_row, row = work.m0 + row_of_tile;
     keys[0] = keys_of_tile_row<kFeatures == 0>(work, row_of_tile);
     keys[1] = keys_of_tile_row<kFeatures == 0>(work, row_of_tile + 8);
     if constexpr (kMasksEarly) is_spanned = uniform(work.spanned);
@@ -192,7 +206,7 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
   if (!next_tile()) return;
   if (w == kConsumers - 1) give_turn();  // consumer 0 has the first one
   load_q();
-  k_barriers.wait(k_ring);
+  await_block<Forward>(a, k_barriers, k_ring);
   take_turn();
   issue_qk(k_ring.stage, shared, {});
   give_turn();
@@ -208,7 +222,8 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     m[0] = m[1] = -kInfinity;
     if (kReleasesAfterLastQk && blocks.end - blocks.begin == 1) release_q();
     const Work& work = works[work_ring.stage];
-    const int row = work.m0 + first_row_of<Forward>(w) + thread_row;
+    if constexpr (kTile.e4m3) c = c_of_problem * work.k_scale;
+    const int row = work.m0 + row_of<Forward>(w) + thread_row;
     const BlockFeatures features(a, work, row, lane);
     const auto is_cut = [&](int j) { return j < blocks.clean_begin || j >= blocks.clean_end; };
     // Features and masks, from S = Q K^T to what is exponentiated.
@@ -261,10 +276,10 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     const auto step = [&](int j, Kind kind) {
       const auto here = k_ring.next();
       if (kMasksEarly && !kind.dense) features.load_masks(j, kind.partial, mask_data);
-      k_barriers.wait(here);
+      await_block<Forward>(a, k_barriers, here);
       take_turn();
       issue_qk(here.stage, shared, kind);
-      v_barriers.wait(v_ring());
+      await_block<Forward>(a, v_barriers, v_ring());
       issue_pv(v_ring().stage, accumulate, j);
       accumulate = 1;
       give_turn();
@@ -377,21 +392,25 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
     work_ring.advance();
     more = next_tile();
     const auto here = k_ring.next();
-    const Output<Result> output{a.problem, works[done.stage], head_of<Forward>(w)};
+    const Output<Result> output{a.problem, works[done.stage], head_of<Forward>(w, first_row)};
     typename Output<Result>::Rows rows;
+    const auto finish = [&] {
+      rows = output.finish(row_of<Forward>(w) + thread_row, lane, c, m, l);
+      if constexpr (kTile.e4m3) rows.scale_by(works[done.stage].v_scale);
+    };
     if (more) {
       if (kFeatures == 0 && kLooksAhead) start_tile();
       load_q();
-      k_barriers.wait(here);
+      await_block<Forward>(a, k_barriers, here);
       // A single stage of queries has the same descriptors in each tile. The compiler must not
       // see that: it would keep those of the first tile, in local memory.
       const Shared unknown{kTile.q_stages == 1 ? uint32_t(uniform(shared.base)) : shared.base};
       take_turn();
       issue_qk(here.stage, unknown, {});
-      v_barriers.wait(v_ring());
+      await_block<Forward>(a, v_barriers, v_ring());
       issue_pv(v_ring().stage, accumulate, 0);
       give_turn();
-      rows = output.finish(first_row_of<Forward>(w) + thread_row, lane, c, m, l);
+      finish();
       if (kFeatures && kLooksAhead) start_tile();
       const bool factors_done = is_computed(rows.factor[0] + rows.factor[1]);
       __syncwarp();
@@ -401,10 +420,10 @@ __device__ __forceinline__ void Forward<Element, Row>::consumer(const ForwardPar
       if (leader) k_barriers.release(here);
     } else {
       take_turn();
-      v_barriers.wait(v_ring());
+      await_block<Forward>(a, v_barriers, v_ring());
       issue_pv(v_ring().stage, accumulate, 0);
       give_turn();
-      rows = output.finish(first_row_of<Forward>(w) + thread_row, lane, c, m, l);
+      finish();
       wgmma_wait<0>();
     }
     pin(O);

@@ -3,6 +3,7 @@
 // past them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 
 #include "cuda/sm90/machine/fragment.cuh"
@@ -16,7 +17,8 @@ constexpr __device__ __forceinline__ NamedBarrier turn_barrier(int w) {
   return NamedBarrier{1 + w};
 }
 
-// Heads of a tile: more than one, and a consumer each, where the column `heads` of its table says so.
+// Heads of a tile: more than one, of which each consumer has as many as the others, where the column
+// `heads` of its table says so.
 template <typename Kernel>
 constexpr int kHeadsOfTile = [] {
   if constexpr (requires { Kernel::kTile.heads; }) {
@@ -25,14 +27,18 @@ constexpr int kHeadsOfTile = [] {
     return 1;
   }
 }();
-// The first row and the head of consumer w, of a tile's.
 template <typename Kernel>
-constexpr __device__ __forceinline__ int first_row_of(int w) {
-  return kHeadsOfTile<Kernel> > 1 ? 0 : w * Kernel::kRows;
+constexpr int kHeadsOfConsumer = std::max(kHeadsOfTile<Kernel> / Kernel::kConsumers, 1);
+// The row of a tile, and its head of the tile's, that is row `row` of consumer w.
+template <typename Kernel>
+constexpr __device__ __forceinline__ int row_of(int w, int row = 0) {
+  if (kHeadsOfConsumer < Kernel >> 1) return row % Kernel::kTileM;
+  return kHeadsOfTile<Kernel> > 1 ? row : w * Kernel::kRows + row;
 }
 template <typename Kernel>
-constexpr __device__ __forceinline__ int head_of(int w) {
-  return kHeadsOfTile<Kernel> > 1 ? w : 0;
+constexpr __device__ __forceinline__ int head_of(int w, int row = 0) {
+  if (kHeadsOfTile<Kernel> == 1) return 0;
+  return w * kHeadsOfConsumer<Kernel> + row / Kernel::kTileM;
 }
 
 // Addresses in shared memory, all from one uniform base (see uniform()). Storage has q, k, v, their

@@ -61,11 +61,11 @@ class ForwardPlan final : public Plan {
     const ForwardKernel& tall =
         tall_kernel_of(problem, buffers.data[TESSERA_BIAS], a.problem.softmax_scale);
     const ForwardKernel& kernel = with_rows(a.problem, tall, multiprocessors_);
-    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, kRowsOfConsumer, 0, &a.q));
+    TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_Q, rows_of_box(kernel.tile), 0, &a.q));
     TESSERA_RETURN_IF_ERROR(map_keys(problem, buffers, kernel.tile, a));
     if (kernel.tile.o_by_tma) {
-      const int reach = reach_of(a.problem.thd_q, a.problem.sq);
-      TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_O, kRowsOfConsumer, reach, &a.o));
+      const int reach = reach_of(a.problem.thd_q, a.problem.sq), rows = rows_of_box(kernel.tile);
+      TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_O, rows, reach, &a.o));
     }
     Workspace workspace(buffers.workspace);
     const int parts = parts_of_tile(a.problem, kernel.tile, multiprocessors_);
@@ -86,16 +86,21 @@ class ForwardPlan final : public Plan {
                                             pieces.segments, a, stream));
     }
     TESSERA_RETURN_IF_ERROR(clear_max_logit(a, stream));
-    const MergeLaunch merge = cut_into_parts(pieces, parts, workers, a);
+    const PartsMerge merge = cut_into_parts(pieces, parts, workers, a);
     const int64_t ctas = std::min<int64_t>(int64_t{a.tiles} * parts, workers);
     TESSERA_RETURN_IF_ERROR(
         launch_overlapping(kernel.name, kernel.code->function, dim3(static_cast<unsigned>(ctas)),
                            kernel.tile.threads(), kernel.code->shared_bytes, &a, stream));
-    if (parts > 1) TESSERA_RETURN_IF_ERROR(launch_merge(merge, stream));
+    if (parts > 1) TESSERA_RETURN_IF_ERROR(launch_merge(merge, true, stream));
     return steps ? run_steps(problem, buffers, *steps, multiprocessors_, workspace) : Status();
   }
 
  private:
+  // Rows of a head that TMA brings at a time.
+  static int rows_of_box(const ForwardTile& tile) {
+    return std::min(kRowsOfConsumer, tile.tile_m());
+  }
+
   // What a call of these shapes has, whatever its addresses.
   int parts_for(const Problem& problem, const ForwardKernel& tall) const {
     const Params p = params_of(problem, nominal_buffers(problem));
@@ -126,9 +131,9 @@ class ForwardPlan final : public Plan {
   }
 
   static PagedForwardParams::Pool pool_of(const View& pool) {
-    constexpr int64_t kElements = 8;  // of a unit
-    return {static_cast<uint32_t>(pool.stride[0] / kElements),
-            static_cast<uint32_t>(pool.stride[1] / kElements)};
+    const int64_t elements = kUnit / size_of(pool.dtype);
+    return {static_cast<uint32_t>(pool.stride[0] / elements),
+            static_cast<uint32_t>(pool.stride[1] / elements)};
   }
 
   static Status map_keys(const Problem& problem, const Buffers& buffers, const ForwardTile& tile,
@@ -145,21 +150,23 @@ class ForwardPlan final : public Plan {
       View& table = a.problem.tensor[TESSERA_PAGE_TABLE_V];
       if (!table.data) table = a.problem.tensor[TESSERA_PAGE_TABLE_K];
     }
+    if (tile.e4m3) return {};  // no boxes
     TESSERA_RETURN_IF_ERROR(map_of(problem, buffers, TESSERA_K, box_rows, 0, &a.k));
     return map_of(problem, buffers, TESSERA_V, box_rows, a.reach_v, &a.v);
   }
 
   // Lets each part of a tile have an o and an lse of its own. Returns what makes one of them.
-  static MergeLaunch cut_into_parts(const Pieces& pieces, int parts, int workers,
-                                    PagedForwardParams& a) {
+  static PartsMerge cut_into_parts(const Pieces& pieces, int parts, int workers,
+                                   PagedForwardParams& a) {
     a.parts = Divisor::of(parts);
     if (parts == 1) return {};
     Params& p = a.problem;
-    const MergeLaunch merge = merge_of_parts(p, parts, pieces.part_o, pieces.part_lse);
-    a.part_lse = int64_t{merge.batch} * p.sq * p.hq;
+    const auto merge = PartsMerge::of(p, parts, pieces.part_o, pieces.part_lse);
+    a.part_lse = merge.rows;
     a.part_o = a.part_lse * p.dv;
-    p.tensor[TESSERA_O] = merge.part[0].o;
-    p.tensor[TESSERA_LSE] = merge.part[0].lse;
+    const MergePart first = merge.first();
+    p.tensor[TESSERA_O] = first.o;
+    p.tensor[TESSERA_LSE] = first.lse;
     a.counter = int64_t{a.tiles} * parts > workers ? pieces.counter : nullptr;
     return merge;
   }
@@ -263,21 +270,8 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
   if (!info.ok()) return info.status();
   const DeviceScope scope(device.ordinal);
   TESSERA_RETURN_IF_ERROR(scope.status());
-  constexpr ForwardNeeds kNeeds[] = {{kLean},
-                                     {.features = kLean, .heads = 2},
-                                     {.features = kLean, .pages = true},
-                                     {.features = kLean, .pages = true, .heads = 2},
-                                     {.features = kLean, .parts = true},
-                                     {.features = kLean, .heads = 2, .parts = true},
-                                     {.features = kLean, .pages = true, .parts = true},
-                                     {.features = kLean, .pages = true, .heads = 2, .parts = true},
-                                     {kAlibi},
-                                     {kSoftcap},
-                                     {kDropout},
-                                     {kMasks},
-                                     {kBias},
-                                     {kEverything},
-                                     {kEverything, true}};
+  constexpr ForwardNeeds kNeeds[] = {{kAlibi}, {kSoftcap},    {kDropout},         {kMasks},
+                                     {kBias},  {kEverything}, {kEverything, true}};
   const auto prepare = [](const ForwardKernel* kernel) -> Status {
     if (!kernel) return {};
     return cuda_status(
@@ -285,11 +279,22 @@ Result<std::unique_ptr<Plan>> plan_forward(const Problem& canonical, const Devic
                              kernel->code->shared_bytes),
         "cudaFuncSetAttribute");
   };
-  for (const ForwardNeeds& needs : kNeeds) {
+  const auto prepare_rows = [&](const ForwardNeeds& needs) -> Status {
     for (const int consumers : {3, kConsumersOfLowTile, kConsumersOfLoneTile}) {
       TESSERA_RETURN_IF_ERROR(prepare(find_forward_kernel(needs, dtype, s.dqk, s.dv, consumers)));
     }
+    return {};
+  };
+  for (const ForwardNeeds& needs : kNeeds) TESSERA_RETURN_IF_ERROR(prepare_rows(needs));
+  for (int heads = 1; heads <= kMostHeadsOfTile; heads *= 2) {
+    for (const bool pages : {false, true}) {
+      for (const bool parts : {false, true}) {
+        TESSERA_RETURN_IF_ERROR(
+            prepare_rows({.features = kLean, .pages = pages, .heads = heads, .parts = parts}));
+      }
+    }
   }
+  TESSERA_RETURN_IF_ERROR(prepare_rows({.features = kLean, .pages = true, .e4m3 = true}));
   TESSERA_RETURN_IF_ERROR(prepare(kernel_of_more_columns(dtype, s.dqk, s.dv)));
   return std::unique_ptr<Plan>(
       std::make_unique<ForwardPlan>(info.value().multiprocessors, std::move(fallback)));

@@ -49,6 +49,7 @@
 
 #include "cuda/sm90/forward/consumer.cuh"
 #include "cuda/sm90/forward/kernels.h"
+#include "cuda/sm90/forward/pages/e4m3.cuh"
 #include "cuda/sm90/forward/pages/loaders.cuh"
 #include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/roles.cuh"
@@ -68,8 +69,10 @@ __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     tma_prefetch(&p.q);
-    tma_prefetch(&p.k);
-    tma_prefetch(&p.v);
+    if (!Kernel::kTile.e4m3) {
+      tma_prefetch(&p.k);
+      tma_prefetch(&p.v);
+    }
     if (Kernel::kTile.o_by_tma) tma_prefetch(&p.o);
     for (int w = 0; w < kConsumers; ++w) {
       shared.q_barriers(w).init(kWarpgroup / kWarp);
@@ -84,7 +87,14 @@ __global__ void __launch_bounds__(Row::kTile.threads(), Row::kTile.ctas)
   if constexpr (Kernel::kAddsByProducts) Kernel::Progression::fill_indices(shared.indices());
   __syncthreads();
   launch_dependents();
-  if constexpr (Kernel::kTile.pages) {
+  if constexpr (Kernel::kTile.e4m3) {
+    take_roles<Element, Kernel>(
+        p, in_shared, shared, warpgroup,
+        [&](const auto* works, volatile int& loaded) {
+          convert_paged_keys<Element, Kernel>(p, works, loaded, shared);
+        },
+        [&](const auto* works) { convert_paged_values<Element, Kernel>(p, works, shared); });
+  } else if constexpr (Kernel::kTile.pages) {
     take_roles<Element, Kernel>(
         p, in_shared, shared, warpgroup,
         [&](const auto* works, volatile int& loaded) {

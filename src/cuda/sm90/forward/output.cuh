@@ -87,6 +87,8 @@ struct Output {
     Element* o;       // where the thread's first columns go
     int columns[2];   // from there to the end; none where the row is not stored
     float factor[2];  // 1 / l
+
+    __device__ __forceinline__ void scale_by(float x) { factor[0] *= x, factor[1] *= x; }
   };
 
   // The two rows of a thread are `row_of_tile` and 8 below; m and l are not yet summed over the

@@ -6,6 +6,8 @@
 
 #include <type_traits>
 
+#include "cuda/common/few/operands.cuh"
+#include "cuda/common/finish.cuh"
 #include "cuda/sm90/forward/frame.cuh"
 #include "cuda/sm90/forward/output.cuh"
 #include "cuda/sm90/forward/pages/params.h"
@@ -54,6 +56,15 @@ constexpr bool kHasParts = [] {
     return false;
   }
 }();
+// Whether the loaders convert keys and values.
+template <typename Kernel>
+constexpr bool kConverts = [] {
+  if constexpr (requires { Kernel::kTile.e4m3; }) {
+    return Kernel::kTile.e4m3;
+  } else {
+    return false;
+  }
+}();
 template <typename Element, typename Kernel>
 using ResultOf = std::conditional_t<kHasParts<Kernel>, float, Element>;  // of o
 
@@ -90,6 +101,10 @@ __device__ __forceinline__ void describe_tile(const Arguments& a, const PackedOr
   if constexpr (kHasParts<Kernel>) {
     __syncwarp();
     if (lane == 0) leave_part(a, index - tile * a.parts.divisor, work);
+  }
+  if constexpr (kConverts<Kernel>) {
+    work.k_scale = k_scale_of(a.problem, work.n, work.head / a.problem.group);
+    work.v_scale = v_scale_of(a.problem, work.n, work.head);
   }
   work.slope = Kernel::BlockFeatures::slope_of(a.problem, work);
   if constexpr (Kernel::kAddsByProducts) {
@@ -215,7 +230,7 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
     const MapRow first = map_row(reach_of(a.problem.thd_q, a.problem.sq), tile.row, tile.rows, 0);
     for (int w = 0; w < Kernel::kConsumers; ++w) {
       mbarrier_wait(shared.q_barriers(w).empty(ring.stage), ring.phase ^ 1);
-      const int row = first_row_of<Kernel>(w);
+      const int row = row_of<Kernel>(w);
       if (row >= tile.rows) continue;  // such a box would fault
       for (int column = 0; column < a.problem.dv; column += kChunkColumns) {
         tma_store(&a.o,
@@ -237,9 +252,12 @@ __device__ __forceinline__ void carry_queries(const ForwardParams& a,
     for (int w = 0; w < Kernel::kConsumers; ++w) {
       const auto barriers = shared.q_barriers(w);
       barriers.acquire(ring, Kernel::QTile::kBytes);
-      Kernel::QTile::load(shared.q(w, ring.stage), &a.q, barriers.full(ring.stage),
-                          work.head + head_of<Kernel>(w), row + first_row_of<Kernel>(w), 0,
-                          work.q.batch);
+      for (int i = 0; i < kHeadsOfConsumer<Kernel>; ++i) {
+        const int first = i * Kernel::kTileM;  // of the consumer's rows
+        Kernel::QTile::load(shared.q(w, ring.stage) + first * kChunkRowBytes, &a.q,
+                            barriers.full(ring.stage), work.head + head_of<Kernel>(w, first),
+                            row + row_of<Kernel>(w, first), 0, work.q.batch);
+      }
     }
     ring.advance();
   });

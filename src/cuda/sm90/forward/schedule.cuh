@@ -42,6 +42,10 @@ struct Work {
   }
 };
 
+struct ScaledWork : Work {
+  float k_scale, v_scale;  // what an E4M3 k and v of the tile's sequence and head were divided by
+};
+
 // The part of Work that a consumer's loops over key blocks need, in registers.
 struct TileBlocks {
   int begin, end, clean_begin, clean_end;

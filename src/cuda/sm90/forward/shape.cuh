@@ -3,6 +3,7 @@
 // and types, and where its things are in shared memory.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <type_traits>
 
@@ -33,6 +34,8 @@ struct Forward {
   // it (Progression).
   static constexpr bool kDrawsEarly = kFeatures == kDropout, kMasksEarly = kFeatures == kMasks,
                         kCapsLate = kFeatures == kSoftcap, kAddsByProducts = kFeatures == kAlibi;
+  // Where the bytes of an E4M3 K and V come to, two blocks of each, before they are converted.
+  static constexpr int kRawBytes = kTile.e4m3 ? kTile.tile_n * kTile.dqk : 0;
   using Arguments = std::conditional_t<kTile.pages, PagedForwardParams,
                                        std::conditional_t<kTile.parts, PartsParams, ForwardParams>>;
   using Result = std::conditional_t<kTile.parts, float, Element>;  // of o
@@ -69,7 +72,8 @@ struct Forward {
   using BlockFeatures = Features<Element, kTileN, kFeatures, kTile.loads_bias>;
   using Progression = sm90::Progression<Element, kTileM, kTileN>;
   using Schedule = sm90::Schedule<kTileM, kTileN, kTile.heads>;
-  using PlainWork = std::conditional_t<kAddsByProducts, PivotedWork, sm90::Work>;
+  using PlainWork = std::conditional_t<kAddsByProducts, PivotedWork,
+                                       std::conditional_t<kTile.e4m3, ScaledWork, sm90::Work>>;
   using Work = std::conditional_t<kMasksEarly, SpannedWork,
                                   std::conditional_t<kListsBlocks, ListedWork, PlainWork>>;
   using VisibleBits = sm90::VisibleBits<kTileN>;
@@ -81,7 +85,8 @@ struct Forward {
     uint8_t q[kConsumers][kTile.q_stages][QTile::kBytes];
     uint8_t k[kTile.k_stages][KTile::kBytes];
     uint8_t v[kTile.v_stages][VTile::kBytes];
-    uint8_t bias[kBiasBytes > 0 ? kConsumers* kBiasBytes : 8];
+    // A bias, or the bytes of E4M3: two blocks of K and two of V.
+    alignas(16) uint8_t bias[std::max(std::max(kConsumers * kBiasBytes, 4 * kRawBytes), 8)];
     alignas(16) uint8_t indices[kAddsByProducts ? Progression::kIndexBytes : 8];
     alignas(16) uint8_t slopes[kAddsByProducts ? kWorkStages * Progression::kSlopeBytes : 8];
     uint64_t q_barriers[kConsumers][2 * kTile.q_stages];
@@ -92,10 +97,12 @@ struct Forward {
     int blocks_loaded;  // of K since the kernel began: how far load_keys() is, for schedule()
   };
   static_assert(!kTile.loads_bias || (kFeatures & kBias && kFeatures != kBias));
-  // Features know one head of a tile, and no pages.
-  static_assert((kTile.heads == 1 || (kTile.heads == kConsumers && !kFeatures)) &&
+  // Features know one head of a tile, and no pages; a warp's 16 rows are one head's.
+  static_assert((kTile.heads == 1 || (kTile.heads % kConsumers == 0 && !kFeatures)) &&
+                kTileM % 16 == 0 && (kTile.heads <= kConsumers || !kTile.o_by_tma) &&
                 !((kTile.pages || kTile.parts) && kFeatures));
   static_assert(!kTile.parts || !kTile.o_by_tma);
+  static_assert(!kTile.e4m3 || (kTile.pages && !kTile.parts && kTile.dqk == kTile.dv));
   static_assert(kTile.dqk % kStepK == 0 && kTile.dv % 32 == 0 && kTileN % kStepK == 0);
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   // o takes the place of its tile's queries, whole chunks of them, and those of the next tile have
@@ -110,6 +117,10 @@ struct Forward {
       return {base + uint32_t(offsetof(SharedStorage, bias)) + consumer * kBiasBytes,
               {base + uint32_t(offsetof(SharedStorage, bias_barriers)) + consumer * 16},
               {}};
+    }
+    // of: 0 for K, 1 for V
+    __device__ __forceinline__ uint32_t raw(int of, int buffer) const {
+      return base + offsetof(SharedStorage, bias) + (2 * of + buffer) * kRawBytes;
     }
     __device__ __forceinline__ uint32_t indices() const {
       return base + offsetof(SharedStorage, indices);

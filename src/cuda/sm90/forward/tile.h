@@ -19,12 +19,13 @@ struct ForwardTile {
   int ctas = 1;  // on a multiprocessor at a time
   // A kernel of kBias takes, besides a bias that TMA can read, any other by plain loads.
   bool loads_bias = false;
-  // How many heads a tile has. More than one share their keys, and each has a consumer; all
-  // consumers have rows of a single one.
+  // How many heads a tile has. More than one share their keys, and each consumer has its share of
+  // them, one head's rows below another's; all consumers have rows of a single one.
   int heads = 1;
   bool pages = false;  // K and V lie in pages
   // A tile's keys are cut into parts, an o in fp32 each, which are merged behind this kernel.
   bool parts = false;
+  bool e4m3 = false;  // K and V are E4M3, which the loaders convert to the type of q
 
   constexpr int tile_m() const { return 64 * consumers / heads; }
   constexpr int threads() const { return 128 * (consumers + 1); }
@@ -33,7 +34,8 @@ struct ForwardTile {
   // must have released: 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128, 32 + 128 = 2 x 80. A sum
   // above that hangs.
   constexpr int launch_registers() const { return 65536 / (ctas * threads()) / 8 * 8; }
-  constexpr int producer_registers() const { return consumers == 2 ? 40 : 32; }
+  // Loaders that convert need more: 72 + 2 x 216.
+  constexpr int producer_registers() const { return e4m3 ? 72 : consumers == 2 ? 40 : 32; }
   constexpr int consumer_registers() const {
     return ((consumers + 1) * launch_registers() - producer_registers()) / consumers / 8 * 8;
   }

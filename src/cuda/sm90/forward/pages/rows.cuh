@@ -6,7 +6,8 @@
 // the pages of every 32nd key of a block, while the block before is copied, and the others get
 // them by shuffles. A block is handed over when it is there, while the next one is on its way; a
 // warp that has to wait for a stage or a tile first hands over what it has. What no row of the tile
-// sees is zero, and neither its row nor the entry of its page is read.
+// sees is zero, and neither its row nor the entry of its page is read. The fence that lets wgmma see
+// copies is the consumers': a loader has no time for it.
 #pragma once
 
 #include "cuda/sm90/forward/pages/params.h"
@@ -21,12 +22,57 @@ __device__ __forceinline__ Interval keys_seen(const Work& work) {
   return work.band.keys(max(work.m0, 0), min(work.m0 + kTileM, work.q.length));
 }
 
+// How a warp's lanes share the copying of rows: the time of a block is the instructions of a copy.
+struct RowCopies {
+  static constexpr int kBytes = 16, kLanesOfRow = kChunkRowBytes / kBytes,
+                       kRows = kWarp / kLanesOfRow;
+  static constexpr uint32_t kNone = ~0u;  // a row that is zero
+  int unit, row0;  // the lane's 16 bytes of a chunk's row, and the first of its rows
+
+  static __device__ __forceinline__ RowCopies of(int lane) {
+    return {lane % kLanesOfRow, lane / kLanesOfRow};
+  }
+
+  // at[i]: where row 32 i + lane begins, in units. columns: of a row; the others are zero. Of a row that is
+  // zero the address is anything: nothing is read there.
+  template <typename Tile, int kKeysOfLane>
+  __device__ __forceinline__ void copy(const char* from, const uint32_t (&at)[kKeysOfLane],
+                                       uint32_t to, int columns) const {
+    // Units are swizzled over eight rows, of which a lane has two.
+    constexpr int kRowsOfSwizzle = 2 * kRows;
+    const uint32_t even = Tile::unit(to, row0, unit), odd = Tile::unit(to, row0 + kRows, unit);
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+#pragma unroll 1
+      for (int r = 0; r < kWarp; r += kRowsOfSwizzle) {
+        const int row = (i * kWarp + r) * kChunkRowBytes;
+        const uint32_t first = __shfl_sync(kAllLanes, at[i], r + row0),
+                       second = __shfl_sync(kAllLanes, at[i], r + row0 + kRows);
+        copy_row<Tile>(from, first, even + row, columns);
+        copy_row<Tile>(from, second, odd + row, columns);
+      }
+    }
+  }
+
+ private:
+  template <typename Tile>
+  __device__ __forceinline__ void copy_row(const char* from, uint32_t units, uint32_t to,
+                                           int columns) const {
+    const char* const source = from + int64_t{units} * kBytes;
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+      const bool copies = units != kNone && chunk * kChunkColumns + unit * (kBytes / 2) < columns;
+      copy_async(to + chunk * Tile::kChunkBytes, source + chunk * kChunkRowBytes,
+                 copies ? kBytes : 0);
+    }
+  }
+};
+
 // The rows of a tile's blocks, from the last block to the first.
 template <int kTileN, int kTable>
 class PageRows {
  public:
   static constexpr int kKeysOfLane = kTileN / kWarp;
-  static constexpr uint32_t kNone = ~0u;
 
   __device__ __forceinline__ PageRows(const PagedForwardParams& a, int n, const Interval& seen,
                                       int last_block, int lane)
@@ -42,7 +88,7 @@ class PageRows {
     for (int i = 0; i < kKeysOfLane; ++i) {
       const int key = key_ + i * kWarp;
       const int row = key - a_.page_size.quotient(key) * a_.page_size.divisor;
-      at[i] = pages_[i] < 0 ? kNone
+      at[i] = pages_[i] < 0 ? RowCopies::kNone
                             : static_cast<uint32_t>(pages_[i]) * pool().page_units +
                                   static_cast<uint32_t>(row) * pool().row_units;
     }
@@ -83,9 +129,9 @@ __device__ __forceinline__ void copy_pages(const PagedForwardParams& a,
                                            const typename Kernel::Shared shared,
                                            const StageBarriers<kStages>& barriers, uint32_t first,
                                            int columns, const OnBlock& on_block) {
-  constexpr int kBytes = 16, kLanesOfRow = kChunkRowBytes / kBytes, kRows = kWarp / kLanesOfRow;
   using Rows = PageRows<Kernel::kTileN, kTable>;
-  const int lane = threadIdx.x % kWarp, unit = lane % kLanesOfRow, row0 = lane / kLanesOfRow;
+  const int lane = threadIdx.x % kWarp;
+  const RowCopies copies = RowCopies::of(lane);
   const View& pool = a.problem.tensor[kTable == TESSERA_PAGE_TABLE_K ? TESSERA_K : TESSERA_V];
   const auto tiles = shared.work_barriers();
   Ring<kStages> ring;
@@ -93,7 +139,6 @@ __device__ __forceinline__ void copy_pages(const PagedForwardParams& a,
   const auto hand_over = [&](int left) {
     if (on_their_way <= left) return;
     left == 0 ? copy_async_wait_but<0>(0) : copy_async_wait_but<1>(1);
-    async_proxy_fence();
     __syncwarp();
     const int stage = (ring.stage + kStages - on_their_way) % kStages;
     if (lane == 0) mbarrier_arrive(barriers.full(stage));
@@ -104,8 +149,10 @@ __device__ __forceinline__ void copy_pages(const PagedForwardParams& a,
     const auto& work = works[tile.stage];
     if (work.last) return;
     wait_for_predecessors();
-    const char* const from = static_cast<const char*>(pool.data) +
-                             work.head / a.problem.group * pool.stride[2] * 2 + unit * kBytes;
+    const char* from = static_cast<const char*>(pool.data) +
+                       work.head / a.problem.group * pool.stride[2] * 2 +
+                       copies.unit * RowCopies::kBytes;
+    asm("" : "+l"(from));  // one pointer: from its parts each row would add them up
     Rows rows(a, work.n, keys_seen<Kernel::kTileM>(work), work.end - 1, lane);
 #pragma unroll 1
     for (int j = work.end - 1; j >= work.begin; --j) {
@@ -115,22 +162,7 @@ __device__ __forceinline__ void copy_pages(const PagedForwardParams& a,
       if (!mbarrier_passed(empty, ring.phase ^ 1)) hand_over(0);
       mbarrier_wait(empty, ring.phase ^ 1);
       const uint32_t to = first + ring.stage * Tile::kBytes;
-#pragma unroll
-      for (int i = 0; i < Rows::kKeysOfLane; ++i) {
-#pragma unroll 1
-        for (int r = 0; r < kWarp; r += kRows) {
-          const uint32_t units = __shfl_sync(kAllLanes, at[i], r + row0);
-          const bool exists = units != Rows::kNone;
-          const char* const source = from + (exists ? int64_t{units} * kBytes : 0);
-#pragma unroll
-          for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
-            const int column = chunk * kChunkColumns + unit * (kBytes / 2);
-            const bool copies = exists && column < columns;
-            copy_async(Tile::unit(to, i * kWarp + r + row0, chunk * kLanesOfRow + unit),
-                       copies ? source + chunk * kChunkRowBytes : from, copies ? kBytes : 0);
-          }
-        }
-      }
+      copies.copy<Tile>(from, at, to, columns);
       copy_async_commit();
       ring.advance();
       ++on_their_way;
