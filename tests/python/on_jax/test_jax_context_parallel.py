@@ -17,7 +17,8 @@ import tessera  # noqa: E402
 import tessera.jax as tj  # noqa: E402
 from jax.sharding import AxisType, PartitionSpec as P  # noqa: E402
 from tessera.jax.context_parallel import (  # noqa: E402
-    Shards, attention, positions, shard, sharded, unshard)
+    Shards, _attention, attention, positions, shard, sharded, unshard)
+from tessera.jax.context_parallel._ring import is_compiled  # noqa: E402
 
 jnp = jax.numpy
 MESH = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,))
@@ -192,6 +193,12 @@ class Mesh:
         (o, *clean), *grads = found[0], *found[1:]
         clean += [x[1] for x in grads]
         return o, self.get_lse(lse), [x[0] for x in grads], rest, clean
+
+
+@pytest.fixture(autouse=True)
+def where_rings_are_compiled(request):
+    if "ring" in request.node.name and not is_compiled():
+        pytest.skip("XLA's compiler for CPUs dies of a ring in this JAX")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -382,6 +389,13 @@ def test_a_ring_of_two_rounds_as_one_device_does():
         assert own.dtype == jnp.bfloat16
         own, one = (float(jnp.mean(jnp.abs(y.astype(jnp.float32) - true))) for y in (own, one))
         assert 0 < own < 1.5 * one
+
+
+def test_what_no_compiler_takes_is_refused(monkeypatch):
+    monkeypatch.setattr(_attention, "is_compiled", lambda: False)
+    function = sharded(MESH, "cp", shards=Shards.zigzag((512,), 4), exchange="ring")
+    with pytest.raises(tessera.Refused, match="exchange='ring': XLA's compiler .* dies of a ring in JAX .*; use 'keys'"):
+        function(*(normal(i, (1, 512, 4, D)) for i in range(3)))
 
 
 def test_heads_know_max_logit_of_all():

@@ -21,7 +21,7 @@ from ... import _lib
 from ..._call import _args, _keywords
 from ...context_parallel import Shards
 from .. import _arrays, _functions
-from ._ring import Ring
+from ._ring import Ring, is_compiled
 from ._rows import OPERATION, Rows, Slot, error, mine, rows_of, slot_places, slots_of, taken, whole
 
 _ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": None}
@@ -163,6 +163,9 @@ class _OnShards:
                 f"rank, of which each is a call, and at most {_MOST_RUNS} are taken; use Shards.zigzag, "
                 f"or \"heads\" with heads that are multiples of {size}")
         pairs = runs * len(slots_of(self.rows_k))
+        if exchange == "ring" and not is_compiled():
+            raise _lib.Refused(f"{OPERATION}: exchange='ring': XLA's compiler for CPUs dies of a ring in JAX "
+                               f"{jax.__version__}; use 'keys', or JAX 0.10")
         if exchange == "ring" and pairs > _MOST_RUNS:
             raise _lib.Refused(
                 f"{OPERATION}: exchange='ring': {self.rows.shards!r} and {self.rows_k.shards!r} cut a "

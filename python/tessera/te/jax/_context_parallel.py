@@ -18,6 +18,7 @@ from ... import jax as tessera_jax
 from ...jax import context_parallel
 from ...jax.context_parallel import Shards
 from ...jax.context_parallel._attention import counted
+from ...jax.context_parallel._ring import is_compiled as ring_is_compiled
 from . import _translate, sharding
 from ._enums import AttnBiasType, CPStrategy, ReorderStrategy
 from ._reorder import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
@@ -117,7 +118,7 @@ def attention(config: _translate.Config, axis: str, qkv, softmax_offset, words):
     over_batch = _splitting(("dp_resource", "fsdp_resource"), axis, q.shape[0])
     over_heads = _splitting(("tp_resource", "tpsp_resource"), (axis, *over_batch), heads, k.shape[2])
     b = q.shape[0] // math.prod(map(sharding.get_mesh_axis_size, over_batch))
-    exchange = "ring" if config.cp_strategy == CPStrategy.RING else "keys"
+    exchange = "ring" if config.cp_strategy == CPStrategy.RING and ring_is_compiled() else "keys"
     keywords = {"softmax_scale": config.scaling_factor, **config.band(), "exchange": exchange,
                 "deterministic": config.deterministic, "dropout_p": config.dropout_p or None,
                 "return_max_logit": config.return_max_logit, "axis_name": axis,
