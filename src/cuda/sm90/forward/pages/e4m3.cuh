@@ -69,10 +69,10 @@ __device__ __forceinline__ void convert_block(uint32_t raw, uint32_t to, int lan
     for (int k = 0; k < 2; ++k) {
       const bool high = k ^ second;
       const uint2 a = high ? x[2] : x[0], b = high ? x[3] : x[1];
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       Tile::unit(to, row, unit + high)),
-                   "r"(a.x), "r"(a.y), "r"(b.x), "r"(b.y)
-                   : "memory");
+      asm volatile(
+          "st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(Tile::unit(to, row, unit + high)),
+          "r"(a.x), "r"(a.y), "r"(b.x), "r"(b.y)
+          : "memory");
     }
   }
 }
@@ -98,8 +98,8 @@ __device__ __forceinline__ void convert_pages(const PagedForwardParams& a,
     left == 0 ? copy_async_wait_but<0>(0) : copy_async_wait_but<1>(1);
     __syncwarp();
     mbarrier_wait(barriers.empty(ring.stage), ring.phase ^ 1);
-    convert_block<T, Tile, Kernel::kTileN, kColumns>(
-        shared.raw(of, handed_over % 2), first + ring.stage * Tile::kBytes, lane);
+    convert_block<T, Tile, Kernel::kTileN, kColumns>(shared.raw(of, handed_over % 2),
+                                                     first + ring.stage * Tile::kBytes, lane);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers.full(ring.stage));
     ring.advance();
