@@ -24,6 +24,8 @@ class Rows:
         self._slices = [(int(rows[begin]), begin, end - begin) for begin, end in zip(begins, ends)] \
             if 0 < len(cuts) < self._MOST_SLICES else None  # first row, where in the order, how many
         self._index = None if self.is_slice or self._slices else torch.from_numpy(rows).to(device)
+        slices = self._slices or ([(self.first, 0, self.count)] if self.is_slice else None)
+        self.spans = None if slices is None else [(first, first + count) for first, _, count in slices]
 
     def are_all(self, x: torch.Tensor, dim: int = 0) -> bool:
         """Whether they are x's rows, as they lie there."""
@@ -61,37 +63,53 @@ class Rows:
 
 
 class Sum:
-    """Rows [rows, ...] that terms are added to, in fp32. A term of all rows is kept as it came, uncopied, and a second
-    one beside it."""
+    """Rows [rows, ...] that terms are added to: in fp32, unless no row has more than two terms, whose sum is rounded
+    once either way. Terms are kept uncopied until the sum is asked for, and may be overwritten by it."""
 
     def __init__(self, shape, device: torch.device):
         self._shape, self._device = tuple(shape), device
-        self._terms, self._total = [], None
+        self._terms: list[tuple[torch.Tensor, Rows]] = []  # of all rows, then of some
+        self._total = None
 
     def add(self, values: torch.Tensor, rows: Rows):
         """values [rows.count, ...] to rows."""
         is_whole = rows.is_slice and rows.count == self._shape[0]
-        if is_whole and self._total is None and len(self._terms) < 2:
-            self._terms.append(values)
+        if self._total is None and is_whole and len(self._terms) < 2:
+            self._terms.insert(0, (values, rows))
+        elif self._total is None and self._terms and rows.spans is not None:
+            self._terms.append((values, rows))
         else:
             rows.add(self.total(), values)
 
     def total(self) -> torch.Tensor:
         """The sum so far, fp32, to be added to in place."""
         if self._total is None:
-            first, *others = self._terms or [torch.zeros((), device=self._device)]
-            self._total = torch.empty(self._shape, dtype=torch.float32, device=self._device).copy_(first)
-            for term in others:
-                self._total.add_(term)
-            self._terms = []
+            self._total = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+            terms, self._terms = self._terms, []
+            if terms and terms[0][1].count == self._shape[0]:
+                self._total.copy_(terms.pop(0)[0])
+            else:
+                self._total.zero_()
+            for values, rows in terms:
+                rows.add(self._total, values)
         return self._total
 
     def value(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The sum, rounded to dtype once; without, fp32 or a single term as it came."""
-        if len(self._terms) == 2 and all(x.dtype == dtype for x in self._terms):
-            return torch.add(*self._terms)  # in fp32, rounded once
-        value = self._terms[0] if len(self._terms) == 1 else self.total()
+        if self._terms and (len(self._terms) == 1 or self._has_two_at_most(dtype)):
+            (value, _), *others = self._terms
+            for values, rows in others:
+                rows.add(value, values)
+            self._terms = [(value, self._terms[0][1])]
+        else:
+            value = self.total()
         return value if dtype is None else value.to(dtype)
+
+    def _has_two_at_most(self, dtype) -> bool:
+        """Whether each row has one term, or two, all of this dtype."""
+        spans = sorted(span for _, rows in self._terms[1:] for span in rows.spans)
+        return all(values.dtype == dtype for values, _ in self._terms) and \
+            all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
