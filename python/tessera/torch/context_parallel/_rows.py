@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -64,19 +66,16 @@ class Rows:
 
 class Sum:
     """Rows [rows, ...] that terms are added to: in fp32, unless no row has more than two terms, whose sum is rounded
-    once either way. Terms are kept uncopied until the sum is asked for, and may be overwritten by it."""
+    once either way. Terms are kept uncopied until the sum is asked for, once, and may be overwritten by it."""
 
     def __init__(self, shape, device: torch.device):
         self._shape, self._device = tuple(shape), device
-        self._terms: list[tuple[torch.Tensor, Rows]] = []  # of all rows, then of some
+        self._terms: list[tuple[torch.Tensor, Rows]] = []
         self._total = None
 
     def add(self, values: torch.Tensor, rows: Rows):
         """values [rows.count, ...] to rows."""
-        is_whole = rows.is_slice and rows.count == self._shape[0]
-        if self._total is None and is_whole and len(self._terms) < 2:
-            self._terms.insert(0, (values, rows))
-        elif self._total is None and self._terms and rows.spans is not None:
+        if self._total is None and rows.spans is not None:
             self._terms.append((values, rows))
         else:
             rows.add(self.total(), values)
@@ -84,32 +83,38 @@ class Sum:
     def total(self) -> torch.Tensor:
         """The sum so far, fp32, to be added to in place."""
         if self._total is None:
-            self._total = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-            terms, self._terms = self._terms, []
-            if terms and terms[0][1].count == self._shape[0]:
-                self._total.copy_(terms.pop(0)[0])
-            else:
-                self._total.zero_()
-            for values, rows in terms:
+            self._total = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
+            for values, rows in self._terms:
                 rows.add(self._total, values)
+            self._terms = []
         return self._total
 
     def value(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The sum, rounded to dtype once; without, fp32 or a single term as it came."""
-        if self._terms and (len(self._terms) == 1 or self._has_two_at_most(dtype)):
-            (value, _), *others = self._terms
-            for values, rows in others:
-                rows.add(value, values)
-            self._terms = [(value, self._terms[0][1])]
-        else:
-            value = self.total()
-        return value if dtype is None else value.to(dtype)
+        """The sum, rounded to dtype once; without, as exact as it is: fp32, or the terms' dtype."""
+        dtypes = {values.dtype for values, _ in self._terms}
+        if len(dtypes) == 1 and (self._depth() == 1 or self._depth() == 2 and dtype in dtypes):
+            self._total = self._of_terms(*dtypes)
+            self._terms = []
+        total = self.total()
+        return total if dtype is None else total.to(dtype)
 
-    def _has_two_at_most(self, dtype) -> bool:
-        """Whether each row has one term, or two, all of this dtype."""
-        spans = sorted(span for _, rows in self._terms[1:] for span in rows.spans)
-        return all(values.dtype == dtype for values, _ in self._terms) and \
-            all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
+    def _of_terms(self, dtype) -> torch.Tensor:
+        whole = [i for i, (_, rows) in enumerate(self._terms) if rows.is_slice and rows.count == self._shape[0]]
+        if whole:
+            total = self._terms.pop(whole[0])[0]
+        else:
+            covered = sum(rows.count for _, rows in self._terms)
+            make = torch.empty if self._depth() == 1 and covered == self._shape[0] else torch.zeros
+            total = make(self._shape, dtype=dtype, device=self._device)
+        for values, rows in self._terms:
+            (rows.add if whole or self._depth() == 2 else rows.put)(total, values)
+        return total
+
+    def _depth(self) -> int:
+        """The most terms that a row has."""
+        ends = sorted((at, change) for _, rows in self._terms for span in rows.spans if span[0] < span[1]
+                      for at, change in zip(span, (1, -1)))
+        return max(itertools.accumulate(change for _, change in ends), default=0)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
