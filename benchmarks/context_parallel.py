@@ -46,7 +46,7 @@ class Row(NamedTuple):
         return " ".join(words + ([f"documents of {self.documents}"] if self.documents else []))
 
     def lengths(self) -> list[int]:
-        """Of one sequence, or of documents whose lengths are drawn."""
+        """The length of one sequence, or those of documents, which are drawn."""
         if not self.documents:
             return [self.tokens]
         draw, lengths = torch.Generator().manual_seed(0), []

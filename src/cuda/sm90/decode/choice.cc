@@ -7,7 +7,6 @@
 #include "core/problem/dtype.h"
 #include "cuda/common/features.h"
 #include "cuda/common/rules/arguments.h"
-#include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/machine/boxes.h"
 
 namespace tessera::cuda::sm90 {
@@ -16,6 +15,14 @@ namespace {
 int64_t rows_of(const Problem& problem) {
   const Count queries = std::max<int64_t>(most_queries(problem), 1);
   return (queries * sizes_of(problem).group()).value();
+}
+
+// Whether kernels of forward/ have tiles for four heads and more of so many queries, which read keys once.
+bool shares_a_tile(const Problem& problem) {
+  constexpr int64_t kHeads = 4, kRowsOfTile = 128, kMostDim = 128;
+  const Sizes s = sizes_of(problem);
+  return s.group() % kHeads == 0 && kHeads * most_queries(problem) <= kRowsOfTile &&
+         std::max(s.dqk, s.dv) <= kMostDim;
 }
 
 // Key heads whose rows of one key are read at about the same time by a CTA each: rows of heads that
@@ -53,13 +60,11 @@ bool runs_in_decode(const Problem& problem) {
   const int cache = problem.tensor[TESSERA_K].dtype;
   const bool plain_keys = !is_paged(problem) && cache == problem.tensor[TESSERA_Q].dtype;
   if (plain_keys && most_queries(problem) > kFewQueries) return false;
-  // 32 rows take as long again as 16, and tiles that share their keys no longer (8 x 4 queries of 64
-  // heads on 8, 8k keys, on an H200: 117 us here, 75 there).
+  // 32 rows take as long again as 16, and tiles of more heads no longer (8 x 4 queries of 64 heads on 8,
+  // 8k keys, on an H200: 117 us here, 75 there).
   constexpr int64_t kFewRows = 16;
-  constexpr int kHeadsThatReadOnce = 4;
   if (cache == problem.tensor[TESSERA_Q].dtype && rows_of(problem) > kFewRows &&
-      !has(problem, TESSERA_BATCH_INVARIANT) &&
-      heads_that_share_keys(problem) >= kHeadsThatReadOnce) {
+      !has(problem, TESSERA_BATCH_INVARIANT) && shares_a_tile(problem)) {
     return false;
   }
   if (problem.tensor[TESSERA_V].dtype != cache ||
