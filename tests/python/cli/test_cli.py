@@ -71,7 +71,8 @@ def test_explain_of_a_gpu_that_is_not_here():
                  if backend["name"] == "cuda_sm90")
     not_built = "this build has no CUDA backend" in built["why_not"]
     done = run("explain", "fwd bf16 b=2 s=8192 h=16 d=128 causal",
-               "fwd bf16 b=4 sq=4 sk=8192 hq=24 hk=4 d=128 max_logit", "fwd bf16 b=1 s=128 h=1 d=36", "--device", "sm90")
+               "fwd bf16 b=4 sq=4 sk=8192 hq=24 hk=4 d=128 max_logit", "fwd bf16 b=1 s=128 h=1 d=36",
+               "--device", "sm90")
     for text in ("kernel: sm90/forward/d128_lean", "yields: sq=4: cuda_sm80 decodes up to 8 queries faster",
                  "kernel: sm80/stream/d128_rows32", "head_dim_qk=36: must be a multiple of 8",
                  "on sm90: cuda_sm90 (kernel sm90/forward/d128_lean)" + ", not in this build" * not_built):
