@@ -16,7 +16,7 @@ from ...context_parallel.shards import Shards
 from .. import _functions
 from ..comm import Topology, exchange
 from . import _local
-from ._rows import Rows, Sum
+from ._rows import Rows, Sum, beside
 
 
 class Step(NamedTuple):
@@ -111,7 +111,7 @@ class Driver:
                                         [dks[g], dvs[g]])
         if returning is not None:
             returning()
-        return tuple(_joined_heads([x.value(whole.dtype) for x in parts])
+        return tuple(beside([x.value(whole.dtype) for x in parts])
                      for parts, whole in ((dqs, p.q), (dks, p.k), (dvs, p.v)))
 
     # ---- below: how ----
@@ -238,10 +238,6 @@ def _keys_of(kept, heads):
     _, _, k0, k1 = heads
     k, v, *ids = kept
     return k[:, k0:k1], v[:, k0:k1], ids[0] if ids else None
-
-
-def _joined_heads(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _sink_logits(sink, hq: int, device) -> torch.Tensor:

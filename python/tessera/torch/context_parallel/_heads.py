@@ -14,7 +14,7 @@ from ...context_parallel import schedule
 from ...context_parallel.shards import Shards
 from ..comm import Group, exchange
 from . import _local
-from ._rows import Rows
+from ._rows import Rows, beside
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,7 +163,7 @@ def forward(exchanges: list[Exchange], driver, p: _local.Problem, max_logit: boo
             lse_parts.append(lse.T)
             if max_logit:
                 peak[a:b] = found
-        o, lse = _beside(os), _beside(lse_parts)
+        o, lse = beside(os), beside(lse_parts)
         if returning is not None:
             returning()
         returning = one.give_back((o, lse), (), (whole, lses), ())
@@ -190,7 +190,7 @@ def backward(exchanges: list[Exchange], driver, p: _local.Problem, do, o, lse, d
                                          _local.sums_of_heads(sums, a, b))
             for pieces, x in zip((dqs, dks, dvs), (dq, dk, dv)):
                 pieces.append(x)
-        dq, dk, dv = (_beside(pieces) for pieces in (dqs, dks, dvs))
+        dq, dk, dv = (beside(pieces) for pieces in (dqs, dks, dvs))
         if returning is not None:
             returning()
         returning = one.give_back((dq,), (dk, dv), (whole,), totals)
@@ -201,8 +201,3 @@ def backward(exchanges: list[Exchange], driver, p: _local.Problem, do, o, lse, d
 def _of_rows(x: torch.Tensor, rows: Rows, *shape: int) -> torch.Tensor:
     """A tensor [rows of x, *shape] for values of `rows`; 0 elsewhere."""
     return (x.new_empty if rows.are_all(x) else x.new_zeros)(x.shape[0], *shape)
-
-
-def _beside(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Heads [rows, h, ...] beside each other, the first of which are none."""
-    return pieces[1] if len(pieces) == 2 else torch.cat(pieces, 1)

@@ -91,23 +91,23 @@ class Sum:
 
     def value(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The sum, rounded to dtype once; without, as exact as it is: fp32, or the terms' dtype."""
-        dtypes = {values.dtype for values, _ in self._terms}
-        if len(dtypes) == 1 and (self._depth() == 1 or self._depth() == 2 and dtype in dtypes):
-            self._total = self._of_terms(*dtypes)
+        dtypes, depth = {values.dtype for values, _ in self._terms}, self._depth()
+        if len(dtypes) == 1 and (depth == 1 or depth == 2 and dtype in dtypes):
+            self._total = self._of_terms(*dtypes, depth)
             self._terms = []
         total = self.total()
         return total if dtype is None else total.to(dtype)
 
-    def _of_terms(self, dtype) -> torch.Tensor:
+    def _of_terms(self, dtype: torch.dtype, depth: int) -> torch.Tensor:
         whole = [i for i, (_, rows) in enumerate(self._terms) if rows.is_slice and rows.count == self._shape[0]]
         if whole:
             total = self._terms.pop(whole[0])[0]
         else:
             covered = sum(rows.count for _, rows in self._terms)
-            make = torch.empty if self._depth() == 1 and covered == self._shape[0] else torch.zeros
+            make = torch.empty if depth == 1 and covered == self._shape[0] else torch.zeros
             total = make(self._shape, dtype=dtype, device=self._device)
         for values, rows in self._terms:
-            (rows.add if whole or self._depth() == 2 else rows.put)(total, values)
+            (rows.add if whole or depth == 2 else rows.put)(total, values)
         return total
 
     def _depth(self) -> int:
@@ -115,6 +115,12 @@ class Sum:
         ends = sorted((at, change) for _, rows in self._terms for span in rows.spans if span[0] < span[1]
                       for at, change in zip(span, (1, -1)))
         return max(itertools.accumulate(change for _, change in ends), default=0)
+
+
+def beside(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Heads [rows, h, ...] beside each other. A part without heads is left out, and one alone is not copied."""
+    some = [x for x in parts if x.shape[1]] or parts[:1]
+    return some[0] if len(some) == 1 else torch.cat(some, 1)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
