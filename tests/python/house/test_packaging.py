@@ -49,6 +49,30 @@ def test_a_binding_is_handed_over(clean_states, monkeypatch, tmp_path, recwarn):
     assert loaded == [str(library)] and not recwarn and not _bindings._why_not
 
 
+def test_front_ends_are_modules_of_the_package():
+    """`import tessera` is enough to write tessera.torch, and loads no framework; other names are none."""
+    code = """if True:
+        import sys, tessera
+        assert not {"torch", "jax", "paddle"} & sys.modules.keys()
+        for name in ("torch", "jax", "paddle"):
+            sys.modules[name] = None  # as if it were not installed
+            try:
+                getattr(tessera, name)
+            except ImportError as error:
+                assert name in str(error)
+            else:
+                raise AssertionError(name)
+        assert not hasattr(tessera, "tensorflow")
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_front_end_is_imported_where_it_is_named():
+    pytest.importorskip("torch")
+    code = "import tessera; assert tessera.torch.attention.__module__.startswith('tessera.torch')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_env_shows_the_binding():
     pytest.importorskip("torch")
     assert re.match(r"loaded, /.*libtessera_torch\.so", _bindings.states()["torch"])
