@@ -4,6 +4,7 @@ and the types of results.
 
 Frameworks are stubs of a few lines, so that a run takes seconds and needs none of them."""
 
+import ast
 import json
 import re
 import shutil
@@ -61,7 +62,79 @@ def run(q: {library}.{array}) -> None:
     {module}.attention_backward(q, q, q, q, q, q).dw  # WRONG
     {module}.explain(q, q, q, causel=True)  # WRONG
     {module}.explain(q, q, q).backends  # WRONG
+    {module}.attentoin(q, q, q)  # WRONG
 """
+# other library -> a good and a bad file of its names
+OTHERS = {
+    "flash_attn": ("""import torch
+from tessera.flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
+                                flash_attn_varlen_func, flash_attn_with_kvcache)
+
+def run(q: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+    o = flash_attn_func(q, q, q, 0.0, None, causal=True, window_size=(8, 0), alibi_slopes=q)
+    o = flash_attn_varlen_func(o, q, q, cu, cu, 16, 16, causal=True, block_table=cu)
+    o, lse, weights = flash_attn_func(q, q, q, return_attn_probs=True)
+    o, lse = flash_attn_with_kvcache(o, q, q, cache_seqlens=4, return_softmax_lse=True)
+    if weights is not None:
+        return weights
+    return flash_attn_with_kvcache(flash_attn_kvpacked_func(o, lse), q, flash_attn_qkvpacked_func(q), cache_seqlens=cu)
+""", """import torch
+from tessera.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+def run(q: torch.Tensor, cu: torch.Tensor) -> None:
+    flash_attn_func(q, q, q, causel=True)  # WRONG
+    flash_attn_func("a", q, q)  # WRONG
+    flash_attn_func(q, q)  # WRONG
+    flash_attn_func(q, q, q, window_size=8)  # WRONG
+    flash_attn_func(q, q, q).lse  # WRONG
+    flash_attn_varlen_func(q, q, q, cu, cu)  # WRONG
+    flash_attn_with_kvcache(q, q, q, cache_seqlens=[1, 2])  # WRONG
+"""),
+    "flash_attn_3": ("""import torch
+from tessera.flash_attn_interface import Refused, flash_attn_func, flash_attn_varlen_func
+
+def run(q: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+    try:
+        o, lse = flash_attn_func(q, q, q, return_attn_probs=True)
+    except Refused:
+        lse = q
+    return flash_attn_varlen_func(flash_attn_func(q, lse, q, attention_chunk=4), q, q, cu, cu, 16, 16, seqused_k=cu)
+""", """import torch
+from tessera.flash_attn_interface import flash_attn_func
+
+def run(q: torch.Tensor) -> None:
+    flash_attn_func(q, q, q, dropout_p=0.1)  # WRONG
+    flash_attn_func(q, q, q, softcap="20")  # WRONG
+"""),
+    "xformers_and_sdpa": ("""import torch
+import tessera.xformers as xops
+from tessera.torch import scaled_dot_product_attention
+
+def run(q: torch.Tensor) -> torch.Tensor:
+    o = xops.memory_efficient_attention(q, q, q, attn_bias=q, p=0.1)
+    return scaled_dot_product_attention(o, q, q, is_causal=True)
+""", """import torch
+import tessera.xformers as xops
+from tessera.torch import scaled_dot_product_attention
+
+def run(q: torch.Tensor) -> None:
+    xops.memory_efficient_attention(q, q, q, causal=True)  # WRONG
+    scaled_dot_product_attention(q, q, q, causal=True)  # WRONG
+    scaled_dot_product_attention(q, q)  # WRONG
+"""),
+    "jax_nn": ("""import jax
+from tessera.jax.nn import dot_product_attention
+
+def run(q: jax.Array) -> None:
+    dot_product_attention(q, q, q, is_causal=True, local_window_size=(4, 0))
+""", """import jax
+from tessera.jax.nn import dot_product_attention
+
+def run(q: jax.Array) -> None:
+    dot_product_attention(q, q, q, causal=True)  # WRONG
+    dot_product_attention(q, q)  # WRONG
+"""),
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +147,9 @@ def sources(tmp_path_factory):
         (stub / "__init__.pyi").write_text(STUB.format(array=array))
         for kind, text in (("good", GOOD), ("bad", BAD)):
             (folder / f"{kind}_{name}.py").write_text(text.format(module=module, library=library, array=array))
+    for name, (good, bad) in OTHERS.items():
+        (folder / f"good_{name}.py").write_text(good)
+        (folder / f"bad_{name}.py").write_text(bad)
     return folder
 
 
@@ -106,6 +182,21 @@ def test_pyright(sources):
     found = {(Path(entry["file"]).name, entry["range"]["start"]["line"] + 1) for entry in said
              if entry["severity"] == "error"}
     assert found == wrong_lines(sources), said
+
+
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("*.pyi")), ids=lambda path: path.parent.name)
+def test_a_stub_has_the_names_and_defaults_of_its_module(stub):
+    """Where a function has several forms, its first in the stub is that of the source."""
+    def of(path):
+        functions = {}
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                given = node.args
+                functions.setdefault(node.name, ([x.arg for x in [*given.args, *given.kwonlyargs]],
+                                                 [ast.unparse(x).removeprefix("torch.") for x in given.defaults]))
+        return functions
+    described = of(stub)
+    assert described == of(stub.with_suffix(".py")) and len(described) > 5
 
 
 def test_gradients_unpack():
