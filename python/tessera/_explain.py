@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _DEVICES = {"cpu": (_lib.CPU, 0), "sm80": (_lib.CUDA, 80), "sm89": (_lib.CUDA, 89),
             "sm90": (_lib.CUDA, 90), "sm100": (_lib.CUDA, 100), "sm120": (_lib.CUDA, 120)}
+_CARDS = {"sm80": "A100", "sm89": "RTX 40, L4", "sm90": "H100, H200", "sm100": "B200", "sm120": "RTX 50"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -142,5 +143,8 @@ def _answer(a: _args.Arguments | None, text: str | None, target: _lib.Device) ->
 
 
 def _device(checker: _args.Arguments, device) -> _lib.Device:
-    kind, arch = _DEVICES[checker.choice("device", device, tuple(_DEVICES))]
+    if not isinstance(device, str) or device not in _DEVICES:
+        raise checker.error("device", device, 'must be "cpu" or ' + ", ".join(
+            f'"{name}" ({cards})' for name, cards in _CARDS.items()))
+    kind, arch = _DEVICES[device]
     return _lib.Device(kind=kind, arch=arch)

@@ -105,7 +105,7 @@ class Arguments:
                 self.spelling[f"{name}.shape"] = str(list(info.shape))
         elif rank != sum(axis is not None for axis in order):
             raise self.error(f"{name}.shape", list(info.shape),
-                             f"must have the axes [{_in_array_order(axes, order)}]")
+                             f"must have the axes [{_in_array_order(axes, order)}]{_other_layout(name, rank, order)}")
         if info.flaw:
             raise ValueError(f"tessera.{self.operation}: {name}.{info.flaw}")
         code = _lib.DTYPES.get(info.dtype)
@@ -293,6 +293,15 @@ class Arguments:
         if not isinstance(value, str) or value not in choices:
             raise self.error(name, value, "must be " + " or ".join(f'"{c}"' for c in choices))
         return value
+
+
+def _other_layout(name: str, rank: int, order) -> str:
+    """What helps where q, k or v has the axes of a packed array and should not, or the other way round."""
+    is_packed = order is not None and order[0] is None
+    if name not in ("q", "k", "v") or rank != (4 if is_packed else 3):
+        return ""
+    return '; layout="thd" has no axis of the batch: leave layout out, or pack the sequences' if is_packed else \
+        f'; {name}[None] adds an axis of one sequence, and layout="thd" is for packed ones'
 
 
 def _rows_of(table):

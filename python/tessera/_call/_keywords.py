@@ -552,20 +552,23 @@ def check_names(function: str, given, table, hint: bool = True):
 
 # What other libraries call what a keyword here does, where the spelling does not lead there.
 _ELSEWHERE = {theirs: ours.split() for ours, names in {
-    "softmax_scale": "scale sm_scale attn_scale qk_scale scaling",
+    "softmax_scale": "scale sm_scale attn_scale qk_scale scaling temperature",
     "keep drop bias": "mask attn_mask",
     "seqlens_k keep drop": "attention_mask key_padding_mask padding_mask",
-    "bias": "attn_bias position_bias core_attention_bias",
+    "bias": "attn_bias attention_bias position_bias core_attention_bias",
     "window": "window_size local_window_size sliding_window window_left",
     "seqlens_q": "query_seq_lengths seqused_q seq_len_q",
-    "seqlens_k": "key_value_seq_lengths seqused_k seq_len_kv cache_seqlens seqlens seq_lens lengths",
+    "seqlens_k": "key_value_seq_lengths seqused_k seq_len_kv cache_seqlens seqlens seq_lens lengths key_lengths "
+                 "kv_lengths",
+    "cu_seqlens_q cu_seqlens_k": "cu_seqlens cu_seqlen",
     "cu_seqlens_k": "cu_seqlens_kv",
     "max_seqlen_k": "max_seqlen_kv",
     "page_table": "block_table block_tables",
+    "alibi_slopes": "alibi use_alibi_mask",
     "softcap": "logits_soft_cap logit_cap attn_logit_softcapping",
     "sink": "s_aux attn_sink learnable_sink softmax_offset",
-    "dropout_p": "dropout dropout_rate attention_dropout",
-    "rng_state": "seed generator dropout_rng rng_gen",
+    "dropout_p": "p dropout dropout_rate dropout_prob attention_dropout",
+    "rng_state": "seed rng generator dropout_rng rng_gen",
     "layout": "qkv_format qkv_layout tensor_layout format",
     "return_lse": "return_attn_probs return_softmax_lse return_residual generate_stats",
     "key_ranges segment_ids keep": "mask_mod block_mask",

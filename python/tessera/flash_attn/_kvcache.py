@@ -124,6 +124,8 @@ def _check_lengths(name: str, cache: Cache, capacity: int):
         if lengths.device.type != "cpu" or not lengths.numel() or _is_traced(lengths):
             return
         least, most = map(int, lengths.aminmax())
+    elif lengths is not None and not isinstance(lengths, (int, torch.SymInt)):
+        raise ValueError(f"tessera.{name}: cache_seqlens={lengths!r}: must be an int32 tensor [b], or an int for all")
     else:
         least = most = 0 if lengths is None else lengths
     if least < 0 or most > capacity:

@@ -25,6 +25,9 @@ def unpacked(operation: str, name: str, x, axes: str):
 
 def band(causal: bool, window_size) -> dict:
     """The visible band."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"tessera.flash_attn: window_size={window_size!r}: must be a pair (left, right) of integers, "
+                         "-1 for no bound")
     left, right = (max(int(side), -1) for side in window_size)
     keywords = {"align": "bottom_right"}
     if causal:

@@ -240,7 +240,7 @@ def _check(described: Description, operands):
     if _arrays.is_symbolic(operands):
         return
     try:
-        prepare(described.call, operands, _lib.CPU_DEVICE)
+        prepare(described.call, operands, _lib.CPU_DEVICE, described.arguments.spelling)
     except _lib.Refused:
         pass
 

@@ -16,10 +16,11 @@ def results_of(call: Call, operands) -> list[jax.ShapeDtypeStruct]:
         call, [x.shape for x in operands], [x.dtype.name for x in operands])]
 
 
-def prepare(call: Call, operands, device: _lib.Device) -> int:
-    """The workspace's bytes; raises ValueError or Refused for what shapes and options say."""
+def prepare(call: Call, operands, device: _lib.Device, spelling: dict[str, str] | None = None) -> int:
+    """The workspace's bytes; raises ValueError or Refused for what shapes and options say, in the words of `spelling`,
+    the call's unless given."""
     problem, _ = _binding.describe(call, operands, results_of(call, operands))
-    return _description.prepare(problem, device, 0, call.operation, call.spelling)
+    return _description.prepare(problem, device, 0, call.operation, spelling or call.spelling)
 
 
 def validate(call: Call, operands, pointers):

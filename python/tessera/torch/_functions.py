@@ -340,7 +340,7 @@ def _outputs(q, keywords: dict) -> list[str]:
     """What attention writes: o, lse, and what the keywords ask for. lse is there for autograd, which
     fp8 q does not have: kernels that need not sum it are faster. torch.compile traces through it."""
     outputs = ["o" + _dtype_of(keywords.get("out_dtype"))]
-    if q is None or q.dtype.itemsize > 1 or keywords.get("return_lse") or keywords.get("lse") is not None:
+    if getattr(q, "dtype", torch.float32).itemsize > 1 or keywords.get("return_lse") or keywords.get("lse") is not None:
         outputs.append("lse")
     if keywords.get("return_max_logit"):
         outputs.append("max_logit")

@@ -254,6 +254,8 @@ def _illegal(text: str) -> IllegalArgument:
     field = re.match(r"\w+", text)
     if field and field[0] in _SPELLING:
         text = _SPELLING[field[0]] + text[field.end():]
+    text = re.sub(r"\b[qkv](?=\.(shape|dtype)\b)", lambda name: _SPELLING[name[0]], text)
+    text = re.sub("pass seqlens_k, the lengths, or the (mask|bias) as", "pass it as", text)  # lengths are no argument
     return IllegalArgument(f"{_NAME}: {text}")
 
 

@@ -139,7 +139,11 @@ void add_finite(ValueRules* to, const Problem& p, const Buffers& b, int index) {
 Status refuse_cu_seqlens(const Problem& p, const ValueRule& rule, const BadValue& bad) {
   const Side& side = side_of(rule.index);
   const char* name = name_of(p, rule.index);
-  if (bad.item == 0) return invalid("%s[0]=%" PRId64 ": must be 0", name, bad.value);
+  if (bad.item == 0)
+    return invalid("%s[0]=%" PRId64
+                   ": must be 0; pass offsets, where each sequence begins and the "
+                   "last one ends, not lengths",
+                   name, bad.value);
   if (bad.item == rule.tensor.extent[0]) {
     return invalid("%s[%" PRId64 "]=%" PRId64 ": must be at most the %" PRId64
                    " tokens of %s.shape=%s",

@@ -398,6 +398,8 @@ def test_misspelt_words_are_told_the_nearest():
     ("is_causal", "did you mean 'causal'?"), ("attn_mask", "did you mean 'keep', 'drop' or 'bias'?"),
     ("attention_mask", "did you mean 'seqlens_k', 'keep' or 'drop'?"), ("block_table", "did you mean 'page_table'?"),
     ("score_mod", "did you mean 'bias', 'alibi_slopes' or 'softcap'?"),
+    ("p", "did you mean 'dropout_p'?"), ("attention_bias", "did you mean 'bias'?"),
+    ("cu_seqlens", "did you mean 'cu_seqlens_q' or 'cu_seqlens_k'?"), ("kv_lengths", "did you mean 'seqlens_k'?"),
     ("enable_gqa", "k and v may have fewer heads than q without it"),
 ])
 def test_words_of_other_libraries_are_told_ours(theirs, hint):
@@ -412,6 +414,51 @@ def test_words_of_other_libraries_lead_to_keywords():
     assert not (_keywords._ELSEWHERE.keys() | _keywords._NEEDLESS.keys()) & set(_keywords.ALL)
     error = _keywords.unexpected("attention_backward", "return_residual", _keywords.BACKWARD)
     assert "return_lse" not in str(error)  # which attention alone has
+
+
+def test_a_wrong_number_of_axes_leads_to_the_layout():
+    x, cu = np.zeros((2, 16, 4, 8), F32), np.array([0, 4, 16], I32)
+    with pytest.raises(ValueError, match=r'\[b, sq, hq, dqk\]; q\[None\] adds .*, and layout="thd" is for packed'):
+        tessera.attention(x[0], x[0], x[0])
+    with pytest.raises(ValueError, match=r'\[t, hq, dqk\]; layout="thd" has no axis of the batch: leave layout out'):
+        tessera.attention(x, x, x, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu)
+    for far in (x[0, 0], x[None]):  # from both
+        with pytest.raises(ValueError, match=r"must have the axes \[b, sq, hq, dqk\]$"):
+            tessera.attention(far, far, far)
+
+
+def test_lengths_are_no_offsets():
+    x, lengths = np.zeros((16, 4, 8), F32), np.array([4, 12], I32)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[0\]=4: must be 0; pass offsets, .*, not lengths$"):
+        tessera.attention(x, x, x, layout="thd", cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+
+
+def test_a_device_is_told_by_its_cards():
+    with pytest.raises(ValueError, match=r"device='h100': must be \"cpu\" or .*\"sm90\" \(H100, H200\)"):
+        tessera.explain("fwd bf16 b=2 s=64 h=1 d=64", device="h100")
+    assert set(tessera._explain._CARDS) == set(tessera._explain._DEVICES) - {"cpu"}
+
+
+def test_names_of_other_libraries_say_what_they_were_given():
+    torch = pytest.importorskip("torch")
+    from tessera import flash_attn, xformers
+    from tessera.torch import scaled_dot_product_attention
+    x, one = torch.zeros(2, 16, 4, 8), torch.zeros(2, 1, 4, 8)
+    for text, call in {
+        "q=[1.0]: must be a PyTorch tensor": lambda: flash_attn.flash_attn_func([1.0], x, x),
+        "window_size=3: must be a pair (left, right) of integers":
+            lambda: flash_attn.flash_attn_func(x, x, x, window_size=3),
+        "cache_seqlens=[5, 6]: must be an int32 tensor [b], or an int for all":
+            lambda: flash_attn.flash_attn_with_kvcache(one, x, x, cache_seqlens=[5, 6]),
+        "query=ndarray: must be a PyTorch tensor": lambda: xformers.memory_efficient_attention(x.numpy(), x, x),
+        "attn_mask.shape=[2, 16], read as [1, 1, 2, 16]: must be [2|1, 16|1, 4|1, 4|1], to go with "
+        "query.shape=[2, 16, 4, 8] and key.shape=[2, 16, 4, 8]":
+            lambda: scaled_dot_product_attention(x, x, x, torch.ones(2, 16, dtype=torch.bool)),
+        "as [b, 1, 1, sk]": lambda: scaled_dot_product_attention(*[x.transpose(1, 2)] * 3, torch.zeros(2, 16)),
+    }.items():
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert text in str(raised.value) and "seqlens_k," not in str(raised.value)
 
 
 def test_packed_tensors_of_flash_attn_say_their_axes():

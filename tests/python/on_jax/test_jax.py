@@ -486,7 +486,7 @@ def test_disable_jit():
 ILLEGAL = {
     "causal": (dict(causal=3), r"causal=3: must be True or False"),
     "window": (dict(window=(0, -5)), r"window=\(0, -5\)"),
-    "mask": (dict(keep=jnp.ones((5, 7), bool)), r"keep\.shape"),
+    "mask": (dict(keep=jnp.ones((5, 7), bool)), r"keep\.shape=\[5, 7\], read as \[1, 1, 5, 7\]"),
     "seed": (dict(dropout_p=0.1), r"rng_state=None"),
     "key": (dict(dropout_p=0.1, rng_state=jnp.zeros(3, jnp.uint32)), r"rng_state\.shape=\[3\]"),
     "probability": (dict(dropout_p=1.5, rng_state=(0, 0)), r"dropout_p=1\.5"),

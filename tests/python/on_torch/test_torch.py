@@ -318,6 +318,7 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("change, message", [
     (dict(q=torch.zeros(33, 4, 16)), r"q.shape=\[33, 4, 16\]: must have the axes"),
     (dict(q=np.zeros((2, 33, 4, 16))), r"q=ndarray: must be a PyTorch tensor"),
+    (dict(q=[1.0]), r"q=\[1.0\]: must be a PyTorch tensor"),
     (dict(k=torch.zeros(2, 33, 4, 15)), r"k.shape"),
     (dict(v=torch.zeros(2, 33, 4, 16, dtype=torch.int32)), r"v.dtype=int32"),
     (dict(q=torch.zeros(2, 33, 4, 16, device="meta")), r"k.device=.cpu.: .*q is on meta"),

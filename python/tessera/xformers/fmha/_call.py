@@ -17,6 +17,9 @@ class Call:
 
     def __init__(self, name: str, query, key, value, bias, p, scale, output_dtype=None, share_heads=True,
                  scale_shift=None):
+        for word, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor):
+                raise ValueError(f"tessera.xformers.{name}: {word}={type(x).__name__}: must be a PyTorch tensor")
         in_codes = torch.int32 in (key.dtype, value.dtype) or scale_shift is not None
         if in_codes and not share_heads:
             raise Refused(f"tessera.xformers.{name}: key.dtype={key.dtype}: keys and values in codes have no backward "
