@@ -216,6 +216,27 @@ def test_plotted_figures_are_those_of_the_tables(name):
         assert set(times) <= cells, entry["case"]
 
 
+@pytest.mark.parametrize("name", ["cpu.json", "cpu_scaling.json"])
+def test_a_table_of_the_cpu_is_its_data(name):
+    """Each cell of the last table before the plot of a file is that file's number, rounded as the table rounds."""
+    page = (ROOT / "docs/performance.md").read_text()
+    before = re.split(rf"```plot\n\w+ data/{re.escape(name)}", page, maxsplit=1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(
+        r"^(?:\|.*\|\n)+", before, re.MULTILINE)[-1].splitlines()]
+    saved = {entry["case"]: entry for entry in json.loads((ROOT / "docs/data" / name).read_text())}
+    assert len(rows) > 10
+    for case, *cells in rows[2:]:
+        entry = saved[case.strip("`")]
+        torch = entry["peers"]["torch"]
+        columns = {"ms": entry["ms"], "fastest": entry["min_ms"], "TFLOP/s": entry["tflops"], "torch ms": torch["ms"],
+                   "% of peak": entry.get("percent_of_peak"), "x torch": torch["times"]}
+        for column, cell in zip(rows[0][1:], cells, strict=True):
+            number, of_memory, _ = cell.partition(" of DRAM")
+            value = entry["percent_of_bandwidth"] if of_memory else columns[column]
+            digits = len(number.partition(".")[2])
+            assert abs(value - float(number)) <= 0.51 * 10.0**-digits, (case, column, value)
+
+
 VARIABLE = re.compile(r'["\'`](TESSERA_[A-Z_]+)["\'`]')
 READS = re.compile(r"(?:variable|getenv|environ\.get|environ\[|environ:|in os\.environ|switch)|^[A-Z_]+ = ")
 
