@@ -373,6 +373,38 @@ typedef struct tessera_append_args {
 TESSERA_API int32_t tessera_append(const tessera_append_args* args, const tessera_device* device,
                                    const tessera_buffers* context, tessera_error* error);
 
+/* ---- rows between tensors ---- */
+
+enum { TESSERA_MAX_TERMS = 8 };
+
+/* Rows of a tensor: element (r, h, c) lies, in bytes, offset + index[r] * row + h * head and c elements
+ * behind the tensor's data. */
+typedef struct tessera_rows {
+  int32_t tensor; /* which of the call's tensors */
+  int32_t index;  /* which of them holds the rows' numbers, int64 [rows]; -1: index[r] = r */
+  int32_t dtype;  /* enum tessera_dtype of the rows; a tensor of messages may hold several */
+  int32_t reserved;
+  int64_t offset, row, head;
+} tessera_rows;
+
+/* to(r, h, c) = the sum of term[i](r, h, c), i < num_terms, for r < rows, h < heads, c < columns. */
+typedef struct tessera_row_sum {
+  int64_t rows, heads, columns;
+  int32_t num_terms; /* 0 to TESSERA_MAX_TERMS; of none, rows become 0 */
+  int32_t reserved;
+  tessera_rows to;
+  tessera_rows term[TESSERA_MAX_TERMS];
+} tessera_row_sum;
+
+/* Any number of such sums, in any order, as few launches as can be: what context parallelism does with
+ * messages. Sums are fp32, terms in order, rounded once (fp64: where any of them is). One term has the
+ * dtype of `to`, which may be any, and is copied; of several, each is fp32, bf16, fp16 or, on the CPU, fp64, as is
+ * `to`. A term may be `to` itself; nothing else that is written may be read or written by the same call. */
+TESSERA_API int32_t tessera_sum_rows(int64_t num_sums, const tessera_row_sum* sums,
+                                     int64_t num_tensors, void* const* tensors,
+                                     const tessera_device* device, const tessera_buffers* context,
+                                     tessera_error* error);
+
 /* Name of the i-th backend in order of preference, or NULL past the last. */
 TESSERA_API const char* tessera_backend_name(int32_t i);
 

@@ -18,11 +18,12 @@
 #include "core/choose/explain.h"
 #include "core/choose/plan_cache.h"
 #include "core/choose/workspace.h"
-#include "core/dropout_mask.h"
 #include "core/environment.h"
 #include "core/json.h"
 #include "core/log.h"
-#include "core/merge.h"
+#include "core/utilities/dropout_mask.h"
+#include "core/utilities/merge.h"
+#include "core/utilities/row_sums.h"
 #include "core/validate/validate.h"
 
 namespace tessera {
@@ -320,6 +321,21 @@ int32_t tessera_merge(int64_t num_parts, int32_t format, const tessera_tensor* o
     TESSERA_RETURN_IF_ERROR(validate_context(*ours));
     TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
     return backend->merge(args, *ours, where);
+  });
+}
+
+int32_t tessera_sum_rows(int64_t num_sums, const tessera_row_sum* sums, int64_t num_tensors,
+                         void* const* tensors, const tessera_device* device,
+                         const tessera_buffers* context, tessera_error* error) {
+  return guarded(error, "tessera.sum_rows", [&]() -> Status {
+    TESSERA_ASSIGN_OR_RETURN(where, import_device(device));
+    Buffers storage;
+    TESSERA_ASSIGN_OR_RETURN(ours, import_buffers(context, storage));
+    const RowSums args{num_sums, sums, num_tensors, tensors};
+    TESSERA_RETURN_IF_ERROR(validate(args, where));
+    TESSERA_RETURN_IF_ERROR(validate_context(*ours));
+    TESSERA_ASSIGN_OR_RETURN(backend, choose_utilities(all_backends(), where));
+    return backend->sum_rows(args, *ours, where);
   });
 }
 

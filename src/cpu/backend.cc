@@ -8,13 +8,14 @@
 #include "core/json.h"
 #include "cpu/backward/run.h"
 #include "cpu/cache/cache.h"
-#include "cpu/dropout_mask.h"
 #include "cpu/forward/run.h"
 #include "cpu/fp8/products.h"
 #include "cpu/fp8/run.h"
-#include "cpu/merge.h"
 #include "cpu/pool.h"
 #include "cpu/simd/kernels.h"
+#include "cpu/utilities/dropout_mask.h"
+#include "cpu/utilities/merge.h"
+#include "cpu/utilities/row_sums.h"
 
 namespace tessera::cpu {
 namespace {
@@ -102,7 +103,10 @@ class CpuBackend final : public Backend {
     cpu::dropout_mask(args, context);
     return check_interrupt(context);
   }
-
+  Status sum_rows(const RowSums& sums, const Buffers& context, const Device&) const override {
+    cpu::sum_rows(sums, context);
+    return check_interrupt(context);
+  }
   Status rotate(const RotateArgs& args, const Buffers& context, const Device&) const override {
     cpu::rotate(args, context);
     return check_interrupt(context);

@@ -11,6 +11,10 @@ Status Backend::dropout_mask(const DropoutMaskArgs&, const Buffers&, const Devic
   return Status(TESSERA_REFUSED, std::string(name()) + ": has no dropout_mask");
 }
 
+Status Backend::sum_rows(const RowSums&, const Buffers&, const Device&) const {
+  return Status(TESSERA_REFUSED, std::string(name()) + ": has no sum_rows");
+}
+
 Status Backend::rotate(const tessera_rotate_args&, const Buffers&, const Device&) const {
   return Status(TESSERA_REFUSED, std::string(name()) + ": has no rotate");
 }

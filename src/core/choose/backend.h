@@ -41,6 +41,14 @@ struct MergeArgs {
   void* lse_out;
 };
 
+// The arguments of tessera_sum_rows, validated.
+struct RowSums {
+  int64_t num_sums;
+  const tessera_row_sum* sums;
+  int64_t num_tensors;
+  void* const* tensors;
+};
+
 // The arguments of tessera_dropout_mask, validated. keep is contiguous [b, hq, sq, sk].
 struct DropoutMaskArgs {
   int64_t b, hq, sq, sk;
@@ -96,6 +104,7 @@ class Backend {
   virtual bool owns_utilities(const Device&) const { return false; }
   virtual Status merge(const MergeArgs&, const Buffers& context, const Device&) const;
   virtual Status dropout_mask(const DropoutMaskArgs&, const Buffers& context, const Device&) const;
+  virtual Status sum_rows(const RowSums&, const Buffers& context, const Device&) const;
   virtual Status rotate(const tessera_rotate_args&, const Buffers& context, const Device&) const;
   virtual Status append(const tessera_append_args&, const Buffers& context, const Device&) const;
 

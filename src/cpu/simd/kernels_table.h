@@ -5,9 +5,9 @@
 
 #include "cpu/backward/kernel.h"
 #include "cpu/forward/kernel.h"
-#include "cpu/merge_rows.h"
 #include "cpu/simd/kernels.h"
 #include "cpu/tiles.h"
+#include "cpu/utilities/merge_rows.h"
 
 namespace tessera::cpu {
 namespace {

@@ -4,6 +4,7 @@
 #include "cuda/common/cache/cache.h"
 #include "cuda/common/general.h"
 #include "cuda/common/merge/merge.h"
+#include "cuda/common/row_sums/row_sums.h"
 #include "cuda/sm80/convert/problem.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/products/problem.h"
@@ -31,6 +32,10 @@ class Sm80Backend final : public Sm80Rules {
   Status dropout_mask(const DropoutMaskArgs& args, const Buffers& context,
                       const Device& device) const override {
     return cuda::dropout_mask(args, context, device);
+  }
+  Status sum_rows(const RowSums& sums, const Buffers& context,
+                  const Device& device) const override {
+    return cuda::sum_rows(sums, context, device);
   }
   Status rotate(const RotateArgs& args, const Buffers& context,
                 const Device& device) const override {

@@ -7,6 +7,7 @@
 #include "cuda/common/general.h"
 #include "cuda/common/merge/merge.h"
 #include "cuda/common/quantise/quantise.h"
+#include "cuda/common/row_sums/row_sums.h"
 #include "cuda/common/score/blocks.h"
 #include "cuda/sm80/backward/row_kernels.h"
 #include "cuda/sm80/convert/rows.h"
@@ -129,6 +130,7 @@ Status report_checks(const Problem&, const Buffers&, cudaStream_t) { return {}; 
 Status launch_merge(const MergeLaunch&, cudaStream_t) { return {}; }
 Status launch_merge(const PartsMerge&, bool, cudaStream_t) { return {}; }
 Status merge(const MergeArgs&, const Buffers&, const Device&) { return {}; }
+Status sum_rows(const RowSums&, const Buffers&, const Device&) { return {}; }
 Status dropout_mask(const DropoutMaskArgs&, const Buffers&, const Device&) { return {}; }
 Status launch_copy(const Copy&, cudaStream_t) { return {}; }
 Status launch_fill(float*, int64_t, int, float, cudaStream_t) { return {}; }

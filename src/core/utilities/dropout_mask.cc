@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/dropout_mask.h"
+#include "core/utilities/dropout_mask.h"
 
 #include <cinttypes>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over a union of disjoint key sets: o = sum_p exp(lse_p - lse) o_p, in order of the
 // parts.
-#include "cpu/merge.h"
+#include "cpu/utilities/merge.h"
 
 #include <algorithm>
 #include <cmath>

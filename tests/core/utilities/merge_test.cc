@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/merge.h"
+#include "core/utilities/merge.h"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dropout mask of core/mask/philox.h, written out: one Philox call decides rows {r, r + 8} x
 // columns {c, c + 1, c + 8, c + 9} of each 16x16 patch.
-#include "cpu/dropout_mask.h"
+#include "cpu/utilities/dropout_mask.h"
 
 #include <algorithm>
 
