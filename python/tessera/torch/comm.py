@@ -43,8 +43,9 @@ class Processes:
 
     def all_to_all(self, sent, sizes, received_sizes):
         received = sent.new_empty(sum(received_sizes))
+        # On a GPU nothing waits for it but the current stream, on which NCCL then works itself.
         work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._group,
-                                      async_op=True)
+                                      async_op=sent.device.type == "cpu")
         return received, work
 
     def abort(self):
@@ -108,9 +109,9 @@ def exchange(group: Group, outgoing: Sequence[Sequence[torch.Tensor]],
         return Kept([own])
     pieces = [[] if p == group.rank else list(tensors) for p, tensors in enumerate(outgoing)]
     incoming = [[] if p == group.rank else whats for p, whats in enumerate(incoming)]
-    sizes = [sum(_padded(_size(x.shape, x.dtype)) for x in tensors) for tensors in pieces]
-    received_sizes = [sum(_padded(_size(*what)) for what in whats) for whats in incoming]
-    side = _side_stream(device, group.name)
+    sizes = [sum(padded(_size(x.shape, x.dtype)) for x in tensors) for tensors in pieces]
+    received_sizes = [sum(padded(_size(*what)) for what in whats) for whats in incoming]
+    side = side_stream(device, group.name)
     if side is None:
         received, work = group.all_to_all(_joined(pieces, sum(sizes), device), sizes, received_sizes)
         return Pending(group.rank, own, received, work, incoming, received_sizes)
@@ -154,7 +155,7 @@ class Pending:
             for shape, dtype in whats:
                 size = _size(shape, dtype)
                 own.append(part[at:at + size].view(dtype).view(shape))
-                at += _padded(size)
+                at += padded(size)
             tensors.append(own)
         tensors[self._rank] = self._own
         return tensors
@@ -175,7 +176,7 @@ def _cuda_stream(device: torch.device, name: str):
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _side_stream(device: torch.device, name: str):
+def side_stream(device: torch.device, name: str):
     """One stream of exchanges for a device and group: the order of collectives is the calls'."""
     return _cuda_stream(device, name) if device.type == "cuda" else None
 
@@ -204,25 +205,13 @@ def to_all(group: Group, x: torch.Tensor, shapes) -> list[torch.Tensor]:
     return [x for x, in found.wait()]
 
 
-def in_words(*tensors: torch.Tensor):
-    """The tensors, of one dtype, as views of elements of 8 bytes where all can be, whatever they hold: PyTorch copies
-    strided elements of 2 bytes at a third of the speed."""
-    size = tensors[0].element_size()
-    per = 8 // size
-    can = size < 8 and all(x.dim() and x.stride(-1) == 1 and all(
-        n % per == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) for x in tensors)
-    views = tuple(x.view(torch.int64) for x in tensors) if can else tensors
-    return views if len(views) > 1 else views[0]
-
-
 def _joined(pieces, size: int, device) -> torch.Tensor:
     """The messages one behind the other; what lies between two tensors is anything."""
     joined, at = torch.empty(size, dtype=torch.uint8, device=device), 0
     for x in (x for tensors in pieces for x in tensors):
         size = _size(x.shape, x.dtype)
-        to, x = in_words(joined[at:at + size].view(x.dtype).view(x.shape), x)
-        to.copy_(x)
-        at += _padded(size)
+        joined[at:at + size].view(x.dtype).view(x.shape).copy_(x)
+        at += padded(size)
     return joined
 
 
@@ -230,5 +219,6 @@ def _size(shape, dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """What so many bytes take of a message."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

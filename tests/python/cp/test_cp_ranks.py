@@ -7,6 +7,7 @@ import random
 import types
 import weakref
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,6 +17,9 @@ import tessera.torch as tt  # noqa: E402
 from tessera.cli import conformance  # noqa: E402
 from tessera.context_parallel import Shards  # noqa: E402
 from tessera.torch import comm  # noqa: E402
+from tessera.torch.context_parallel import _messages  # noqa: E402
+from tessera.torch.context_parallel._row_sums import Kind  # noqa: E402
+from tessera.torch.context_parallel._rows import Rows  # noqa: E402
 from tessera.torch import context_parallel as cp  # noqa: E402
 from tessera.torch.context_parallel import _local  # noqa: E402
 
@@ -262,7 +266,7 @@ def test_what_a_stream_of_exchanges_reads_is_kept(monkeypatch, x):
     side = types.SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: "event")
     current = types.SimpleNamespace(wait_event=lambda event: events.append((event, [y() for y in joined])))
     join = comm._joined
-    monkeypatch.setattr(comm, "_side_stream", lambda *_: side)
+    monkeypatch.setattr(comm, "side_stream", lambda *_: side)
     monkeypatch.setattr(comm, "_joined", lambda pieces, *rest: joined.extend(
         weakref.ref(y) for tensors in pieces for y in tensors) or join(pieces, *rest))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
@@ -276,6 +280,28 @@ def test_what_a_stream_of_exchanges_reads_is_kept(monkeypatch, x):
     del alive
     events.clear()
     assert all(y() is None for y in joined), "and no longer"
+
+
+def test_what_a_planned_exchange_reads_and_writes_is_kept(monkeypatch):
+    """With doubles of CUDA's streams: the allocator would give to the caller what is freed before it waited."""
+    x, into, events = torch.arange(24.0).view(4, 3, 2)[:, 1:], torch.zeros(4, 2, 2), []
+    kept = [weakref.ref(y) for y in (x, into)]
+    side = types.SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: "event")
+    current = types.SimpleNamespace(wait_event=lambda event: events.append((event, [y() is not None for y in kept])))
+    monkeypatch.setattr(comm, "side_stream", lambda *_: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    plan = _messages.Messages(0, 2, [Kind.of(x)], [Kind.of(into)])
+    rows = Rows(np.array([3, 0, 1]), x.device)
+    plan.send(1, 0, rows)
+    plan.receive(1, 0, rows)
+    pending = plan.sealed().start(cp_ranks.Echo(), [x], [into])
+    want, found = x.clone(), into.detach()
+    del x, into
+    assert pending.wait() == [[], []]
+    assert events == [("event", [True, True])]
+    assert [y() for y in kept] == [None, None], "and no longer"
+    assert torch.equal(found[[3, 0, 1]], want[[3, 0, 1]]) and not found[2].any()
 
 
 def test_shard_and_unshard_are_inverse_and_differentiable():

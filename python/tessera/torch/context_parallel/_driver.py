@@ -14,9 +14,11 @@ import torch
 from ...context_parallel import schedule
 from ...context_parallel.shards import Shards
 from .. import _functions
-from ..comm import Topology, exchange
+from ..comm import Topology
 from . import _local
-from ._rows import Rows, Sum, beside
+from ._messages import Messages
+from ._row_sums import Kind
+from ._rows import Rows, Sum, sums_beside
 
 
 class Step(NamedTuple):
@@ -38,8 +40,8 @@ def steps(kind: str, shards_q: Shards, shards_k: Shards, band: schedule.Band, ra
         for hop in stage.hops:
             own = {"all": rank, "inner": rank % inner, "outer": rank // inner}[hop.group]
             route = hop.route(own)
-            hops.append((hop.group, [Rows(rows, device) for rows in route.send],
-                         [Rows(rows, device) for rows in route.receive],
+            hops.append((hop.group, tuple(Rows(rows, device) for rows in route.send),
+                         tuple(Rows(rows, device) for rows in route.receive),
                          sum(run.length for run in hop.wants[own])))
         made.append(Step(tuple(hops), tuple(_local.Tables(call, band, begins, device)
                                             for call in stage.calls)))
@@ -52,12 +54,40 @@ def _rows_held(shards: Shards, rank: int, device: torch.device) -> Rows:
     return Rows(np.concatenate([*rows, np.zeros(0, np.int64)]), device)
 
 
+@functools.lru_cache(maxsize=256)
+def _moving(rank: int, send: tuple[Rows, ...], receive: tuple[Rows, ...], of, into) -> Messages:
+    """The plan by which rows of tensors `of` these kinds come to be those of buffers."""
+    plan = Messages(rank, len(send), of, into)
+    for peer in range(len(send)):
+        for i in range(len(of)):
+            plan.send(peer, i, send[peer])
+        for i in range(len(of)):
+            plan.receive(peer, i, receive[peer])
+    return plan.sealed()
+
+
+@functools.lru_cache(maxsize=256)
+def _returning(rank: int, send: tuple[Rows, ...], receive: tuple[Rows, ...], about) -> Messages:
+    """The plan by which sums of a buffer's rows go to the owners of its rows: of each, (shape of a row, dtype of a message,
+    terms)."""
+    plan = Messages(rank, len(send), [kind for _, _, terms in about for kind, _ in terms])
+    for peer in range(len(send)):
+        if peer == rank:
+            continue
+        first = 0
+        for shape, dtype, terms in about:
+            plan.send_sum(peer, [(first + i, spans) for i, (_, spans) in enumerate(terms)], receive[peer], shape, dtype)
+            plan.read(peer, (send[peer].count, *shape), dtype)
+            first += len(terms)
+    return plan.sealed()
+
+
 class Driver:
     """What one exchange of keys needs beside a problem. `groups` is how many groups of kv heads."""
 
     def __init__(self, kind: str, shards_q: Shards, shards_k: Shards, band, topology: Topology,
                  groups: int, device: torch.device):
-        self.topology, self.groups, self.is_ring = topology, groups, kind == "ring"
+        self.topology, self.groups, self.is_ring, self.device = topology, groups, kind == "ring", device
         inner, rank = (topology.inner.size, topology.rank) if kind == "keys+keys" else \
             (1, topology.outer.rank)
         self.rows = _rows_held(shards_q, rank, device)
@@ -107,12 +137,10 @@ class Driver:
                                 own, self.is_ring, dqs[g], *buffers)
             if returning is not None:
                 returning()
-            returning = self._give_back(step, [x.value() for x in buffers], (p.k.dtype, p.v.dtype),
-                                        [dks[g], dvs[g]])
+            returning = self._give_back(step, buffers, (p.k.dtype, p.v.dtype), [dks[g], dvs[g]])
         if returning is not None:
             returning()
-        return tuple(beside([x.value(whole.dtype) for x in parts])
-                     for parts, whole in ((dqs, p.q), (dks, p.k), (dvs, p.v)))
+        return tuple(sums_beside(parts, whole.dtype) for parts, whole in ((dqs, p.q), (dks, p.k), (dvs, p.v)))
 
     # ---- below: how ----
 
@@ -162,51 +190,49 @@ class Driver:
                 send[0].count == count == tensors[0].shape[0]:
             return lambda: tensors
         buffers = into or [x.new_empty(count, *x.shape[1:]) for x in tensors]
-        outgoing = [[rows.take(x) for x in tensors] if peer != group.rank else []
-                    for peer, rows in enumerate(send)]
-        incoming = [[((rows.count, *x.shape[1:]), x.dtype) for x in tensors]
-                    if peer != group.rank else [] for peer, rows in enumerate(receive)]
-        pending = exchange(group, outgoing, incoming, tensors[0].device)
-        for x, buffer in zip(tensors, buffers):
-            receive[group.rank].put(buffer, send[group.rank].take(x))
+        plan = _moving(group.rank, send, receive, tuple(map(Kind.of, tensors)), tuple(map(Kind.of, buffers)))
+        pending = plan.start(group, tensors, buffers)
 
         def finish():
-            for rows, found in zip(receive, pending.wait()):
-                for buffer, x in zip(buffers, found):
-                    rows.put(buffer, x)
+            pending.wait()
             return buffers
         return finish
 
-    def _give_back(self, step: Step, buffers, dtypes, totals):
+    def _give_back(self, step: Step, buffers: list[Sum], dtypes, totals: list[Sum]):
         """Starts to send gradients of the last hop's buffer to the owners of its rows; what it
-        returns adds up what came."""
+        returns adds up what came, in the order of ranks."""
         def back(hop, buffers, totals):
             name, send, receive, _ = hop
             group = self.topology.of_hop(name)
-            peers = range(group.size)
             # A message is rounded to the inputs' dtype; sums are fp32.
-            outgoing = [[receive[p].take(x).to(dtype) for x, dtype in zip(buffers, dtypes)]
-                        if p != group.rank else [] for p in peers]
-            incoming = [[((send[p].count, *x.shape[1:]), dtype) for x, dtype in zip(buffers, dtypes)]
-                        if p != group.rank else [] for p in peers]
-            pending = exchange(group, outgoing, incoming, buffers[0].device)
+            if any(rows.spans is None for rows in receive):
+                for x in buffers:
+                    x.total()
+            sources = [values for x in buffers for values, _ in x.terms]
+            about = tuple((x.shape[1:], dtype, tuple((Kind.of(values), spans) for values, spans in x.terms))
+                          for x, dtype in zip(buffers, dtypes))
+            plan = _returning(group.rank, send, receive, about)
+            pending = plan.start(group, sources or [torch.empty(0, device=self.device)])
 
             def finish():
                 for p, found in enumerate(pending.wait()):
-                    found = [receive[p].take(x) for x in buffers] if p == group.rank else found
-                    for total, x in zip(totals, found):
-                        total.add(x, send[p])
+                    if p == group.rank:
+                        for total, x in zip(totals, buffers):
+                            total.add_sum(x, receive[p], send[p])
+                        continue
+                    for total, values in zip(totals, found):
+                        total.add(values, send[p])
             return finish
 
         if len(step.hops) == 1:
             return back(step.hops[0], buffers, totals)
         outer, inner = step.hops
-        middle = [Sum((outer[3], *x.shape[1:]), x.device) for x in buffers]
+        middle = [Sum((outer[3], *x.shape[1:]), self.device) for x in buffers]
         finish = back(inner, buffers, middle)
 
         def both():
             finish()
-            back(outer, [x.value() for x in middle], totals)()
+            back(outer, middle, totals)()
         return both
 
     def _dsink(self, sink, do, o, lse, dlse):

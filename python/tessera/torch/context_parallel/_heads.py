@@ -12,8 +12,10 @@ import torch
 
 from ...context_parallel import schedule
 from ...context_parallel.shards import Shards
-from ..comm import Group, exchange
+from ..comm import Group
 from . import _local
+from ._messages import Messages
+from ._row_sums import Kind
 from ._rows import Rows, beside
 
 
@@ -58,51 +60,71 @@ class Exchange:
     def gather(self, of_q, of_k, rows_q=(), rows_k=()):
         """Starts to bring tensors [rows, heads, ...] of q's and of k's heads, and tensors [rows, ...]
         without heads, of all rows of the group and my heads; what it returns waits for four lists."""
-        outgoing, incoming = [], []
-        (mine_q, _, _), (mine_k, _, _) = self.q, self.k
-        for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
-            outgoing.append([mine_q.take(x[:, q0:q1]) for x in of_q] +
-                            [mine_k.take(x[:, k0:k1]) for x in of_k] +
-                            [mine_q.take(x) for x in rows_q] + [mine_k.take(x) for x in rows_k])
-            nq, nk = self.q[1][peer].count, self.k[1][peer].count
-            q0, q1, k0, k1 = self.mine
-            incoming.append([((nq, q1 - q0, *x.shape[2:]), x.dtype) for x in of_q] +
-                            [((nk, k1 - k0, *x.shape[2:]), x.dtype) for x in of_k] +
-                            [((nq, *x.shape[1:]), x.dtype) for x in rows_q] +
-                            [((nk, *x.shape[1:]), x.dtype) for x in rows_k])
-        pending = exchange(self.group, outgoing, incoming, self.device)
-        sides = [self.q] * len(of_q) + [self.k] * len(of_k) + [self.q] * len(rows_q) + \
-            [self.k] * len(rows_k)
-        cuts = (len(of_q), len(of_q) + len(of_k), len(of_q) + len(of_k) + len(rows_q))
+        given = [list(xs) for xs in (of_q, of_k, rows_q, rows_k)]
+        sources = [x for xs in given for x in xs]
+        plan, into = _gathering(self, tuple(tuple(Kind.of(x) for x in xs) for xs in given))
+        targets = [x.new_empty(kind.shape) for x, kind in zip(sources, into)]
+        pending = plan.start(self.group, sources, targets)
 
         def finish():
-            whole = [x.new_empty(side[2], *what[0][1:]) for x, side, what in
-                     zip((*of_q, *of_k, *rows_q, *rows_k), sides, incoming[0])]
-            for peer, found in enumerate(pending.wait()):
-                for x, side, values in zip(whole, sides, found):
-                    side[1][peer].put(x, values)
-            return whole[:cuts[0]], whole[cuts[0]:cuts[1]], whole[cuts[1]:cuts[2]], whole[cuts[2]:]
+            pending.wait()
+            found = iter(targets)
+            return [[next(found) for _ in xs] for xs in given]
         return finish
 
     def give_back(self, of_q, of_k, into_q, into_k):
-        """Starts to send results of my heads and all rows to the rows' owners; what it returns puts
-        those of q's heads into into_q [rows, hq, ...], and those of k's into into_k; where two ranks have
+        """Starts to send results of my heads and all rows to the rows' owners; what it returns waits until
+        those of q's heads are in into_q [rows, hq, ...], and those of k's in into_k; where two ranks have
         parts of one kv head, it adds them, in the order of ranks."""
-        outgoing, incoming = [], []
-        for peer, (q0, q1, k0, k1) in enumerate(self.ranges):
-            outgoing.append([self.q[1][peer].take(x) for x in of_q] +
-                            [self.k[1][peer].take(x) for x in of_k])
-            incoming.append([((self.q[0].count, q1 - q0, *x.shape[2:]), x.dtype) for x in of_q] +
-                            [((self.k[0].count, k1 - k0, *x.shape[2:]), x.dtype) for x in of_k])
-        pending = exchange(self.group, outgoing, incoming, self.device)
+        plan = _giving(self, *(tuple(Kind.of(x) for x in xs) for xs in (of_q, of_k, into_q, into_k)))
+        targets = [*into_q] if self.shares_kv_heads else [*into_q, *into_k]
+        pending = plan.start(self.group, [*of_q, *of_k], targets)
 
         def finish():
-            for (q0, q1, k0, k1), values in zip(self.ranges, pending.wait()):
-                for x, value in zip(into_q, values):
-                    self.q[0].put(x[:, q0:q1], value)
-                for x, value in zip(into_k, values[len(into_q):]):
-                    (self.k[0].add if self.shares_kv_heads else self.k[0].put)(x[:, k0:k1], value)
+            for (_, _, k0, k1), values in zip(self.ranges, pending.wait()):
+                for x, value in zip(into_k, values):
+                    self.k[0].add(x[:, k0:k1], value)
         return finish
+
+
+@functools.lru_cache(maxsize=256)
+def _gathering(exchange: Exchange, kinds) -> tuple[Messages, list[Kind]]:
+    """The plan of Exchange.gather for tensors of q's heads, of k's heads, of q's rows and of k's, and what it makes."""
+    rank, (q0, q1, k0, k1) = exchange.group.rank, exchange.mine
+    sides = [exchange.q, exchange.k, exchange.q, exchange.k]
+    own_heads = [(q0, q1), (k0, k1), None, None]
+    items = [(kind, side, heads, which) for which, (xs, side, heads) in enumerate(zip(kinds, sides, own_heads))
+             for kind in xs]
+    into = [Kind.dense((side[2], *((heads[1] - heads[0], *kind.shape[2:]) if heads else kind.shape[1:])), kind.dtype)
+            for kind, side, heads, _ in items]
+    plan = Messages(rank, exchange.group.size, [item[0] for item in items], into)
+    for peer, ranges in enumerate(exchange.ranges):
+        heads_of_peer = [ranges[:2], ranges[2:], None, None]
+        for i, (_, side, _, which) in enumerate(items):
+            plan.send(peer, i, side[0], heads_of_peer[which])
+        for i, (_, side, _, _) in enumerate(items):
+            plan.receive(peer, i, side[1][peer])
+    return plan.sealed(), into
+
+
+@functools.lru_cache(maxsize=256)
+def _giving(exchange: Exchange, of_q, of_k, into_q, into_k) -> Messages:
+    """The plan of Exchange.give_back."""
+    rank = exchange.group.rank
+    targets = into_q if exchange.shares_kv_heads else (*into_q, *into_k)
+    sides = [exchange.q] * len(of_q) + [exchange.k] * len(of_k)
+    plan = Messages(rank, exchange.group.size, [*of_q, *of_k], targets)
+    for peer, (q0, q1, k0, k1) in enumerate(exchange.ranges):
+        for i, side in enumerate(sides):
+            plan.send(peer, i, side[1][peer], is_read=i >= len(targets))
+        for i, side in enumerate(sides):
+            heads = (q0, q1) if i < len(of_q) else (k0, k1)
+            if i < len(targets):
+                plan.receive(peer, i, side[0], heads)
+            else:
+                kind = of_k[i - len(of_q)]
+                plan.read(peer, (side[0].count, heads[1] - heads[0], *kind.shape[2:]), kind.dtype)
+    return plan.sealed()
 
 
 def pipeline(exchanges: list[Exchange], p: _local.Problem, more=()):

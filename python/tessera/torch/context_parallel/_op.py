@@ -39,7 +39,7 @@ class _Run:
     """One pass of one call on this rank."""
 
     def __init__(self, inputs, sizes, text: str, spec: str, inner: str, outer: str):
-        self.spec = Spec.parse(spec)
+        self.text, self.spec = spec, Spec.parse(spec)
         self.topology = topology_of(inner, outer, self.spec.exchange)
         self.call = Call.of(text)
         self.given = _describe.keywords(self.call, inputs, sizes)
@@ -76,19 +76,7 @@ class _Run:
             rng, {name: given.get(name) for name in _local.OPTIONS})
 
     def driver(self) -> tuple[list[_heads.Exchange] | None, Driver]:
-        """What exchanges heads, if anything does, and what exchanges keys."""
-        spec, topology = self.spec, self.topology
-        if not spec.by_heads:
-            return None, Driver(spec.exchange, spec.shards_q, spec.shards_k, spec.band, topology,
-                                spec.groups, self.device)
-        inner = topology.inner.size
-        heads = [_heads.Exchange(topology.inner, spec.shards_q, spec.shards_k,
-                                 topology.outer.rank * inner, self.given["q"].shape[1],
-                                 self.given["k"].shape[1], self.device, part, spec.groups)
-                 for part in range(spec.groups)]
-        nodes = [schedule.node_shards(shards, inner) for shards in (spec.shards_q, spec.shards_k)]
-        return heads, Driver("ring" if spec.exchange == "heads+ring" else "keys", *nodes, spec.band,
-                             Topology(topology.outer, topology.outer), 1, self.device)
+        return _drivers(self.text, self.topology, self.given["q"].shape[1], self.given["k"].shape[1], self.device)
 
     def state(self):
         """The four words of dropout, the same on every rank, or None."""
@@ -112,6 +100,20 @@ class _Run:
             if group.size > 1:
                 x = torch.stack(to_all(group, x, [x.shape] * group.size)).amax(0)
         return x
+
+
+@functools.lru_cache(maxsize=128)
+def _drivers(text: str, topology: Topology, hq: int, hk: int, device: torch.device):
+    """What exchanges heads, if anything does, and what exchanges keys."""
+    spec = Spec.parse(text)
+    if not spec.by_heads:
+        return None, Driver(spec.exchange, spec.shards_q, spec.shards_k, spec.band, topology, spec.groups, device)
+    inner = topology.inner.size
+    heads = [_heads.Exchange(topology.inner, spec.shards_q, spec.shards_k, topology.outer.rank * inner, hq, hk, device, part,
+                             spec.groups) for part in range(spec.groups)]
+    nodes = [schedule.node_shards(shards, inner) for shards in (spec.shards_q, spec.shards_k)]
+    return heads, Driver("ring" if spec.exchange == "heads+ring" else "keys", *nodes, spec.band,
+                         Topology(topology.outer, topology.outer), 1, device)
 
 
 def _told(one_pass):

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 
 import numpy as np
 import torch
 
 from ..._call._args import ORDERS
-from ..comm import in_words
+from ._row_sums import MAX_TERMS, Kind, Part, Spans, Table, depth, inverse, through
 
 
 class Rows:
@@ -18,16 +18,19 @@ class Rows:
     _MOST_SLICES = 8
 
     def __init__(self, rows: np.ndarray, device: torch.device):
-        self.count = len(rows)
+        self.count, self._rows, self._device = len(rows), rows, device
         self.first = int(rows[0]) if self.count else 0
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         self.is_slice = len(cuts) == 0
         begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), self.count]
-        self._slices = [(int(rows[begin]), begin, end - begin) for begin, end in zip(begins, ends)] \
-            if 0 < len(cuts) < self._MOST_SLICES else None  # first row, where in the order, how many
-        self._index = None if self.is_slice or self._slices else torch.from_numpy(rows).to(device)
-        slices = self._slices or ([(self.first, 0, self.count)] if self.is_slice else None)
-        self.spans = None if slices is None else [(first, first + count) for first, _, count in slices]
+        # (first row, where in the order, how many) of each slice; None where there are too many
+        self.spans = tuple((int(rows[begin]) if self.count else 0, begin, end - begin)
+                           for begin, end in zip(begins, ends)) if len(cuts) < self._MOST_SLICES else None
+
+    @functools.cached_property
+    def numbers(self) -> torch.Tensor:
+        """int64 [count], on the device."""
+        return torch.from_numpy(self._rows).to(self._device)
 
     def are_all(self, x: torch.Tensor, dim: int = 0) -> bool:
         """Whether they are x's rows, as they lie there."""
@@ -37,9 +40,9 @@ class Rows:
         if self.is_slice:
             return x.narrow(dim, self.first, self.count)
         whole = in_words(x) if dim < x.dim() - 1 else x
-        if self._slices:
-            return torch.cat([whole.narrow(dim, first, count) for first, _, count in self._slices], dim).view(x.dtype)
-        return _bytes(whole).index_select(dim, self._index).view(x.dtype)
+        if self.spans:
+            return torch.cat([whole.narrow(dim, first, count) for first, _, count in self.spans], dim).view(x.dtype)
+        return _bytes(whole).index_select(dim, self.numbers).view(x.dtype)
 
     def put(self, x: torch.Tensor, values: torch.Tensor, dim: int = 0):
         """x[rows] = values"""
@@ -47,80 +50,113 @@ class Rows:
             x, values = in_words(x, values)
         if self.is_slice:
             x.narrow(dim, self.first, self.count).copy_(values)
-        elif self._slices:
-            for first, at, count in self._slices:
+        elif self.spans:
+            for first, at, count in self.spans:
                 x.narrow(dim, first, count).copy_(values.narrow(dim, at, count))
         else:
-            _bytes(x).index_copy_(dim, self._index, _bytes(values.to(x.dtype)))
+            _bytes(x).index_copy_(dim, self.numbers, _bytes(values.to(x.dtype)))
 
     def add(self, x: torch.Tensor, values: torch.Tensor, dim: int = 0):
         """x[rows] += values"""
         if self.is_slice:
             x.narrow(dim, self.first, self.count).add_(values)
-        elif self._slices:
-            for first, at, count in self._slices:
+        elif self.spans:
+            for first, at, count in self.spans:
                 x.narrow(dim, first, count).add_(values.narrow(dim, at, count))
         else:
-            x.index_add_(dim, self._index, values.to(x.dtype))
+            x.index_add_(dim, self.numbers, values.to(x.dtype))
 
 
 class Sum:
-    """Rows [rows, ...] that terms are added to: in fp32, unless no row has more than two terms, whose sum is rounded
-    once either way. Terms are kept uncopied until the sum is asked for, once, and may be overwritten by it."""
+    """Rows [rows, ...] that terms are added to, in order, in fp32. Terms are kept uncopied until the sum is asked for, and
+    are rounded to the sum's dtype once, by one launch."""
 
     def __init__(self, shape, device: torch.device):
-        self._shape, self._device = tuple(shape), device
-        self._terms: list[tuple[torch.Tensor, Rows]] = []
-        self._total = None
+        self.shape, self.device = tuple(shape), device
+        self.terms: list[tuple[torch.Tensor, Spans]] = []  # (values, (row of values, row of the sum, count))
+        self._is_total = False  # whether the first term is a total of its own
 
     def add(self, values: torch.Tensor, rows: Rows):
         """values [rows.count, ...] to rows."""
-        if self._total is None and rows.spans is not None:
-            self._terms.append((values, rows))
+        if rows.spans is not None:
+            self.add_spans(values, inverse(rows.spans))
         else:
             rows.add(self.total(), values)
 
+    def add_spans(self, values: torch.Tensor, spans: Spans):
+        """Rows of values to those at whose places they are."""
+        if depth([known for _, known in self.terms] + [spans]) > MAX_TERMS:
+            self.total()
+        self.terms.append((values, spans))
+
+    def add_sum(self, other: Sum, rows: Rows, to: Rows):
+        """Some rows of another sum, as exact as it is, to rows of this one."""
+        if rows.spans is None or to.spans is None:
+            self.add(rows.take(other.total()), to)
+            return
+        for values, spans in other.terms:
+            self.add_spans(values, through(through(spans, rows.spans), inverse(to.spans)))
+
     def total(self) -> torch.Tensor:
         """The sum so far, fp32, to be added to in place."""
-        if self._total is None:
-            self._total = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
-            for values, rows in self._terms:
-                rows.add(self._total, values)
-            self._terms = []
-        return self._total
+        if not (self._is_total and len(self.terms) == 1):
+            total = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+            self.into(total)
+            self.terms, self._is_total = [(total, ((0, 0, self.shape[0]),))], True
+        return self.terms[0][0]
 
-    def value(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The sum, rounded to dtype once; without, as exact as it is: fp32, or the terms' dtype."""
-        dtypes, depth = {values.dtype for values, _ in self._terms}, self._depth()
-        if len(dtypes) == 1 and (depth == 1 or depth == 2 and dtype in dtypes):
-            self._total = self._of_terms(*dtypes, depth)
-            self._terms = []
-        total = self.total()
-        return total if dtype is None else total.to(dtype)
+    def value(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum, rounded once; it may be a term."""
+        if len(self.terms) == 1:
+            values, spans = self.terms[0]
+            if spans == ((0, 0, self.shape[0]),) and values.dtype == dtype and values.shape == self.shape:
+                return values
+        value = torch.empty(self.shape, dtype=dtype, device=self.device)
+        self.into(value)
+        return value
 
-    def _of_terms(self, dtype: torch.dtype, depth: int) -> torch.Tensor:
-        whole = [i for i, (_, rows) in enumerate(self._terms) if rows.is_slice and rows.count == self._shape[0]]
-        if whole:
-            total = self._terms.pop(whole[0])[0]
-        else:
-            covered = sum(rows.count for _, rows in self._terms)
-            make = torch.empty if depth == 1 and covered == self._shape[0] else torch.zeros
-            total = make(self._shape, dtype=dtype, device=self._device)
-        for values, rows in self._terms:
-            (rows.add if whole or depth == 2 else rows.put)(total, values)
-        return total
+    def into(self, out: torch.Tensor):
+        """Writes the sum, rounded once."""
+        table = _summing(Kind.of(out), tuple((Kind.of(values), spans) for values, spans in self.terms))
+        table.run([out, *(values for values, _ in self.terms)])
 
-    def _depth(self) -> int:
-        """The most terms that a row has."""
-        ends = sorted((at, change) for _, rows in self._terms for span in rows.spans if span[0] < span[1]
-                      for at, change in zip(span, (1, -1)))
-        return max(itertools.accumulate(change for _, change in ends), default=0)
+
+@functools.lru_cache(maxsize=256)
+def _summing(out: Kind, terms: tuple[tuple[Kind, Spans], ...]) -> Table:
+    table, rows = Table(), out.shape[0]
+    table.add_spans(Part.of(0, out), ((0, 0, rows),), [(Part.of(i + 1, kind), spans)
+                                                       for i, (kind, spans) in enumerate(terms)])
+    return table.sealed(1 + len(terms))
 
 
 def beside(parts: list[torch.Tensor]) -> torch.Tensor:
     """Heads [rows, h, ...] beside each other. A part without heads is left out, and one alone is not copied."""
     some = [x for x in parts if x.shape[1]] or parts[:1]
     return some[0] if len(some) == 1 else torch.cat(some, 1)
+
+
+def sums_beside(parts: list[Sum], dtype: torch.dtype) -> torch.Tensor:
+    """The same of sums, each rounded once."""
+    some = [x for x in parts if x.shape[1]] or parts[:1]
+    if len(some) == 1:
+        return some[0].value(dtype)
+    whole = torch.empty((some[0].shape[0], sum(x.shape[1] for x in some), *some[0].shape[2:]), dtype=dtype, device=some[0].device)
+    at = 0
+    for x in some:
+        x.into(whole[:, at:at + x.shape[1]])
+        at += x.shape[1]
+    return whole
+
+
+def in_words(*tensors: torch.Tensor):
+    """The tensors, of one dtype, as views of elements of 8 bytes where all can be, whatever they hold: PyTorch copies
+    strided elements of 2 bytes at a third of the speed."""
+    size = tensors[0].element_size()
+    per = 8 // size
+    can = size < 8 and all(x.dim() and x.stride(-1) == 1 and all(
+        n % per == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) for x in tensors)
+    views = tuple(x.view(torch.int64) for x in tensors) if can else tensors
+    return views if len(views) > 1 else views[0]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
