@@ -22,8 +22,9 @@ def printed(name: str, capsys) -> str:
 
 def printed_alone(name: str) -> str:
     """What an example prints, in a process of its own: it loads another tessera, or makes what a process has once."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "python"), os.environ.get("PYTHONPATH"))))
     done = subprocess.run([sys.executable, FOLDER / f"{name}.py", "--device", DEVICE], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT / "python")})
+                          env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

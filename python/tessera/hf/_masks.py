@@ -4,13 +4,19 @@ tessera's attention function can use, so that a model which computes attention i
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 
 import torch
+import transformers
 from transformers import masking_utils
 
 from .._lib import Refused
+
+if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    raise ImportError(f"tessera.hf: transformers=={transformers.__version__}: tells mask functions no q_length; must "
+                      "be 5.4 or later")
 
 _log = logging.getLogger("tessera.hf")
 
@@ -129,7 +135,7 @@ def _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, a
         if attention_mask is not None:
             first, last = _padding(attention_mask)
             start, end = torch.maximum(start, first), torch.minimum(end, last)
-    except _NotAnInterval:
+    except NotAnInterval:
         return made(_dense(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
                            attention_mask, **others), Mask)
     ranges = torch.stack(torch.broadcast_tensors(start, end), -1) - kv_offset
@@ -156,7 +162,7 @@ def _refusal(name: str, arguments) -> Refused:
                    '"name_of_its_sub_config": "eager"}')
 
 
-class _NotAnInterval(Exception):
+class NotAnInterval(Exception):
     pass
 
 
@@ -179,7 +185,7 @@ def _interval(function, rows):
         return torch.zeros_like(rows), torch.full_like(rows, _FAR)
     maker, given = pattern(function)
     if maker not in _PATTERNS:
-        raise _NotAnInterval
+        raise NotAnInterval
     return _PATTERNS[maker](rows, **given)
 
 
@@ -215,8 +221,8 @@ def _packed(rows, packed_sequence_mask):
     ids = packed_sequence_mask
     in_order = ids.sort(-1).values
     ends, kinds = ids[:, 1:] != ids[:, :-1], in_order[:, 1:] != in_order[:, :-1]
-    _require((ends.sum(-1) == kinds.sum(-1)).all(), "ids of packed sequences: the tokens of a sequence must be "
-                                                    "neighbours")
+    require((ends.sum(-1) == kinds.sum(-1)).all(), "ids of packed sequences: the tokens of a sequence must be "
+                                                   "neighbours")
     runs = torch.nn.functional.pad(ends.cumsum(-1), (1, 0))
     mine = _at(runs, rows)
     return torch.searchsorted(runs, mine), torch.searchsorted(runs, mine, right=True)
@@ -226,9 +232,9 @@ def _remapped(rows, packed, mask_function, position_ids):
     """A pattern in positions that count on within each packed sequence. Only beside the mask of these sequences is it
     an interval: alone it shows keys of several."""
     if packed is None:
-        raise _NotAnInterval
-    _require(((position_ids.diff() == 1) | (packed.diff() != 0)).all(),
-             "position_ids: must rise by 1 within a packed sequence")
+        raise NotAnInterval
+    require(((position_ids.diff() == 1) | (packed.diff() != 0)).all(),
+            "position_ids: must rise by 1 within a packed sequence")
     positions = _at(position_ids, rows)
     start, end = _interval(mask_function, positions)
     shift = rows - positions
@@ -245,12 +251,12 @@ _PATTERNS = {"and_masks": _and, "sliding_window_overlay": _window, "chunked_over
              "sliding_window_bidirectional_overlay": _window_both_sides, PACKED: _packed}
 
 
-def _require(condition, what: str):
+def require(condition, what: str):
     """Makes a mask of intervals possible: a graph cannot choose another."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition, f"tessera.hf: {what} under torch.compile; others work in eager mode")
     elif not condition:
-        raise _NotAnInterval
+        raise NotAnInterval
 
 
 def _padding(mask):
@@ -260,8 +266,8 @@ def _padding(mask):
     position = torch.arange(n, device=mask.device)
     first = torch.where(mask, position, n).amin(-1, keepdim=True)
     last = torch.where(mask, position + 1, 0).amax(-1, keepdim=True)
-    _require((mask.sum(-1, keepdim=True) == (last - first).clamp(min=0)).all(),
-             "attention_mask: must be padding on the left or right")
+    require((mask.sum(-1, keepdim=True) == (last - first).clamp(min=0)).all(),
+            "attention_mask: must be padding on the left or right")
     return first, last
 
 

@@ -36,14 +36,16 @@ class Spread:
     packed: bool
     exchange: str = "auto"
     padded: bool = False  # on the right, which causal layers never see
+    place: torch.Tensor | None = dataclasses.field(default=None, compare=False)  # position_ids of this rank's tokens
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of [b, s, ...]; of packed rows, [1, tokens, ...]."""
         return cp.shard(x.flatten(0, 1)[None] if self.packed else x, self.shards, self.group, 1)
 
-    def positions(self, device) -> torch.Tensor:
+    def placed(self, device) -> Spread:
+        """This, with `place` on `device`."""
         rows = cp.positions(self.shards, self.group, device)
-        return rows[None] if self.packed else rows.view(len(self.shards.lengths), -1)
+        return dataclasses.replace(self, place=rows[None] if self.packed else rows.view(len(self.shards.lengths), -1))
 
 
 class BandMask(_masks.Mask):
@@ -119,7 +121,7 @@ class Parallel:
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
             keywords.pop(name, None)
         keywords["input_ids"] = spread.shard(ids)
-        keywords["position_ids"] = spread.positions(ids.device)
+        keywords["position_ids"] = spread.place
         keywords["use_cache"] = False
         labels, following = keywords.get("labels"), keywords.get("shift_labels")
         if following is None and labels is not None:
@@ -153,7 +155,7 @@ class Parallel:
         if _has_idle(shards):  # no model of transformers takes a row without tokens
             raise ValueError(f"tessera.hf.context_parallel: input_ids.shape={[b, s]}: leaves a rank of {size} without "
                              f"tokens; rows of {2 * size} tokens or more would work")
-        return Spread(shards, self.group, packed, self.exchange, padded)
+        return Spread(shards, self.group, packed, self.exchange, padded).placed(ids.device)
 
 
 def band(mask_function) -> BandMask | None:
@@ -190,30 +192,40 @@ _LAYERS = {"full_attention", "sliding_attention"}
 
 
 def _window(function) -> tuple[int, int]:
-    """(left, right) of a pattern of transformers' own; documents are in the shards."""
+    """(left, right) of a pattern of transformers' own."""
     if function is masking_utils.causal_mask_function:
         return -1, 0
     if function is masking_utils.bidirectional_mask_function:
         return -1, -1
     maker, given = _masks.pattern(function)
-    if maker not in _PATTERNS:
-        raise Refused(f"tessera.hf.context_parallel: mask_function={maker or function!r}: is no band; "
-                      "causal masks, sliding windows and packed documents are")
-    return _PATTERNS[maker](**given)
+    try:
+        if maker in _PATTERNS:
+            return _PATTERNS[maker](**given)
+    except _masks.NotAnInterval:
+        pass
+    raise Refused(f"tessera.hf.context_parallel: mask_function={maker or function!r}: is no band; "
+                  "causal masks, sliding windows and packed documents are")
 
 
 def _and(mask_functions):
-    functions = list(mask_functions)
-    makers = [_masks.pattern(function)[0] for function in functions]
-    if _masks.REMAPPED in makers:  # transformers' own mask of the documents beside it; a user's own is no band
-        functions = [function for function, maker in zip(functions, makers) if maker != _masks.PACKED]
-    windows = [_window(function) for function in functions]
+    windows = [_window(function) for function in mask_functions]
     return tuple(min((side for side in sides if side >= 0), default=-1) for sides in zip(*windows))
+
+
+def _packed(packed_sequence_mask):
+    """No window: the ids that transformers makes of this rank's positions, whose documents are in the shards. A shard
+    cannot tell which tokens of other ranks a user's own ids name."""
+    place = _current.get().place
+    counted = (place.diff(prepend=place[:, :1] - 1) != 1).cumsum(-1)
+    own = counted.shape == packed_sequence_mask.shape and (counted == packed_sequence_mask).all()
+    _masks.require(own, "ids of packed sequences: must be those of position_ids")
+    return -1, -1
 
 
 _PATTERNS = {"and_masks": _and, "sliding_window_overlay": lambda sliding_window: (sliding_window - 1, -1),
              "sliding_window_bidirectional_overlay":
                  lambda sliding_window: (sliding_window, sliding_window),
+             _masks.PACKED: _packed,
              _masks.REMAPPED: lambda mask_function, position_ids: _window(mask_function)}
 
 

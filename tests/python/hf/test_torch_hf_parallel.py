@@ -189,13 +189,40 @@ def test_padding_and_what_is_refused(pool):
     assert "beside an attention_mask" in first[4]
 
 
-def test_ids_of_a_users_own_are_no_band(monkeypatch):
+@pytest.fixture
+def place(monkeypatch):
+    """Positions of a rank's tokens: a document, and two pieces of another."""
+    place = torch.tensor([[0, 1, 0, 5, 6]])
+    spread = SimpleNamespace(padded=False, place=place)
+    monkeypatch.setattr(tessera.hf._parallel, "_current", SimpleNamespace(get=lambda: spread))
+    return place
+
+
+WINDOWS = {(-1, 0): masking_utils.causal_mask_function,
+           (3, 0): masking_utils.sliding_window_causal_mask_function(4)}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("remapped", [False, True])
+def test_documents_of_positions_are_a_band(place, window, remapped):
+    """Masks of transformers count positions within each document from 5.23 on, and along the row before."""
+    if remapped and not hasattr(masking_utils, tessera.hf._masks.REMAPPED):
+        pytest.skip("this transformers counts along the row")
+    ids = masking_utils.find_packed_sequence_indices(place)
+    assert ids.tolist() == [[0, 0, 1, 2, 2]]
+    of_rows = WINDOWS[window]
+    if remapped:
+        of_rows = masking_utils.remap_positions_for_packed_sequence(of_rows, place)
+    function = masking_utils.and_masks(of_rows, masking_utils.packed_sequence_mask_function(ids))
+    assert tessera.hf._parallel.band(function).window == window
+
+
+@pytest.mark.parametrize("ids", [[[0, 0, 1, 1, 1]], [[0, 0, 1]], [[0, 0, 0, 0, 0]]])
+def test_ids_of_a_users_own_are_no_band(place, ids):
     """A shard cannot tell whose tokens they name. Those that transformers makes of positions are in the shards."""
-    monkeypatch.setattr(tessera.hf._parallel, "_current", SimpleNamespace(get=lambda: SimpleNamespace(padded=False)))
-    ids, causal = torch.tensor([[0, 0, 1]]), masking_utils.causal_mask_function
-    packed = masking_utils.packed_sequence_mask_function(ids)
-    remapped = masking_utils.remap_positions_for_packed_sequence(causal, torch.tensor([[0, 1, 0]]))
-    assert tessera.hf._parallel.band(masking_utils.and_masks(remapped, packed)).window == (-1, 0)
-    for function in (packed, masking_utils.and_masks(causal, packed)):
+    own, users = (masking_utils.packed_sequence_mask_function(each) for each in (
+        masking_utils.find_packed_sequence_indices(place), torch.tensor(ids)))
+    causal, both = masking_utils.causal_mask_function, masking_utils.and_masks
+    for function in (users, both(causal, users), both(both(causal, users), own), both(both(causal, own), users)):
         with pytest.raises(tessera.Refused, match="mask_function='packed_sequence_mask_function': is no band"):
             tessera.hf._parallel.band(function)
