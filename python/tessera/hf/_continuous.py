@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import transformers
+from packaging.version import Version  # which transformers needs
 from transformers import PreTrainedModel, masking_utils
 
 from .._lib import Refused
@@ -26,11 +28,14 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Inside this context, model.generate_batch and the ContinuousBatchingManager of `model` run on tessera.
 
     Do not call generate() inside. Load the model with attn_implementation="tessera"; another implementation is a
-    ValueError.
+    ValueError. Refused before transformers 5.19.
 
     >>> with tessera.hf.continuous_batching(model):
     ...     outputs = model.generate_batch(prompts, max_new_tokens=64)
     """
+    if Version(transformers.__version__) < Version("5.19.dev0"):
+        raise Refused(f"tessera.hf.continuous_batching: transformers=={transformers.__version__}: gives steps to "
+                      "implementations of its own alone; 5.19 or later would work")
     configs = list({id(part.config): part.config for part in model.modules()
                     if isinstance(part, PreTrainedModel)}.values())  # those of parts behind the whole
     before = [config._attn_implementation for config in configs]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """attn_implementation="tessera" against eager, on small models built from configuration."""
 import copy
+import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -351,6 +354,8 @@ IDS = {"counted up": [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]],
 @pytest.mark.parametrize("q_offset", [0, 2])
 @pytest.mark.parametrize("remapped", ["not", "beside", "alone"])
 def test_ids_of_packed_sequences_have_any_values(ids, q_offset, remapped):
+    if remapped != "not" and not hasattr(masking_utils, tessera.hf._masks.REMAPPED):
+        pytest.skip("transformers counts positions within a sequence from 5.23 on")
     function = masking_utils.packed_sequence_mask_function(torch.tensor(IDS[ids], device=DEVICE))
     positions = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]], device=DEVICE)
     is_interval = ids != "once more" and remapped != "alone"
@@ -385,11 +390,22 @@ def test_a_users_integer_mask_is_asked_what_it_means(dtype, keys):
 def test_users_functions_become_a_logged_mask(caplog):
     config = MODELS["llama"]()
     config._attn_implementation = "tessera"
-    mask = masking_utils.create_causal_mask(
-        config, torch.zeros(2, 9, 32), None, None,
+    make = masking_utils.create_causal_mask
+    cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # before 5.24
+    mask = make(
+        config, torch.zeros(2, 9, 32), attention_mask=None, **{cache: None},
         or_mask_function=lambda b, h, i, j: (i < 3) & (j < 3)).plain()
     assert mask.dtype == torch.bool and mask[0, 0, 0, 2] and not mask[0, 0, 4, 6]
     assert "bytes" in caplog.text
+
+
+def test_a_transformers_of_other_masks_is_no_import():
+    """Before 5.4 it told mask functions cache positions. Another process imports tessera.hf anew."""
+    before = "lambda batch_size, cache_position, kv_length, **others: None"
+    program = f"from transformers import masking_utils as m; m.sdpa_mask = {before}; import tessera.hf"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=door_examples.ROOT / "python")
+    assert done.returncode and "tells mask functions no q_length; must be 5.4 or later" in done.stderr, done.stderr
 
 
 def test_what_is_not_known_is_refused():

@@ -12,6 +12,7 @@ import signatures  # noqa: E402
 import tessera  # noqa: E402
 import tessera.hf  # noqa: E402
 from tessera.hf import _continuous  # noqa: E402
+from packaging.version import Version  # noqa: E402
 from test_torch_hf import DECODER, MODELS, build, tokens  # noqa: E402
 from transformers import cache_utils, masking_utils  # noqa: E402
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS  # noqa: E402
@@ -79,6 +80,10 @@ def test_a_window_of_one_key(lengths, pad):
 
 # ---- continuous batching ----
 
+batches = pytest.mark.skipif(Version(transformers.__version__) < Version("5.19.dev0"),
+                             reason="transformers gives steps to others from 5.19 on")
+
+
 def batched(model, prompts, **more):
     config = transformers.ContinuousBatchingConfig(
         num_blocks=24, max_batch_tokens=16, page_size=8, max_requests_per_batch=4, **more)
@@ -87,6 +92,7 @@ def batched(model, prompts, **more):
     return [each.generated_tokens for _, each in sorted(out.items())]
 
 
+@batches
 @pytest.mark.parametrize("name", MODELS)
 def test_continuous_batching(built, name, monkeypatch):
     """Prompts come in chunks beside sequences that generate; windows, caps and sinks included."""
@@ -113,6 +119,7 @@ def test_continuous_batching(built, name, monkeypatch):
     assert torch.equal(*(model.generate(tokens(), max_new_tokens=4, do_sample=False) for model in (eager, ours)))
 
 
+@batches
 def test_what_continuous_batching_needs(built):
     eager, ours = built("llama")
     lengths = torch.tensor([0, tokens().shape[1]], dtype=torch.int32)
@@ -132,6 +139,13 @@ def test_what_continuous_batching_needs(built):
             with pytest.raises(tessera.Refused, match="call the model outside"):
                 ours(tokens(), use_cache=False, **given)
     assert ours.config._attn_implementation == "tessera"
+
+
+def test_continuous_batching_of_an_older_transformers_is_refused(built, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.18.1")
+    with pytest.raises(tessera.Refused, match=r"transformers==5\.18\.1: gives steps to .*; 5\.19 or later would work"):
+        with tessera.hf.continuous_batching(built("llama")[1]):
+            pass
 
 
 class Steps(torch.nn.Module):
