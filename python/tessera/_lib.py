@@ -174,7 +174,8 @@ explain = _declare("tessera_explain", c_int64, _address, c_char_p, _address, c_c
 merge = _declare("tessera_merge", c_int32, c_int64, c_int32, POINTER(Tensor), POINTER(c_void_p),
                  POINTER(Tensor), POINTER(c_void_p), _address, c_void_p, _address, c_void_p,
                  _address, _address, _address)
-sum_rows = _declare("tessera_sum_rows", c_int32, c_int64, c_void_p, c_int64, POINTER(c_void_p), _address, _address, _address)
+sum_rows = _declare("tessera_sum_rows", c_int32, c_int64, c_void_p, c_int64, POINTER(c_void_p), _address, _address,
+                    _address)
 dropout_mask_at = _declare("tessera_dropout_mask_at", c_int32, c_int64, c_int64, c_int64, c_int64,
                            c_double, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, _address,
                            _address, _address)

@@ -59,10 +59,12 @@ def test_tables(seed):
         places = [Part.of(len(tensors) + i, Kind.of(x)) for i, x in enumerate(parts)]
         want = parts[0].clone()
         took = [rows.take(x) for x, rows in zip(parts[1:], orders[1:])]
-        total = took[0] if terms == 1 else sum((x.float() for x in took), torch.zeros(count, heads, columns, device=DEVICE))
+        total = took[0] if terms == 1 else \
+            sum((x.float() for x in took), torch.zeros(count, heads, columns, device=DEVICE))
         orders[0].put(want, total.to(want.dtype))
         if all(rows.spans is not None for rows in orders):
-            table.add_spans(places[0], orders[0].spans, [(place, rows.spans) for place, rows in zip(places[1:], orders[1:])])
+            table.add_spans(places[0], orders[0].spans,
+                            [(place, rows.spans) for place, rows in zip(places[1:], orders[1:])])
         else:
             table.add(count, places[0], places[1:], numbers=[rows.numbers for rows in orders])
         wanted.append((len(tensors), want))

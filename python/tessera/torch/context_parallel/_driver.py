@@ -68,8 +68,8 @@ def _moving(rank: int, send: tuple[Rows, ...], receive: tuple[Rows, ...], of, in
 
 @functools.lru_cache(maxsize=256)
 def _returning(rank: int, send: tuple[Rows, ...], receive: tuple[Rows, ...], about) -> Messages:
-    """The plan by which sums of a buffer's rows go to the owners of its rows: of each, (shape of a row, dtype of a message,
-    terms)."""
+    """The plan by which sums of a buffer's rows go to the owners of its rows. about: of each, (shape of a row, dtype
+    of a message, terms)."""
     plan = Messages(rank, len(send), [kind for _, _, terms in about for kind, _ in terms])
     for peer in range(len(send)):
         if peer == rank:
@@ -249,12 +249,14 @@ class Driver:
         stages, so that arrival decides nothing. Returns max_logit, if it is wanted and there is one."""
         if self.is_ring and _local.adds_in_place(o.device):
             return _local.forward_into(part, t, *keys, max_logit, o, lse)
+        is_there = t.rows.is_slice and not part.dense and not self.is_ring
         o_part, lse_part, peak = _local.forward(part, t, *keys, None if self.is_ring else part.sink,
-                                                max_logit)
+                                                max_logit, t.rows.take(o) if is_there else None)
         if self.is_ring:
             before = t.rows.take(o).contiguous(), t.rows.take(lse, 1).contiguous()
             o_part, lse_part = _functions.merge([before, (o_part.float(), lse_part)], layout="thd")
-        t.rows.put(o, o_part)
+        if not is_there:
+            t.rows.put(o, o_part)
         t.rows.put(lse, lse_part, 1)
         return peak
 

@@ -107,12 +107,13 @@ class Tables:
         return None if self.band.left < 0 and self.band.right < 0 else (self.band.left, self.band.right)
 
 
-def forward(p: Problem, t: Tables, k, v, ids_k, sink, max_logit: bool):
+def forward(p: Problem, t: Tables, k, v, ids_k, sink, max_logit: bool, out=None):
     """(o [rows, hq, dv], lse [hq, rows], max_logit [hq] or None) of a call's rows. k, v and ids_k are
-    the buffer of keys; `sink` is the problem's, or None where the sink is a part of its own."""
+    the buffer of keys; `sink` is the problem's, or None where the sink is a part of its own; `out` is o, if it
+    is there already and one call of attention writes it."""
     parts = []
     for q, k_, v_, keywords, _ in _calls(p, t, k, v, ids_k, sink):
-        results = _functions.attention(q, k_, v_, **keywords, return_lse=True,
+        results = _functions.attention(q, k_, v_, **keywords, out=out, return_lse=True,
                                        return_max_logit=max_logit)
         parts.append(results if keywords["layout"] == "thd" else
                      (results[0][0], results[1][0], *results[2:]))

@@ -16,8 +16,9 @@ _SENT = _RECEIVED = 0  # the tensor of messages, before those of a call
 
 
 class Messages:
-    """The plan of an exchange among `size` ranks, without data. Rows go from `sources`, which are `of` these kinds, into
-    `targets`, `into` these: send and receive say which, peer after peer, for each in the same order on both ends."""
+    """The plan of an exchange among `size` ranks, without data. Rows go from `sources`, which are `of` these kinds,
+    into `targets`, `into` these: send and receive say which, peer after peer, for each in the same order on both
+    ends."""
 
     def __init__(self, rank: int, size: int, of: list[Kind], into: list[Kind] = ()):
         self.rank, self._of, self._into = rank, list(of), list(into)
@@ -39,8 +40,8 @@ class Messages:
         _add(self._pack, rows.count, to, None, part, rows)
 
     def send_sum(self, peer: int, terms: list[tuple[int, Spans]], rows: Rows, shape, dtype: torch.dtype):
-        """Some rows of a sum to a peer, rounded once: terms are (source, where its rows are in the sum). Where rows have no
-        spans, the sum is one source."""
+        """Some rows of a sum to a peer, rounded once: terms are (source, where its rows are in the sum). Where rows
+        have no spans, the sum is one source."""
         to = self._next(self.sizes, peer, Kind.dense((rows.count, *shape), dtype), _SENT)
         parts = [Part.of(1 + source, self._of[source]) for source, _ in terms]
         if rows.spans is None:
@@ -120,7 +121,7 @@ class Pending:
             self._plan._unpack.run([self._received, *self._sources, *self._targets])
         found = [[] for _ in self._plan.sizes]
         for peer, offset, kind in self._plan._read:
-            of_dtype = self._received.view(kind.dtype) if self._received.numel() else self._received.new_empty(0, dtype=kind.dtype)
+            of_dtype = self._received.view(kind.dtype)
             found[peer].append(of_dtype.as_strided(kind.shape, kind.stride, offset // kind.dtype.itemsize))
         self._sources = self._targets = ()
         return found

@@ -109,8 +109,8 @@ def _drivers(text: str, topology: Topology, hq: int, hk: int, device: torch.devi
     if not spec.by_heads:
         return None, Driver(spec.exchange, spec.shards_q, spec.shards_k, spec.band, topology, spec.groups, device)
     inner = topology.inner.size
-    heads = [_heads.Exchange(topology.inner, spec.shards_q, spec.shards_k, topology.outer.rank * inner, hq, hk, device, part,
-                             spec.groups) for part in range(spec.groups)]
+    heads = [_heads.Exchange(topology.inner, spec.shards_q, spec.shards_k, topology.outer.rank * inner, hq, hk, device,
+                             part, spec.groups) for part in range(spec.groups)]
     nodes = [schedule.node_shards(shards, inner) for shards in (spec.shards_q, spec.shards_k)]
     return heads, Driver("ring" if spec.exchange == "heads+ring" else "keys", *nodes, spec.band,
                          Topology(topology.outer, topology.outer), 1, device)

@@ -72,8 +72,8 @@ class Table:
         self._numbers: list[torch.Tensor] = []  # of rows, behind the tensors of a call
 
     def add(self, count: int, to: Part, terms: list[Part], first: int = 0, firsts=(), numbers=()):
-        """Rows first, ... of `to` become the sums of rows firsts[i], ... of terms[i]. `numbers`: of to's rows and of each
-        term's, int64 [count] on the device, or None where they are neighbours."""
+        """Rows first, ... of `to` become the sums of rows firsts[i], ... of terms[i]. `numbers`: of to's rows and of
+        each term's, int64 [count] on the device, or None where they are neighbours."""
         if count == 0 or to.heads * to.columns == 0:
             return
         parts = [to, *terms]

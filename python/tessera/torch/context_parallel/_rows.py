@@ -68,8 +68,8 @@ class Rows:
 
 
 class Sum:
-    """Rows [rows, ...] that terms are added to, in order, in fp32. Terms are kept uncopied until the sum is asked for, and
-    are rounded to the sum's dtype once, by one launch."""
+    """Rows [rows, ...] that terms are added to, in order, in fp32. Terms are kept uncopied until the sum is asked for,
+    and are rounded to its dtype once, by one launch."""
 
     def __init__(self, shape, device: torch.device):
         self.shape, self.device = tuple(shape), device
@@ -140,8 +140,8 @@ def sums_beside(parts: list[Sum], dtype: torch.dtype) -> torch.Tensor:
     some = [x for x in parts if x.shape[1]] or parts[:1]
     if len(some) == 1:
         return some[0].value(dtype)
-    whole = torch.empty((some[0].shape[0], sum(x.shape[1] for x in some), *some[0].shape[2:]), dtype=dtype, device=some[0].device)
-    at = 0
+    rows, _, *rest = some[0].shape
+    whole, at = torch.empty((rows, sum(x.shape[1] for x in some), *rest), dtype=dtype, device=some[0].device), 0
     for x in some:
         x.into(whole[:, at:at + x.shape[1]])
         at += x.shape[1]
