@@ -236,7 +236,7 @@ def _why_not(option: Option, model: _Model, has_rows: bool) -> str:
 
 def _choose(able, model: _Model, exchange: str, limit: int) -> Option:
     """Heads where they are fewer bytes and every rank has kv heads of its own, or runs are too short
-    for keys; else keys. Of either, the smallest number of groups that is within 3 % of the fastest,
+    for keys; else keys. Of either, the smallest number of groups that is within 5 % of the fastest,
     fills the GPU and fits; a ring where nothing fits."""
     if len(able) == 1:
         return able[0]
@@ -267,6 +267,7 @@ def _best(options, model: _Model, limit: int) -> Option | None:
     full = [option for option in fitting if fills(option)] or fitting
     if not full:
         return None
+    # A call of fewer heads takes longer: on two H200s more groups than one gained nothing up to there.
     fastest = min(sum(option.exposed) for option in full)
     return next(option for option in full
-                if whole + sum(option.exposed) <= 1.03 * (whole + fastest))
+                if whole + sum(option.exposed) <= 1.05 * (whole + fastest))

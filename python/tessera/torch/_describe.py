@@ -8,6 +8,8 @@ tensors."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .. import _call, _lib
@@ -104,24 +106,33 @@ def written(names, options: dict, flags: int, outputs, backward: bool = False) -
 
 def keywords(call: Call, tensors, sizes) -> dict:
     """The keywords of a call."""
-    given = dict(zip("qkv", (tensors[call.places[name].operand] for name in "qkv")))
-    sizes = _tensors.hints(sizes)
+    options, operands = _keywords_of(call, tuple(_tensors.hints(sizes)))
+    given = {name: tensors[place[0]] if len(place) == 1 else tuple([tensors[i] for i in place])
+             for name, place in operands}
+    return {**options, **given}
+
+
+@functools.lru_cache(maxsize=1024)
+def _keywords_of(call: Call, sizes: tuple) -> tuple[dict, list[tuple[str, list[int]]]]:
+    """Keywords that are no tensors, and where the others' tensors are."""
     fields = {name: _call.number_of(name, value, sizes) for name, value in call.values.items()}
     table = _keywords.BACKWARD if call.is_backward else _keywords.FORWARD
-    for name, row in OPTIONS.items():
-        if name in table:
-            given[name] = row.decode(call.flags, *(fields.get(field, 0) for field in row.fields))
+    options = {name: row.decode(call.flags, *(fields.get(field, 0) for field in row.fields))
+               for name, row in OPTIONS.items() if name in table}
+    operands = {name: [call.places[name].operand] for name in "qkv"}
     for name, row in TENSORS.items():
-        parts = [tensors[call.places[tensor].operand] for tensor in row.tensors if tensor in call.places]
+        parts = [call.places[tensor].operand for tensor in row.tensors if tensor in call.places]
         if parts:
-            given[name] = tuple(parts) if len(parts) == 2 else parts[0]
+            operands[name] = parts
         for word, flag in row.words.items():
             if call.flags & flag:
-                given[name] = word
-    given.pop("keep" if call.flags & _lib.MASK_DROP else "drop", None)
+                options[name] = word
+                operands.pop(name, None)
+    for named in (options, operands):
+        named.pop("keep" if call.flags & _lib.MASK_DROP else "drop", None)
     if "shift" in call.places:
-        given["align"] = tensors[call.places["shift"].operand]
-    return given
+        operands["align"] = [call.places["shift"].operand]
+    return options, list(operands.items())
 
 
 # ---- fake tensors, and kernels without the binding: what comes back ----

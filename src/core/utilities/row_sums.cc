@@ -33,7 +33,8 @@ Status check_place(const Place& place, const tessera_row_sum& sum, const RowSums
   const auto is_aligned = [&](int64_t stride, int64_t extent) {
     return extent == 1 || stride % size == 0;
   };
-  if (address % size != 0 || !is_aligned(rows.row, sum.rows) || !is_aligned(rows.head, sum.heads)) {
+  if (address % size != 0 || !is_aligned(rows.row, rows.index == -1 ? sum.rows : 2) ||
+      !is_aligned(rows.head, sum.heads)) {
     return invalid("%s: offset=%" PRId64 ", row=%" PRId64 ", head=%" PRId64
                    ": elements must lie at multiples of their %" PRId64 " bytes",
                    name, rows.offset, rows.row, rows.head, size);

@@ -23,7 +23,7 @@ def drawn(draw: random.Random, rows: int, heads: int, columns: int, dtype) -> to
     """[rows, heads, columns] with stride 1 in the last axis, perhaps a part of a larger tensor at an odd place."""
     more = [draw.choice((0, 0, 1, 3)) for _ in range(3)]
     size = (rows + more[0], heads + more[1], columns + more[2])
-    whole = torch.randint(-40, 40, size, generator=torch.Generator().manual_seed(draw.randrange(99))) / 8
+    whole = torch.from_numpy(np.random.default_rng(draw.randrange(99)).integers(-40, 40, size)) / 8
     first = [draw.randint(0, n) for n in more]
     return whole.to(DEVICE, dtype)[first[0]:first[0] + rows, first[1]:first[1] + heads, first[2]:first[2] + columns]
 

@@ -92,6 +92,7 @@ class Driver:
             (1, topology.outer.rank)
         self.rows = _rows_held(shards_q, rank, device)
         self.steps = steps(kind, shards_q, shards_k, band, rank, inner, device)
+        self._overlaps = len(self.steps) * groups > 1  # else nothing runs beside an exchange
 
     def forward(self, p: _local.Problem, max_logit: bool, kept=()):
         """(o [rows, hq, dv], lse [hq, rows], max_logit [hq] or None). Rows that no run holds are 0,
@@ -191,7 +192,7 @@ class Driver:
             return lambda: tensors
         buffers = into or [x.new_empty(count, *x.shape[1:]) for x in tensors]
         plan = _moving(group.rank, send, receive, tuple(map(Kind.of, tensors)), tuple(map(Kind.of, buffers)))
-        pending = plan.start(group, tensors, buffers)
+        pending = plan.start(group, tensors, buffers, self._overlaps)
 
         def finish():
             pending.wait()
@@ -212,7 +213,7 @@ class Driver:
             about = tuple((x.shape[1:], dtype, tuple((Kind.of(values), spans) for values, spans in x.terms))
                           for x, dtype in zip(buffers, dtypes))
             plan = _returning(group.rank, send, receive, about)
-            pending = plan.start(group, sources or [torch.empty(0, device=self.device)])
+            pending = plan.start(group, sources or [torch.empty(0, device=self.device)], (), self._overlaps)
 
             def finish():
                 for p, found in enumerate(pending.wait()):

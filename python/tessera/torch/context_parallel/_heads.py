@@ -35,6 +35,7 @@ class Exchange:
     def __init__(self, group: Group, shards_q: Shards, shards_k: Shards, first: int, hq: int, hk: int,
                  device: torch.device, part: int = 0, parts: int = 1):
         self.group, self.hq, self.hk, self.device = group, hq, hk, device
+        self.overlaps = parts > 1
         self.q = _routes(shards_q, first, group.size, group.rank, device)
         self.k = _routes(shards_k, first, group.size, group.rank, device)
         self.shares_kv_heads = any(schedule.head_range(hq, peer, group.size)[0] % (hq // hk)
@@ -64,7 +65,7 @@ class Exchange:
         sources = [x for xs in given for x in xs]
         plan, into = _gathering(self, tuple(tuple(Kind.of(x) for x in xs) for xs in given))
         targets = [x.new_empty(kind.shape) for x, kind in zip(sources, into)]
-        pending = plan.start(self.group, sources, targets)
+        pending = plan.start(self.group, sources, targets, self.overlaps)
 
         def finish():
             pending.wait()
@@ -78,7 +79,7 @@ class Exchange:
         parts of one kv head, it adds them, in the order of ranks."""
         plan = _giving(self, *(tuple(Kind.of(x) for x in xs) for xs in (of_q, of_k, into_q, into_k)))
         targets = [*into_q] if self.shares_kv_heads else [*into_q, *into_k]
-        pending = plan.start(self.group, [*of_q, *of_k], targets)
+        pending = plan.start(self.group, [*of_q, *of_k], targets, self.overlaps)
 
         def finish():
             for (_, _, k0, k1), values in zip(self.ranges, pending.wait()):

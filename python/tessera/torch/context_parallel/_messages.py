@@ -72,10 +72,12 @@ class Messages:
         self._unpack.sealed(1 + len(self._of) + len(self._into))
         return self
 
-    def start(self, group: comm.Group, sources: list[torch.Tensor], targets: list[torch.Tensor] = ()) -> Pending:
-        """Begins the exchange. No source may change, and no target be used, before it is waited for."""
+    def start(self, group: comm.Group, sources: list[torch.Tensor], targets: list[torch.Tensor] = (),
+              overlaps: bool = True) -> Pending:
+        """Begins the exchange. No source may change, and no target be used, before it is waited for. Without
+        `overlaps` it is on the current stream, where it costs the host less: for what nothing runs beside."""
         device = sources[0].device
-        side = comm.side_stream(device, group.name)
+        side = comm.side_stream(device, group.name) if overlaps else None
         if side is None:
             received, work = self._sent(group, sources)
             return Pending(self, sources, targets, received, work)

@@ -47,7 +47,7 @@ class _Run:
 
     def agree(self, key: tuple):
         inputs = [(x.shape, x.dtype, x.device.type) if isinstance(x, torch.Tensor) else x for x in key]
-        _check.agree((self.spec, *inputs), self.topology, self.device,
+        _check.agree((self.text, *inputs), self.topology, self.device,
                      lambda: _check.check(self.given, self.spec, self.topology),
                      lambda: _check.fields(self.given, self.spec))
 
