@@ -40,12 +40,14 @@ class Processes:
         self._group, self.name = group, group.group_name
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)  # of all processes
+        # A group bound to its GPU (init_process_group(device_id=)) has its communicator from the start: NCCL may then
+        # work on the current stream itself, whose order is all that waits for it. Others make theirs on first use.
+        self._is_bound = getattr(group, "bound_device_id", None) is not None
 
     def all_to_all(self, sent, sizes, received_sizes):
         received = sent.new_empty(sum(received_sizes))
-        # On a GPU nothing waits for it but the current stream, on which NCCL then works itself.
         work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._group,
-                                      async_op=sent.device.type == "cpu")
+                                      async_op=not (self._is_bound and sent.is_cuda))
         return received, work
 
     def abort(self):

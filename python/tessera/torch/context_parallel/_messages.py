@@ -89,12 +89,14 @@ class Messages:
                 work.wait()
             self._unpack.run([received, *sources, *targets])
             event = side.record_event()
-        if any(self._read):
+        if self._read:
             received.record_stream(current)
         return Pending(self, sources, targets, received, event, current)
 
     def _sent(self, group, sources):
         sent = torch.empty(sum(self.sizes), dtype=torch.uint8, device=sources[0].device)
+        if group.size == 1:
+            return sent, None
         self._pack.run([sent, *sources])
         return group.all_to_all(sent, self.sizes, self.received_sizes)
 
