@@ -4,7 +4,6 @@ tessera's attention function can use, so that a model which computes attention i
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from transformers import masking_utils
 
 from .._lib import Refused
 
-if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 4):
     raise ImportError(f"tessera.hf: transformers=={transformers.__version__}: tells mask functions no q_length; must "
                       "be 5.4 or later")
 
