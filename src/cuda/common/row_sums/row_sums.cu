@@ -201,7 +201,8 @@ Place place_of(const RowSums& args, const tessera_rows& rows, int64_t first_row)
 // Whether vectors of `bytes` can be read there.
 bool has_vectors(const Place& place, const tessera_row_sum& sum, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(place.data) % static_cast<uintptr_t>(bytes) == 0 &&
-         ((sum.rows == 1 && !place.index) || place.row % bytes == 0) && (sum.heads == 1 || place.head % bytes == 0);
+         ((sum.rows == 1 && !place.index) || place.row % bytes == 0) &&
+         (sum.heads == 1 || place.head % bytes == 0);
 }
 
 int width_of_copy(const Piece<1>& piece, const tessera_row_sum& sum) {
