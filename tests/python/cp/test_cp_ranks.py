@@ -304,6 +304,36 @@ def test_what_a_planned_exchange_reads_and_writes_is_kept(monkeypatch):
     assert torch.equal(found[[3, 0, 1]], want[[3, 0, 1]]) and not found[2].any()
 
 
+class Late:
+    """A group whose other rank sends back what it was sent, which is there when its work is waited for."""
+    rank, size, name = 0, 2, "late"
+
+    def all_to_all(self, sent, sizes, received_sizes):
+        received = torch.full_like(sent, 255)
+        return received, types.SimpleNamespace(wait=lambda: received.copy_(sent))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_nothing_is_read_before_it_came(monkeypatch, overlaps):
+    """On the stream of exchanges, which waits for the work, or on the caller's, which does so itself."""
+    side = types.SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: None)
+    monkeypatch.setattr(comm, "side_stream", lambda *_: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(wait_event=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    x, into = torch.arange(12.0).view(3, 2, 2), torch.zeros(3, 2, 2)
+    plan, rows = _messages.Messages(0, 2, [Kind.of(x)], [Kind.of(into)]), Rows(np.arange(3), x.device)
+    plan.send(1, 0, rows)
+    plan.receive(1, 0, rows)
+    assert plan.sealed().start(Late(), [x], [into], overlaps).wait() == [[], []]
+    assert torch.equal(into, x)
+    plan = _messages.Messages(0, 2, [Kind.of(x)])
+    plan.send(1, 0, rows)
+    plan.read(1, (3, 2, 2), x.dtype)
+    _, (found,) = plan.sealed().start(Late(), [x], [], overlaps).wait()
+    assert torch.equal(found, x)
+
+
 def test_shard_and_unshard_are_inverse_and_differentiable():
     shards = Shards.te([0, 24, 32], 2, [0, 21, 28])
     x = torch.randn(28, 3)
