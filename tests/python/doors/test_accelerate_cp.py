@@ -73,7 +73,7 @@ def made(layer):
 def batch_of(kind, seed=1):
     """A batch; "rows" are of an odd length, "packed" and "lengths" are one row of documents, "both" two of them."""
     shape = {"rows": (2, 37), "padded": (2, 37), "both": (2, sum(LENGTHS))}.get(kind, (1, sum(LENGTHS)))
-    ids = torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     batch = dict(input_ids=ids, labels=ids.clone(), use_cache=False)
     if kind == "padded":
         batch["attention_mask"] = (torch.arange(37) < torch.tensor([[37], [20]])).long()
@@ -190,7 +190,7 @@ def trl_trainer(model, keywords):
     import trl
     from tokenizers import Tokenizer, models
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in LENGTHS * 2]
+    rows = [torch.randint(3, 97, (n,), generator=generator, device="cpu").tolist() for n in LENGTHS * 2]
     dataset = datasets.Dataset(pyarrow.table({"input_ids": rows}), fingerprint="tessera")
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "x": 3}, unk_token="x"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>",
@@ -206,7 +206,7 @@ def trl_trainer(model, keywords):
 
 def hf_trainer(model, keywords):
     generator = torch.Generator().manual_seed(0)
-    rows = [dict(input_ids=torch.randint(3, 97, (n,), generator=generator).tolist()) for n in LENGTHS * 2]
+    rows = [dict(input_ids=torch.randint(3, 97, (n,), generator=generator, device="cpu").tolist()) for n in LENGTHS * 2]
     args = transformers.TrainingArguments(**keywords)
     if keywords.get("fsdp"):
         as_if_gpus()
