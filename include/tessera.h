@@ -397,9 +397,9 @@ typedef struct tessera_row_sum {
 } tessera_row_sum;
 
 /* Any number of such sums, in any order, as few launches as can be: what context parallelism does with
- * messages. Sums are fp32, terms in order, rounded once (fp64: where any of them is). One term has the
- * dtype of `to`, which may be any, and is copied; of several, each is fp32, bf16, fp16 or, on the CPU, fp64, as is
- * `to`. A term may be `to` itself; nothing else that is written may be read or written by the same call. */
+ * messages. One term of the dtype of `to`, which may be any, is copied. Otherwise `to` and each term are fp32,
+ * bf16, fp16 or, on the CPU, fp64, and terms are added in order, in fp32 (fp64 where any of them is), and
+ * rounded once. A term may be `to` itself; nothing else that is written may be read or written by the same call. */
 TESSERA_API int32_t tessera_sum_rows(int64_t num_sums, const tessera_row_sum* sums,
                                      int64_t num_tensors, void* const* tensors,
                                      const tessera_device* device, const tessera_buffers* context,

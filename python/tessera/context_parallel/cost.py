@@ -267,7 +267,8 @@ def _best(options, model: _Model, limit: int) -> Option | None:
     full = [option for option in fitting if fills(option)] or fitting
     if not full:
         return None
-    # A call of fewer heads takes longer: on two H200s more groups than one gained nothing up to there.
+    # Calls of fewer heads take longer. On two H200s, more groups than one were no faster where the messages that they
+    # hide are up to 5 % of the time.
     fastest = min(sum(option.exposed) for option in full)
     return next(option for option in full
                 if whole + sum(option.exposed) <= 1.05 * (whole + fastest))

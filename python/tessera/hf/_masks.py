@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from packaging.version import Version  # which transformers needs
 from transformers import masking_utils
 
 from .._lib import Refused
 
-if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < (5, 4):
+if Version(transformers.__version__) < Version("5.4.dev0"):
     raise ImportError(f"tessera.hf: transformers=={transformers.__version__}: tells mask functions no q_length; must "
                       "be 5.4 or later")
 

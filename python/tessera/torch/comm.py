@@ -40,8 +40,8 @@ class Processes:
         self._group, self.name = group, group.group_name
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)  # of all processes
-        # A group bound to its GPU (init_process_group(device_id=)) has its communicator from the start: NCCL may then
-        # work on the current stream itself, whose order is all that waits for it. Others make theirs on first use.
+        # A group bound to its GPU (init_process_group(device_id=)) has its communicator from the start: NCCL works on
+        # the current stream then, and no stream has to wait for another. Other groups make theirs on first use.
         self._is_bound = getattr(group, "bound_device_id", None) is not None
 
     def all_to_all(self, sent, sizes, received_sizes):
