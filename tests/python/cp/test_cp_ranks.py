@@ -295,7 +295,7 @@ def test_what_a_planned_exchange_reads_and_writes_is_kept(monkeypatch):
     rows = Rows(np.array([3, 0, 1]), x.device)
     plan.send(1, 0, rows)
     plan.receive(1, 0, rows)
-    pending = plan.sealed().start(cp_ranks.Echo(), [x], [into])
+    pending = plan.start(cp_ranks.Echo(), [x], [into])
     want, found = x.clone(), into.detach()
     del x, into
     assert pending.wait() == [[], []]
@@ -325,12 +325,12 @@ def test_nothing_is_read_before_it_came(monkeypatch, overlaps):
     plan, rows = _messages.Messages(0, 2, [Kind.of(x)], [Kind.of(into)]), Rows(np.arange(3), x.device)
     plan.send(1, 0, rows)
     plan.receive(1, 0, rows)
-    assert plan.sealed().start(Late(), [x], [into], overlaps).wait() == [[], []]
+    assert plan.start(Late(), [x], [into], overlaps).wait() == [[], []]
     assert torch.equal(into, x)
     plan = _messages.Messages(0, 2, [Kind.of(x)])
     plan.send(1, 0, rows)
     plan.read(1, (3, 2, 2), x.dtype)
-    _, (found,) = plan.sealed().start(Late(), [x], [], overlaps).wait()
+    _, (found,) = plan.start(Late(), [x], [], overlaps).wait()
     assert torch.equal(found, x)
 
 

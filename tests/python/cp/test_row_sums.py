@@ -48,9 +48,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(60))
 def test_tables(seed):
     draw = random.Random(seed)
-    table, tensors, wanted = Table(), [], []
-    for _ in range(draw.choice((1, 3, 40))):  # more than a launch has room for
-        terms = draw.choice((0, 1, 1, 2, 3, _row_sums.MAX_TERMS))
+    # 40: more than a launch has room for
+    sums = [draw.choice((0, 1, 1, 2, 3, _row_sums.MAX_TERMS)) for _ in range(draw.choice((1, 3, 40)))]
+    table, tensors, wanted = Table(sum(1 + terms for terms in sums)), [], []
+    for terms in sums:
         count, heads, columns = draw.choice((1, 5, 33)), draw.choice((1, 2, 5)), draw.choice((1, 7, 8, 64, 40))
         dtypes = [draw.choice(ANY)] * 2 if terms == 1 else [draw.choice(FLOATS) for _ in range(terms + 1)]
         parts = [drawn(draw, 2 * count, heads, columns, dtype) for dtype in dtypes]
@@ -69,33 +70,33 @@ def test_tables(seed):
             table.add(count, places[0], places[1:], numbers=[rows.numbers for rows in orders])
         wanted.append((len(tensors), want))
         tensors += parts
-    table.sealed(len(tensors)).run(tensors)
+    table.run(tensors)
     for i, want in wanted:
         assert torch.equal(bits(tensors[i]), bits(want)), (seed, i, want.dtype, want.shape)
 
 
 def test_a_row_without_terms_is_zero_and_others_stay():
     x, out = torch.ones(4, 2, 8, device=DEVICE), torch.full((6, 2, 8), torch.nan, device=DEVICE)
-    table = Table()
+    table = Table(2)
     table.add_spans(Part.of(0, Kind.of(out)), ((0, 0, 5),), [(Part.of(1, Kind.of(x)), ((0, 1, 3),))])
-    table.sealed(2).run([out, x])
+    table.run([out, x])
     assert out[:, 0, 0].tolist()[:5] == [0, 1, 1, 1, 0] and out[5].isnan().all()
 
 
 def test_a_term_may_be_the_target():
     total = torch.arange(16.0, device=DEVICE).view(2, 1, 8)
-    want, x, table = total * 2, total.to(torch.bfloat16), Table()
+    want, x, table = total * 2, total.to(torch.bfloat16), Table(2)
     table.add(2, Part.of(0, Kind.of(total)), [Part.of(0, Kind.of(total)), Part.of(1, Kind.of(x))])
-    table.sealed(2).run([total, x])
+    table.run([total, x])
     assert torch.equal(total, want)
 
 
 def test_what_no_kernel_can_do_is_a_value_error():
     x = torch.zeros(2, 1, 8, device=DEVICE)
-    table = Table()
+    table = Table(2)
     table.add(2, Part.of(0, Kind.of(x)), [Part.of(1, Kind.of(x.to(torch.int32)))])
     with pytest.raises(ValueError, match=r"sum_rows: sums\[0\].term\[0\].dtype=int32: must be fp32"):
-        table.sealed(2).run([x, x.to(torch.int32)])
+        table.run([x, x.to(torch.int32)])
     with pytest.raises(ValueError, match="three axes at most, and stride 1"):
         Part.of(0, Kind.of(torch.zeros(4, 6, 8).transpose(1, 2)))
 

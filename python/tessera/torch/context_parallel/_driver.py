@@ -63,7 +63,7 @@ def _moving(rank: int, send: tuple[Rows, ...], receive: tuple[Rows, ...], of, in
             plan.send(peer, i, send[peer])
         for i in range(len(of)):
             plan.receive(peer, i, receive[peer])
-    return plan.sealed()
+    return plan
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,7 +79,7 @@ def _returning(rank: int, send: tuple[Rows, ...], receive: tuple[Rows, ...], abo
             plan.send_sum(peer, [(first + i, spans) for i, (_, spans) in enumerate(terms)], receive[peer], shape, dtype)
             plan.read(peer, (send[peer].count, *shape), dtype)
             first += len(terms)
-    return plan.sealed()
+    return plan
 
 
 class Driver:

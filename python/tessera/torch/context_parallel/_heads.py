@@ -34,8 +34,8 @@ class Exchange:
 
     def __init__(self, group: Group, shards_q: Shards, shards_k: Shards, first: int, hq: int, hk: int,
                  device: torch.device, part: int = 0, parts: int = 1):
-        self.group, self.hq, self.hk, self.device = group, hq, hk, device
-        self.overlaps = parts > 1
+        self.group, self.hq, self.hk = group, hq, hk
+        self.overlaps = parts > 1  # else nothing runs beside an exchange
         self.q = _routes(shards_q, first, group.size, group.rank, device)
         self.k = _routes(shards_k, first, group.size, group.rank, device)
         self.shares_kv_heads = any(schedule.head_range(hq, peer, group.size)[0] % (hq // hk)
@@ -105,7 +105,7 @@ def _gathering(exchange: Exchange, kinds) -> tuple[Messages, list[Kind]]:
             plan.send(peer, i, side[0], heads_of_peer[which])
         for i, (_, side, _, _) in enumerate(items):
             plan.receive(peer, i, side[1][peer])
-    return plan.sealed(), into
+    return plan, into
 
 
 @functools.lru_cache(maxsize=256)
@@ -125,7 +125,7 @@ def _giving(exchange: Exchange, of_q, of_k, into_q, into_k) -> Messages:
             else:
                 kind = of_k[i - len(of_q)]
                 plan.read(peer, (side[0].count, heads[1] - heads[0], *kind.shape[2:]), kind.dtype)
-    return plan.sealed()
+    return plan
 
 
 def pipeline(exchanges: list[Exchange], p: _local.Problem, more=()):

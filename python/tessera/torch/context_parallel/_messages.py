@@ -23,7 +23,7 @@ class Messages:
     def __init__(self, rank: int, size: int, of: list[Kind], into: list[Kind] = ()):
         self.rank, self._of, self._into = rank, list(of), list(into)
         self.sizes, self.received_sizes = [0] * size, [0] * size  # bytes
-        self._pack, self._unpack = Table(), Table()
+        self._pack, self._unpack = Table(1 + len(self._of)), Table(1 + len(self._of) + len(self._into))
         self._own: list[tuple[Part, Rows]] = []
         self._read: list[tuple[int, int, Kind]] = []  # (peer, offset, what) of what stays where it came
 
@@ -65,12 +65,6 @@ class Messages:
         """Rows of a peer that stay where they came: Pending.wait returns them."""
         kind = Kind.dense(shape, dtype)
         self._read.append((peer, self._next(self.received_sizes, peer, kind, _RECEIVED).offset, kind))
-
-    def sealed(self) -> Messages:
-        """Itself, complete."""
-        self._pack.sealed(1 + len(self._of))
-        self._unpack.sealed(1 + len(self._of) + len(self._into))
-        return self
 
     def start(self, group: comm.Group, sources: list[torch.Tensor], targets: list[torch.Tensor] = (),
               overlaps: bool = True) -> Pending:

@@ -65,10 +65,10 @@ class Part(NamedTuple):
 
 
 class Table:
-    """Sums, run on tensors whose data alone may differ from those that it was made for."""
+    """Sums, run on so many tensors, whose data alone may differ from those that it was made for."""
 
-    def __init__(self):
-        self._sums, self._count = bytearray(), 0
+    def __init__(self, tensors: int):
+        self._tensors, self._sums, self._count = tensors, b"", 0
         self._numbers: list[torch.Tensor] = []  # of rows, behind the tensors of a call
 
     def add(self, count: int, to: Part, terms: list[Part], first: int = 0, firsts=(), numbers=()):
@@ -97,27 +97,14 @@ class Table:
         if index is None:
             return -1
         self._numbers.append(index)
-        return -len(self._numbers) - 1  # made final when the number of tensors is known
-
-    def sealed(self, tensors: int) -> Table:
-        """Itself, for calls with so many tensors."""
-        size = _SUM.size + _ROWS.size * (1 + MAX_TERMS)
-        for at in range(0, len(self._sums), size):
-            for rows in range(at + _SUM.size, at + size, _ROWS.size):
-                tensor, index, *rest = _ROWS.unpack_from(self._sums, rows)
-                if index < -1:
-                    _ROWS.pack_into(self._sums, rows, tensor, tensors - index - 2, *rest)
-        self._sums = (ctypes.c_char * len(self._sums)).from_buffer(self._sums)
-        self._tensors, self._pointers = tensors, ctypes.c_void_p * (tensors + len(self._numbers))
-        self._of_numbers = [x.data_ptr() for x in self._numbers]
-        return self
+        return self._tensors + len(self._numbers) - 1
 
     def run(self, tensors: list[torch.Tensor]):
         """Queued on the current stream of the tensors' device; on the CPU it is done."""
         if self._count == 0:
             return
-        like = tensors[0]
-        pointers = self._pointers(*[x.data_ptr() for x in tensors], *self._of_numbers)
+        like, addresses = tensors[0], [x.data_ptr() for x in (*tensors, *self._numbers)]
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         device, error = _tensors.device(like), _lib.error_of_thread()
         context = _lib.Buffers(struct_size=ctypes.sizeof(_lib.Buffers), num_threads=torch.get_num_threads(),
                                stream=_tensors.stream(like) if device.kind != _lib.CPU else 0)

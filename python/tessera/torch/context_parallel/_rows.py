@@ -123,10 +123,10 @@ class Sum:
 
 @functools.lru_cache(maxsize=256)
 def _summing(out: Kind, terms: tuple[tuple[Kind, Spans], ...]) -> Table:
-    table, rows = Table(), out.shape[0]
+    table, rows = Table(1 + len(terms)), out.shape[0]
     table.add_spans(Part.of(0, out), ((0, 0, rows),), [(Part.of(i + 1, kind), spans)
                                                        for i, (kind, spans) in enumerate(terms)])
-    return table.sealed(1 + len(terms))
+    return table
 
 
 def beside(parts: list[torch.Tensor]) -> torch.Tensor:
